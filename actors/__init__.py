@@ -1,5 +1,8 @@
-"""RUNS: thin Ray actors.  They carry messages and perform what ``elastic.control`` decided; they decide nothing themselves."""
+"""RUNS: thin Ray actors.  They carry messages and perform what ``elastic.control`` decided; they decide
+nothing themselves.
+"""
 
 from elastic.code.imports import check_packages
 
-check_packages()  # in every process that Ray starts for us: a clear error for a shadowed package, before an obscure one
+# in every process that Ray starts for us: a clear error for a shadowed package, before an obscure one
+check_packages()

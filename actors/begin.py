@@ -1,4 +1,5 @@
-"""Begins what a command that trains has asked for: a fork, a branch, the note of the code.  It is done last, when nothing refuses the run.
+"""Begins what a command that trains has asked for: a fork, a branch, the note of the code.  It is done last,
+when nothing refuses the run.
 
 A branch changes what a run is, so the run is claimed before.
 """
@@ -42,15 +43,17 @@ def tell(show: Show, *sentences: str) -> None:
 def begin(start: StartPoint, show: Show, branch: bool | None, claims: Callable[[Run, int], int]) -> int:
     """Begins a fork, or a branch, if one is asked for and there is anything to change.
 
-    ``branch`` is as :meth:`Run.agree` takes it.  A branch is begun once ``claims`` has claimed the run, whose newest claim it is told: who
-    lived until then goes no further.  Returns the incarnation that was claimed, or 0.
+    ``branch`` is as :meth:`Run.agree` takes it.  A branch is begun once ``claims`` has claimed the run, whose
+    newest claim it is told: who lived until then goes no further.  Returns the incarnation that was claimed,
+    or 0.
 
-    Raises :class:`Refused` if another command has begun a branch meanwhile, and :class:`JobError` if one has begun to delete the
-    checkpoint from which this one goes on.
+    Raises :class:`Refused` if another command has begun a branch meanwhile, and :class:`JobError` if one has
+    begun to delete the checkpoint from which this one goes on.
     """
     tell(show, start.begin())
     job, now = start.job, time.time()
-    seen = latest_claim(ObjectStore.open(job.bucket), job.name)  # first: whoever claims after it may have begun a branch
+    # first: whoever claims after it may have begun a branch
+    seen = latest_claim(ObjectStore.open(job.bucket), job.name)
     run = Run.look(job, branch=branch)
     if there := run.local_elsewhere():
         what = f"{job.name} was begun with --local {there}, and has told no end"
@@ -61,9 +64,15 @@ def begin(start: StartPoint, show: Show, branch: bool | None, claims: Callable[[
     past = _idle(run, seen)
     try:
         incarnation = claims(run, seen)
-        said = run.branch(now, incarnation=incarnation) if start.at is None else rewind(run, now, start.at, incarnation, start.word)
+        said = (
+            run.branch(now, incarnation=incarnation)
+            if start.at is None
+            else rewind(run, now, start.at, incarnation, start.word)
+        )
     except Exists:
-        raise Refused(f"another command has begun {job.name}, or a branch of it, meanwhile; `elastic runs` shows it") from None
+        raise Refused(
+            f"another command has begun {job.name}, or a branch of it, meanwhile; `elastic runs` shows it"
+        ) from None
     version = run.newest()
     step = 1 if version is None else version.step + 1
     tell(show, f"{said}{_rates(run.before, run.job, step)}{past}")
@@ -71,7 +80,9 @@ def begin(start: StartPoint, show: Show, branch: bool | None, claims: Callable[[
 
 
 def _idle(run: Run, claim: int) -> str:
-    """Returns the part of a sentence about the newest ``claim`` if its owner is not known to have begun, so that it may be yet to come."""
+    """Returns the part of a sentence about the newest ``claim`` if its owner is not known to have begun, so
+    that it may be yet to come.
+    """
     last, owner = run.last_recorded(), run.owner()
     if owner is None or owner["address"] == LOCAL or (last is not None and last.incarnation >= claim):
         return ""
@@ -84,10 +95,16 @@ def _rates(before: Job, now: Job, step: int) -> str:
         old, new = (learning_rate_of(each, step) for each in (before, now))
     except CodeError:  # the schedule of before is not here any more
         return ""
-    return f"; the learning rate of step {step} is {new:.3g}, where it would have been {old:.3g}" if old != new else ""
+    return (
+        f"; the learning rate of step {step} is {new:.3g}, where it would have been {old:.3g}"
+        if old != new
+        else ""
+    )
 
 
-def begin_here(start: StartPoint, checked: Checked, show: Show, branch: bool | None, job: Job) -> tuple[Run, int]:
+def begin_here(
+    start: StartPoint, checked: Checked, show: Show, branch: bool | None, job: Job
+) -> tuple[Run, int]:
     """Begins the run in this process, and returns it with the incarnation that was claimed."""
     with alone.EndWriter(ObjectStore.open(job.bucket), job.name) as ending:
 
@@ -103,7 +120,9 @@ def begin_here(start: StartPoint, checked: Checked, show: Show, branch: bool | N
 
 
 def claim(run: Run, seen: int) -> int:
-    """Claims a run for the coordinator that is about to be started.  Raises :class:`Refused` if somebody has begun it meanwhile."""
+    """Claims a run for the coordinator that is about to be started.  Raises :class:`Refused` if somebody has
+    begun it meanwhile.
+    """
     try:
         return run.claim(ray.get_runtime_context().gcs_address, node=cluster.here(), after=run.follows(seen))
     except Exists:
@@ -117,10 +136,11 @@ def note_code(run: Run, checked: Checked, show: Show) -> None:
 
 
 def finished(run: Run, held_out: str | None = None) -> tuple[str, int] | None:
-    """Returns the sentence that all of a run is done, and its last step; None if it is not, or as far as is known without ``held_out``.
+    """Returns the sentence that all of a run is done, and its last step; None if it is not, or as far as is
+    known without ``held_out``.
 
-    A coordinator that begins ends such a run as well; ``held_out`` are the samples of its validation.  Whether a sink has all of its rows
-    is known to no command.
+    A coordinator that begins ends such a run as well; ``held_out`` are the samples of its validation.
+    Whether a sink has all of its rows is known to no command.
     """
     job, history, end = run.job, run.standing(0, 0.0).history, run.end()
     steps, why = (end.step or job.steps, end.why) if isinstance(end, Finished) else (job.steps, "")

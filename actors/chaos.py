@@ -1,11 +1,14 @@
 """Chaos performs faults on a running job: real signals and real deaths, by a schedule that can be repeated.
 
-The faults are those of ``elastic/protocol/faults.py``.  An actor on every node, its *hand*, sends the signals.  A fault that must happen inside
-a process is performed by the worker on itself (``Worker.suffer``).  Each strike is recorded in ``chaos/`` of the run's folder: the fault,
-its victim, the time, the step and the state of the run.  Three nodes are never struck as a whole: the head node, because without Ray's own
-store there is no cluster to recover in, the node of this process, and the coordinator's node, because its death is a fault of its own.
+The faults are those of ``elastic/protocol/faults.py``.  An actor on every node, its *hand*, sends the
+signals.  A fault that must happen inside a process is performed by the worker on itself (``Worker.suffer``).
+Each strike is recorded in ``chaos/`` of the run's folder: the fault, its victim, the time, the step and the
+state of the run.  Three nodes are never struck as a whole: the head node, because without Ray's own store
+there is no cluster to recover in, the node of this process, and the coordinator's node, because its death is
+a fault of its own.
 
-A fault at a ``point`` is sent to its worker, which performs it when it next comes to that point.  If it never comes there, nothing happens.
+A fault at a ``point`` is sent to its worker, which performs it when it next comes to that point.  If it never
+comes there, nothing happens.
 """
 
 from __future__ import annotations
@@ -45,27 +48,42 @@ BEAT_S = 0.05
 """Seconds of one period of a slowed process, which stands still for a part of it."""
 SIGNALS = (Kind.SIGKILL, Kind.SIGTERM, Kind.SIGSEGV, Kind.SIGABRT, Kind.SIGSTOP)
 SUFFERED = (Kind.EXCEPTION, Kind.EXIT, Kind.HELD_GIL, Kind.MEMORY_HOG, Kind.CLOCK_SKEW)
-HARMLESS = (*SIGNALS, *SUFFERED, Kind.SLOW, Kind.NODE_KILL, Kind.NODE_FREEZE, Kind.KEEPER_KILL, Kind.STORE_LOSS, Kind.COORDINATOR_KILL)
+HARMLESS = (
+    *SIGNALS,
+    *SUFFERED,
+    Kind.SLOW,
+    Kind.NODE_KILL,
+    Kind.NODE_FREEZE,
+    Kind.KEEPER_KILL,
+    Kind.STORE_LOSS,
+    Kind.COORDINATOR_KILL,
+)
 """Faults that change nothing in the bucket."""
 PERFORMED = (*HARMLESS, Kind.BUCKET_DAMAGE)
 """Faults that this module can perform."""
 
 
 class Hand:
-    """Strikes the processes of one node.  It outlives the processes that it stops, so that it can continue them."""
+    """Strikes the processes of one node.  It outlives the processes that it stops, so that it can continue
+    them.
+    """
 
     def __init__(self) -> None:
         self._thaws: list[tuple[threading.Timer, list[int]]] = []
 
     def stands(self, run: str, worker: str) -> tuple[int, int, int]:
-        """Returns (pid, generation, last completed step) of a worker on this node.  Raises FileNotFoundError if the worker is gone."""
+        """Returns (pid, generation, last completed step) of a worker on this node.  Raises FileNotFoundError
+        if the worker is gone.
+        """
         counters = Counters(segment(run, worker), create=False)
         found = (counters["pid"], counters["generation"], counters["step"])
         counters.close()
         return found
 
     def signal(self, pid: int, name: str, thaw_after_s: float | None = None) -> None:
-        """Sends a signal, and SIGCONT ``thaw_after_s`` later if that is given.  Raises ProcessLookupError if the process is gone."""
+        """Sends a signal, and SIGCONT ``thaw_after_s`` later if that is given.  Raises ProcessLookupError if
+        the process is gone.
+        """
         process = os.pidfd_open(pid)
         signal.pidfd_send_signal(process, signal.Signals[name])
         if thaw_after_s is not None:
@@ -148,8 +166,8 @@ def _tree(root: int) -> list[int]:
 class Strike:
     """A fault that was performed, or that could not be (``failed`` says why).
 
-    ``at`` is the wall clock; for a fault at a point it is when the worker was told.  Several victims are joined by commas.
-    ``generation`` and ``step`` say where the (last) victim was.
+    ``at`` is the wall clock; for a fault at a point it is when the worker was told.  Several victims are
+    joined by commas. ``generation`` and ``step`` say where the (last) victim was.
     """
 
     number: int
@@ -168,20 +186,27 @@ class Strike:
             return f"chaos {self.number}: {self.fault['kind']} was not performed {where}: {self.failed}"
         pid = f" (pid {self.pid})" if self.pid else ""
         due = f", due where it next comes to {self.fault['point']}," if "point" in self.fault else ""
-        return f"chaos {self.number}: {self.fault['kind']} of {self.victim}{pid}{due} {where}" + (f": {self.failed}" if self.failed else "")
+        return f"chaos {self.number}: {self.fault['kind']} of {self.victim}{pid}{due} {where}" + (
+            f": {self.failed}" if self.failed else ""
+        )
 
 
 class Chaos:
-    """Performs ``faults`` on the run of ``job`` in the cluster of this process.  Their times ``at`` are seconds from now.
+    """Performs ``faults`` on the run of ``job`` in the cluster of this process.  Their times ``at`` are
+    seconds from now.
 
     Raises ValueError for a fault that cannot be performed, or not as asked.
     """
 
-    def __init__(self, job: Job, faults: Sequence[Fault], tell: Callable[[Strike], None] = lambda _: None) -> None:
+    def __init__(
+        self, job: Job, faults: Sequence[Fault], tell: Callable[[Strike], None] = lambda _: None
+    ) -> None:
         self.job, self.tell = job, tell
         unknown = sorted({fault.kind for fault in faults} - {*PERFORMED})
         if unknown:
-            raise ValueError(f"{', '.join(unknown)} cannot be performed here; what can be: {', '.join(sorted(PERFORMED))}")
+            raise ValueError(
+                f"{', '.join(unknown)} cannot be performed here; what can be: {', '.join(sorted(PERFORMED))}"
+            )
         for fault in faults:
             _check_point(fault)
         self.pending = sorted(faults, key=lambda fault: fault.at)
@@ -226,7 +251,11 @@ class Chaos:
     def heed(self, view: View) -> None:
         """Performs the first fault that is due in the present state of the run."""
         now = time.monotonic() - self.began
-        due = (fault for fault in self.pending if fault.at <= now and fault.state in ("", view.state) and self._ready(fault, view))
+        due = (
+            fault
+            for fault in self.pending
+            if fault.at <= now and fault.state in ("", view.state) and self._ready(fault, view)
+        )
         fault = next(due, None)
         if fault is not None:
             self.pending.remove(fault)
@@ -235,7 +264,8 @@ class Chaos:
     def _ready(self, fault: Fault, view: View) -> bool:
         """Returns whether there is a victim.
 
-        An exception also waits for a new step, because the same exception twice at one step would count as the job's own error.
+        An exception also waits for a new step, because the same exception twice at one step would count as
+        the job's own error.
         """
         if fault.kind is Kind.EXCEPTION and view.step <= self._raised_at:
             return False
@@ -253,11 +283,22 @@ class Chaos:
                     victim = f"{victim},{worker}" if victim else worker
             else:
                 victim, pid = self._elsewhere(fault, view)
-        except (ray.exceptions.RayError, OSError, LookupError, ValueError) as error:  # ValueError: Ray does not know the actor any more
+        # ValueError: Ray does not know the actor any more
+        except (ray.exceptions.RayError, OSError, LookupError, ValueError) as error:
             failed = f"{type(error).__name__}: {str(error).strip().splitlines()[-1]}"
         if not victim:
             failed = failed or "nothing was there that this fault could strike"
-        strike = Strike(len(self.strikes) + 1, time.time(), _plain(fault), victim, pid, view.state, generation, step, failed)
+        strike = Strike(
+            len(self.strikes) + 1,
+            time.time(),
+            _plain(fault),
+            victim,
+            pid,
+            view.state,
+            generation,
+            step,
+            failed,
+        )
         self.strikes.append(strike)
         self._store.put(self._key, "".join(json.dumps(asdict(each)) + "\n" for each in self.strikes).encode())
         self.tell(strike)
@@ -269,12 +310,16 @@ class Chaos:
             ray.get(hand.slow.remote(pid, fault.amount, fault.duration_s), timeout=CALL_S)
         else:
             actor = ray.get_actor(f"{view.token}/{worker}", namespace=cluster.NAMESPACE)
-            told = actor.suffer.remote(str(fault.kind), str(fault.point or ""), fault.duration_s or 0.0, fault.amount)
+            told = actor.suffer.remote(
+                str(fault.kind), str(fault.point or ""), fault.duration_s or 0.0, fault.amount
+            )
             ray.get(told, timeout=SUFFER_S)
             self._raised_at = view.step + 1 if fault.kind is Kind.EXCEPTION else self._raised_at
 
     def _elsewhere(self, fault: Fault, view: View) -> tuple[str, int]:
-        """Strikes a node, a keeper, a store, the coordinator or the bucket, and returns the victim and its pid."""
+        """Strikes a node, a keeper, a store, the coordinator or the bucket, and returns the victim and its
+        pid.
+        """
         if fault.kind is Kind.BUCKET_DAMAGE:
             return self._damage(), 0
         if fault.kind is Kind.COORDINATOR_KILL:
@@ -297,7 +342,10 @@ class Chaos:
     def _at_keepers(self, fault: Fault, view: View) -> tuple[str, int]:
         keepers = cluster.named(f"{view.token}/keeper-")
         if fault.kind is Kind.STORE_LOSS:
-            ray.get([each.close_store.remote(view.incarnation, view.generation) for each in keepers.values()], timeout=CALL_S)
+            ray.get(
+                [each.close_store.remote(view.incarnation, view.generation) for each in keepers.values()],
+                timeout=CALL_S,
+            )
             return f"the store of generation {view.generation}", 0
         if not keepers:
             return "", 0
@@ -329,17 +377,24 @@ class Chaos:
         return names if fault.target < 0 else [names[fault.target % len(names)]]
 
     def _spared(self) -> set[NodeId | None]:
-        """Returns the nodes that are never struck: the head node, this process's node, and the coordinator's, which has its own kind of
-        fault.
+        """Returns the nodes that are never struck: the head node, this process's node, and the coordinator's,
+        which has its own kind of fault.
         """
-        heads = {NodeId(each["NodeID"]) for each in ray.nodes() if "node:__internal_head__" in each["Resources"]}
+        heads = {
+            NodeId(each["NodeID"]) for each in ray.nodes() if "node:__internal_head__" in each["Resources"]
+        }
         coordinator = attach(self.job.name)
         return {*heads, cluster.here(), cluster.node_of(coordinator) if coordinator is not None else None}
 
     def _hand(self, node: NodeId) -> Any:
         if node not in self._hands:
             strategy = NodeAffinitySchedulingStrategy(node, soft=False)
-            options = {"num_cpus": 0, "max_restarts": 0, "max_concurrency": 4, "scheduling_strategy": strategy}
+            options = {
+                "num_cpus": 0,
+                "max_restarts": 0,
+                "max_concurrency": 4,
+                "scheduling_strategy": strategy,
+            }
             self._hands[node] = ray.remote(Hand).options(**options).remote()
         return self._hands[node]
 
@@ -355,15 +410,21 @@ class Chaos:
 def _check_point(fault: Fault) -> None:
     if fault.point and fault.kind not in (*SIGNALS, *SUFFERED):
         raise ValueError(
-            f"point = '{fault.point}' of kind = '{fault.kind}': only a fault that a worker performs itself can strike at a point "
+            f"point = '{fault.point}' of kind = '{fault.kind}': only a fault that a worker performs itself "
+            "can strike at a point "
             f"of its work; leave point out, or take one of {', '.join((*SIGNALS, *SUFFERED))}"
         )
     if fault.point and fault.kind is Kind.SIGSTOP and fault.duration_s is not None:
         raise ValueError(
-            f"duration_s = {fault.duration_s:g} of kind = 'SIGSTOP' at point = '{fault.point}': a worker that stops itself cannot thaw "
+            f"duration_s = {fault.duration_s:g} of kind = 'SIGSTOP' at point = '{fault.point}': a worker "
+            "that stops itself cannot thaw "
             f"itself, and no other process knows when to do so; leave out point or duration_s"
         )
 
 
 def _plain(fault: Fault) -> dict[str, Any]:
-    return {name: str(value) if isinstance(value, str) else value for name, value in asdict(fault).items() if value not in (None, "")}
+    return {
+        name: str(value) if isinstance(value, str) else value
+        for name, value in asdict(fault).items()
+        if value not in (None, "")
+    }

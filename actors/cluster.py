@@ -1,7 +1,7 @@
 """Ray's view of the machines: the connection, free room, and nodes that come and go.
 
-All private Ray calls but those of :mod:`actors.heads`, and all settings by environment variables, are in this file and
-:mod:`actors.own_cluster`.
+All private Ray calls but those of :mod:`actors.heads`, and all settings by environment variables, are in this
+file and :mod:`actors.own_cluster`.
 """
 
 from __future__ import annotations
@@ -32,9 +32,13 @@ GPU_S = 60.0
 """Seconds in which a node must say what memory its GPUs have; a process imports torch for it."""
 ROOM_S, ROOM_POLL_S = 5.0, 0.1
 """The time in seconds for which a run waits for room before it is refused, and the time between two looks."""
-WITHOUT_GPUS = "workers.gpus = 0 (and precision = 'fp32', compile = false and a small model, since that is slow)"
+WITHOUT_GPUS = (
+    "workers.gpus = 0 (and precision = 'fp32', compile = false and a small model, since that is slow)"
+)
 HEAD_S = float(os.environ.get("RAY_gcs_rpc_server_reconnect_timeout_s", "60"))  # noqa: SIM112 # Ray's name
-"""Seconds for which the cluster's head may be out of reach: then Ray ends this process, without a word that helps."""
+"""Seconds for which the cluster's head may be out of reach: then Ray ends this process, without a word that
+helps.
+"""
 
 
 def connect(
@@ -44,18 +48,19 @@ def connect(
     answered: bool = False,
     tell: Callable[[str], None] = lambda sentence: None,
 ) -> None:
-    """Joins the cluster at ``address``, whose head may have ``answered`` just now, or the one that this process was submitted to, or
-    starts one here ("local"), unless :func:`begin_here` has.
+    """Joins the cluster at ``address``, whose head may have ``answered`` just now, or the one that this
+    process was submitted to, or starts one here ("local"), unless :func:`begin_here` has.
 
-    No process asks CUDA's driver by an import.  Raises :class:`PlatformGaveUp` if Ray does not start, or does not answer; and as
-    :func:`heads.answers`.
+    No process asks CUDA's driver by an import.  Raises :class:`PlatformGaveUp` if Ray does not start, or does
+    not answer; and as :func:`heads.answers`.
     """
     begin_here(address, workers, tell)
     if own_cluster.pending():
         return own_cluster.wait()
     if ray.is_initialized():
         return None
-    submitted = os.environ.get("RAY_ADDRESS", "") if address in (None, "", "auto") else ""  # Ray prefers it to "auto"
+    # Ray prefers it to "auto"
+    submitted = os.environ.get("RAY_ADDRESS", "") if address in (None, "", "auto") else ""
     named = "the environment variable RAY_ADDRESS" if submitted else "--address"
     if answered:
         check_here(str(address))
@@ -67,12 +72,15 @@ def connect(
     except Exception as error:  # Ray raises plain ones if it cannot join
         why = error.__cause__ or error  # of a cluster that cannot be joined, Ray says only below why not
         raise PlatformGaveUp(
-            f"the Ray cluster at {there} cannot be joined ({type(why).__name__}: {str(why).strip()}); see {named}"
+            f"the Ray cluster at {there} cannot be joined ({type(why).__name__}: {str(why).strip()}); see "
+            f"{named}"
         ) from error
 
 
 def begin_here(address: str | None, workers: Workers | None, tell: Callable[[str], None]) -> None:
-    """Begins to start a cluster on this machine, as :func:`own_cluster.begin` does, if a run at ``address`` has one."""
+    """Begins to start a cluster on this machine, as :func:`own_cluster.begin` does, if a run at ``address``
+    has one.
+    """
     for variable, value in NVML.items():
         os.environ.setdefault(variable, value)
     if starts_here(address):
@@ -80,19 +88,24 @@ def begin_here(address: str | None, workers: Workers | None, tell: Callable[[str
 
 
 def _check_head(address: str, named: str) -> None:
-    """Raises :class:`PlatformGaveUp` if no cluster can be joined at ``address``, where ``named`` says whence the user's word for it came.
+    """Raises :class:`PlatformGaveUp` if no cluster can be joined at ``address``, where ``named`` says whence
+    the user's word for it came.
 
     Raises as :func:`heads.answers`, too.
     """
     if address != "auto" and not re.fullmatch(r"[^/]+:\d+", address):
         raise Refused(
-            f"{named} = {address!r} is not the address of a Ray cluster's head, such as 10.0.0.7:6379; a URL is for `ray job submit` "
+            f"{named} = {address!r} is not the address of a Ray cluster's head, such as 10.0.0.7:6379; a "
+            "URL is for `ray job submit` "
             f"(http://…) and for clients (ray://…), as which no run can be begun"
         )
     if not (there := _resolved(address)):
         return  # Ray says so itself
     if not heads.answers(there):
-        ports = "the head's port is 6379, if nobody chose another one; 8265 is that of its web pages, and 10001 that of clients"
+        ports = (
+            "the head's port is 6379, if nobody chose another one; 8265 is that of its web pages, and "
+            "10001 that of clients"
+        )
         other = f", where another program listens ({ports})" if heads.reachable(there) else ""
         where = f"{there}, the cluster that Ray was begun with here last" if address == "auto" else address
         raise PlatformGaveUp(f"no Ray cluster answers at {where}{other}; correct {named}, or leave it out")
@@ -100,7 +113,9 @@ def _check_head(address: str, named: str) -> None:
 
 
 def _resolved(address: str) -> str:
-    """Returns the address at which Ray joins the cluster: of "auto" one of which this machine is a node, or "" if there is none."""
+    """Returns the address at which Ray joins the cluster: of "auto" one of which this machine is a node, or
+    "" if there is none.
+    """
     try:
         from ray._private.services import canonicalize_bootstrap_address
     except ImportError:  # a private call
@@ -117,8 +132,14 @@ def starts_here(address: str | None) -> bool:
 
 
 def begins_here() -> bool:
-    """Returns whether this process would start a cluster of its own, because it is part of none and was not submitted to one."""
-    return not ray.is_initialized() and not own_cluster.pending() and os.environ.get("RAY_ADDRESS", "") in ("", "local")
+    """Returns whether this process would start a cluster of its own, because it is part of none and was not
+    submitted to one.
+    """
+    return (
+        not ray.is_initialized()
+        and not own_cluster.pending()
+        and os.environ.get("RAY_ADDRESS", "") in ("", "local")
+    )
 
 
 def joined(address: str) -> bool:
@@ -127,21 +148,24 @@ def joined(address: str) -> bool:
 
 
 def check_here(address: str) -> None:
-    """Raises :class:`Refused` if this machine is not a node of any cluster.  Ray itself would take a minute to say so."""
+    """Raises :class:`Refused` if this machine is not a node of any cluster.  Ray itself would take a minute
+    to say so.
+    """
     try:
         from ray._private.services import find_node_ids
     except ImportError:  # a private call
         return
     if not find_node_ids():
         raise Refused(
-            f"the cluster at {address} answers, but this machine is not one of its nodes: run the command on one of them, or submit it "
+            f"the cluster at {address} answers, but this machine is not one of its nodes: run the command "
+            "on one of them, or submit it "
             f"(ray job submit --address http://HEAD:8265 --working-dir . -- elastic …)"
         )
 
 
 def known() -> list[str]:
-    """Returns the addresses of the clusters that this process can reach without being told: its own; or else the one that it was submitted
-    to, and those of which this machine is a node.
+    """Returns the addresses of the clusters that this process can reach without being told: its own; or else
+    the one that it was submitted to, and those of which this machine is a node.
     """
     if ray.is_initialized():
         return [ray.get_runtime_context().gcs_address]
@@ -158,15 +182,16 @@ def own() -> bool:
     """Returns whether this process started the cluster.  Such a cluster ends with the process."""
     from ray._private import worker
 
-    node = getattr(worker, "_global_node", None)  # a private name; without it every cluster is treated as one that outlives this process
+    # a private name; without it every cluster is treated as one that outlives this process
+    node = getattr(worker, "_global_node", None)
     return bool(node is not None and node.is_head())
 
 
 def search_path() -> list[str]:
     """Returns the folders where this process finds code, so that workers find it in the same places.
 
-    Folders that Ray brings to every node by itself (working directory, packages of the runtime environment) are left out: a worker uses
-    the copy on its own node.
+    Folders that Ray brings to every node by itself (working directory, packages of the runtime environment)
+    are left out: a worker uses the copy on its own node.
     """
     brought = "/runtime_resources/"
     entries = [os.path.abspath(entry) for entry in (os.getcwd(), *sys.path) if entry]
@@ -184,10 +209,11 @@ def named(prefix: str) -> dict[str, Any]:
 
 
 def titled(actor: type, name: str) -> type:
-    """Returns ``actor`` as a class whose processes are called after ``name``: ``ray::Worker toy/w3.train`` in ``ps``.
+    """Returns ``actor`` as a class whose processes are called after ``name``: ``ray::Worker toy/w3.train`` in
+    ``ps``.
 
-    Ray sets the title of a process at every call, to the name of the class and the method; a title that the process gave itself would
-    not last.
+    Ray sets the title of a process at every call, to the name of the class and the method; a title that the
+    process gave itself would not last.
     """
     return type(f"{actor.__name__} {name}", (actor,), {})
 
@@ -200,7 +226,8 @@ def nodes() -> tuple[NodeId, ...]:
 def _free_by_node() -> Mapping[str, Mapping[str, float]]:
     try:
         from ray._private.state import available_resources_per_node
-    except ImportError:  # a private call; the fallback is the sum over all nodes, which cannot see how free resources are split
+    # a private call; the fallback is the sum over all nodes, which cannot see how free resources are split
+    except ImportError:
         return {"cluster": ray.available_resources()}
     found: Mapping[str, Mapping[str, float]] = available_resources_per_node()
     return found
@@ -214,7 +241,11 @@ def _known(node: NodeId) -> Mapping[str, Any] | None:
 def place(node: NodeId) -> str:
     """Returns the name of a node in messages: the beginning of its id, and its host."""
     found = _known(node)
-    return f"node {node[:8]} ({found['NodeManagerHostname']}, {found['NodeManagerAddress']})" if found else f"node {node[:8]}"
+    return (
+        f"node {node[:8]} ({found['NodeManagerHostname']}, {found['NodeManagerAddress']})"
+        if found
+        else f"node {node[:8]}"
+    )
 
 
 def zone(node: NodeId) -> str:
@@ -228,8 +259,12 @@ def here() -> NodeId:
 
 
 def on_this_node() -> dict[str, str]:
-    """Returns the labels of the preferred node of a coordinator: this one, unless its label ``ray.io/market-type`` says spot."""
-    spot = any(node["NodeID"] == here() and node.get("Labels", {}).get(MARKET) == "spot" for node in ray.nodes())
+    """Returns the labels of the preferred node of a coordinator: this one, unless its label
+    ``ray.io/market-type`` says spot.
+    """
+    spot = any(
+        node["NodeID"] == here() and node.get("Labels", {}).get(MARKET) == "spot" for node in ray.nodes()
+    )
     return {MARKET: "!spot"} if spot else {"ray.io/node-id": here()}
 
 
@@ -263,7 +298,11 @@ def is_this_process(actor: Any) -> bool:
     except ImportError:  # a private call
         return False
     known = actors(actor._actor_id.hex()) or {}
-    return (known.get("State"), known.get("Pid"), known.get("Address", {}).get("NodeID")) == ("ALIVE", os.getpid(), here())
+    return (known.get("State"), known.get("Pid"), known.get("Address", {}).get("NodeID")) == (
+        "ALIVE",
+        os.getpid(),
+        here(),
+    )
 
 
 def placed(actors: Mapping[WorkerId, Any]) -> frozenset[WorkerId]:
@@ -307,9 +346,11 @@ def _slots(workers: Workers, free_by_node: Mapping[str, Mapping[str, float]]) ->
 
 
 def smallest_gpu(workers: Workers) -> int:
-    """Returns the bytes of the smallest GPU of the nodes that have room for a worker.  Each node is asked by a task that takes a GPU.
+    """Returns the bytes of the smallest GPU of the nodes that have room for a worker.  Each node is asked by
+    a task that takes a GPU.
 
-    Ray ends the process of such a task, so no context stays.  Raises :class:`PlatformGaveUp` if no node answers in ``GPU_S``.
+    Ray ends the process of such a task, so no context stays.  Raises :class:`PlatformGaveUp` if no node
+    answers in ``GPU_S``.
     """
     free = _free_by_node()
     ask = ray.remote(num_cpus=0, num_gpus=workers.gpus, max_calls=1, max_retries=0)(gpu_bytes)
@@ -329,7 +370,8 @@ def smallest_gpu(workers: Workers) -> int:
             why = str(error).strip().splitlines()[-1]
     if not found:
         raise PlatformGaveUp(
-            f"microbatch = 'auto': no node of the cluster could say what memory its GPUs have ({why}); set workers.device_gb, or name a "
+            f"microbatch = 'auto': no node of the cluster could say what memory its GPUs have ({why}); set "
+            "workers.device_gb, or name a "
             f"number"
         )
     return min(found)
@@ -345,8 +387,8 @@ def gpu_bytes() -> int:
 def check_room(workers: Workers) -> None:
     """Raises :class:`PlatformGaveUp` if the cluster has no room for the smallest permitted world.
 
-    The head hears of free resources only from its nodes' reports: those of a new node, and those of processes that have just ended, come a
-    moment later.  So this looks again and again for ``ROOM_S``.
+    The head hears of free resources only from its nodes' reports: those of a new node, and those of processes
+    that have just ended, come a moment later.  So this looks again and again for ``ROOM_S``.
     """
     deadline = time.monotonic() + ROOM_S
     while (room := _slots(workers, free_by_node := _free_by_node())) < workers.min:
@@ -356,14 +398,21 @@ def check_room(workers: Workers) -> None:
 
 
 def check_gpus(workers: Workers) -> None:
-    """Raises :class:`Refused` if a cluster that starts on this machine would have too few GPUs for the smallest permitted world."""
+    """Raises :class:`Refused` if a cluster that starts on this machine would have too few GPUs for the
+    smallest permitted world.
+    """
     if (there := _gpus()) is None:
         return  # the cluster says so once it has started
     if there < workers.min * workers.gpus:
-        need = f"workers.min = {workers.min} with workers.gpus = {workers.gpus}" if there else f"workers.gpus = {workers.gpus}"
+        need = (
+            f"workers.min = {workers.min} with workers.gpus = {workers.gpus}"
+            if there
+            else f"workers.gpus = {workers.gpus}"
+        )
         fewer = f"lower workers.min to {there // workers.gpus}, or set" if there >= workers.gpus else "or set"
         raise Refused(
-            f"{need}, but Ray sees {there or 'no'} GPU{'s' * (there > 1)} on this machine: train on a cluster (--address), {fewer} "
+            f"{need}, but Ray sees {there or 'no'} GPU{'s' * (there > 1)} on this machine: train on a "
+            f"cluster (--address), {fewer} "
             f"{WITHOUT_GPUS}"
         )
 
@@ -375,7 +424,10 @@ def _gpus() -> int | None:
     except ImportError:  # a private call
         return None
     sees = get_accelerator_manager_for_resource("GPU")
-    visible, there = sees.get_current_process_visible_accelerator_ids(), int(sees.get_current_node_num_accelerators())
+    visible, there = (
+        sees.get_current_process_visible_accelerator_ids(),
+        int(sees.get_current_node_num_accelerators()),
+    )
     return there if visible is None else min(there, len(visible))
 
 
@@ -384,26 +436,36 @@ def _no_room(workers: Workers, room: int, free_by_node: Mapping[str, Mapping[str
     total = {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
     have = "; ".join(
         f"{place(NodeId(node))}: "
-        + ", ".join(f"{free.get(r, 0):g} of {total.get(node, {}).get('Resources', {}).get(r, 0):g} {r}s free" for r in wanted)
+        + ", ".join(
+            f"{free.get(r, 0):g} of {total.get(node, {}).get('Resources', {}).get(r, 0):g} {r}s free"
+            for r in wanted
+        )
         for node, free in sorted(free_by_node.items())[:NODES_SHOWN]
     )
     need = f"{workers.cpus:g} CPU" + (f" and {workers.gpus} GPU" if workers.gpus else "")
     more = f"; and {len(total) - NODES_SHOWN} more nodes" if len(total) > NODES_SHOWN else ""
     if workers.gpus and not any(node.get("Resources", {}).get("GPU") for node in total.values()):
         return (
-            f"workers.gpus = {workers.gpus}, but no node of the cluster has a GPU that Ray sees ({have}{more}): add a node with GPUs, "
+            f"workers.gpus = {workers.gpus}, but no node of the cluster has a GPU that Ray sees "
+            f"({have}{more}): add a node with GPUs, "
             f"or set {WITHOUT_GPUS}"
         )
     return (
-        f"workers.min = {workers.min}, but the cluster has room for {room} (each needs {need}; {have or 'no node has reported'}{more}): "
-        f"wait for other jobs to end, add nodes, or lower workers.min{' or workers.cpus' if workers.cpus else ''}"
+        f"workers.min = {workers.min}, but the cluster has room for {room} (each needs {need}; "
+        f"{have or 'no node has reported'}{more}): "
+        "wait for other jobs to end, add nodes, or lower "
+        f"workers.min{' or workers.cpus' if workers.cpus else ''}"
         f"{'; workers.gpus = 0 trains without GPUs' if workers.gpus else ''}"
     )
 
 
 def split(bucket: str, home: str, key: str) -> str:
-    """Returns the end of a sentence about a node that did not find ``key``, which the coordinator wrote to the bucket."""
+    """Returns the end of a sentence about a node that did not find ``key``, which the coordinator wrote to
+    the bucket.
+    """
     return (
-        f"does not see bucket = {bucket!r} as the same place as {home}, where the coordinator runs: one of them did not find the "
-        f"object that the other wrote there ({key}); name a folder that every node mounts, or a URL such as s3://bucket/prefix"
+        f"does not see bucket = {bucket!r} as the same place as {home}, where the coordinator runs: one of "
+        "them did not find the "
+        f"object that the other wrote there ({key}); name a folder that every node mounts, or a URL such as "
+        "s3://bucket/prefix"
     )

@@ -1,7 +1,9 @@
-"""The coordinator is the one actor that runs a run: inbox -> advance -> journal -> perform.  It does nothing else.
+"""The coordinator is the one actor that runs a run: inbox -> advance -> journal -> perform.  It does nothing
+else.
 
-It is named and detached, and holds no state that matters beyond ``RunState``.  When its process dies, workers step on and their messages
-wait until Ray has started it again.  Then it goes on where the journal ends (``elastic/control/takeover.py``).
+It is named and detached, and holds no state that matters beyond ``RunState``.  When its process dies, workers
+step on and their messages wait until Ray has started it again.  Then it goes on where the journal ends
+(``elastic/control/takeover.py``).
 """
 
 from __future__ import annotations
@@ -80,10 +82,12 @@ GRACE_S = 10.0
 RETRY_S = 1.0
 """Seconds between two attempts to take over while the bucket does not answer."""
 RARELY = 100_000
-"""New objects after which Python looks for cycles among all objects, which were 700: values that never change have none, and are many."""
+"""New objects after which Python looks for cycles among all objects, which were 700: values that never change
+have none, and are many.
+"""
 DEPOSED, STUMBLED = 4, 5
-"""Exit codes of its process: 4 means that another coordinator acts for the run, 5 that it could not handle an event and the next one
-tries.
+"""Exit codes of its process: 4 means that another coordinator acts for the run, 5 that it could not handle an
+event and the next one tries.
 """
 
 
@@ -91,9 +95,10 @@ tries.
 class Lease:
     """The answer to a renewal.
 
-    ``recorded_step`` says that every commit up to it is in the journal, here and on a majority of the keepers; it is 0 if nothing is known
-    of the generation that was asked about.  ``incarnation`` names the coordinator that answers.  ``dismissed`` says that the run does not
-    know the worker any more, which is to end itself.
+    ``recorded_step`` says that every commit up to it is in the journal, here and on a majority of the
+    keepers; it is 0 if nothing is known of the generation that was asked about.  ``incarnation`` names the
+    coordinator that answers.  ``dismissed`` says that the run does not know the worker any more, which is to
+    end itself.
     """
 
     granted: bool
@@ -102,23 +107,38 @@ class Lease:
     dismissed: bool
 
 
-def steady_clock(wall: Callable[[], float] = time.time, pace: Callable[[], float] = time.monotonic) -> Callable[[], float]:
-    """Returns a clock that starts at the wall clock's time and keeps the pace of the monotonic one: setting the time moves no deadline."""
+def steady_clock(
+    wall: Callable[[], float] = time.time, pace: Callable[[], float] = time.monotonic
+) -> Callable[[], float]:
+    """Returns a clock that starts at the wall clock's time and keeps the pace of the monotonic one: setting
+    the time moves no deadline.
+    """
     ahead = wall() - pace()
     return lambda: pace() + ahead
 
 
 class Coordinator:
-    """The actor.  Its concurrency groups are ``inbox`` (events) and ``view`` (questions); the loop has its own thread."""
+    """The actor.  Its concurrency groups are ``inbox`` (events) and ``view`` (questions); the loop has its
+    own thread.
+    """
 
     def __init__(
-        self, job: Job, reference: Build, search_path: list[str], driver: str, seen: int, life: str, secret: bytes, *objects: bytes
+        self,
+        job: Job,
+        reference: Build,
+        search_path: list[str],
+        driver: str,
+        seen: int,
+        life: str,
+        secret: bytes,
+        *objects: bytes,
     ) -> None:
-        """``seen`` is the newest incarnation that ``driver`` has seen.  ``life`` is a random text that names this actor.  ``secret`` lets
-        the processes of the run recognise each other on direct sockets.  ``objects`` are for workers (:mod:`actors.objects`).
+        """``seen`` is the newest incarnation that ``driver`` has seen.  ``life`` is a random text that names
+        this actor.  ``secret`` lets the processes of the run recognise each other on direct sockets.
+        ``objects`` are for workers (:mod:`actors.objects`).
 
-        Ray starts the actor again with the same arguments whenever its process dies.  Raises :class:`Refused` if a command on
-        another cluster has begun the run since.
+        Ray starts the actor again with the same arguments whenever its process dies.  Raises :class:`Refused`
+        if a command on another cluster has begun the run since.
         """
         end_on_sigterm()
         gc.set_threshold(RARELY)
@@ -141,8 +161,8 @@ class Coordinator:
     def _stands(self, reference: Build, seen: int, life: str, deadline: float) -> bool:
         """Claims the run and reads where it stands.
 
-        Returns False if the bucket does not answer although workers may wait for a coordinator that takes over; the caller then tries
-        again.
+        Returns False if the bucket does not answer although workers may wait for a coordinator that takes
+        over; the caller then tries again.
         """
         context = ray.get_runtime_context()
         try:
@@ -151,18 +171,32 @@ class Coordinator:
             before, asked_at = self._claim(seen, life), time.monotonic()
             self._find_out(reference, before, life)
             self.group = ActorGroup(
-                self.job, self.run, self.token, self.incarnation, context.current_actor, self.code, self.secret, self.post_local
+                self.job,
+                self.run,
+                self.token,
+                self.incarnation,
+                context.current_actor,
+                self.code,
+                self.secret,
+                self.post_local,
             )
             self.group.tell = self._say
             said, order = (self._say, self.post_local), self.group.evaluate
-            self.errands = Errands(self.job, self.run, self.incarnation, self.code, lambda: self.state, *said, order)
+            self.errands = Errands(
+                self.job, self.run, self.incarnation, self.code, lambda: self.state, *said, order
+            )
             self.group.saved = self.errands.look
         except (Unavailable, OSError):
             if not context.was_current_actor_reconstructed or time.monotonic() > deadline:
                 raise
             return False
         rules = Authority(
-            self.incarnation, self.rules.coordinator_lease_s, asked_at, self.state.cluster.keepers, self.state, follows=self.again
+            self.incarnation,
+            self.rules.coordinator_lease_s,
+            asked_at,
+            self.state.cluster.keepers,
+            self.state,
+            follows=self.again,
         )
         self.replicas = JournalReplicas(rules, self.run, self.journal, self.group.keepers)
         self.group.ship = self._ship
@@ -187,7 +221,9 @@ class Coordinator:
         raise Refused(f"{self.job.name} {what}; `elastic status` shows it")
 
     def _find_out(self, reference: Build, before: Mapping[int, NodeId], life: str) -> None:
-        """Finds out where the run stands: from what earlier coordinators of this life have left, or else from the bucket."""
+        """Finds out where the run stands: from what earlier coordinators of this life have left, or else from
+        the bucket.
+        """
         first = min([*before, self.incarnation])
         self.again = first < self.incarnation
         self.token = f"{self.job.name}-{first:04d}-{life}"
@@ -196,7 +232,9 @@ class Coordinator:
         local.mkdir(mode=0o700, exist_ok=True)  # it must exist, because a later coordinator may look for it
         self.left = Left(whole=True)
         if self.again:
-            self.left = look_back(self.run, self.token, self.incarnation, before, self.rules.coordinator_lease_over_s)
+            self.left = look_back(
+                self.run, self.token, self.incarnation, before, self.rules.coordinator_lease_over_s
+            )
         found = self.run.recover(first, local, self.left.ends) if self.again else None
         if found is None:
             state = self._begun(reference)
@@ -215,13 +253,17 @@ class Coordinator:
             state = replace(state, history=replace(state.history, best=score))
         if self.rules.patience and (last := mark(found, self.rules.min_delta)):
             worse = tuple(sorted(each for each in comparable(found) if each > last.version)) or None
-            state = replace(state, mark=Score(last.version, Validated(last.loss, 1), reference.held_out), worse=worse)
+            state = replace(
+                state, mark=Score(last.version, Validated(last.loss, 1), reference.held_out), worse=worse
+            )
         if over := enough(found, self.rules.patience, self.rules.min_delta):
             state = replace(state, enough=over)
         return replace(state, incarnation=incarnation, members=replace(state.members, reference=reference))
 
     def _ship(self, timeout_s: float) -> bool:
-        """Writes the whole journal to the bucket, and before it what somebody has deleted there.  Returns whether that succeeded."""
+        """Writes the whole journal to the bucket, and before it what somebody has deleted there.  Returns
+        whether that succeeded.
+        """
         try:
             told = self._put_back()
         except Deposed as error:
@@ -260,7 +302,12 @@ class Coordinator:
         if granted:
             self.inbox.put(Renewed(worker, generation))
         safe, dismissed = self.replicas.safe, not state.knows(worker) and self.replicas.holds
-        return Lease(granted, safe.history.recorded_step if safe.generation == generation else 0, self.incarnation, dismissed)
+        return Lease(
+            granted,
+            safe.history.recorded_step if safe.generation == generation else 0,
+            self.incarnation,
+            dismissed,
+        )
 
     @ray.method(concurrency_group="view")  # type: ignore[untyped-decorator]
     def tell(self, sentence: str) -> None:
@@ -277,7 +324,8 @@ class Coordinator:
 
     @ray.method(concurrency_group="view")  # type: ignore[untyped-decorator]
     def leave(self, driver: str, reason: str = "", only: bool = False) -> bool:
-        """Notes that a driver was told to go or has seen the end.  Returns True if the run stops because of it.
+        """Notes that a driver was told to go or has seen the end.  Returns True if the run stops because of
+        it.
 
         ``only`` means that the driver merely watched, so that the run does not stop.
         """
@@ -294,9 +342,11 @@ class Coordinator:
 
     @ray.method(concurrency_group="view")  # type: ignore[untyped-decorator]
     def view(self, seen: int = 0, driver: str = "", incarnation: int = 0, only: bool = False) -> View:
-        """Returns where the run stands, and the lines of the story of ``incarnation`` after the first ``seen``, as far as they are kept.
+        """Returns where the run stands, and the lines of the story of ``incarnation`` after the first
+        ``seen``, as far as they are kept.
 
-        ``driver`` names the driver that asks and waits for the run.  ``only`` means that it merely watches, and is no reason to go on.
+        ``driver`` names the driver that asks and waits for the run.  ``only`` means that it merely watches,
+        and is no reason to go on.
         """
         if driver:
             self.audience.hear(driver, time.monotonic(), only=only)
@@ -311,7 +361,9 @@ class Coordinator:
             generation=state.generation,
             step=state.history.saved[-1].step if isinstance(state.state, Finished) else state.version.step,
             steps=self.job.steps,
-            workers={worker: node for worker, node in list(self.group.joined.items()) if worker in state.workers},
+            workers={
+                worker: node for worker, node in list(self.group.joined.items()) if worker in state.workers
+            },
             told=told,
             lines=lines,
             stopping=state.stop,
@@ -345,30 +397,49 @@ class Coordinator:
         except Exception:  # the process boundary: a decision that failed ends the run, never silently
             if self.journal.deposed or self.replicas.authority.deposed:
                 os._exit(DEPOSED)
-            self.story.say(time.time(), "the coordinator failed; the same command resumes the run\n" + traceback.format_exc())
+            self.story.say(
+                time.time(),
+                "the coordinator failed; the same command resumes the run\n" + traceback.format_exc(),
+            )
             self.reason = "the coordinator failed"
         self.story.say(time.time(), self.story.speed.summary)
         try:
-            self.journal.close()  # before the keepers close: they delete their and this node's part of the journal
+            # before the keepers close: they delete their and this node's part of the journal
+            self.journal.close()
             if self.journal.behind:
-                self.story.say(time.time(), f"the end of the run could not be written to the bucket: {self.journal.behind}")
+                self.story.say(
+                    time.time(),
+                    (f"the end of the run could not be written to the bucket: {self.journal.behind}"),
+                )
             self.group.reap(GRACE_S)
             self.errands.finish(isinstance(self.state.state, Finished), self.inbox)
             metrics.close()
             self.story.say(time.time(), over_fits(self.run))
         except Exception:  # the process boundary: drivers wait for the end
-            self.story.say(time.time(), f"the run has left something on its nodes; `elastic clean` removes it\n{traceback.format_exc()}")
+            self.story.say(
+                time.time(),
+                (
+                    "the run has left something on its nodes; `elastic clean` removes "
+                    f"it\n{traceback.format_exc()}"
+                ),
+            )
         self.over.set()
         while self.audience.present(time.monotonic()):
             time.sleep(TICK_S)
-        ray.kill(self.group.coordinator, no_restart=True)  # the actor is detached, and no other process would end it
+        # the actor is detached, and no other process would end it
+        ray.kill(self.group.coordinator, no_restart=True)
 
     def _take_over(self) -> None:
-        """Continues the run of a dead coordinator: recorded actions are performed once more, then the workers say where they stand."""
+        """Continues the run of a dead coordinator: recorded actions are performed once more, then the workers
+        say where they stand.
+        """
         self.group.adopt(self.left, self.state)
         if isinstance(self.state.state, TERMINAL):
             self.reason = getattr(self.state.state, "reason", f"finished at step {self.state.step}")
-        self._handle(Recovered(self.incarnation, tuple(self.left.workers), tuple(self.left.keepers), self.left.whole), None)
+        self._handle(
+            Recovered(self.incarnation, tuple(self.left.workers), tuple(self.left.keepers), self.left.whole),
+            None,
+        )
         self.group.attach(tuple(each.version for each in self.state.saves.pending if each.asked))
 
     def _take(self) -> None:
@@ -393,7 +464,8 @@ class Coordinator:
                     self.group.forget(each.worker)
         except Deposed:
             raise
-        except Exception as error:  # the process boundary: the next coordinator may know better; the third one gives up
+        # the process boundary: the next coordinator may know better; the third one gives up
+        except Exception as error:
             if isinstance(event, Stumbled) or self.state.gave_up:
                 raise
             traceback.print_exc()
@@ -415,16 +487,21 @@ class Coordinator:
         if stood_s > STOOD_S:
             self._advance(Tick(stood_s))
 
-    def _record(self, now: float, event: Event, before: RunState, transition: Transition, heard_until: float) -> None:
+    def _record(
+        self, now: float, event: Event, before: RunState, transition: Transition, heard_until: float
+    ) -> None:
         run, durable = transition.run, transition.durable
         heard = heard_until if heard_until < now else None
         record = codec.record(self.journal.next, now, event, before, transition, self.recorded, heard)
         last, known = self.recorded, codec.known_after(event, before, run)
         self.recorded = known
         try:
-            self.journal.append(record, lambda: codec.snapshot(known, elastic.__version__, self.rules), durable=durable)
+            self.journal.append(
+                record, lambda: codec.snapshot(known, elastic.__version__, self.rules), durable=durable
+            )
         except Exception:
-            self.recorded = last  # the journal has no such record, so the next one tells what changed since the last
+            # the journal has no such record, so the next one tells what changed since the last
+            self.recorded = last
             raise
         self.replicas.note(run)
         if durable:
@@ -435,10 +512,15 @@ class Coordinator:
         self.exported.event(event)
         self.errands.note(event)
         for each in parts(event):
-            if isinstance(each, StepDone) and before.version.step < each.outcome.step <= self.state.version.step:
+            if (
+                isinstance(each, StepDone)
+                and before.version.step < each.outcome.step <= self.state.version.step
+            ):
                 lr = rate_for_readers(self.job, each.outcome.step, each.outcome.lr)
                 members = before.plan.members if before.plan else ()
-                self.exported.step(self.story.step(now, each.outcome, members, lr, each.work, queued=not self.inbox.empty()))
+                self.exported.step(
+                    self.story.step(now, each.outcome, members, lr, each.work, queued=not self.inbox.empty())
+                )
         if reason and transition.taken and reason != self.reason:
             self.reason, score = reason, self.state.history.validated
             self.story.say(now, reason, score if score != before.history.validated else None)
@@ -453,18 +535,30 @@ class Coordinator:
         placed: frozenset[WorkerId] = frozenset()
         while not self.over.wait(CLUSTER_S):
             self.exported.run(self.state, self.job.steps)
-            with contextlib.suppress(ray.exceptions.RayError):  # Ray's head does not answer: the next round asks again
+            # Ray's head does not answer: the next round asks again
+            with contextlib.suppress(ray.exceptions.RayError):
                 self.replicas.ask_head(self.group.coordinator)
                 self._keep(cluster.nodes())
-                before, placed = placed, cluster.placed(self.group.on_their_way(self.state))  # Ray lowers the free room a moment later
-                self.post_local(Capacity(cluster.slots(self.job.workers, self.state.cluster.refused), tuple(sorted(before & placed))))
+                # Ray lowers the free room a moment later
+                before, placed = placed, cluster.placed(self.group.on_their_way(self.state))
+                self.post_local(
+                    Capacity(
+                        cluster.slots(self.job.workers, self.state.cluster.refused),
+                        tuple(sorted(before & placed)),
+                    )
+                )
             if not self.state.stop and self.audience.left_alone(time.monotonic()):
-                self.post_local(StopRequested(f"its driver has not been heard for {self.job.deadlines.driver_s:g} s"))
+                self.post_local(
+                    StopRequested(f"its driver has not been heard for {self.job.deadlines.driver_s:g} s")
+                )
 
     def _keep(self, nodes: tuple[NodeId, ...]) -> None:
-        """Starts a keeper on every node that has none; the free room on a new node is reported only after that."""
+        """Starts a keeper on every node that has none; the free room on a new node is reported only after
+        that.
+        """
         for node in nodes:
             if node not in self.group.keepers:
                 self.post_local(NodeFound(node))
-                with contextlib.suppress(ray.exceptions.ActorAlreadyExistsError):  # the last one is not quite gone: the next round tries
+                # the last one is not quite gone: the next round tries
+                with contextlib.suppress(ray.exceptions.ActorAlreadyExistsError):
                     self.group.keep(node)

@@ -1,4 +1,6 @@
-"""Counts the cores that the processes of this machine may use: by affinity, and by the quotas of the containers that they are in."""
+"""Counts the cores that the processes of this machine may use: by affinity, and by the quotas of the
+containers that they are in.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ def usable_cores(cgroup: Path = CGROUP, own: Path = OWN) -> int:
 
 
 def _quotas(cgroup: Path, own: Path) -> Iterator[float]:
-    """Yields the cores that each cgroup of this process allows, in version 2 and 1 of cgroups, as far as they have a quota."""
+    """Yields the cores that each cgroup of this process allows, in version 2 and 1 of cgroups, as far as they
+    have a quota.
+    """
     for group in groups("", cgroup, own):
         with suppress(OSError, ValueError):  # not visible from here, or "max"
             quota, period = (group / "cpu.max").read_text().split()

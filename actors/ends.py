@@ -1,4 +1,6 @@
-"""Ends actors and what they leave, and says in a few words why one ended or could not be made, and which event failed."""
+"""Ends actors and what they leave, and says in a few words why one ended or could not be made, and which
+event failed.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +27,17 @@ DIED = "its process died"
 
 
 def why_not_made(error: BaseException) -> str:
-    """Returns the last line of an error that prevented an actor from being made; mostly it is a failed import."""
+    """Returns the last line of an error that prevented an actor from being made; mostly it is a failed
+    import.
+    """
     last = str(error).strip().splitlines()[-1].strip()
-    if any(f"'{package}{end}" in last for package in PACKAGES for end in ("'", ".")) and "No module named" in last:
-        return f"{last}; another folder of that name comes first on its path, or Elastic is not installed there"
+    if (
+        any(f"'{package}{end}" in last for package in PACKAGES for end in ("'", "."))
+        and "No module named" in last
+    ):
+        return (
+            f"{last}; another folder of that name comes first on its path, or Elastic is not installed there"
+        )
     return last
 
 
@@ -46,7 +55,9 @@ def why_ended(error: BaseException | None) -> str:
 def signature(event: Event, error: Exception) -> str:
     """Returns a description of an event that failed, in the same words each time it fails in the same way."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{type(event).__name__}: {type(error).__name__} at {os.path.basename(frame.filename)}:{frame.lineno}"
+    return (
+        f"{type(event).__name__}: {type(error).__name__} at {os.path.basename(frame.filename)}:{frame.lineno}"
+    )
 
 
 def kill_all(actors: Iterable[Any]) -> None:
@@ -75,13 +86,19 @@ def succeeded(call: Any, unless: type[Exception] | tuple[type[Exception], ...] =
 
 
 def leave_nothing_on(nodes: Iterable[NodeId], run: str, until: float) -> list[str]:
-    """Removes what the run has on ``nodes``, since no keeper has done it there.  Returns the places where that did not succeed in time."""
+    """Removes what the run has on ``nodes``, since no keeper has done it there.  Returns the places where
+    that did not succeed in time.
+    """
     tasks = {}
     for node in nodes:
         if node == cluster.here():
             leave_nothing(run)
         else:
             there = NodeAffinitySchedulingStrategy(node, soft=False)
-            tasks[node] = ray.remote(num_cpus=0, max_retries=0)(leave_nothing).options(scheduling_strategy=there).remote(run)
+            tasks[node] = (
+                ray.remote(num_cpus=0, max_retries=0)(leave_nothing)
+                .options(scheduling_strategy=there)
+                .remote(run)
+            )
     wait_for_all(list(tasks.values()), until)
     return [cluster.place(node) for node, task in tasks.items() if not succeeded(task)]

@@ -1,9 +1,10 @@
 """Pays what a run owes for its checkpoints (:mod:`elastic.runs.owed`) while it trains, and at its end.
 
-One thread of the coordinator lists the debts after each save, and has at most one of each kind paid at a time, so that a long export holds
-up no validation.  Spare workers validate.  The other kinds have an actor each, which needs no accelerator.  It is started only if something
-is owed, on the approved node with the most free CPUs, and takes none of them: it runs at a low priority.  It dies with the coordinator that
-started it, and the next coordinator finds what is still owed in the bucket.
+One thread of the coordinator lists the debts after each save, and has at most one of each kind paid at a
+time, so that a long export holds up no validation.  Spare workers validate.  The other kinds have an actor
+each, which needs no accelerator.  It is started only if something is owed, on the approved node with the most
+free CPUs, and takes none of them: it runs at a low priority.  It dies with the coordinator that started it,
+and the next coordinator finds what is still owed in the bucket.
 """
 
 from __future__ import annotations
@@ -47,18 +48,23 @@ AGAIN_S = 5.0
 FIRST_S, LONGEST_S = 0.5, 60.0
 """Seconds from a failure to the next attempt of its kind: they double with each failure of the debt."""
 HANGS_S = 3600.0
-"""Seconds without progress after which an errand counts as hanging, and its process is ended.  It may last as long as it makes progress."""
+"""Seconds without progress after which an errand counts as hanging, and its process is ended.  It may last as
+long as it makes progress.
+"""
 LOOKS = 10
 """Number of looks for progress in the time without any that is allowed."""
 WAITING = 8
-"""Largest number of validations that wait for a spare while their checkpoints are kept for them; the oldest ones beyond are given up."""
+"""Largest number of validations that wait for a spare while their checkpoints are kept for them; the oldest
+ones beyond are given up.
+"""
 MANY = WAITING // 2
 """Number of waiting validations at which the run says, once, that spares do not keep up."""
 NICE = 10
 """Added to the niceness of the actor's process, so that it leaves the CPUs to workers."""
 
 Outcome = tuple[str, bool]
-"""The sentence for the run's story that tells what came of an attempt, or "", and whether the debt is paid."""
+"""The sentence for the run's story that tells what came of an attempt, or "", and whether the debt is paid.
+"""
 DROPPED: Outcome = ("", False)
 """The outcome of an attempt that was broken off by no fault of its own."""
 
@@ -93,12 +99,15 @@ class Errand:
 
 
 class Errands:
-    """Looks for debts and has them paid, for a coordinator.  For a run that was never asked for anything it does nothing.
+    """Looks for debts and has them paid, for a coordinator.  For a run that was never asked for anything it
+    does nothing.
 
-    ``known`` returns what the coordinator knows of the run, ``tell`` adds a sentence to the run's story, ``post`` puts an event into the
-    coordinator's inbox, and ``order`` orders a spare worker to validate a checkpoint.
+    ``known`` returns what the coordinator knows of the run, ``tell`` adds a sentence to the run's story,
+    ``post`` puts an event into the coordinator's inbox, and ``order`` orders a spare worker to validate a
+    checkpoint.
 
-    It first records what the job asks of the checkpoints to come.  Raises :class:`Unavailable` if the bucket does not answer.
+    It first records what the job asks of the checkpoints to come.  Raises :class:`Unavailable` if the bucket
+    does not answer.
     """
 
     def __init__(
@@ -164,8 +173,8 @@ class Errands:
     def finish(self, finished: bool, inbox: Inbox) -> None:
         """Ends, when the run is over.
 
-        If it has ``finished``, what is owed is done first, until no progress was made for ``deadlines.wait_s``, or until a stop is asked
-        for in ``inbox``, which nobody else reads any more.
+        If it has ``finished``, what is owed is done first, until no progress was made for
+        ``deadlines.wait_s``, or until a stop is asked for in ``inbox``, which nobody else reads any more.
         """
         if self._thread is None:
             return
@@ -182,13 +191,17 @@ class Errands:
             self.tell(said)
         if finished and self.paid and self.job.keep().last:
             rounds = Retention(self.run, self.claim, self.tell)
-            for _ in range(2):  # no save follows after which the checkpoints that were kept only for what was owed would be deleted
+            # no save follows after which the checkpoints that were kept only for what was owed would be
+            # deleted
+            for _ in range(2):
                 rounds.round()
 
     def find(self) -> None:
         """Looks what is owed, and what follows from that."""
         known = self.known()
-        self.found = owed.debts(self.run, known.history.lineage, self.asked, end=known.enough or self.run.job.steps)
+        self.found = owed.debts(
+            self.run, known.history.lineage, self.asked, end=known.enough or self.run.job.steps
+        )
         if isinstance(spares := self.makers.get(owed.VALIDATION), Spares):
             spares.look([debt for debt in self.open if debt.kind == owed.VALIDATION])
 
@@ -211,7 +224,9 @@ class Errands:
             self._closing.wait(AGAIN_S)
 
     def _pay(self, kind: str) -> None:
-        """Begins to pay the oldest debt of a kind, of those that have failed the least, or looks what has come of the attempt before."""
+        """Begins to pay the oldest debt of a kind, of those that have failed the least, or looks what has
+        come of the attempt before.
+        """
         if (attempt := self.attempts.get(kind)) is not None:
             self._look_after(attempt)
         elif not (left := [debt for debt in self.open if debt.kind == kind]):
@@ -219,16 +234,23 @@ class Errands:
         elif time.monotonic() >= self._again_at.get(kind, 0.0):
             debt = min(left, key=lambda each: (len(each.failures), each))
             if (outcome := self.makers[kind].begin(debt)) is not None:
-                self.attempts[kind] = Attempt(debt, outcome, Patience(lambda: owed.progress(self.run, debt), HANGS_S))
+                self.attempts[kind] = Attempt(
+                    debt, outcome, Patience(lambda: owed.progress(self.run, debt), HANGS_S)
+                )
 
     def _look_after(self, attempt: Attempt) -> None:
         debt, outcome = attempt.debt, attempt.outcome()
         if outcome is None and attempt.patience.is_over():
             self.makers[debt.kind].dismiss()
-            outcome = owed.failed(self.run, debt, Failure(f"it has made no progress for {HANGS_S:g} s", died=True)), False
+            outcome = (
+                owed.failed(self.run, debt, Failure(f"it has made no progress for {HANGS_S:g} s", died=True)),
+                False,
+            )
         if outcome is not None:
             said, done = outcome
-            self._again_at[debt.kind] = time.monotonic() + (0.0 if done else min(FIRST_S * 2 ** len(debt.failures), LONGEST_S))
+            self._again_at[debt.kind] = time.monotonic() + (
+                0.0 if done else min(FIRST_S * 2 ** len(debt.failures), LONGEST_S)
+            )
             del self.attempts[debt.kind]
             self.paid += done
             self.wanted.set()
@@ -246,11 +268,16 @@ class Errands:
             time.sleep(POLL_S)
             self._go_on()
             if patience.is_over():
-                self.tell(f"deadlines.wait_s = {wait_s:g}: nothing that is owed has made progress for so many seconds, so the run ends")
+                self.tell(
+                    f"deadlines.wait_s = {wait_s:g}: nothing that is owed has made progress for so "
+                    "many seconds, so the run ends"
+                )
                 return
 
     def _stands(self) -> object:
-        """Returns what changes whenever something was done, or something under way has made progress, and says once what makes any."""
+        """Returns what changes whenever something was done, or something under way has made progress, and
+        says once what makes any.
+        """
         under_way = {each.debt: owed.progress(self.run, each.debt) for each in self.attempts.values()}
         for debt in sorted({debt for debt, (count, _) in under_way.items() if count} - self._moving):
             self._moving.add(debt)
@@ -259,9 +286,13 @@ class Errands:
 
 
 class Patience:
-    """Decides when work counts as hanging: once what ``stands`` returns has not changed for ``most_s`` seconds.  It looks now and then."""
+    """Decides when work counts as hanging: once what ``stands`` returns has not changed for ``most_s``
+    seconds.  It looks now and then.
+    """
 
-    def __init__(self, stands: Callable[[], object], most_s: float, clock: Callable[[], float] | None = None) -> None:
+    def __init__(
+        self, stands: Callable[[], object], most_s: float, clock: Callable[[], float] | None = None
+    ) -> None:
         self._stands, self._most_s, self._clock = stands, most_s, clock or time.monotonic
         self._seen: object = None
         self._next, self._until = self._clock() + most_s / LOOKS, self._clock() + most_s
@@ -288,7 +319,11 @@ class PayingProcess:
         """Begins an attempt."""
         if self._actor is None:
             node = cluster.freest(self.errands.known().cluster.keepers)
-            options = {"num_cpus": 0, "max_restarts": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)}
+            options = {
+                "num_cpus": 0,
+                "max_restarts": 0,
+                "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False),
+            }
             actor = ray.remote(cluster.titled(Errand, f"{self.errands.job.name}/errand"))
             self._actor = actor.options(**options).remote(self.errands.job, self.errands.code)
         return partial(self._outcome, debt, self._actor.pay.remote(debt))
@@ -306,7 +341,9 @@ class PayingProcess:
         except ray.exceptions.RayError as error:
             self.dismiss()
             unmade, why = getattr(error, "actor_init_failed", False), why_ended(error)
-            if not unmade and (why in (NODE_DIED, UNREACHED) or isinstance(error, ray.exceptions.ActorUnschedulableError)):
+            if not unmade and (
+                why in (NODE_DIED, UNREACHED) or isinstance(error, ray.exceptions.ActorUnschedulableError)
+            ):
                 return DROPPED
             failure = Failure(why_not_made(error)) if unmade else Failure(why, died=True)
         return owed.failed(self.errands.run, debt, failure), False
@@ -327,7 +364,9 @@ class Spares:
         self._warned = False
         rule = errands.job.validation
         self._by_spares = rule.every > 0 and rule.by == "spares"
-        """False if only checkpoints from before owe a validation: workers have no samples for it, or other things to do."""
+        """False if only checkpoints from before owe a validation: workers have no samples for it, or other
+        things to do.
+        """
 
     def look(self, left: list[Debt]) -> None:
         """Looks at the validations that are left to do, and those that were done."""
@@ -336,7 +375,9 @@ class Spares:
         self._limit([debt for debt in left if attempt is None or debt != attempt.debt])
 
     def begin(self, debt: Debt) -> Callable[[], Outcome | None] | None:
-        """Orders a worker of the members' kind that is none itself to validate the checkpoint, if there is one while a world steps."""
+        """Orders a worker of the members' kind that is none itself to validate the checkpoint, if there is
+        one while a world steps.
+        """
         known = self.errands.known()
         if not self._by_spares or not isinstance(known.state, Running):
             return None
@@ -362,18 +403,30 @@ class Spares:
         return ("", True) if done else None
 
     def _limit(self, waiting: list[Debt]) -> None:
-        """Gives the oldest validations up if so many wait that the checkpoints that are kept for them pile up, and warns before."""
+        """Gives the oldest validations up if so many wait that the checkpoints that are kept for them pile
+        up, and warns before.
+        """
         rule = self.run.job.validation
         if not self.run.job.keep().last:  # all checkpoints are kept in any case
             return
         if self._by_spares and len(waiting) >= MANY and not self._warned:
             self._warned = True
-            kept = [each for debt in waiting for each in self.run.checkpoints.at(debt.version.step) if each.version == debt.version]
-            held = sum(file.size for each in kept if each.manifest is not None for file in each.manifest.files)
+            kept = [
+                each
+                for debt in waiting
+                for each in self.run.checkpoints.at(debt.version.step)
+                if each.version == debt.version
+            ]
+            held = sum(
+                file.size for each in kept if each.manifest is not None for file in each.manifest.files
+            )
             self.errands.tell(
-                f"{len(waiting)} validations wait for a spare worker, and {held / 1e9:.3g} GB of checkpoints are kept for them: a "
-                f"validation takes longer than validation.every = {rule.every} steps, or no spare is free; name a larger validation.every, "
-                f"fewer validation.samples, or validation.by = 'members'.  If more than {WAITING} wait, the oldest is given up"
+                f"{len(waiting)} validations wait for a spare worker, and {held / 1e9:.3g} GB of "
+                "checkpoints are kept for them: a "
+                f"validation takes longer than validation.every = {rule.every} steps, or no spare is free; "
+                "name a larger validation.every, "
+                f"fewer validation.samples, or validation.by = 'members'.  If more than {WAITING} wait, the "
+                "oldest is given up"
             )
         most, why = 0, "no spare validates any more, by validation.by or .every"
         if self._by_spares:
@@ -383,8 +436,9 @@ class Spares:
             self.errands.wanted.set()
 
     def _tell_validations(self) -> None:
-        """Posts the validations that no journal may know: also of a spare that got a seat or was lost before anybody looked, and those
-        that an earlier coordinator has not heard of before it died.  A validation on other samples than those of now is not posted.
+        """Posts the validations that no journal may know: also of a spare that got a seat or was lost before
+        anybody looked, and those that an earlier coordinator has not heard of before it died.  A validation
+        on other samples than those of now is not posted.
         """
         known = self.errands.known()
         for debt in owed.untold(self.run, known.history.lineage):

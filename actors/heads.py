@@ -1,7 +1,8 @@
 """Asks the head of a Ray cluster from outside whether it answers, and whether an actor lives there.
 
-Ray itself tries for minutes, with warnings of its own, to join a head that accepts connections and says nothing: a frozen one, or another
-program at its port.  So a command asks here first, and joins a cluster only if its head has answered.
+Ray itself tries for minutes, with warnings of its own, to join a head that accepts connections and says
+nothing: a frozen one, or another program at its port.  So a command asks here first, and joins a cluster only
+if its head has answered.
 """
 
 from __future__ import annotations
@@ -14,15 +15,18 @@ import ray
 from elastic.errors import ClusterGone, Refused
 
 ANSWER_S = 15.0
-"""Seconds in which a head must answer.  It takes milliseconds, and a few seconds on a machine that is overloaded."""
+"""Seconds in which a head must answer.  It takes milliseconds, and a few seconds on a machine that is
+overloaded.
+"""
 
 ELSEWHERE = (
-    "train on another one (`elastic train --address HOST:PORT`, or `--address local` for this machine), where a run goes on from its "
+    "train on another one (`elastic train --address HOST:PORT`, or `--address local` for this machine), "
+    "where a run goes on from its "
     "newest checkpoint"
 )
 UNASKED = object()
-"""Stands for the reply of a head that was not asked, because this version of Ray has other private calls, or that fails at it: who joins
-it finds out.
+"""Stands for the reply of a head that was not asked, because this version of Ray has other private calls, or
+that fails at it: who joins it finds out.
 """
 
 
@@ -30,29 +34,35 @@ def reachable(address: str) -> bool:
     """Returns whether somebody accepts connections at ``host:port``."""
     host, _, port = address.rpartition(":")
     try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=2).close()  # an IPv6 address stands in brackets
+        # an IPv6 address stands in brackets
+        socket.create_connection((host.strip("[]"), int(port)), timeout=2).close()
     except (OSError, ValueError, OverflowError):  # the last two of a port that is none
         return False
     return True
 
 
 def answers(address: str) -> bool:
-    """Returns whether the head of a Ray cluster answers at ``host:port``: False if nobody listens there, or another program does.
+    """Returns whether the head of a Ray cluster answers at ``host:port``: False if nobody listens there, or
+    another program does.
 
-    Raises :class:`ClusterGone` if somebody accepts the connection and says nothing for ``ANSWER_S``, and :class:`Refused` if
-    the head refuses this process: runs may live there.
+    Raises :class:`ClusterGone` if somebody accepts the connection and says nothing for ``ANSWER_S``, and
+    :class:`Refused` if the head refuses this process: runs may live there.
     """
     return _reply(address, "NodeInfo", "CheckAlive") is not None
 
 
 def has_actor(address: str, name: str, namespace: str) -> bool:
-    """Returns whether the cluster at ``address`` has a living actor of that name, without joining it.  Raises as :func:`answers`."""
+    """Returns whether the cluster at ``address`` has a living actor of that name, without joining it.  Raises
+    as :func:`answers`.
+    """
     reply = _reply(address, "ActorInfo", "GetNamedActorInfo", name=name, ray_namespace=namespace)
     return reply is not None and (reply is UNASKED or reply.status.code == 0)
 
 
 def _reply(address: str, service: str, method: str, **request: str) -> Any:
-    """Returns what the head replies, None if there is none, or ``UNASKED`` if this Ray cannot be asked so.  Raises as :func:`answers`."""
+    """Returns what the head replies, None if there is none, or ``UNASKED`` if this Ray cannot be asked so.
+    Raises as :func:`answers`.
+    """
     if not reachable(address):
         return None
     try:
@@ -64,11 +74,14 @@ def _reply(address: str, service: str, method: str, **request: str) -> Any:
     try:
         with init_grpc_channel(address, [("grpc.enable_http_proxy", 0)]) as channel:
             stub = getattr(gcs_service_pb2_grpc, f"{service}GcsServiceStub")(channel)
-            return getattr(stub, method)(getattr(gcs_service_pb2, f"{method}Request")(**request), timeout=ANSWER_S)
+            return getattr(stub, method)(
+                getattr(gcs_service_pb2, f"{method}Request")(**request), timeout=ANSWER_S
+            )
     except grpc.RpcError as error:
         if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
             raise ClusterGone(
-                f"the head of the Ray cluster at {address} accepts connections, but has not answered for {ANSWER_S:g} s: it is frozen or "
+                f"the head of the Ray cluster at {address} accepts connections, but has not answered for "
+                f"{ANSWER_S:g} s: it is frozen or "
                 f"overloaded, or another program listens there; restart that cluster, or {ELSEWHERE}"
             ) from None
         if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNIMPLEMENTED):
@@ -76,9 +89,12 @@ def _reply(address: str, service: str, method: str, **request: str) -> Any:
         if error.code() not in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
             return UNASKED
         why = error.details()
-    except (ray.exceptions.AuthenticationError, RuntimeError, OSError) as error:  # it has no token, or not what TLS needs
+    # it has no token, or not what TLS needs
+    except (ray.exceptions.AuthenticationError, RuntimeError, OSError) as error:
         why = str(error).partition(". ")[0]
     raise Refused(
-        f"the head of the Ray cluster at {address} refuses this process, so that nobody knows from here what lives there ({why}): give it "
-        f"what the cluster was begun with (RAY_AUTH_MODE=token and RAY_AUTH_TOKEN, or ~/.ray/auth_token), or {ELSEWHERE}"
+        f"the head of the Ray cluster at {address} refuses this process, so that nobody knows from here "
+        f"what lives there ({why}): give it "
+        "what the cluster was begun with (RAY_AUTH_MODE=token and RAY_AUTH_TOKEN, or ~/.ray/auth_token), "
+        f"or {ELSEWHERE}"
     )

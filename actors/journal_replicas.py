@@ -1,8 +1,9 @@
-"""The journal's replicas: drives the rules of ``elastic/protocol/authority.py`` with real calls to keepers and bucket, waiting, and a
-clock.
+"""The journal's replicas: drives the rules of ``elastic/protocol/authority.py`` with real calls to keepers
+and bucket, waiting, and a clock.
 
-The coordinator's loop appends records, sends them to the keepers, and waits if a record must not be lost.  Other threads ask the cluster's
-head and the bucket whether another coordinator has taken over, and whether the lease still holds.
+The coordinator's loop appends records, sends them to the keepers, and waits if a record must not be lost.
+Other threads ask the cluster's head and the bucket whether another coordinator has taken over, and whether
+the lease still holds.
 """
 
 from __future__ import annotations
@@ -30,10 +31,13 @@ SHIP_S = 2.0
 class JournalReplicas:
     """The journal's copies on the keepers and in the bucket, and the coordinator's lease.
 
-    Only the coordinator's loop may call ``note``, ``send`` and ``secure``.  Any thread may read or renew the lease.
+    Only the coordinator's loop may call ``note``, ``send`` and ``secure``.  Any thread may read or renew the
+    lease.
     """
 
-    def __init__(self, authority: Authority[RunState], run: Run, journal: Journal, keepers: Mapping[NodeId, Any]) -> None:
+    def __init__(
+        self, authority: Authority[RunState], run: Run, journal: Journal, keepers: Mapping[NodeId, Any]
+    ) -> None:
         """``keepers`` maps nodes to keeper actors; the caller changes it as nodes come and go."""
         self.authority, self.run, self.journal, self.keepers = authority, run, journal, keepers
         self._calls: dict[Any, NodeId] = {}
@@ -57,7 +61,9 @@ class JournalReplicas:
             raise Deposed(f"the run ({self.authority.deposed})")
 
     def ask_head(self, coordinator: Any) -> None:
-        """Asks the cluster's head whether ``coordinator``, the actor of this process, is still the run's coordinator."""
+        """Asks the cluster's head whether ``coordinator``, the actor of this process, is still the run's
+        coordinator.
+        """
         asked_at = time.monotonic()
         if cluster.is_this_process(coordinator):
             self.authority.confirmed(asked_at)
@@ -68,7 +74,9 @@ class JournalReplicas:
             self.authority.claimed(time.monotonic(), self.run.latest_claim())
 
     def keep_lease(self, over: threading.Event) -> None:
-        """Asks the bucket while the head does not answer, until the run is ``over`` or this coordinator is deposed."""
+        """Asks the bucket while the head does not answer, until the run is ``over`` or this coordinator is
+        deposed.
+        """
         while not self.authority.deposed and not over.wait(self.authority.lease_s / 8):
             if self.authority.asks_bucket(time.monotonic()):
                 self.ask_bucket()
@@ -80,14 +88,15 @@ class JournalReplicas:
         self.authority.note(self.journal.end, run.cluster.keepers, run)
 
     def send(self) -> None:
-        """Sends each reachable keeper the part of the journal that it lacks, and takes the answers that have come.  Raises
-        :class:`Deposed`.
+        """Sends each reachable keeper the part of the journal that it lacks, and takes the answers that have
+        come.  Raises :class:`Deposed`.
         """
         self._request()
         self._listen(0.0)
 
     def secure(self, say: Callable[[str], None]) -> None:
-        """Waits until everything in the journal may be acted on.  ``say`` is called with a sentence about what is missing.
+        """Waits until everything in the journal may be acted on.  ``say`` is called with a sentence about
+        what is missing.
 
         Raises :class:`Deposed`.
         """
@@ -96,11 +105,14 @@ class JournalReplicas:
             have, keepers = self.authority.holders(end)
             place = self._by_bucket(end, say)
             if not followed:
-                say(f"{have} of {keepers} keepers held the journal in time, which was not enough; it is now {place}")
+                say(
+                    f"{have} of {keepers} keepers held the journal in time, which was not enough; it is now "
+                    f"{place}"
+                )
 
     def _by_bucket(self, end: int, say: Callable[[str], None]) -> str:
-        """Waits until the bucket, or a majority of the keepers after all, has the journal up to ``end``.  Returns a text that names the
-        place.
+        """Waits until the bucket, or a majority of the keepers after all, has the journal up to ``end``.
+        Returns a text that names the place.
         """
         said = False
         while not self._ship(end):
@@ -108,7 +120,10 @@ class JournalReplicas:
                 return "on a majority of the keepers"
             if not said:
                 say(
-                    "neither a majority of the keepers nor the bucket takes the journal: nothing is begun or ended until one of them does"
+                    (
+                        "neither a majority of the keepers nor the bucket takes the journal: nothing is begun "
+                        "or ended until one of them does"
+                    )
                     if self.authority.begun
                     else "the bucket does not take the journal: nothing is begun or ended until it does"
                 )
@@ -116,7 +131,9 @@ class JournalReplicas:
         return "in the bucket"
 
     def _ship(self, end: int) -> bool:
-        """Writes the journal to the bucket, then asks for claims.  Returns whether it may be acted on.  Raises :class:`Deposed`."""
+        """Writes the journal to the bucket, then asks for claims.  Returns whether it may be acted on.
+        Raises :class:`Deposed`.
+        """
         if not self.journal.ship(SHIP_S):
             return False
         with contextlib.suppress(StorageError, OSError):
@@ -125,7 +142,9 @@ class JournalReplicas:
         return self.authority.secured(end, time.monotonic())
 
     def _by_keepers(self, end: int) -> bool:
-        """Waits for the keepers' answers while that is worthwhile.  Returns whether the journal may be acted on."""
+        """Waits for the keepers' answers while that is worthwhile.  Returns whether the journal may be acted
+        on.
+        """
         self._listen(0.0)  # a keeper whose answer has come can be asked for the rest
         while not self.authority.secured(end, time.monotonic()):
             self._request()

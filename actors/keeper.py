@@ -1,8 +1,9 @@
 """A keeper is one process on each node, without accelerator and training.
 
-It hosts the store in which a generation meets and watches the node's workers.  It keeps what a dead worker printed, the copies of its
-state, and the end of the journal for the time when the coordinator is dead.  It uploads the saves.  Heartbeat and watch have their own
-threads, so that other work cannot make the keeper look dead; a beat that is late all the same is noted in the keeper's log.
+It hosts the store in which a generation meets and watches the node's workers.  It keeps what a dead worker
+printed, the copies of its state, and the end of the journal for the time when the coordinator is dead.  It
+uploads the saves.  Heartbeat and watch have their own threads, so that other work cannot make the keeper look
+dead; a beat that is late all the same is noted in the keeper's log.
 """
 
 from __future__ import annotations
@@ -55,30 +56,50 @@ BEAT_S = 0.5
 WATCH_S = 0.1
 """Seconds from one look at the workers' processes to the next."""
 SURE = 4
-"""Number of beats in a row to which Ray says that there will be no coordinator, before the keeper believes it."""
+"""Number of beats in a row to which Ray says that there will be no coordinator, before the keeper believes
+it.
+"""
 CLOSE_S = 5.0
 """Seconds that all workers of the keeper together may take to end by themselves when the run is over."""
 FOLDER_S = 5.0
-"""Seconds between two looks for the run's folder.  Whoever ends the run removes it, and has then killed this keeper for long."""
+"""Seconds between two looks for the run's folder.  Whoever ends the run removes it, and has then killed this
+keeper for long.
+"""
 STORE_S = 60.0
 """Seconds in which the keeper's own store must answer it."""
 SAID_S, SAID = 60.0, 10
-"""Time in seconds for which the run's story does not repeat a sentence of this keeper, and how many it takes in that time."""
-UPLOADER = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from elastic.state.uploader import main; main(*sys.argv[2:])"
+"""Time in seconds for which the run's story does not repeat a sentence of this keeper, and how many it takes
+in that time.
+"""
+UPLOADER = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from elastic.state.uploader import "
+    "main; main(*sys.argv[2:])"
+)
 """Program of the uploader process, which finds modules in the same places as the keeper."""
 BY_OTHERS = ("killed by signal 9 ", "killed by signal 15 ")
 """Ends of a worker for which the samples that it reads are not to blame."""
 SWITCH_S = 0.0005
-"""Seconds that one thread of a keeper computes before another may: the beat waits that long for each busy thread."""
+"""Seconds that one thread of a keeper computes before another may: the beat waits that long for each busy
+thread.
+"""
 
 
 class Keeper:
     """Runs as the keeper actor of one node.  ``actors/perform.py`` starts it."""
 
     def __init__(
-        self, run: str, bucket: str, name: str, coordinator: Any, incarnation: int, silence_s: float, secret: bytes, folder: str = ""
+        self,
+        run: str,
+        bucket: str,
+        name: str,
+        coordinator: Any,
+        incarnation: int,
+        silence_s: float,
+        secret: bytes,
+        folder: str = "",
     ) -> None:
-        """``incarnation`` is the coordinator that starts this keeper; ``folder`` is the job's ``offload_folder``.
+        """``incarnation`` is the coordinator that starts this keeper; ``folder`` is the job's
+        ``offload_folder``.
 
         A keeper whose beats no coordinator has answered for ``silence_s`` seconds ends itself, as workers do.
         """
@@ -93,7 +114,9 @@ class Keeper:
         self.probe = Probe(self.store, name, run)
         self._said: dict[str, float] = {}
         self._told = coordinator.tell.options(max_task_retries=0)
-        self.keeper_store = KeeperStore(self.node, ray.util.get_node_ip_address(), secret, self._say, folder, compiled_folder())
+        self.keeper_store = KeeperStore(
+            self.node, ray.util.get_node_ip_address(), secret, self._say, folder, compiled_folder()
+        )
         command = [sys.executable, "-c", UPLOADER, json.dumps(sys.path), bucket, name]
         self.uploads = Uploads(self.keeper_store, command, self._uploaded, self._say)
         self.logs = Logs(self.store, f"{name}/logs/{run.removeprefix(f'{name}-')}", run, self.node)
@@ -108,7 +131,10 @@ class Keeper:
         self._beats = coordinator.post.options(max_task_retries=0)
         self._closed = threading.Event()
         sys.setswitchinterval(SWITCH_S)
-        threading.Thread(target=import_module, args=("torch.distributed",), name="import", daemon=True).start()  # not while a world waits
+        # not while a world waits
+        threading.Thread(
+            target=import_module, args=("torch.distributed",), name="import", daemon=True
+        ).start()
         keep_going(self._beat, "beat", self._say)
         self._watching = keep_going(self._watch, "watch", self._say)
 
@@ -129,8 +155,8 @@ class Keeper:
             return self.replica.copy(incarnation, begin, at, data)
 
     def _say(self, sentence: str) -> None:
-        """Writes the sentence into this keeper's log, and into the run's story: each sentence once a minute, and no more than ``SAID`` of
-        them.
+        """Writes the sentence into this keeper's log, and into the run's story: each sentence once a minute,
+        and no more than ``SAID`` of them.
         """
         print(f"keeper of {self.node[:8]}: {sentence}", flush=True)
         now = time.monotonic()
@@ -144,12 +170,18 @@ class Keeper:
         with self._hearing:
             heard, heeded = self.replica.heeds, self.replica.heed(incarnation)
         if not heeded:
-            raise Deposed(f"keeper of {self.node[:8]}: coordinator {heard} was heard; the journal of coordinator {incarnation}")
+            raise Deposed(
+                f"keeper of {self.node[:8]}: coordinator {heard} was heard; the journal of "
+                f"coordinator {incarnation}"
+            )
 
     def sees_coordinator(self) -> bool:
-        """Returns whether this node finds the coordinator's sign in the bucket.  Leaves a sign of this node for the coordinator to find."""
+        """Returns whether this node finds the coordinator's sign in the bucket.  Leaves a sign of this node
+        for the coordinator to find.
+        """
         self.probe.leave(self.node)
-        if self._closed.is_set():  # ``close``, which runs beside this, may have removed the sign before it was left
+        # ``close``, which runs beside this, may have removed the sign before it was left
+        if self._closed.is_set():
             self.probe.remove(self.node)
         return self.probe.sees(COORDINATOR)
 
@@ -169,7 +201,9 @@ class Keeper:
         self.stores.pop(generation, None)
 
     def watch(self, worker: WorkerId, actor: Any) -> None:
-        """Follows a worker of this node that has joined, and passes on what it says if the coordinator has its ``actor``."""
+        """Follows a worker of this node that has joined, and passes on what it says if the coordinator has
+        its ``actor``.
+        """
         if worker not in self.workers:
             self._follow(worker, actor)
         if actor is not None and worker in self.workers:
@@ -183,8 +217,10 @@ class Keeper:
             self.workers[worker] = (Process(counters["pid"], counters["started"]), counters)
         except ProcessLookupError:
             return self.logs.keep(worker, "ended before its keeper followed it")
-        except FileNotFoundError as error:  # without its counters it could not be saved, nor be found out if it hangs
-            self.logs.keep(worker, f"could not be followed, and was killed: {error}")  # first: the run may be over once that is heard
+        # without its counters it could not be saved, nor be found out if it hangs
+        except FileNotFoundError as error:
+            # first: the run may be over once that is heard
+            self.logs.keep(worker, f"could not be followed, and was killed: {error}")
             self.coordinator.post.remote(Lost(worker, f"its keeper cannot follow it: {error}", certain=False))
             if actor is not None:
                 ray.kill(actor)
@@ -193,11 +229,14 @@ class Keeper:
             self.uploads.start()
             try:
                 self.keeper_store.adopt(worker, counters["pid"], counters["copies"])
-            except (OSError, StateMissing) as error:  # the worker sees that nobody holds its copies, and says so in every commit
+            # the worker sees that nobody holds its copies, and says so in every commit
+            except (OSError, StateMissing) as error:
                 self._say(f"the copies of {worker} cannot be held here: {error}")
 
     @ray.method(concurrency_group="orders")  # type: ignore[untyped-decorator]
-    def relay(self, incarnation: int, workers: tuple[WorkerId, ...], order: str, arguments: tuple[Any, ...]) -> tuple[WorkerId, ...]:
+    def relay(
+        self, incarnation: int, workers: tuple[WorkerId, ...], order: str, arguments: tuple[Any, ...]
+    ) -> tuple[WorkerId, ...]:
         """Passes an order on to ``workers``.  Returns those of them that this keeper does not follow."""
         self._heed(incarnation)
         actors = {worker: self.actors.get(worker) for worker in workers}
@@ -207,8 +246,13 @@ class Keeper:
 
     def pass_to(self, coordinator: Any) -> None:
         """Gathers for ``coordinator`` what the workers of this node say, and their questions for the lease."""
-        say, ask = coordinator.post_all.options(max_task_retries=0), coordinator.renew_all.options(max_task_retries=0)
-        self.saying = Gathering(lambda parcels: say.remote(tuple(each for parcel in parcels for each in parcel)))
+        say, ask = (
+            coordinator.post_all.options(max_task_retries=0),
+            coordinator.renew_all.options(max_task_retries=0),
+        )
+        self.saying = Gathering(
+            lambda parcels: say.remote(tuple(each for parcel in parcels for each in parcel))
+        )
         self.asking = Gathering(ask.remote)
 
     @ray.method(concurrency_group="gather")  # type: ignore[untyped-decorator]
@@ -218,7 +262,9 @@ class Keeper:
 
     @ray.method(concurrency_group="gather")  # type: ignore[untyped-decorator]
     def renew(self, worker: WorkerId, generation: int) -> Any:
-        """Asks for the lease of a worker.  Returns the coordinator's ``Lease``, or None if there is no answer."""
+        """Asks for the lease of a worker.  Returns the coordinator's ``Lease``, or None if there is no
+        answer.
+        """
         return self.asking.pass_on((worker, generation))
 
     def address(self) -> str:
@@ -234,13 +280,17 @@ class Keeper:
         self._heed(incarnation)
         self.keeper_store.release(copied, buddied)
 
-    def upload(self, incarnation: int, number: int, saves: tuple[Save, ...], generation: int, version: Version) -> None:
+    def upload(
+        self, incarnation: int, number: int, saves: tuple[Save, ...], generation: int, version: Version
+    ) -> None:
         """Obeys the coordinator's ``number``-th list of the saves on their way; see :class:`Upload`."""
         self._heed(incarnation)
         self.uploads.obey((incarnation, number), saves, generation, version)
 
     def _uploaded(self, save: Save, event: ShardSaved | SaveFailed, receipt: ShardReceipt | None) -> None:
-        self.coordinator.post.remote(event, SavedShard(save.by, save.layout, receipt.packed()) if receipt is not None else None)
+        self.coordinator.post.remote(
+            event, SavedShard(save.by, save.layout, receipt.packed()) if receipt is not None else None
+        )
 
     def pair(self, incarnation: int, address: str) -> None:
         """Sends copies on to the keeper at ``address`` from now on."""
@@ -253,7 +303,9 @@ class Keeper:
             self.workers[worker][0].kill()
 
     def examine(self, incarnation: int, worker: WorkerId) -> str:
-        """Finds out where a worker that does not move stands, then kills it.  Returns the key of its log; "" if the worker is not here."""
+        """Finds out where a worker that does not move stands, then kills it.  Returns the key of its log; ""
+        if the worker is not here.
+        """
         self._heed(incarnation)
         if worker not in self.workers:
             return ""
@@ -273,7 +325,14 @@ class Keeper:
             self._note_lateness(time.monotonic() - due)
             due = time.monotonic() + BEAT_S
             progress = tuple(
-                Progress(worker, c["generation"], c["step"], c["microbatch"], c["collective"], self._operation(process, c))
+                Progress(
+                    worker,
+                    c["generation"],
+                    c["step"],
+                    c["microbatch"],
+                    c["collective"],
+                    self._operation(process, c),
+                )
                 for worker, (process, c) in sorted(self.workers.items())
             )
             if asked is not None and answered(asked):
@@ -283,13 +342,15 @@ class Keeper:
                 except ray.exceptions.RayError as error:
                     refused = refused + 1 if gone_for_good(error) else 0
                 asked = None
-            if asked is None:  # a busy coordinator is not given more to do, and the next one has no use for old beats
+            # a busy coordinator is not given more to do, and the next one has no use for old beats
+            if asked is None:
                 asked = self._beats.remote(Beat(self.node, progress, self.uploads.uploading()))
             if (over := refused >= SURE) or time.monotonic() - heard_at > self.silence_s:
                 why = "the run is over" if over else f"no coordinator answered for {self.silence_s:.0f} s"
                 print(f"keeper of {self.node[:8]}: {why}; leaving", flush=True)
                 self._end(over=over)
-                remove_logs(self.run)  # the coordinator on this node may only stand still: its part of the journal stays
+                # the coordinator on this node may only stand still: its part of the journal stays
+                remove_logs(self.run)
                 os._exit(3)
 
     def _operation(self, process: Process, counters: Counters) -> str:
@@ -309,7 +370,10 @@ class Keeper:
                     self.keeper_store.ended(worker)
                     self.logs.keep(worker, how := describe(process.status()))
                     if counters.reading and not how.startswith(BY_OTHERS):
-                        self._say(f"{worker} {how.partition(';')[0]} while it read {counters.reading}: read these alone to see why")
+                        self._say(
+                            f"{worker} {how.partition(';')[0]} while it read {counters.reading}: read "
+                            "these alone to see why"
+                        )
                     del self.workers[worker]
                     self._dying.discard(worker)
                     self.actors.pop(worker, None)
@@ -317,7 +381,8 @@ class Keeper:
     def _make_again(self, missing: bool) -> bool:
         """Makes the run's folder if it is missing, and was at the last look.  Returns whether it was missing.
 
-        Without it no worker of this node can begin, and whoever cleans the temporary folder may have removed it.
+        Without it no worker of this node can begin, and whoever cleans the temporary folder may have removed
+        it.
         """
         was, missing = missing, not log_folder(self.run).exists()
         if was and missing:
@@ -325,15 +390,19 @@ class Keeper:
         return missing
 
     def close(self, incarnation: int) -> None:
-        """Ends the keeper because the run is over: it stores the remaining logs and leaves nothing on the node."""
+        """Ends the keeper because the run is over: it stores the remaining logs and leaves nothing on the
+        node.
+        """
         self._heed(incarnation)
         self._end(over=True)
         leave_nothing(self.run)
 
     def _end(self, *, over: bool) -> None:
-        """Ends what runs here, stores the remaining logs, and removes what workers and keeper have left outside the run's folder.
+        """Ends what runs here, stores the remaining logs, and removes what workers and keeper have left
+        outside the run's folder.
 
-        Unless the run is over, a worker that is not followed here may be another host's that shares this memory, and goes on.
+        Unless the run is over, a worker that is not followed here may be another host's that shares this
+        memory, and goes on.
         """
         self._closed.set()
         self._watching.join()
@@ -350,11 +419,14 @@ class Keeper:
         with contextlib.suppress(StorageError):
             self.probe.remove(self.node)
         ours = {segment(self.run, worker) for worker in self.workers}
-        for path in segments(self.run):  # last, since a worker that is just being killed may still make its counters
+        # last, since a worker that is just being killed may still make its counters
+        for path in segments(self.run):
             if over or path in ours or not writer_lives(path):
                 path.unlink(missing_ok=True)
 
     @ray.method(concurrency_group="life")  # type: ignore[untyped-decorator]
     def lives(self) -> None:
-        """Never returns, so the caller learns at once when the keeper dies.  Later calls wait in line, and their callers learn it too."""
+        """Never returns, so the caller learns at once when the keeper dies.  Later calls wait in line, and
+        their callers learn it too.
+        """
         threading.Event().wait()

@@ -1,4 +1,6 @@
-"""``launch(job)`` trains a job and returns its result.  It checks all it can before any worker starts, then watches the run."""
+"""``launch(job)`` trains a job and returns its result.  It checks all it can before any worker starts, then
+watches the run.
+"""
 
 from __future__ import annotations
 
@@ -81,9 +83,11 @@ def _nothing(_: Any) -> None:
 
 @dataclass(frozen=True)
 class Result:
-    """The end of a run.  ``state`` is Finished, Stopped or Failed; the last two can be resumed by the same command.
+    """The end of a run.  ``state`` is Finished, Stopped or Failed; the last two can be resumed by the same
+    command.
 
-    Any other state means that this driver was told to leave while the run goes on; the same command attaches to it again.
+    Any other state means that this driver was told to leave while the run goes on; the same command attaches
+    to it again.
     """
 
     state: str
@@ -97,7 +101,9 @@ class Result:
 
     @property
     def losses(self) -> dict[int, float]:
-        """The loss of each step of the run by step, at most of the last :data:`STEPS`.  They are read from the bucket."""
+        """The loss of each step of the run by step, at most of the last :data:`STEPS`.  They are read from
+        the bucket.
+        """
         return self._column("loss")
 
     @property
@@ -124,17 +130,20 @@ def launch(
     show: Show | None = None,
     look: Look = _nothing,
 ) -> Result:
-    """Trains ``job`` to its end.  ``local`` runs one worker in this process, without Ray.  ``show`` gets each line, and ``look`` each
-    answer of the coordinator; without ``show`` lines are printed.
+    """Trains ``job`` to its end.  ``local`` runs one worker in this process, without Ray.  ``show`` gets each
+    line, and ``look`` each answer of the coordinator; without ``show`` lines are printed.
 
-    A run that began with other settings goes on with these if ``branch`` says so, unless its state or its place in the data does not fit.
-    A run that has no save takes them without a word.  A run whose code was other goes on with that of now if ``accept_code`` says so.
-    ``resume`` is ``latest``; or a step of the run, from which a new branch goes on; or ``run@latest``, ``run@best`` or ``run@step``, a
-    checkpoint of another run in the same bucket, from which a new run goes on.  ``again`` starts one that was restarted in vain too often.
+    A run that began with other settings goes on with these if ``branch`` says so, unless its state or its
+    place in the data does not fit. A run that has no save takes them without a word.  A run whose code was
+    other goes on with that of now if ``accept_code`` says so. ``resume`` is ``latest``; or a step of the run,
+    from which a new branch goes on; or ``run@latest``, ``run@best`` or ``run@step``, a checkpoint of another
+    run in the same bucket, from which a new run goes on.  ``again`` starts one that was restarted in vain too
+    often.
 
-    Raises :class:`~elastic.errors.ElasticError` if the job cannot work.  Ctrl-C, SIGTERM, SIGHUP or SIGUSR1 to the driver that started the
-    run asks for a clean stop with a save; a second Ctrl-C or SIGTERM raises KeyboardInterrupt, and the run stops by itself.  An attached
-    driver merely detaches, unless it is the last one.  With ``on_driver_exit = "detach"`` the first one merely detaches too.
+    Raises :class:`~elastic.errors.ElasticError` if the job cannot work.  Ctrl-C, SIGTERM, SIGHUP or SIGUSR1
+    to the driver that started the run asks for a clean stop with a save; a second Ctrl-C or SIGTERM raises
+    KeyboardInterrupt, and the run stops by itself.  An attached driver merely detaches, unless it is the last
+    one.  With ``on_driver_exit = "detach"`` the first one merely detaches too.
     """
     own_cluster.drop()
     with Requests() as requests, nullcontext() if show else lasting():
@@ -152,7 +161,9 @@ def launch(
 
 @dataclass
 class _Command:
-    """A command that trains: where it begins, what its line permits, and whom it tells.  ``branch`` says that it asks for a branch."""
+    """A command that trains: where it begins, what its line permits, and whom it tells.  ``branch`` says that
+    it asks for a branch.
+    """
 
     begins: StartPoint
     address: str | None
@@ -177,12 +188,14 @@ class _Command:
         tell(self.show, *sentences)
 
     def train(self) -> Result:
-        """Attaches to the run, or checks it, begins it and watches it to its end, or until this driver is told to leave.
+        """Attaches to the run, or checks it, begins it and watches it to its end, or until this driver is
+        told to leave.
 
         A run that somebody else has begun since the checks is not started.
         """
         may, run = self.branch or None, Run.begun(self.job) if self.branch else Run.find(self.job)
-        if (coordinator := None if self.address else self._at_its_cluster(run)) is not None:  # its folder may be gone
+        # its folder may be gone
+        if (coordinator := None if self.address else self._at_its_cluster(run)) is not None:
             self._refuse_change()
             self.requests.note()
             return self._attached(coordinator)
@@ -199,15 +212,23 @@ class _Command:
             return _result(self.job, *run_local(self.job, self.show, here, checked.build))
         run = Run.look(self.job, branch=may)  # the checks take their time
         run.check_local()
-        if self.job.validation.patience and not self.branch and (done := finished(run, checked.build.held_out)) is not None:
+        if (
+            self.job.validation.patience
+            and not self.branch
+            and (done := finished(run, checked.build.held_out)) is not None
+        ):
             return _result(self.job, "Finished", *done)
         seen = run.latest_claim()
-        with self.requests.finishing(partial(self.tell, "interrupted; Ray is ended as soon as it has started, in up to 30 s")):
+        with self.requests.finishing(
+            partial(self.tell, ("interrupted; Ray is ended as soon as it has started, in up to 30 s"))
+        ):
             cluster.connect(self.address, self.job.workers, tell=self.tell)
         self.requests.note()
         if (coordinator := attach(self.job.name)) is not None:
             if bucket := bucket_of_another(self.job, coordinator):
-                what = f"name = {self.job.name!r}: another run of this name, in {bucket}, lives on this cluster"
+                what = (
+                    f"name = {self.job.name!r}: another run of this name, in {bucket}, lives on this cluster"
+                )
                 raise JobError(f"{what}; choose another name")
             self._refuse_change()
         self._heed_the_driver()
@@ -220,13 +241,14 @@ class _Command:
         return self._watched(self._started(run, checked, objects, seen))
 
     def _at_its_cluster(self, run: Run) -> Any | None:
-        """Joins the cluster on which the run lives, if this machine is a node of it, or it was started here: returns its coordinator.
+        """Joins the cluster on which the run lives, if this machine is a node of it, or it was started here:
+        returns its coordinator.
 
-        Otherwise, or if this process is part of a cluster already and does not train the run by itself (``local``), returns None.  A run
-        that is ending there is waited for, because its cluster ends with it.  If somebody has deleted the run's folder, no claim says where
-        it lives: then all clusters of this machine are asked.
-        Raises :class:`PlatformGaveUp` if the run lives there and this process cannot join, and :class:`JobError` if it lives and this is a
-        ``local`` command.
+        Otherwise, or if this process is part of a cluster already and does not train the run by itself
+        (``local``), returns None.  A run that is ending there is waited for, because its cluster ends with
+        it.  If somebody has deleted the run's folder, no claim says where it lives: then all clusters of this
+        machine are asked. Raises :class:`PlatformGaveUp` if the run lives there and this process cannot join,
+        and :class:`JobError` if it lives and this is a ``local`` command.
         """
         if not self.local and not cluster.begins_here():
             return None
@@ -242,7 +264,10 @@ class _Command:
                 where = f"{job.name} lives on the cluster at {owner['address']}"
                 fix = "if that is another run of this name, `--address local` begins this one here"
                 gave_up = Refused if isinstance(error, Refused) else PlatformGaveUp
-                raise gave_up(f"{where}, which this process cannot join, so it does not begin it a second time: {error}; {fix}") from error
+                raise gave_up(
+                    f"{where}, which this process cannot join, so it does not begin it a second "
+                    f"time: {error}; {fix}"
+                ) from error
             coordinator = None  # something else answers there
         living = coordinator is not None and self._awaited(coordinator) is None
         if self.local and (living or elsewhere):
@@ -259,16 +284,19 @@ class _Command:
         return None
 
     def _refuse_change(self) -> None:
-        """Raises :class:`JobError` if this command changes the run, which lives on the cluster of this process."""
+        """Raises :class:`JobError` if this command changes the run, which lives on the cluster of this
+        process.
+        """
         if self.branch or self.accept_code:
             fix = "end it with `elastic stop`, and then it can change"
             raise JobError(f"name = {self.job.name!r}: this run lives on this cluster; {fix}")
 
     def _checked(self, run: Run) -> Checked:
-        """Checks the job as :func:`~elastic.train.checks.preflight.preflight` does, whose import of torch takes seconds.
+        """Checks the job as :func:`~elastic.train.checks.preflight.preflight` does, whose import of torch
+        takes seconds.
 
-        What needs no torch is checked before: this machine, if the workers will be here, the names of the job, and its bucket.  Then the
-        cluster of this machine begins to start, if the run is to have one.
+        What needs no torch is checked before: this machine, if the workers will be here, the names of the
+        job, and its bucket.  Then the cluster of this machine begins to start, if the run is to have one.
         """
         job, local = self.job, self.local
         here = not local and cluster.starts_here(self.address)
@@ -290,16 +318,19 @@ class _Command:
             return
         setting = 'on_driver_exit = "detach"'
         if not cluster.own():
-            return self.tell(f"{setting}: the run continues after this command has ended; `elastic stop` stops it")
+            return self.tell(
+                f"{setting}: the run continues after this command has ended; `elastic stop` stops it"
+            )
         fix = "start a lasting one with `ray start --head`"
         self.tell(f"{setting} has no effect on a cluster that ends with this process; {fix}")
         self.begins = replace(self.begins, job=self.job.replace(on_driver_exit="stop"))
 
     def _started(self, run: Run, checked: Checked, objects: Sequence[bytes], seen: int) -> Any:
-        """Begins the run, unless somebody else has since incarnation ``seen``, starts its coordinator and returns it.
+        """Begins the run, unless somebody else has since incarnation ``seen``, starts its coordinator and
+        returns it.
 
-        Raises :class:`~elastic.errors.NoProgress` if it was started in vain too often, as :func:`~elastic.train.checks.microbatch.decided`, and as
-        :func:`cluster.smallest_gpu`.
+        Raises :class:`~elastic.errors.NoProgress` if it was started in vain too often, as
+        :func:`~elastic.train.checks.microbatch.decided`, and as :func:`cluster.smallest_gpu`.
         """
         from elastic.train.checks.microbatch import decided
         from elastic.train.machine.device import limit_of
@@ -307,21 +338,40 @@ class _Command:
         restarts.check(run, again=self.again or run.branches_at(self.begins.at) is not None)
         workers = self.job.workers
         cluster.check_room(workers)
-        job, why = decided(self.job, lambda: limit_of(self.job) or (cluster.smallest_gpu(workers) if workers.gpus else 0))
+        job, why = decided(
+            self.job, lambda: limit_of(self.job) or (cluster.smallest_gpu(workers) if workers.gpus else 0)
+        )
         self.tell(why)
-        seen = begin(replace(self.begins, job=job), self.show, self.branch or None, lambda run, _: claim(run, seen)) or seen
+        seen = (
+            begin(
+                replace(self.begins, job=job), self.show, self.branch or None, lambda run, _: claim(run, seen)
+            )
+            or seen
+        )
         run = Run.open(job)
         note_code(run, checked, self.show)
-        return start(run, replace(checked.build, host=cluster.place(cluster.here())), self.driver, seen, objects)
+        return start(
+            run, replace(checked.build, host=cluster.place(cluster.here())), self.driver, seen, objects
+        )
 
     def _attached(self, coordinator: Any) -> Result:
-        """Tells the user that the run lives already, and in which settings it differs from the job, and watches it."""
+        """Tells the user that the run lives already, and in which settings it differs from the job, and
+        watches it.
+        """
         other = ""
         with suppress(PlatformGaveUp):
             found = flat(ask(coordinator, "settings", deadline_s=self.deadline_s))
             ours = flat(Run.look(self.job).job.model_dump(mode="json", exclude={"on_driver_exit"}))
-            other = in_words({name: (found[name], ours[name]) for name in ours if name in found and found[name] != ours[name]})
-        settings = f" with settings of its own, which stay until it is started again ({other})" if other else ""
+            other = in_words(
+                {
+                    name: (found[name], ours[name])
+                    for name in ours
+                    if name in found and found[name] != ours[name]
+                }
+            )
+        settings = (
+            f" with settings of its own, which stay until it is started again ({other})" if other else ""
+        )
         self.tell(f"attached to {self.job.name}, which runs on this cluster already{settings}")
         return self._watched(coordinator)
 
@@ -344,7 +394,8 @@ class _Command:
         return _seen(self.job, view, self.requests)
 
     def _awaited(self, coordinator: Any) -> set[str] | None:
-        """Waits for the last save of a run that has ended, or was asked to stop, and returns its lives: the new run begins from there.
+        """Waits for the last save of a run that has ended, or was asked to stop, and returns its lives: the
+        new run begins from there.
 
         Returns None at once if the run goes on.
         """
@@ -362,7 +413,9 @@ class _Command:
 
 
 def _settled(job: Job) -> Job:
-    """Returns the job with a number in place of ``global_batch = "all"``, for which the data is opened, and torch imported."""
+    """Returns the job with a number in place of ``global_batch = "all"``, for which the data is opened, and
+    torch imported.
+    """
     if job.global_batch != "all":
         return job
     from elastic.train.session import settled
@@ -371,28 +424,42 @@ def _settled(job: Job) -> Job:
 
 
 def follow(job: Job, coordinator: Any, screen: Shows) -> Result:
-    """Shows the story of a run from its start until the run ends or a signal comes.  The run does not notice the signal."""
+    """Shows the story of a run from its start until the run ends or a signal comes.  The run does not notice
+    the signal.
+    """
     with Requests() as requests:
         requests.note()
         tell(screen.show, f"attached to {job.name}; Ctrl-C leaves it as it is")
         driver = uuid.uuid4().hex
-        view = watch(coordinator, screen.show, screen.look, driver, requests, 2 * job.deadlines.lease_s, only=True)
+        view = watch(
+            coordinator, screen.show, screen.look, driver, requests, 2 * job.deadlines.lease_s, only=True
+        )
     coordinator.leave.remote(driver, only=True)
     return _seen(job, view, requests)
 
 
 def _seen(job: Job, view: View, requests: Requests) -> Result:
-    """Returns the result of a run that was watched to this view: its end, or the signal that asked this driver to leave."""
+    """Returns the result of a run that was watched to this view: its end, or the signal that asked this
+    driver to leave.
+    """
     if view.over:
         return _result(job, view.state, view.reason, view.step, view.job_error)
-    return Result(view.state, f"{requests.asked}: this command leaves, the run goes on", view.step, STOPPED, job.bucket, job.name)
+    return Result(
+        view.state,
+        f"{requests.asked}: this command leaves, the run goes on",
+        view.step,
+        STOPPED,
+        job.bucket,
+        job.name,
+    )
 
 
 def start(run: Run, reference: Build, driver: str, seen: int, objects: Sequence[bytes] = ()) -> Any:
     """Starts a coordinator: named, detached, without an accelerator.
 
-    ``reference`` is the build that every worker must match.  ``driver`` is the driver that starts it, if nobody has claimed the run since
-    incarnation ``seen``.  ``objects`` are those of the job (:func:`~actors.objects.pack`).  Raises as :func:`elastic.runs.data.bind`.
+    ``reference`` is the build that every worker must match.  ``driver`` is the driver that starts it, if
+    nobody has claimed the run since incarnation ``seen``.  ``objects`` are those of the job
+    (:func:`~actors.objects.pack`).  Raises as :func:`elastic.runs.data.bind`.
     """
     data.bind(run, reference.data, int(reference.samples))
     job = run.job
@@ -401,7 +468,9 @@ def start(run: Run, reference: Build, driver: str, seen: int, objects: Sequence[
         .options(
             name=name_of(job.name),
             namespace=cluster.NAMESPACE,
-            get_if_exists=True,  # two drivers that start at the same time get the same coordinator, and the first of them owns the run
+            # two drivers that start at the same time get the same coordinator, and the first of them owns the
+            # run
+            get_if_exists=True,
             lifetime="detached",
             max_restarts=-1,
             max_task_retries=-1,  # a call to a dead coordinator waits for the next one
@@ -409,19 +478,40 @@ def start(run: Run, reference: Build, driver: str, seen: int, objects: Sequence[
             label_selector=cluster.on_this_node(),
             fallback_strategy=cluster.elsewhere(),
         )
-        .remote(job, reference, cluster.search_path(), driver, seen, uuid.uuid4().hex[:6], secrets.token_bytes(32), *objects)
+        .remote(
+            job,
+            reference,
+            cluster.search_path(),
+            driver,
+            seen,
+            uuid.uuid4().hex[:6],
+            secrets.token_bytes(32),
+            *objects,
+        )
     )
 
 
-def watch(coordinator: Any, show: Show, look: Look, driver: str, requests: Requests, deadline_s: float, *, only: bool = False) -> View:
-    """Shows the story until the run is over, or until this driver is told to leave and the run does not stop because of it.
+def watch(
+    coordinator: Any,
+    show: Show,
+    look: Look,
+    driver: str,
+    requests: Requests,
+    deadline_s: float,
+    *,
+    only: bool = False,
+) -> View:
+    """Shows the story until the run is over, or until this driver is told to leave and the run does not stop
+    because of it.
 
-    ``only`` means that this driver merely watches.  A coordinator that takes over begins a story of its own; the request to leave is
-    repeated to it, since the dead coordinator may have lost it.
+    ``only`` means that this driver merely watches.  A coordinator that takes over begins a story of its own;
+    the request to leave is repeated to it, since the dead coordinator may have lost it.
     """
     seen, told, incarnation, head = 0, False, 0, ClusterHead(show)
     while True:
-        view: View = ask(coordinator, "view", seen, driver, incarnation, only, deadline_s=deadline_s, head=head)
+        view: View = ask(
+            coordinator, "view", seen, driver, incarnation, only, deadline_s=deadline_s, head=head
+        )
         if view.incarnation != incarnation:
             seen, told, incarnation = 0, False, view.incarnation
         seen = view.told
@@ -439,13 +529,20 @@ def watch(coordinator: Any, show: Show, look: Look, driver: str, requests: Reque
 
 
 def lines_of(view: View) -> list[Line]:
-    """Returns the lines to show.  The sentence of the end, which is the reason of the :class:`Result`, is an :class:`Ending`."""
+    """Returns the lines to show.  The sentence of the end, which is the reason of the :class:`Result`, is an
+    :class:`Ending`.
+    """
     ends = view.state in ENDED
-    return [Ending(line.at, line.text) if ends and type(line) is Sentence and line.text == view.reason else line for line in view.lines]
+    return [
+        Ending(line.at, line.text) if ends and type(line) is Sentence and line.text == view.reason else line
+        for line in view.lines
+    ]
 
 
 def _await_gone(name: str, coordinator: Any, lives: Collection[str]) -> None:
-    """Waits until nothing is left of a run that is over.  Its coordinator ends itself once the last driver has seen the end."""
+    """Waits until nothing is left of a run that is over.  Its coordinator ends itself once the last driver
+    has seen the end.
+    """
     deadline = time.monotonic() + LEAVING_S
     while attach(name) == coordinator and time.monotonic() < deadline:
         time.sleep(POLL_S)
@@ -453,7 +550,9 @@ def _await_gone(name: str, coordinator: Any, lives: Collection[str]) -> None:
 
 
 def _end(name: str, coordinator: Any, lives: Collection[str]) -> None:
-    """Ends a coordinator, and what its ``lives`` have left on this cluster; but nothing of a run of that name that was begun since."""
+    """Ends a coordinator, and what its ``lives`` have left on this cluster; but nothing of a run of that name
+    that was begun since.
+    """
     kill_all([coordinator])
     reap(name, lives)
 

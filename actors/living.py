@@ -1,7 +1,8 @@
 """Finds the coordinator of a run that lives, and asks it.
 
-The newest claim in the bucket names its cluster.  If somebody has deleted the run's folder there is no claim, but the run trains on: then
-the clusters that this process can reach without being told are asked, that of ``RAY_ADDRESS`` and those of this machine.
+The newest claim in the bucket names its cluster.  If somebody has deleted the run's folder there is no claim,
+but the run trains on: then the clusters that this process can reach without being told are asked, that of
+``RAY_ADDRESS`` and those of this machine.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from elastic.runs.run import LOCAL, Run
 ANSWER_S = 15.0
 """Seconds in which a coordinator must answer before it counts as one that may be dead."""
 QUIET_S = 5.0
-"""Seconds without an answer of the coordinator after which the user is told so, and seconds from one look for the cluster's head to the
-next.
+"""Seconds without an answer of the coordinator after which the user is told so, and seconds from one look for
+the cluster's head to the next.
 """
 
 
@@ -46,12 +47,16 @@ def attach(name: str) -> Any | None:
 
 
 def lives_at(address: str, job: Job) -> bool:
-    """Returns whether the cluster has a coordinator of that name.  It is not joined for that.  Raises as :func:`heads.answers`."""
+    """Returns whether the cluster has a coordinator of that name.  It is not joined for that.  Raises as
+    :func:`heads.answers`.
+    """
     return heads.has_actor(address, name_of(job.name), cluster.NAMESPACE)
 
 
 def connected(job: Job) -> bool:
-    """Connects to the cluster that the run was on last, and tells whether that cluster answers.  Raises as :func:`heads.answers`."""
+    """Connects to the cluster that the run was on last, and tells whether that cluster answers.  Raises as
+    :func:`heads.answers`.
+    """
     owner = Run.find(job).owner()
     if owner is not None and (owner["address"] == LOCAL or not heads.answers(owner["address"])):
         return False
@@ -59,7 +64,8 @@ def connected(job: Job) -> bool:
 
 
 def joined_cluster_of(job: Job, owner: Mapping[str, Any] | None) -> bool:
-    """Connects to the cluster of the run's newest claim ``owner``, whose head has answered; without a claim, to where the run lives.
+    """Connects to the cluster of the run's newest claim ``owner``, whose head has answered; without a claim,
+    to where the run lives.
 
     Tells whether there is such a cluster.
     """
@@ -72,13 +78,17 @@ def coordinator_of(job: Job) -> Any | None:
 
 
 def coordinator_here(job: Job) -> Any | None:
-    """Returns the coordinator of the run, or None if none lives in this cluster, which may have another run of that name."""
+    """Returns the coordinator of the run, or None if none lives in this cluster, which may have another run
+    of that name.
+    """
     coordinator = attach(job.name)
     return None if coordinator is None or bucket_of_another(job, coordinator) else coordinator
 
 
 def _join(address: str) -> bool:
-    """Joins the cluster at ``address``, whose head has answered, unless this process is part of one.  Tells whether it is of this one."""
+    """Joins the cluster at ``address``, whose head has answered, unless this process is part of one.  Tells
+    whether it is of this one.
+    """
     cluster.connect(address, answered=True)
     return cluster.joined(address)
 
@@ -87,10 +97,15 @@ def _joined_unclaimed(job: Job) -> bool:
     """Connects to the cluster on which the run lives without a claim, and tells whether there is one."""
     part_of_one = ray.is_initialized()
     for address in cluster.known():
-        with suppress(PlatformGaveUp, ClusterGone, ConnectionError, RuntimeError):  # it is ending, frozen, or somebody else's
+        # it is ending, frozen, or somebody else's
+        with suppress(PlatformGaveUp, ClusterGone, ConnectionError, RuntimeError):
             if not lives_at(address, job):
                 continue
-            if _join(address) and (found := attach(job.name)) is not None and not bucket_of_another(job, found):
+            if (
+                _join(address)
+                and (found := attach(job.name)) is not None
+                and not bucket_of_another(job, found)
+            ):
                 return True
         if not part_of_one:
             ray.shutdown()
@@ -98,9 +113,11 @@ def _joined_unclaimed(job: Job) -> bool:
 
 
 def bucket_of_another(job: Job, coordinator: Any) -> str:
-    """Returns the bucket of the run that lives under the name of ``job``, if it is another run; otherwise, or without an answer, "".
+    """Returns the bucket of the run that lives under the name of ``job``, if it is another run; otherwise, or
+    without an answer, "".
 
-    A place may be mounted under another path here; then the newest claim in the bucket of ``job`` is one of the life that is found.
+    A place may be mounted under another path here; then the newest claim in the bucket of ``job`` is one of
+    the life that is found.
     """
     try:
         bucket = str(ask(coordinator, "settings", deadline_s=ANSWER_S)["bucket"])
@@ -113,7 +130,8 @@ def bucket_of_another(job: Job, coordinator: Any) -> str:
 
 
 def run_of(job: Job) -> Run:
-    """Returns the run in order to read it.  Raises :class:`JobError` if the bucket has no such run and none is found running.
+    """Returns the run in order to read it.  Raises :class:`JobError` if the bucket has no such run and none
+    is found running.
 
     If somebody has deleted the folder of a run that lives, the user is told so.
     """
@@ -132,8 +150,10 @@ def note_deletion(job: Job) -> None:
     if run.there is None:
         where = ray.get_runtime_context().gcs_address
         note = (
-            f"note: somebody has deleted {run.store.full_name(job.name)}, or its job.json, but {job.name} lives on the cluster at {where}; "
-            f"what was deleted is lost, and its next save begins the folder anew: `elastic stop` stops it after a save, from which "
+            f"note: somebody has deleted {run.store.full_name(job.name)}, or its job.json, but {job.name} "
+            f"lives on the cluster at {where}; "
+            "what was deleted is lost, and its next save begins the folder anew: `elastic stop` stops it "
+            "after a save, from which "
             f"`elastic train` goes on, and `elastic clean --force` ends it without one"
         )
         print(console.pasteable(note), file=sys.stderr)
@@ -152,7 +172,8 @@ class ClusterHead:
         tell(self._show, sentence)
 
     def look(self, *, last: bool = False) -> None:
-        """Looks for the head now and then.  Raises :class:`ClusterGone` if it has been out of reach for nearly ``cluster.HEAD_S``.
+        """Looks for the head now and then.  Raises :class:`ClusterGone` if it has been out of reach for
+        nearly ``cluster.HEAD_S``.
 
         ``last`` looks now, and does not wait for the head to come back.
         """
@@ -165,24 +186,36 @@ class ClusterHead:
         if heads.reachable(self._address):
             self._missed_at = 0.0
         elif last or (self._missed_at and now - self._missed_at > 0.75 * cluster.HEAD_S - QUIET_S):
-            raise ClusterGone(f"the head of the cluster at {self._address} is gone; on another one, the same command resumes the run")
+            raise ClusterGone(
+                f"the head of the cluster at {self._address} is gone; on another one, the "
+                "same command resumes the run"
+            )
         elif not self._missed_at:
             self._missed_at = now
-            self.say(f"the head of the cluster at {self._address} does not answer; without it, the cluster ends in {cluster.HEAD_S:g} s")
+            self.say(
+                f"the head of the cluster at {self._address} does not answer; without it, the cluster "
+                f"ends in {cluster.HEAD_S:g} s"
+            )
 
 
-def ask(coordinator: Any, question: str, *arguments: Any, deadline_s: float, head: ClusterHead | None = None) -> Any:
-    """Returns the coordinator's answer.  If its process dies, Ray restarts it and asks again, for ``deadline_s`` in all.
+def ask(
+    coordinator: Any, question: str, *arguments: Any, deadline_s: float, head: ClusterHead | None = None
+) -> Any:
+    """Returns the coordinator's answer.  If its process dies, Ray restarts it and asks again, for
+    ``deadline_s`` in all.
 
-    Raises :class:`PlatformGaveUp` if no answer comes in time, :class:`ClusterGone` if the cluster cannot be reached, and
-    :class:`CoordinatorGone` if there is no coordinator any more.
+    Raises :class:`PlatformGaveUp` if no answer comes in time, :class:`ClusterGone` if the cluster cannot be
+    reached, and :class:`CoordinatorGone` if there is no coordinator any more.
     """
     call, asked_at = getattr(coordinator, question).remote(*arguments), time.monotonic()
     head = head or ClusterHead()
     while not ray.wait([call], timeout=max(0.0, min(QUIET_S, asked_at + deadline_s - time.monotonic())))[0]:
         head.look(last=time.monotonic() - asked_at >= deadline_s)
         if time.monotonic() - asked_at >= deadline_s:
-            raise PlatformGaveUp(f"the coordinator of the run has not answered for {deadline_s:g} s; the same command resumes it")
+            raise PlatformGaveUp(
+                f"the coordinator of the run has not answered for {deadline_s:g} s; the "
+                "same command resumes it"
+            )
         if head.heard and time.monotonic() - asked_at < 2 * QUIET_S:
             head.say("the coordinator does not answer; if it has died, another one takes over")
     try:
@@ -191,7 +224,9 @@ def ask(coordinator: Any, question: str, *arguments: Any, deadline_s: float, hea
         why = str(error).strip().splitlines()[-1]
         if getattr(error, "actor_init_failed", False) and (said := why.partition(f"{Refused.__name__}: ")[2]):
             raise Refused(said) from error
-        raise CoordinatorGone(f"the coordinator of the run is gone ({why}); the same command resumes it") from error
+        raise CoordinatorGone(
+            f"the coordinator of the run is gone ({why}); the same command resumes it"
+        ) from error
     head.heard = True
     head.look()  # the coordinator of a dead head answers, too, until Ray ends it
     return answer
@@ -217,7 +252,11 @@ def reap(name: str, lives: Collection[str] | None = None) -> list[str]:
     found = []
     for entry in ray.util.list_named_actors(all_namespaces=True):
         token, slash, _ = entry["name"].partition("/")
-        if entry["namespace"] != cluster.NAMESPACE or not slash or not (token == name or life_of(name, token)):
+        if (
+            entry["namespace"] != cluster.NAMESPACE
+            or not slash
+            or not (token == name or life_of(name, token))
+        ):
             continue
         if lives is None or life_of(name, token) in lives:
             with suppress(ValueError):

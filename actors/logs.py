@@ -1,6 +1,8 @@
-"""Stores what the workers of a node printed, and the stacks of those that hung, in the bucket once the workers have ended.
+"""Stores what the workers of a node printed, and the stacks of those that hung, in the bucket once the
+workers have ended.
 
-A separate thread writes to the bucket: the bucket may be slow, and neither the heartbeat nor the watch may wait for it.
+A separate thread writes to the bucket: the bucket may be slow, and neither the heartbeat nor the watch may
+wait for it.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ QUIET_S = 0.1
 
 
 class Logs:
-    """Keeps the logs of one node's workers.  ``folder`` is their prefix in ``store``; ``run`` names the life of the run."""
+    """Keeps the logs of one node's workers.  ``folder`` is their prefix in ``store``; ``run`` names the life
+    of the run.
+    """
 
     def __init__(self, store: ObjectStore, folder: str, run: str, node: NodeId) -> None:
         self.store, self.folder, self.run, self.node = store, folder, run, node
@@ -44,12 +48,16 @@ class Logs:
         return f"{self.folder}/{worker}.log"
 
     def follow(self, worker: WorkerId) -> None:
-        """Opens the log of a living worker, so that it can be read at the end even if another keeper of this machine has cleaned up."""
+        """Opens the log of a living worker, so that it can be read at the end even if another keeper of this
+        machine has cleaned up.
+        """
         with contextlib.suppress(FileNotFoundError):
             self._files[worker] = open(log_file(self.run, worker), "rb")  # noqa: SIM115 # until it is kept
 
     def examine(self, worker: WorkerId, process: Process) -> str:
-        """Finds out where ``process`` stands, for its log, and returns the key of the log.  It takes at most ``EXAMINE_S``."""
+        """Finds out where ``process`` stands, for its log, and returns the key of the log.  It takes at most
+        ``EXAMINE_S``.
+        """
         self._stood[worker] = stack_of(process, log_file(self.run, worker), EXAMINE_S)
         return self.key(worker)
 
@@ -60,7 +68,9 @@ class Logs:
     def _keep(self, worker: WorkerId, how: str) -> None:
         stood = self._stood.pop(worker, "")
         with self._files.pop(worker, BytesIO()) as file:
-            text = "\n".join([f"# {worker} on node {self.node[:8]}: {how}", *stood.splitlines(), *last_lines(file), ""])
+            text = "\n".join(
+                [f"# {worker} on node {self.node[:8]}: {how}", *stood.splitlines(), *last_lines(file), ""]
+            )
         try:
             self.store.put(self.key(worker), text.encode())
         except (StorageError, OSError) as error:
@@ -78,7 +88,8 @@ def last_lines(file: BinaryIO) -> list[str]:
 
 
 def read_from(run: str, worker: str, offset: int) -> tuple[int, str] | None:
-    """Returns what a worker of this node has printed from ``offset`` on, and where that ends; None if it has no log here.
+    """Returns what a worker of this node has printed from ``offset`` on, and where that ends; None if it has
+    no log here.
 
     With a negative ``offset`` it begins with the last lines.
     """
@@ -101,17 +112,22 @@ def read_each(run: str, offsets: Mapping[str, int]) -> dict[str, tuple[int, str]
 
 
 def stack_of(process: Process, log: Path, deadline_s: float, spy: str | None = None) -> str:
-    """Returns the stacks of all threads of ``process``, a comment that says why there are none, or "" if they are in ``log``.
+    """Returns the stacks of all threads of ``process``, a comment that says why there are none, or "" if they
+    are in ``log``.
 
-    py-spy reads the memory of a process that does not answer, is stopped, or holds its GIL.  If it is not installed (``spy`` is "") or not
-    allowed, the fault handler of the process is asked instead.
+    py-spy reads the memory of a process that does not answer, is stopped, or holds its GIL.  If it is not
+    installed (``spy`` is "") or not allowed, the fault handler of the process is asked instead.
     """
     until = time.monotonic() + deadline_s
     spy = _spy() if spy is None else spy
     if spy:
         try:
             seen = subprocess.run(
-                [spy, "dump", "--nonblocking", "--pid", str(process.pid)], capture_output=True, text=True, timeout=deadline_s, check=False
+                [spy, "dump", "--nonblocking", "--pid", str(process.pid)],
+                capture_output=True,
+                text=True,
+                timeout=deadline_s,
+                check=False,
             )
         except (OSError, subprocess.TimeoutExpired) as error:
             why = type(error).__name__
@@ -123,7 +139,9 @@ def stack_of(process: Process, log: Path, deadline_s: float, spy: str | None = N
     else:
         missing = ""
     if process.stopped():
-        return missing or "# it was stopped by a signal, and py-spy, which could tell where, is not installed on this node"
+        return missing or (
+            "# it was stopped by a signal, and py-spy, which could tell where, is not installed on this node"
+        )
     _ask_fault_handler(process, log, until)
     return missing
 

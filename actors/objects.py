@@ -1,8 +1,8 @@
 """Brings the objects of a job to its workers: functions and classes of a script or a notebook, by value.
 
-This is the only place that pickles code.  The driver makes the bytes; Ray keeps them with the coordinator's arguments, so that they outlive
-the driver and every coordinator; only a worker reads them, in which the user's code runs anyway.  They never go to the bucket: nothing
-that is read from storage can run code.
+This is the only place that pickles code.  The driver makes the bytes; Ray keeps them with the coordinator's
+arguments, so that they outlive the driver and every coordinator; only a worker reads them, in which the
+user's code runs anyway.  They never go to the bucket: nothing that is read from storage can run code.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from elastic.job import Job
 from elastic.plan.copy_budget import amount
 
 CHUNK = 64 * 2**10
-"""Bytes of one argument of the coordinator.  Ray keeps arguments below 100 KiB with the actor, and larger ones with their driver."""
+"""Bytes of one argument of the coordinator.  Ray keeps arguments below 100 KiB with the actor, and larger
+ones with their driver.
+"""
 LARGEST = 4 * 2**20
 """Largest size of all objects together, in bytes: Ray keeps at most 10 MB of arguments with an actor."""
 
@@ -37,24 +39,34 @@ class UsersCode:
     """The objects by setting, pickled; empty without any."""
 
     def restore(self, job: Job) -> Job:
-        """Returns ``job`` with its objects.  Raises :class:`CodeError` if they need something that this process does not find."""
+        """Returns ``job`` with its objects.  Raises :class:`CodeError` if they need something that this
+        process does not find.
+        """
         if not self.objects:
             return job
         try:
             found: Mapping[str, tuple[Any, str]] = cloudpickle.loads(self.objects)
         except Exception as error:  # whatever the user's code raises while it is made anew
             raise CodeError(
-                f"the objects of the job ({', '.join(job.code())}) cannot be made here: {failure(error)}; install on every node what the "
+                f"the objects of the job ({', '.join(job.code())}) cannot be made here: {failure(error)}; "
+                "install on every node what the "
                 f"script imports"
             ) from error
-        return job.with_objects({setting: Given(value, fingerprint) for setting, (value, fingerprint) in found.items()})
+        return job.with_objects(
+            {setting: Given(value, fingerprint) for setting, (value, fingerprint) in found.items()}
+        )
 
 
 def pack(job: Job) -> list[bytes]:
-    """Returns the job's objects in chunks; none if it has none.  Raises :class:`JobError` if one cannot be sent."""
+    """Returns the job's objects in chunks; none if it has none.  Raises :class:`JobError` if one cannot be
+    sent.
+    """
     for sink in job.metrics.sinks:
         if isinstance(sink, Given):
-            raise JobError(f"metrics.sinks = {str(sink)!r} is used where only files are read; put the class into a module, and name that")
+            raise JobError(
+                f"metrics.sinks = {str(sink)!r} is used where only files are read; put the class "
+                "into a module, and name that"
+            )
     given = job.objects()
     if not given:
         return []
@@ -63,8 +75,10 @@ def pack(job: Job) -> list[bytes]:
         sizes = {setting: len(_packed({setting: each})) for setting, each in given.items()}
         largest = max(sizes, key=sizes.__getitem__)
         raise JobError(
-            f"{largest} = {str(given[largest])!r} takes {amount(sizes[largest])} with it, and the objects of a job may have "
-            f"{amount(LARGEST)}: its globals, defaults or closure hold data; read that inside of it, from a file"
+            f"{largest} = {str(given[largest])!r} takes {amount(sizes[largest])} with it, and the objects "
+            "of a job may have "
+            f"{amount(LARGEST)}: its globals, defaults or closure hold data; read that inside of it, from a "
+            "file"
         )
     return [packed[at : at + CHUNK] for at in range(0, len(packed), CHUNK)]
 
@@ -79,8 +93,15 @@ def _packed(given: Mapping[str, Given]) -> bytes:
             for setting, each in given.items():
                 _packed({setting: each})
         settings = " and ".join(f"{setting} = {str(each)!r}" for setting, each in given.items())
-        why = str(error) if isinstance(error, CodeError) else f"{type(error).__name__}: {' '.join(str(error).split())}"
-        raise JobError(f"{settings} cannot be sent to workers: {why}; make or open it inside of the function that uses it") from error
+        why = (
+            str(error)
+            if isinstance(error, CodeError)
+            else (f"{type(error).__name__}: {' '.join(str(error).split())}")
+        )
+        raise JobError(
+            f"{settings} cannot be sent to workers: {why}; make or open it inside of the "
+            "function that uses it"
+        ) from error
     return buffer.getvalue()
 
 
@@ -88,7 +109,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     """Refuses what would be pickled but is of no use elsewhere."""
 
     def reducer_override(self, value: Any) -> Any:
-        torch = sys.modules.get("torch")  # a coordinator, and a driver of a job without tensors, need not wait for its import
+        # a coordinator, and a driver of a job without tensors, need not wait for its import
+        torch = sys.modules.get("torch")
         if torch is not None and isinstance(value, torch.Tensor) and value.device.type not in ("cpu", "meta"):
             raise CodeError(f"it holds a tensor on {value.device}")
         if isinstance(value, io.IOBase):

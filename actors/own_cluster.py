@@ -1,6 +1,7 @@
 """The Ray cluster that a command starts on its own machine.  It ends with the process.
 
-Ray takes 5 to 10 s to start, and its processes as long for their imports.  So it starts in a thread, while the job is checked.
+Ray takes 5 to 10 s to start, and its processes as long for their imports.  So it starts in a thread, while
+the job is checked.
 """
 
 from __future__ import annotations
@@ -25,20 +26,24 @@ from elastic.train.machine.gpus import LAUNCHES
 
 NAMESPACE = "elastic"
 PRELOADED = "torch,numpy,pyarrow.parquet,pydantic.main,blake3"
-"""The modules that processes import before they are needed: half of what a worker imports.  The coordinator, too, waits for the first of
-them, so the other half costs more than it brings (RESULTS.md has figures).  None is ours or the user's: a process that waits does not know
-yet which code the run has.
+"""The modules that processes import before they are needed: half of what a worker imports.  The coordinator,
+too, waits for the first of them, so the other half costs more than it brings (RESULTS.md has figures).  None
+is ours or the user's: a process that waits does not know yet which code the run has.
 """
 OTHERS = 3
 """Processes beside the workers: the coordinator, a keeper, and one that takes a dead one's place."""
 SMALL = 8
-"""Number of CPUs of a cluster that starts on a small machine for no job in particular: it has room for a few small runs."""
+"""Number of CPUs of a cluster that starts on a small machine for no job in particular: it has room for a few
+small runs.
+"""
 STARTS_S = "5 to 20 s"
 """The time that Ray's own processes take to start, by the speed of the machine."""
 
 
 class _Start(threading.Thread):
-    """Starts a cluster, and stays: the system ends Ray's processes with the thread that has begun them (PR_SET_PDEATHSIG)."""
+    """Starts a cluster, and stays: the system ends Ray's processes with the thread that has begun them
+    (PR_SET_PDEATHSIG).
+    """
 
     def __init__(self, options: dict[str, Any]) -> None:
         super().__init__(name="ray", daemon=True)
@@ -68,17 +73,21 @@ def init(**options: Any) -> None:
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """Returns False for what Ray says of a handler of signals that it does not replace here, since ours stays."""
+    """Returns False for what Ray says of a handler of signals that it does not replace here, since ours
+    stays.
+    """
     return "SIGTERM handler is not set" not in str(record.msg)
 
 
 def begin(workers: Workers | None, gpus: int | None, tell: Callable[[str], None]) -> None:
-    """Begins to start a cluster for ``workers`` on this machine, which has so many GPUs (None: unknown), unless one is on its way already.
+    """Begins to start a cluster for ``workers`` on this machine, which has so many GPUs (None: unknown),
+    unless one is on its way already.
 
-    It has processes that wait with ``PRELOADED`` imported, if :func:`prepared` says so.  Ray starts a process for each CPU that it is told
-    of, so it is told of no more than these.
+    It has processes that wait with ``PRELOADED`` imported, if :func:`prepared` says so.  Ray starts a process
+    for each CPU that it is told of, so it is told of no more than these.
 
-    ``tell`` gets a sentence, since the start takes a while, and another one if the workers are more than this machine has cores.
+    ``tell`` gets a sentence, since the start takes a while, and another one if the workers are more than this
+    machine has cores.
     """
     global _start  # a process has one cluster
     if pending():
@@ -87,7 +96,11 @@ def begin(workers: Workers | None, gpus: int | None, tell: Callable[[str], None]
     cores = usable_cores()
     if workers is not None and prepared(workers, cores, gpus):
         os.environ.setdefault("RAY_preload_python_modules", PRELOADED)
-    lasting = f"; --address auto trains on the one at {there}, of which it is a node" if (there := _lasting()) else ""
+    lasting = (
+        f"; --address auto trains on the one at {there}, of which it is a node"
+        if (there := _lasting())
+        else ""
+    )
     tell(f"a Ray cluster starts on this machine, in {STARTS_S}{lasting}")
     tell(crowded(workers, cores) if workers is not None else "")
     cpus = max(SMALL, cores) if workers is None else wanted(workers, gpus)
@@ -99,7 +112,8 @@ def begin(workers: Workers | None, gpus: int | None, tell: Callable[[str], None]
 def set_variables() -> None:
     """Sets environment variables that Ray and its processes read as they start.
 
-    There is no token (so a firewall must keep others out), no wait for a drain at the end, and no monitor that kills to free memory.
+    There is no token (so a firewall must keep others out), no wait for a drain at the end, and no monitor
+    that kills to free memory.
     """
     os.environ |= LAUNCHES
     for name in ("GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S", "memory_monitor_refresh_ms"):
@@ -109,7 +123,9 @@ def set_variables() -> None:
 
 def pending() -> bool:
     """Returns whether a cluster is on its way for which nobody has waited yet."""
-    return _start is not None and (not _start.over.is_set() or _start.error is not None or ray.is_initialized())
+    return _start is not None and (
+        not _start.over.is_set() or _start.error is not None or ray.is_initialized()
+    )
 
 
 def wait() -> None:
@@ -121,11 +137,15 @@ def wait() -> None:
     error, _start = _start.error, None
     if error is not None:
         advice = "is this machine overloaded, or its temporary folder full or read-only?"
-        raise PlatformGaveUp(f"a local Ray cluster did not start ({type(error).__name__}: {str(error).strip()}); {advice}") from error
+        raise PlatformGaveUp(
+            f"a local Ray cluster did not start ({type(error).__name__}: {str(error).strip()}); {advice}"
+        ) from error
 
 
 def drop() -> None:
-    """Ends a cluster for which nobody has waited, since the job for which it was begun has failed in its checks."""
+    """Ends a cluster for which nobody has waited, since the job for which it was begun has failed in its
+    checks.
+    """
     global _start
     if pending():
         with suppress(PlatformGaveUp):
@@ -135,7 +155,9 @@ def drop() -> None:
 
 
 def leave(code: int) -> None:
-    """Ends this process with this exit code if Ray is still starting, and Ray's processes with it; otherwise does nothing."""
+    """Ends this process with this exit code if Ray is still starting, and Ray's processes with it; otherwise
+    does nothing.
+    """
     if _start is not None and not _start.over.is_set():
         sys.stdout.flush()
         sys.stderr.flush()
@@ -143,7 +165,8 @@ def leave(code: int) -> None:
 
 
 def wanted(workers: Workers, gpus: int | None) -> int:
-    """Returns the CPUs of which Ray is told in a cluster that starts for ``workers`` on a machine with so many GPUs: one for each process.
+    """Returns the CPUs of which Ray is told in a cluster that starts for ``workers`` on a machine with so
+    many GPUs: one for each process.
 
     They need not be cores.  Of a machine with fewer cores the user is told by :func:`crowded`.
     """
@@ -158,22 +181,27 @@ def crowded(workers: Workers, cores: int) -> str:
     if most * workers.cpus <= cores:
         return ""
     return (
-        f"this machine has {cores} {'core' if cores == 1 else 'cores'}, and {most} workers with workers.cpus = {workers.cpus:g} share "
-        f"them: more workers are not faster here; lower workers.max, or train on a cluster of several machines (--address)"
+        f"this machine has {cores} {'core' if cores == 1 else 'cores'}, and {most} workers with "
+        f"workers.cpus = {workers.cpus:g} share "
+        "them: more workers are not faster here; lower workers.max, or train on a cluster of several "
+        "machines (--address)"
     )
 
 
 def prepared(workers: Workers, cores: int, gpus: int | None) -> int:
-    """Returns how many processes wait, with their imports done, in a cluster that starts on a machine of so many cores; 0: none do.
+    """Returns how many processes wait, with their imports done, in a cluster that starts on a machine of so
+    many cores; 0: none do.
 
-    There is one for each worker and spare, and ``OTHERS``.  All of them import at once, while the run begins: without a core for each,
-    the first worker would come later than it does without them.
+    There is one for each worker and spare, and ``OTHERS``.  All of them import at once, while the run begins:
+    without a core for each, the first worker would come later than it does without them.
     """
     return processes if (processes := wanted(workers, gpus)) <= cores else 0
 
 
 def _lasting() -> str:
-    """Returns the address of the cluster of which ``ray start`` has made this machine a node, or "" if there is none."""
+    """Returns the address of the cluster of which ``ray start`` has made this machine a node, or "" if there
+    is none.
+    """
     try:
         from ray._private.services import find_bootstrap_address, find_gcs_addresses
     except ImportError:  # private calls
@@ -183,14 +211,20 @@ def _lasting() -> str:
 
 
 def _leave_deaths_to_the_story() -> None:
-    """Silences the paragraph that Ray prints for every process that ends.  The story of the run says the same in one sentence."""
+    """Silences the paragraph that Ray prints for every process that ends.  The story of the run says the same
+    in one sentence.
+    """
     from ray._private import worker
 
-    if (printed := getattr(worker, "print_to_stdstream", None)) is None:  # a private name; without it there is only more output
+    # a private name; without it there is only more output
+    if (printed := getattr(worker, "print_to_stdstream", None)) is None:
         return
 
     def print_others(data: dict[str, Any], *arguments: Any, **options: Any) -> None:
-        if not any(line.startswith(("A worker died or was killed", "Task Coordinator")) for line in data.get("lines", ())):
+        if not any(
+            line.startswith(("A worker died or was killed", "Task Coordinator"))
+            for line in data.get("lines", ())
+        ):
             printed(data, *arguments, **options)
 
     worker.print_to_stdstream = print_others

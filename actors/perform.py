@@ -1,7 +1,8 @@
 """Performs actions: starts workers, opens stores, sends plans, fences, settles, kills, writes manifests.
 
-Orders to one worker are sent in the order of the actions, through its node's keeper (``actors/relay.py``).  Work that waits for an answer
-(a store's address, the bucket) runs on a small pool and reports back as an event, so that the coordinator never waits.
+Orders to one worker are sent in the order of the actions, through its node's keeper (``actors/relay.py``).
+Work that waits for an answer (a store's address, the bucket) runs on a small pool and reports back as an
+event, so that the coordinator never waits.
 """
 
 from __future__ import annotations
@@ -21,7 +22,16 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors import cluster
-from actors.ends import NODE_DIED, UNREACHED, kill_all, leave_nothing_on, succeeded, wait_for_all, why_ended, why_not_made
+from actors.ends import (
+    NODE_DIED,
+    UNREACHED,
+    kill_all,
+    leave_nothing_on,
+    succeeded,
+    wait_for_all,
+    why_ended,
+    why_not_made,
+)
 from actors.keeper import GROUPS, Keeper
 from actors.logs import EXAMINE_S
 from actors.objects import UsersCode
@@ -51,7 +61,16 @@ from elastic.protocol.actions import (
     StartWorkers,
     Upload,
 )
-from elastic.protocol.events import Event, KeeperLost, KeeperUp, Lost, NodeRefused, Saved, SaveFailed, StartFailed
+from elastic.protocol.events import (
+    Event,
+    KeeperLost,
+    KeeperUp,
+    Lost,
+    NodeRefused,
+    Saved,
+    SaveFailed,
+    StartFailed,
+)
 from elastic.runs.receipts import Parts
 from elastic.runs.retention import Retention
 from elastic.runs.run import Run
@@ -65,15 +84,21 @@ SHIP_S = 10.0
 PROBE_DEADLINE_S = 60
 """Seconds that a new keeper may take for each answer: whether it sees the bucket, and its address."""
 MANY = 64
-"""Number of receivers from which on a long message is put into Ray's object store once, instead of being sent with each call."""
+"""Number of receivers from which on a long message is put into Ray's object store once, instead of being sent
+with each call.
+"""
 PEERS = 3
 """Number of keepers of which a new worker may ask for compiled code; the first one that has it is enough."""
 REACHES, REACH_S = 20, 0.5
-"""Number of times that an actor that cannot be reached is asked again before it counts as lost, and the seconds between two of them."""
+"""Number of times that an actor that cannot be reached is asked again before it counts as lost, and the
+seconds between two of them.
+"""
 
 
 class ActorGroup:
-    """The actors of one run.  ``post`` puts an event into the coordinator's inbox and may be called from any thread."""
+    """The actors of one run.  ``post`` puts an event into the coordinator's inbox and may be called from any
+    thread.
+    """
 
     def __init__(
         self,
@@ -92,7 +117,9 @@ class ActorGroup:
         self.joined: dict[WorkerId, NodeId] = {}
         self.keepers: dict[NodeId, Any] = {}
         self._kept: set[NodeId] = set()
-        """The nodes on which the run has or had a keeper, as far as this coordinator knows.  It may have left something there."""
+        """The nodes on which the run has or had a keeper, as far as this coordinator knows.  It may have left
+        something there.
+        """
         self._guests = defaultdict[NodeId, set[WorkerId]](set)
         """The workers of each node that have joined: ``joined`` the other way round."""
         self.orders = Orders(incarnation, self.workers, self.joined, self.keepers, job.deadlines.fence_s)
@@ -118,10 +145,14 @@ class ActorGroup:
         self._pool = ThreadPoolExecutor(4, thread_name_prefix="perform")
         self._looks = ThreadPoolExecutor(4, thread_name_prefix="look")
         self._forms = ThreadPoolExecutor(2, thread_name_prefix="form")
-        """Separate pools, so that forming never waits behind calls that wait for the bucket, nor manifests behind new keepers."""
+        """Separate pools, so that forming never waits behind calls that wait for the bucket, nor manifests
+        behind new keepers.
+        """
         self._retention = Retention(run, incarnation, lambda sentence: self.tell(sentence))
         self._begins = run.newest() is None
-        """True as long as the run has no checkpoint and no world has formed: workers compare the engine with plain torch then."""
+        """True as long as the run has no checkpoint and no world has formed: workers compare the engine with
+        plain torch then.
+        """
         self._stores: dict[int, NodeId] = {}
         """The node that hosts the store of each generation that is not settled."""
 
@@ -143,7 +174,8 @@ class ActorGroup:
             case Settle(generation, members, outcome):
                 self.orders.send(members, "settle", generation, _once(outcome, members))
                 home = self._stores.pop(generation, None)
-                for keeper in list(self.keepers.values()) if home is None else self._those((home,)):  # an earlier coordinator knew where
+                # an earlier coordinator knew where
+                for keeper in list(self.keepers.values()) if home is None else self._those((home,)):
                     keeper.close_store.remote(self.incarnation, generation)
             case Kill(workers, _, examine):
                 for worker in workers:
@@ -151,7 +183,13 @@ class ActorGroup:
             case Upload(keepers, saves, generation, version):
                 self._uploads += 1
                 for node in keepers:
-                    self._upload(node, self._uploads, tuple(save for save in saves if node in save.nodes), generation, version)
+                    self._upload(
+                        node,
+                        self._uploads,
+                        tuple(save for save in saves if node in save.nodes),
+                        generation,
+                        version,
+                    )
             case CommitManifest(version, lineage, by):
                 if version not in self._committing:  # a manifest of many members takes its time
                     self._committing.add(version)
@@ -183,17 +221,27 @@ class ActorGroup:
             if isinstance(error, StorageError | OSError):
                 self.tell(f"{work.__name__.strip('_')} failed: {error}")
             elif error is not None:
-                self.tell(f"{work.__name__} failed; this is a fault of Elastic\n{''.join(traceback.format_exception(error))}")
+                self.tell(
+                    f"{work.__name__} failed; this is a fault of "
+                    f"Elastic\n{''.join(traceback.format_exception(error))}"
+                )
 
         pool.submit(work, *arguments).add_done_callback(done)
 
     # ---- what another coordinator has left
 
     def adopt(self, left: Left, run: RunState) -> None:
-        """Takes over the actors of an earlier coordinator; ``run`` says what is known of them.  New calls will notice when they die."""
+        """Takes over the actors of an earlier coordinator; ``run`` says what is known of them.  New calls
+        will notice when they die.
+        """
         self.workers.update(left.workers)
         self.keepers.update(left.keepers)
-        self._kept |= {*left.keepers, *run.cluster.keepers, *run.copies.hosts, *(known.node for known in run.workers.values())}
+        self._kept |= {
+            *left.keepers,
+            *run.cluster.keepers,
+            *run.copies.hosts,
+            *(known.node for known in run.workers.values()),
+        }
         self._addresses = {node: host.address for node, host in run.copies.hosts.items() if host.address}
         for worker, known in run.workers.items():
             if worker in left.workers:
@@ -202,12 +250,14 @@ class ActorGroup:
         for worker, actor in left.workers.items():
             if worker in run.members.starting:
                 actor.train.remote()
-            self._when_done(actor.lives.remote(), actor, lambda error, worker=worker: self._ended(worker, error))  # type: ignore[misc]
+            self._when_done(actor.lives.remote(), actor, partial(self._ended, worker))
         for node in left.keepers:
             self._follow_keeper(node) if node in run.cluster.keepers else self._await_keeper(node)
 
     def attach(self, asked: tuple[Version, ...]) -> None:
-        """Asks the workers where they stand; they answer with events.  There may be manifests of the versions in ``asked`` already."""
+        """Asks the workers where they stand; they answer with events.  There may be manifests of the versions
+        in ``asked`` already.
+        """
         self.orders.send(tuple(self.workers), "attach")
         for version in asked:
             self._do(self._pool, self._look_for, version)
@@ -224,7 +274,9 @@ class ActorGroup:
     def _start(self, worker: WorkerId, avoid: tuple[NodeId, ...]) -> None:
         """Starts the worker as a detached actor: it survives the coordinator, and ``reap`` ends it."""
         actor = (
-            ray.remote(concurrency_groups={"control": 1, "life": 1})(cluster.titled(Worker, f"{self.job.name}/{worker}"))
+            ray.remote(concurrency_groups={"control": 1, "life": 1})(
+                cluster.titled(Worker, f"{self.job.name}/{worker}")
+            )
             .options(
                 name=f"{self.token}/{worker}",
                 lifetime="detached",
@@ -234,14 +286,27 @@ class ActorGroup:
                 scheduling_strategy="SPREAD",
                 label_selector={"ray.io/node-id": f"!in({', '.join(avoid)})"} if avoid else None,
             )
-            .remote(self.job, self.token, worker, self.coordinator, self.code, self.secret, self._peers(), self._begins)
+            .remote(
+                self.job,
+                self.token,
+                worker,
+                self.coordinator,
+                self.code,
+                self.secret,
+                self._peers(),
+                self._begins,
+            )
         )
         self.workers[worker] = actor
         self._when_done(actor.train.remote(), actor, lambda error: self._ended(worker, error))
 
     def _peers(self) -> list[str]:
         """Returns the addresses of a few keepers whose workers have joined, and so have compiled."""
-        there = [self._addresses[node] for node in list(self.keepers) if node in self._addresses and self._guests.get(node)]
+        there = [
+            self._addresses[node]
+            for node in list(self.keepers)
+            if node in self._addresses and self._guests.get(node)
+        ]
         return random.sample(there, min(len(there), PEERS))
 
     def _ended(self, worker: WorkerId, error: BaseException | None) -> None:
@@ -253,20 +318,27 @@ class ActorGroup:
         self.post(Lost(worker, reason, certain=reason not in (NODE_DIED, UNREACHED)))
 
     def _not_made(self, worker: WorkerId, error: BaseException) -> None:
-        """Refuses the node: the process came up but the worker could not be made, and another start there would fail in the same way."""
+        """Refuses the node: the process came up but the worker could not be made, and another start there
+        would fail in the same way.
+        """
         if (node := cluster.node_of(self.workers[worker])) is not None:
-            self.post(NodeRefused(node, f"{worker} cannot start on {cluster.place(node)}: {why_not_made(error)}"))
+            self.post(
+                NodeRefused(node, (f"{worker} cannot start on {cluster.place(node)}: {why_not_made(error)}"))
+            )
         self.post(StartFailed(worker, why_not_made(error)))
 
     def on_their_way(self, run: RunState) -> dict[WorkerId, Any]:
         """Returns the actors of the workers that are being started."""
         return {worker: self.workers[worker] for worker in run.members.starting if worker in self.workers}
 
-    def _when_done(self, ref: Any, actor: Any, then: Callable[[BaseException | None], None], again: int = REACHES) -> None:
+    def _when_done(
+        self, ref: Any, actor: Any, then: Callable[[BaseException | None], None], again: int = REACHES
+    ) -> None:
         """Calls ``then`` when ``ref``, a call that ends with ``actor``, is done.
 
-        If the actor cannot be reached, Ray may not know yet that it is dead; so it is asked ``again`` times.  ``then`` runs on Ray's own
-        thread, where it must not wait for Ray: nothing would ever be answered again in this process.
+        If the actor cannot be reached, Ray may not know yet that it is dead; so it is asked ``again`` times.
+        ``then`` runs on Ray's own thread, where it must not wait for Ray: nothing would ever be answered
+        again in this process.
         """
 
         def done(future: Future[Any]) -> None:
@@ -300,14 +372,19 @@ class ActorGroup:
             keeper.kill.remote(self.incarnation, worker)
 
     def _examine(self, worker: WorkerId) -> None:
-        """Lets the worker's keeper find out where it stands and kill it.  Kills it from here if the keeper has not done so in time."""
+        """Lets the worker's keeper find out where it stands and kill it.  Kills it from here if the keeper
+        has not done so in time.
+        """
         keeper = self.keepers.get(self.joined.get(worker, NodeId("")))
         if keeper is None:
             return self._kill(worker)
 
         def done(future: Future[Any]) -> None:
             if future.exception() is None and (key := future.result()):
-                self.tell(f"{worker} hung; its log, with its stack if that could be read, is {self.job.bucket}/{key}")
+                self.tell(
+                    f"{worker} hung; its log, with its stack if that could be read, is "
+                    f"{self.job.bucket}/{key}"
+                )
 
         keeper.examine.remote(self.incarnation, worker).future().add_done_callback(done)
         _later(EXAMINE_S + 1, partial(self._kill, worker))
@@ -316,10 +393,14 @@ class ActorGroup:
         """Orders a spare worker to validate a checkpoint.  Any thread may call it."""
         self.orders.send((worker,), "evaluate", version)
 
-    def _upload(self, node: NodeId, number: int, saves: tuple[Save, ...], generation: int, version: Version) -> None:
-        """Tells the keeper of ``node`` its saves, again and again while it cannot be reached: perhaps no later call says the same.
+    def _upload(
+        self, node: NodeId, number: int, saves: tuple[Save, ...], generation: int, version: Version
+    ) -> None:
+        """Tells the keeper of ``node`` its saves, again and again while it cannot be reached: perhaps no
+        later call says the same.
 
-        A keeper ignores what is older than what it has heard, and one that stays out of reach is soon taken for lost.
+        A keeper ignores what is older than what it has heard, and one that stays out of reach is soon taken
+        for lost.
         """
 
         def done(future: Future[Any]) -> None:
@@ -327,16 +408,26 @@ class ActorGroup:
                 _later(REACH_S, partial(self._upload, node, number, saves, generation, version))
 
         for keeper in self._those((node,)):
-            keeper.upload.remote(self.incarnation, number, saves, generation, version).future().add_done_callback(done)
+            keeper.upload.remote(
+                self.incarnation, number, saves, generation, version
+            ).future().add_done_callback(done)
 
     def _form(self, action: Form) -> None:
         plan = action.plan
         if plan.generation not in self._stores:  # settled, while other stores were waited for
             return
         try:
-            store = ray.get(self.keepers[plan.store_node].open_store.remote(self.incarnation, plan.generation), timeout=STORE_DEADLINE_S)
+            store = ray.get(
+                self.keepers[plan.store_node].open_store.remote(self.incarnation, plan.generation),
+                timeout=STORE_DEADLINE_S,
+            )
         except (ray.exceptions.RayError, KeyError) as error:
-            self.post(KeeperLost(plan.store_node, f"it opened no store for generation {plan.generation}: {why_ended(error)}"))
+            self.post(
+                KeeperLost(
+                    plan.store_node,
+                    (f"it opened no store for generation {plan.generation}: {why_ended(error)}"),
+                )
+            )
             for keeper in self._those((plan.store_node,)):
                 ray.kill(keeper, no_restart=True)  # otherwise the node would never get another keeper
             return
@@ -373,7 +464,9 @@ class ActorGroup:
 
     def _await_keeper(self, node: NodeId) -> None:
         keeper = self.keepers[node]
-        self._when_done(keeper.__ray_ready__.remote(), keeper, lambda error: self._keeper_ready(node, error), again=0)
+        self._when_done(
+            keeper.__ray_ready__.remote(), keeper, lambda error: self._keeper_ready(node, error), again=0
+        )
 
     def _keeper_ready(self, node: NodeId, error: BaseException | None) -> None:
         if self._closing:
@@ -388,7 +481,9 @@ class ActorGroup:
     def _look(self, node: NodeId) -> None:
         """Finds out whether the node and this process see the bucket as the same place."""
         try:
-            same = ray.get(self.keepers[node].sees_coordinator.remote(), timeout=PROBE_DEADLINE_S) and self.probe.sees(node)
+            same = ray.get(
+                self.keepers[node].sees_coordinator.remote(), timeout=PROBE_DEADLINE_S
+            ) and self.probe.sees(node)
             address = ray.get(self.keepers[node].address.remote(), timeout=PROBE_DEADLINE_S)
         except ray.exceptions.RayTaskError as error:
             self._refuse(node, f"cannot use bucket = {self.job.bucket!r}: {error.cause}", True)
@@ -399,12 +494,19 @@ class ActorGroup:
             if same:
                 self._keeper_up(node, address)
             else:
-                self._refuse(node, cluster.split(self.job.bucket, cluster.place(cluster.here()), self.probe.key(COORDINATOR)), True)
+                self._refuse(
+                    node,
+                    cluster.split(
+                        self.job.bucket, cluster.place(cluster.here()), self.probe.key(COORDINATOR)
+                    ),
+                    True,
+                )
 
     def _refuse(self, node: NodeId, why: str, shared: bool) -> None:
         """Refuses the node.
 
-        Its keeper stays in ``keepers``: the node gets no other one, and this one removes what a worker has left there.
+        Its keeper stays in ``keepers``: the node gets no other one, and this one removes what a worker has
+        left there.
         """
         self.post(NodeRefused(node, f"{cluster.place(node)} {why}", shared))
 
@@ -436,10 +538,18 @@ class ActorGroup:
     def _commit(self, version: Version, lineage: tuple[tuple[int, int], ...], by: int) -> None:
         try:
             if not self.ship(SHIP_S):
-                why = "the manifest is written only after the journal, which has the steps that made the checkpoint"
+                why = (
+                    "the manifest is written only after the journal, which has the steps that made the "
+                    "checkpoint"
+                )
                 raise Unavailable(f"the journal of {self.job.name}", why)
             written = self.parts.of(version, by or version.generation)
-            digest = self.run.commit(version, [ShardReceipt.unpacked(shard.receipt) for shard in written], lineage, written[0].layout)
+            digest = self.run.commit(
+                version,
+                [ShardReceipt.unpacked(shard.receipt) for shard in written],
+                lineage,
+                written[0].layout,
+            )
         except Exception as error:  # whatever it is: nobody but the coordinator waits for this thread
             if not self._look_for(version):
                 lasting = isinstance(error, StorageError | KeyError) and not isinstance(error, Unavailable)
@@ -462,18 +572,25 @@ class ActorGroup:
             pool.shutdown(wait=False, cancel_futures=True)
         until = time.monotonic() + 2 * grace_s
         unfollowed = [actor for worker, actor in self.workers.items() if worker not in self.joined]
-        kill_all(unfollowed)  # before the keepers close: what these workers have made would stay, and nobody ends them in good order
+        # before the keepers close: what these workers have made would stay, and nobody ends them in good
+        # order
+        kill_all(unfollowed)
         wait_for_all([actor.lives.remote() for actor in unfollowed], time.monotonic() + grace_s)
         closing = {node: keeper.close.remote(self.incarnation) for node, keeper in list(self.keepers.items())}
         wait_for_all(list(closing.values()), until)
         closed = {node for node, call in closing.items() if succeeded(call, unless=Deposed)}
-        unclosed = ((self._kept | {cluster.here()}) & set(cluster.nodes())) - closed  # this one has the coordinator's journal
+        # this one has the coordinator's journal
+        unclosed = ((self._kept | {cluster.here()}) & set(cluster.nodes())) - closed
         kill_all([*self.workers.values(), *self.keepers.values()])
         wait_for_all(list(self._lives.copy()), max(until, time.monotonic() + grace_s / 2))
         if left := leave_nothing_on(sorted(unclosed), self.token, time.monotonic() + grace_s):
-            self.tell(f"the run may have left something on {', '.join(left)}, whose keeper did not end it; `elastic clean` removes it")
+            self.tell(
+                f"the run may have left something on {', '.join(left)}, whose keeper did not end it; "
+                "`elastic clean` removes it"
+            )
         with contextlib.suppress(StorageError):
-            self.probe.remove_all()  # last, since a keeper that was being checked may have left its sign after it was closed
+            # last, since a keeper that was being checked may have left its sign after it was closed
+            self.probe.remove_all()
 
 
 def _later(seconds: float, call: Callable[[], None]) -> None:
@@ -484,5 +601,7 @@ def _later(seconds: float, call: Callable[[], None]) -> None:
 
 
 def _once(value: Any, receivers: tuple[WorkerId, ...]) -> Any:
-    """Returns ``value``, or a reference to it if it has many receivers: a plan grows with the world, and so does their number."""
+    """Returns ``value``, or a reference to it if it has many receivers: a plan grows with the world, and so
+    does their number.
+    """
     return ray.put(value) if value is not None and len(receivers) >= MANY else value

@@ -22,20 +22,26 @@ from elastic.train.gauges.counters import segment, writer_lives
 _PIDFD_GET_INFO = (3 << 30) | (64 << 16) | (0xFF << 8) | 11
 _PIDFD_INFO_EXIT = 1 << 3
 _PF_EXITING = 0x4
-"""Flag of a thread, in the ninth field of its ``stat``, that runs no more of its program: the kernel takes it apart."""
+"""Flag of a thread, in the ninth field of its ``stat``, that runs no more of its program: the kernel takes it
+apart.
+"""
 POLL_S = 0.02
 """Seconds between two looks whether somebody else is done."""
 STAT_BYTES = 512
 """Bytes of ``/proc/<pid>/stat`` that are read for the first fields: the name has at most 64."""
 ENTERED_S = 5.0
-"""Seconds for which a worker that makes its files is waited for at the end of a run.  It takes it a millisecond, if nothing stops it."""
+"""Seconds for which a worker that makes its files is waited for at the end of a run.  It takes it a
+millisecond, if nothing stops it.
+"""
 
 
 def log_folder(run: str) -> Path:
-    """Returns the folder of this node for what the run's processes print, and for the local journal of a coordinator.
+    """Returns the folder of this node for what the run's processes print, and for the local journal of a
+    coordinator.
 
-    Its parent, in the temporary folder, belongs to the user alone.  Its name has a dash, because a folder called ``elastic`` there would
-    be a package of that name for every process that works in the temporary folder.
+    Its parent, in the temporary folder, belongs to the user alone.  Its name has a dash, because a folder
+    called ``elastic`` there would be a package of that name for every process that works in the temporary
+    folder.
     """
     return Path(tempfile.gettempdir()) / f"elastic-{os.getuid()}" / run
 
@@ -43,7 +49,8 @@ def log_folder(run: str) -> Path:
 def compiled_folder() -> Path:
     """Returns this user's folder of this node for compiled code.  It outlives runs.
 
-    Workers remove from it what none has used for 14 days.  Whoever removes all of it lets the next worker compile.
+    Workers remove from it what none has used for 14 days.  Whoever removes all of it lets the next worker
+    compile.
     """
     return log_folder("compiled")
 
@@ -51,13 +58,17 @@ def compiled_folder() -> Path:
 def make_log_folder(run: str) -> Path:
     """Makes :func:`log_folder`, which only this user can read and write.
 
-    Raises :class:`JobError` if another user has put something else there: what is written there could then be read or replaced.
+    Raises :class:`JobError` if another user has put something else there: what is written there could then be
+    read or replaced.
     """
     folder = log_folder(run)
     with contextlib.suppress(FileExistsError):
         folder.parent.mkdir(mode=0o700)
     if not _is_ours(folder.parent):
-        raise JobError(f"{folder.parent} is a link, or belongs to another user: remove it, or set TMPDIR to a folder of your own")
+        raise JobError(
+            f"{folder.parent} is a link, or belongs to another user: remove it, or set TMPDIR to "
+            "a folder of your own"
+        )
     folder.mkdir(mode=0o700, exist_ok=True)
     return folder
 
@@ -79,10 +90,12 @@ def _is_ours(folder: Path) -> bool:
 
 @contextlib.contextmanager
 def entered(run: str, wait: Callable[[], object]) -> Iterator[None]:
-    """Enters the run's folder on this node: what a worker makes inside, :func:`leave_nothing` removes.  Calls ``wait`` until it can.
+    """Enters the run's folder on this node: what a worker makes inside, :func:`leave_nothing` removes.  Calls
+    ``wait`` until it can.
 
-    A killed process may run on for a while after Ray has said that its actor is dead.  So a worker enters the folder that its keeper has
-    made, and never makes it: once the run is over there is no folder, and a late worker leaves nothing that nobody removes.
+    A killed process may run on for a while after Ray has said that its actor is dead.  So a worker enters the
+    folder that its keeper has made, and never makes it: once the run is over there is no folder, and a late
+    worker leaves nothing that nobody removes.
     """
     while (descriptor := _locked(log_folder(run), fcntl.LOCK_SH)) is None:
         wait()
@@ -93,7 +106,8 @@ def entered(run: str, wait: Callable[[], object]) -> Iterator[None]:
 
 
 def _locked(folder: Path, how: int) -> int | None:
-    """Returns a descriptor of ``folder`` that holds the lock ``how`` until it is closed, or its process ends; None without such a folder.
+    """Returns a descriptor of ``folder`` that holds the lock ``how`` until it is closed, or its process ends;
+    None without such a folder.
 
     Raises ``BlockingIOError`` if ``how`` says not to wait, and another process holds the lock.
     """
@@ -120,7 +134,8 @@ def log_file(run: str, worker: str) -> Path:
 
 
 def life_of(name: str, token: str) -> str:
-    """Returns the life in ``token``, which is ``<name>-<first incarnation>-<life>``: a random text that no run in another bucket has.
+    """Returns the life in ``token``, which is ``<name>-<first incarnation>-<life>``: a random text that no
+    run in another bucket has.
 
     Returns "" if ``token`` is none of the run, as one of a run called ``<name>-2``.
     """
@@ -131,7 +146,10 @@ def life_of(name: str, token: str) -> str:
 def _folders(name: str, lives: Collection[str]) -> list[Path]:
     """Returns the folders of ``lives`` of the run on this node, oldest life first."""
     found = log_folder("").glob(f"{name}-*") if _is_ours(log_folder("")) else ()
-    return sorted((each for each in found if life_of(name, each.name) in lives), key=lambda each: (len(each.name), each.name))
+    return sorted(
+        (each for each in found if life_of(name, each.name) in lives),
+        key=lambda each: (len(each.name), each.name),
+    )
 
 
 def _counters(name: str) -> dict[Path, str]:
@@ -144,13 +162,16 @@ def _counters(name: str) -> dict[Path, str]:
 def left_here(name: str, lives: Collection[str]) -> list[Path]:
     """Returns the logs of workers that ``lives`` of the run have left on this node, oldest life first.
 
-    The lives are known by the random text at the end of their names: another bucket may have a run of that name, too.
+    The lives are known by the random text at the end of their names: another bucket may have a run of that
+    name, too.
     """
     return [path for folder in _folders(name, lives) for path in sorted(folder.glob("*.log"))]
 
 
 def nobodys(name: str) -> list[Path]:
-    """Returns what runs called ``name`` have on this node, of all lives of which no worker here lives.  Other nodes may have one."""
+    """Returns what runs called ``name`` have on this node, of all lives of which no worker here lives.  Other
+    nodes may have one.
+    """
     counters = _counters(name)
     lives = {*counters.values()} | {life_of(name, each.name) for each in log_folder("").glob(f"{name}-*")}
     dead = lives - {life for path, life in counters.items() if writer_lives(path) is not False} - {""}
@@ -158,16 +179,21 @@ def nobodys(name: str) -> list[Path]:
 
 
 def remove_logs(run: str) -> None:
-    """Removes the logs of the run's workers on this node, but not what a coordinator has written of the journal."""
+    """Removes the logs of the run's workers on this node, but not what a coordinator has written of the
+    journal.
+    """
     for path in log_folder(run).glob("*.log"):
         path.unlink(missing_ok=True)
-    with contextlib.suppress(OSError):  # a coordinator's part of the journal is there, or a worker has just made a log
+    # a coordinator's part of the journal is there, or a worker has just made a log
+    with contextlib.suppress(OSError):
         log_folder(run).rmdir()
 
 
-def leave_nothing(run: str, deadline_s: float = ENTERED_S, wait: Callable[[float], object] = time.sleep) -> None:
-    """Removes all that the run has on this node, since the run is over.  Only a worker that has :func:`entered` can make more; it is
-    waited for until the deadline.
+def leave_nothing(
+    run: str, deadline_s: float = ENTERED_S, wait: Callable[[float], object] = time.sleep
+) -> None:
+    """Removes all that the run has on this node, since the run is over.  Only a worker that has
+    :func:`entered` can make more; it is waited for until the deadline.
     """
     end, locked = time.monotonic() + deadline_s, None
     while True:
@@ -201,14 +227,15 @@ def segments(run: str) -> list[Path]:
 def end_on_sigterm() -> None:
     """Lets SIGTERM end this process at once, as it ends ordinary processes.
 
-    Ray's own handler begins an exit that waits for calls under way.  The call of a worker never ends, so it would train on and ignore
-    every order.
+    Ray's own handler begins an exit that waits for calls under way.  The call of a worker never ends, so it
+    would train on and ignore every order.
     """
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def clear(name: str, lives: Collection[str], deadline_s: float) -> list[str]:
-    """Removes all that ``lives`` of the run have left on this node, once their processes have ended, and returns what was removed.
+    """Removes all that ``lives`` of the run have left on this node, once their processes have ended, and
+    returns what was removed.
 
     Files of a process that still lives at the deadline stay.
     """
@@ -227,7 +254,9 @@ def clear(name: str, lives: Collection[str], deadline_s: float) -> list[str]:
 
 
 def started(pid: int) -> int:
-    """Returns when the process began, in clock ticks since the machine did.  Raises ``ProcessLookupError`` if there is no such process."""
+    """Returns when the process began, in clock ticks since the machine did.  Raises ``ProcessLookupError`` if
+    there is no such process.
+    """
     try:
         return int(_stat(pid)[19])
     except FileNotFoundError:
@@ -235,7 +264,9 @@ def started(pid: int) -> int:
 
 
 def _stat(pid: int) -> list[str]:
-    """Returns the fields of ``/proc/<pid>/stat`` from the third one on; the second, a name, may contain anything."""
+    """Returns the fields of ``/proc/<pid>/stat`` from the third one on; the second, a name, may contain
+    anything.
+    """
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
@@ -256,12 +287,15 @@ class Process:
     """A handle on one process by pidfd.  It is never confused with a later process of the same number."""
 
     def __init__(self, pid: int, began: int) -> None:
-        """``began`` is what :func:`started` has returned for it.  Raises ``ProcessLookupError`` if it has ended."""
+        """``began`` is what :func:`started` has returned for it.  Raises ``ProcessLookupError`` if it has
+        ended.
+        """
         self.pid, self.began = pid, began
         self._descriptor = os.pidfd_open(pid)
         weakref.finalize(self, os.close, self._descriptor)
         try:
-            self._stat = os.open(f"/proc/{pid}/stat", os.O_RDONLY)  # of this process for ever, whoever gets the number later
+            # of this process for ever, whoever gets the number later
+            self._stat = os.open(f"/proc/{pid}/stat", os.O_RDONLY)
         except FileNotFoundError:
             raise ProcessLookupError(f"there is no process {pid}") from None
         weakref.finalize(self, os.close, self._stat)
@@ -269,15 +303,18 @@ class Process:
             raise ProcessLookupError(f"process {pid} has ended; another one has its number")
 
     def ended(self) -> bool:
-        poll = select.poll()  # ``select`` fails for descriptors above 1023; each thread needs a poll of its own
+        # ``select`` fails for descriptors above 1023; each thread needs a poll of its own
+        poll = select.poll()
         poll.register(self._descriptor, select.POLLIN)
         return bool(poll.poll(0))
 
     def dying(self) -> bool:
-        """Returns whether nothing of the process's program runs any more: each of its threads is exiting or a zombie.
+        """Returns whether nothing of the process's program runs any more: each of its threads is exiting or a
+        zombie.
 
-        That is so at once after SIGKILL.  Sockets and pidfd tell it only when the kernel has let go of what the process has; for 36 GiB of
-        pinned memory that takes seconds.  The first thread alone may have ended by itself.
+        That is so at once after SIGKILL.  Sockets and pidfd tell it only when the kernel has let go of what
+        the process has; for 36 GiB of pinned memory that takes seconds.  The first thread alone may have
+        ended by itself.
         """
         try:
             if not _exits(os.pread(self._stat, STAT_BYTES, 0)):
@@ -285,8 +322,10 @@ class Process:
             threads = os.listdir(f"/proc/{self.pid}/task")
             if not all(_thread_exits(self.pid, each) for each in threads):
                 return False
-            born = not set(os.listdir(f"/proc/{self.pid}/task")) <= set(threads)  # by a thread that ended since
-            return not born and _exits(os.pread(self._stat, STAT_BYTES, 0))  # if it was reaped, another may have its number
+            # by a thread that ended since
+            born = not set(os.listdir(f"/proc/{self.pid}/task")) <= set(threads)
+            # if it was reaped, another may have its number
+            return not born and _exits(os.pread(self._stat, STAT_BYTES, 0))
         except (FileNotFoundError, ProcessLookupError):
             return self.ended()
 
@@ -311,8 +350,8 @@ class Process:
     def status(self) -> int | None:
         """Returns the wait status of the ended process, or None if the kernel does not tell it.
 
-        Until its parent has reaped it, every Linux tells its status; afterwards only 6.15 and later do, by the pidfd.  Between the two it
-        may be reaped, so the pidfd is asked again.
+        Until its parent has reaped it, every Linux tells its status; afterwards only 6.15 and later do, by
+        the pidfd.  Between the two it may be reaped, so the pidfd is asked again.
         """
         for ask in (self._told, self._as_zombie, self._told):
             if (status := ask()) is not None:
@@ -340,7 +379,10 @@ class Process:
 def describe(status: int | None) -> str:
     """Returns a sentence that says how a process ended."""
     if status is None:
-        return "ended; this kernel does not say how (an empty log points to SIGKILL, often sent by the kernel when memory runs out)"
+        return (
+            "ended; this kernel does not say how (an empty log points to SIGKILL, often sent by the "
+            "kernel when memory runs out)"
+        )
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
         return f"killed by signal {number} ({signal.Signals(number).name})"

@@ -1,7 +1,9 @@
-"""The run as Prometheus sees it: numbers that Ray exports on every node's metrics port, each with the run as its tag.
+"""The run as Prometheus sees it: numbers that Ray exports on every node's metrics port, each with the run as
+its tag.
 
-Prometheus has what is now and when it asked, so a step that is done again is shown again; ``elastic metrics`` has each step once.
-``examples/grafana/elastic.json`` draws these numbers.  Ray puts ``ray_`` before each name, and ``_total`` after that of a counter.
+Prometheus has what is now and when it asked, so a step that is done again is shown again; ``elastic metrics``
+has each step once. ``examples/grafana/elastic.json`` draws these numbers.  Ray puts ``ray_`` before each
+name, and ``_total`` after that of a counter.
 """
 
 from __future__ import annotations
@@ -32,20 +34,28 @@ OF_THE_RUN = {
     "elastic_generation": "The number of worlds so far: each loss or growth makes one more",
     "elastic_workers": "The number of workers, members and spares",
     "elastic_saved_step": "The step of the newest good checkpoint in the bucket; 0 without one",
-    "elastic_unprotected": "1 while copies in host memory are overdue, so that a loss would cost all steps since the newest checkpoint",
-    "elastic_skipped_steps": "The number of steps that were skipped: their gradient was not finite, or they were spikes",
+    "elastic_unprotected": (
+        "1 while copies in host memory are overdue, so that a loss would cost all steps "
+        "since the newest checkpoint"
+    ),
+    "elastic_skipped_steps": (
+        "The number of steps that were skipped: their gradient was not finite, or they were spikes"
+    ),
     "elastic_validation_loss": "The newest loss on held-out samples; absent without validation",
 }
 """Numbers of the run as it is now."""
 COUNTED = {"elastic_lost_workers": "Workers that were lost, since this coordinator began"}
-"""Numbers that only grow; with another coordinator they begin at 0 again, as Prometheus expects of counters."""
+"""Numbers that only grow; with another coordinator they begin at 0 again, as Prometheus expects of counters.
+"""
 
 
 class Exported:
     """The exported numbers of one run."""
 
     def __init__(self, run: str) -> None:
-        self._gauges = {name: Gauge(name, text, ("run",)) for name, text in {**OF_A_STEP, **OF_THE_RUN}.items()}
+        self._gauges = {
+            name: Gauge(name, text, ("run",)) for name, text in {**OF_A_STEP, **OF_THE_RUN}.items()
+        }
         self._counters = {name: Counter(name, text, ("run",)) for name, text in COUNTED.items()}
         for each in (*self._gauges.values(), *self._counters.values()):
             each.set_default_tags({"run": run})
@@ -57,7 +67,16 @@ class Exported:
 
     def step(self, line: StepLine) -> None:
         self._gauges["elastic_step"].set(line.step)
-        values = (line.loss, line.norm, line.lr, line.tokens_per_s, line.mfu, line.data_wait, line.peak_bytes, line.world)
+        values = (
+            line.loss,
+            line.norm,
+            line.lr,
+            line.tokens_per_s,
+            line.mfu,
+            line.data_wait,
+            line.peak_bytes,
+            line.world,
+        )
         for name, value in zip(OF_A_STEP, values, strict=True):
             self._gauges[name].set(value)
 

@@ -1,8 +1,9 @@
 """A node speaks for its workers: orders to them, and what they say and ask, pass through their node's keeper.
 
-An order to a worker and its answer cost the coordinator's process 0.65 ms if each is a call of its own (``tests/benchmarks/calls.py``), so
-there is one call for a node and not one for a worker.  What a keeper does not pass on in time goes directly.  A message may therefore
-arrive twice, late, or after a later one; the rules expect that of any message (``elastic/sim/network.py``).
+An order to a worker and its answer cost the coordinator's process 0.65 ms if each is a call of its own
+(``tests/benchmarks/calls.py``), so there is one call for a node and not one for a worker.  What a keeper does
+not pass on in time goes directly.  A message may therefore arrive twice, late, or after a later one; the
+rules expect that of any message (``elastic/sim/network.py``).
 """
 
 from __future__ import annotations
@@ -28,19 +29,27 @@ from storage.errors import Deposed
 GATHER_S = 0.005
 """Seconds for which a keeper waits for the other workers of its node, once one has said something."""
 PASSED_S = 2.0
-"""Seconds within which the coordinator takes what a keeper passes on; after that the keeper's answer is that it may not have it."""
+"""Seconds within which the coordinator takes what a keeper passes on; after that the keeper's answer is that
+it may not have it.
+"""
 SPEAKING = 16
-"""Number of a node's workers that wait for their keeper at the same time; the others wait until it has answered one of these."""
+"""Number of a node's workers that wait for their keeper at the same time; the others wait until it has
+answered one of these.
+"""
 HOPS = 10
-"""A keeper has the part 1 / ``HOPS`` of ``fence_s`` to pass on an order, and twice that to pass on an answer: both must come well within
-``fence_s`` even if it stands still.
+"""A keeper has the part 1 / ``HOPS`` of ``fence_s`` to pass on an order, and twice that to pass on an answer:
+both must come well within ``fence_s`` even if it stands still.
 """
 LOST_S, ORDERS = 60.0, 8
-"""Age in seconds of the oldest order that a keeper may have taken with it when it died, and the largest number of them."""
+"""Age in seconds of the oldest order that a keeper may have taken with it when it died, and the largest
+number of them.
+"""
 
 
 class Outbox:
-    """Sends what a worker says, in order.  Any thread puts events; a thread of its own sends them, one call at a time."""
+    """Sends what a worker says, in order.  Any thread puts events; a thread of its own sends them, one call
+    at a time.
+    """
 
     def __init__(self, coordinator: Any, fence_s: float) -> None:
         self._coordinator, self._in_time_s = coordinator, 2 * fence_s / HOPS
@@ -81,7 +90,9 @@ class Outbox:
             self._direct = self._coordinator.post_all.remote(events)
 
     def _passed(self, events: tuple[Event, ...]) -> bool:
-        """Returns whether the keeper has passed ``events`` on.  One that is late is asked again once it has answered."""
+        """Returns whether the keeper has passed ``events`` on.  One that is late is asked again once it has
+        answered.
+        """
         keeper = self.keeper
         if keeper is None or not self._nothing_waits() or not answered(self._late):
             return False
@@ -96,21 +107,29 @@ class Outbox:
         return False
 
     def _nothing_waits(self, timeout_s: float = 0.0) -> bool:
-        """Returns whether all that went directly has arrived; what a keeper passes on could otherwise overtake it."""
+        """Returns whether all that went directly has arrived; what a keeper passes on could otherwise
+        overtake it.
+        """
         return answered(self._direct, timeout_s)
 
 
 class Gathering:
-    """Sends on what the workers of a keeper's node say or ask.  While one call to the coordinator is under way, the next ones gather."""
+    """Sends on what the workers of a keeper's node say or ask.  While one call to the coordinator is under
+    way, the next ones gather.
+    """
 
     def __init__(self, call: Callable[[tuple[Any, ...]], Any]) -> None:
-        """``call(parcels)`` asks the coordinator; its result is a sequence with an answer to each parcel, or None if none has an answer."""
+        """``call(parcels)`` asks the coordinator; its result is a sequence with an answer to each parcel, or
+        None if none has an answer.
+        """
         self._call = call
         self._waiting: queue.SimpleQueue[tuple[Any, queue.SimpleQueue[Any]]] = queue.SimpleQueue()
         go_or_end(self._run, "gather")
 
     def pass_on(self, parcel: Any) -> Any:
-        """Returns the coordinator's answer, or True if it gives none; None if it may not have the parcel: then the worker asks itself."""
+        """Returns the coordinator's answer, or True if it gives none; None if it may not have the parcel:
+        then the worker asks itself.
+        """
         answer: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._waiting.put((parcel, answer))
         with contextlib.suppress(queue.Empty):
@@ -140,7 +159,9 @@ class _Order:
 
 
 class Orders:
-    """Sends the coordinator's orders to workers.  They arrive in the order in which they are given, as a rule."""
+    """Sends the coordinator's orders to workers.  They arrive in the order in which they are given, as a
+    rule.
+    """
 
     def __init__(
         self,
@@ -150,7 +171,9 @@ class Orders:
         keepers: Mapping[NodeId, Any],
         fence_s: float,
     ) -> None:
-        """The mappings name the actors and the node of each worker that has joined; the caller changes them as workers come and go."""
+        """The mappings name the actors and the node of each worker that has joined; the caller changes them
+        as workers come and go.
+        """
         self._incarnation, self._workers, self._homes, self._keepers = incarnation, workers, homes, keepers
         self._in_time_s = fence_s / HOPS
         self._late: dict[NodeId, Any] = {}
@@ -173,7 +196,9 @@ class Orders:
                 self._pool.submit(self._see_to, relayed, order, arguments)
 
     def lost(self, node: NodeId) -> None:
-        """Sends what the dead keeper of ``node`` may have taken with it: it answers when an order is sent, not when it has arrived."""
+        """Sends what the dead keeper of ``node`` may have taken with it: it answers when an order is sent,
+        not when it has arrived.
+        """
         since = time.monotonic() - LOST_S
         for each in tuple(self._relayed.pop(node, ())):
             if each.at >= since:
@@ -191,7 +216,12 @@ class Orders:
             self._late.pop(node, None)  # another thread may have seen it at the same time
         return node in self._late
 
-    def _see_to(self, relayed: Mapping[Any, tuple[NodeId, tuple[WorkerId, ...]]], order: str, arguments: tuple[object, ...]) -> None:
+    def _see_to(
+        self,
+        relayed: Mapping[Any, tuple[NodeId, tuple[WorkerId, ...]]],
+        order: str,
+        arguments: tuple[object, ...],
+    ) -> None:
         """Sends an order directly to the workers whom it has not reached through their keeper."""
         until = time.monotonic() + self._in_time_s
         for call, (node, those) in relayed.items():

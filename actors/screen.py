@@ -25,20 +25,29 @@ DATA_WAIT = 0.1
 MINUTE_S = 60.0
 """Seconds after which a file or a pipe gets the line of a step in any case, if ``log_every`` is ``auto``."""
 STILL_S = 10.0
-"""Seconds without a step after which a terminal shows how long that has been so, unless steps take that long."""
+"""Seconds without a step after which a terminal shows how long that has been so, unless steps take that long.
+"""
 BAR = 20
 """Largest width of the bar, in characters."""
-DOES = {"Waiting": "waits for workers", "Forming": "forms a world", "Stopping": "leaves a world", "Finishing": "saves the last step"}
+DOES = {
+    "Waiting": "waits for workers",
+    "Forming": "forms a world",
+    "Stopping": "leaves a world",
+    "Finishing": "saves the last step",
+}
 """The words for what a run does in each state, but for training."""
 
 
 class Screen:
     """Shows a run to the user of this process.
 
-    ``log_every`` is the setting.  ``quiet`` shows nothing: errors and the end of the run are not printed here.
+    ``log_every`` is the setting.  ``quiet`` shows nothing: errors and the end of the run are not printed
+    here.
     """
 
-    def __init__(self, log_every: int | str = 1, *, quiet: bool = False, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, log_every: int | str = 1, *, quiet: bool = False, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.log_every, self.quiet, self._clock = log_every, quiet, clock
         self.progress = RunPace()
         self._step: StepLine | None = None
@@ -46,7 +55,9 @@ class Screen:
         self._told_at = 0.0
 
     def show(self, line: Line) -> None:
-        """Shows a line of the story.  On a terminal a step takes the place of the step before it; a sentence stays."""
+        """Shows a line of the story.  On a terminal a step takes the place of the step before it; a sentence
+        stays.
+        """
         if isinstance(line, StepLine):
             self.progress.add(line)
             self._step, self._stepped_at = line, self._clock()
@@ -70,7 +81,9 @@ class Screen:
             return
         if what := DOES.get(view.state):
             step = f"step {view.step}/{view.steps}" if view.step else f"{view.steps} steps"
-            console.draw(f"{step}  {what}, for {spell(now - self._formed_at)} now: {view.reason.partition('; ')[0]}")
+            console.draw(
+                f"{step}  {what}, for {spell(now - self._formed_at)} now: {view.reason.partition('; ')[0]}"
+            )
         elif self._step is not None and self._step.step < self._step.steps:
             console.draw(self._status(now - self._stepped_at))
 
@@ -78,16 +91,26 @@ class Screen:
         """Returns whether a file gets the line of this step."""
         if isinstance(self.log_every, int):
             return line.step % self.log_every == 0
-        return not self._told_at or line.step % max(line.steps // 100, 1) == 0 or line.at - self._told_at >= MINUTE_S
+        return (
+            not self._told_at
+            or line.step % max(line.steps // 100, 1) == 0
+            or line.at - self._told_at >= MINUTE_S
+        )
 
     def _status(self, since_s: float = 0.0) -> str:
-        """Returns the line that changes: what matters most comes first, because a narrow terminal cuts the rest off."""
+        """Returns the line that changes: what matters most comes first, because a narrow terminal cuts the
+        rest off.
+        """
         line, progress = self._step, self.progress
         assert line is not None
         part, width = line.step / line.steps, console.width - ECHO
         bar = min(BAR, max(width - 60, 0))
         filled = int(bar * part)
-        parts = [f"step {line.step}/{line.steps}", *([f"{'━' * filled}{'─' * (bar - filled)}"] if bar > 4 else []), f"loss {line.loss:.4f}"]
+        parts = [
+            f"step {line.step}/{line.steps}",
+            *([f"{'━' * filled}{'─' * (bar - filled)}"] if bar > 4 else []),
+            f"loss {line.loss:.4f}",
+        ]
         if since_s > max(STILL_S, 3 * progress.pace_s):
             parts.append(f"no step for {spell(since_s)}")
         else:
@@ -110,14 +133,17 @@ def _step_of(line: StepLine) -> str:
     rate = f"{line.tokens_per_s:>9,.0f} {line.noun}/s" if line.tokens_per_s else ""
     return (
         f"step {line.step:>5}/{line.steps}  loss {line.loss:.4f}  {rate:18}  "
-        f"world {line.world}  generation {line.generation}  lr {line.lr:.2e}  norm {line.norm:.3f}{_usage(line)}"
+        f"world {line.world}  generation {line.generation}  lr {line.lr:.2e}  norm "
+        f"{line.norm:.3f}{_usage(line)}"
     )
 
 
 def _usage(line: StepLine) -> str:
     told = f"  MFU {line.mfu:.0%} ({line.causal_mfu:.0%} causal)" if line.mfu >= LEAST_MFU else ""
     told += f"  {amount(line.peak_bytes)}" if line.peak_bytes else ""
-    return f"{told}  {line.waiting} waits {line.data_wait:.0%} for data" if line.data_wait >= DATA_WAIT else told
+    return (
+        f"{told}  {line.waiting} waits {line.data_wait:.0%} for data" if line.data_wait >= DATA_WAIT else told
+    )
 
 
 def screen_for(job: Job, *, quiet: bool = False) -> Screen:
@@ -143,7 +169,8 @@ def _again(result: Result) -> str:
     """Returns what the same command does when it is given again."""
     from elastic.runs.run import Run
 
-    with contextlib.suppress(StorageError, ElasticError, OSError):  # if the bucket does not answer, nobody knows
+    # if the bucket does not answer, nobody knows
+    with contextlib.suppress(StorageError, ElasticError, OSError):
         if Run.find(Job(name=result.name, bucket=result.bucket)).newest() is None:
             return "begins again at step 0: no checkpoint was completed"
     return "goes on from the newest good checkpoint"

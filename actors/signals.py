@@ -1,6 +1,7 @@
 """Signals become a request that the driver looks at between two calls, so that no ``ray.get`` is interrupted.
 
-``ray job stop`` sends SIGTERM, and SIGKILL three seconds later.  Ctrl-C in a terminal sends SIGINT; a terminal that is closed sends SIGHUP.
+``ray job stop`` sends SIGTERM, and SIGKILL three seconds later.  Ctrl-C in a terminal sends SIGINT; a
+terminal that is closed sends SIGHUP.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ Handler = Callable[[int, FrameType | None], Any] | int | None
 
 @contextmanager
 def kept_from_children() -> Iterator[None]:
-    """Lets processes that start meanwhile, and theirs, not get SIGHUP and SIGUSR1, which reach all that a terminal or Slurm has begun."""
+    """Lets processes that start meanwhile, and theirs, not get SIGHUP and SIGUSR1, which reach all that a
+    terminal or Slurm has begun.
+    """
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, PATIENT)
     try:
         yield
@@ -28,10 +31,12 @@ def kept_from_children() -> Iterator[None]:
 
 
 class Requests:
-    """Handles the signals of ``STOPS`` while it is open; SIGHUP and SIGUSR1 only if they would end this process otherwise.
+    """Handles the signals of ``STOPS`` while it is open; SIGHUP and SIGUSR1 only if they would end this
+    process otherwise.
 
-    A signal raises KeyboardInterrupt, except for the first one after ``note()``, which is only noted in ``asked``, and the first one
-    within ``finishing()``, which waits for the end of that.  SIGHUP and SIGUSR1 do nothing after another signal.
+    A signal raises KeyboardInterrupt, except for the first one after ``note()``, which is only noted in
+    ``asked``, and the first one within ``finishing()``, which waits for the end of that.  SIGHUP and SIGUSR1
+    do nothing after another signal.
     """
 
     def __init__(self) -> None:
@@ -42,21 +47,26 @@ class Requests:
         self._before: dict[signal.Signals, Handler] = {}
 
     def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():  # Python calls signal handlers in no other thread
+        # Python calls signal handlers in no other thread
+        if threading.current_thread() is threading.main_thread():
             self._before = {
                 number: signal.signal(number, self._take)
                 for number in STOPS
-                if number not in PATIENT or signal.getsignal(number) is signal.SIG_DFL  # `nohup` ignores SIGHUP
+                # `nohup` ignores SIGHUP
+                if number not in PATIENT or signal.getsignal(number) is signal.SIG_DFL
             }
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
     @contextmanager
     def finishing(self, tell: Callable[[], None]) -> Iterator[None]:
-        """Lets what runs within end before a signal raises KeyboardInterrupt: ``ray.init`` may crash its process if it is interrupted.
+        """Lets what runs within end before a signal raises KeyboardInterrupt: ``ray.init`` may crash its
+        process if it is interrupted.
 
         ``tell`` is called at the signal.
         """

@@ -13,7 +13,9 @@ from storage.objects.urls import folder_of
 
 
 def _submitted_with() -> Mapping[str, Any]:
-    """Returns the runtime environment that ``ray job submit`` gave this process, or nothing if it was not submitted."""
+    """Returns the runtime environment that ``ray job submit`` gave this process, or nothing if it was not
+    submitted.
+    """
     text = os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
     found: Mapping[str, Any] = json.loads(text).get("runtime_env") or {}
     return found
@@ -23,7 +25,8 @@ def check_file(path: Path) -> None:
     """Raises :class:`JobError` for a job file that was not submitted with the job."""
     if _submitted_with().get("working_dir") and not path.exists():
         raise JobError(
-            f"there is no job file {str(path)!r} in the submitted working directory ({Path.cwd()}): put it into the folder that "
+            f"there is no job file {str(path)!r} in the submitted working directory ({Path.cwd()}): put it "
+            "into the folder that "
             f"--working-dir names (what .gitignore names is left out), and give its path from there"
         )
 
@@ -36,6 +39,8 @@ def check_place(setting: str, url: str) -> None:
     here = Path.cwd().resolve()
     if Path(folder).resolve().is_relative_to(here):
         raise JobError(
-            f"{setting} = {url!r} lies in the submitted working directory ({here}), of which every node has a copy of its own and which "
-            f"Ray deletes: give the absolute path of a folder that all nodes share, or a URL such as s3://bucket/prefix"
+            f"{setting} = {url!r} lies in the submitted working directory ({here}), of which every node has "
+            "a copy of its own and which "
+            "Ray deletes: give the absolute path of a folder that all nodes share, or a URL such as "
+            "s3://bucket/prefix"
         )

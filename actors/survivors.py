@@ -1,4 +1,6 @@
-"""Survivors: the actors that a dead coordinator has left, which are workers that step on and keepers with the end of its journal."""
+"""Survivors: the actors that a dead coordinator has left, which are workers that step on and keepers with the
+end of its journal.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,8 @@ KEEPERS_S = 5.0
 class Left:
     """The actors found, and what the keepers said.
 
-    ``ends`` holds the copies of the journal's end.  ``attached`` maps each keeper that answered to the incarnation whose records it holds
-    (0: none).  ``whole`` says that there are no other copies that count.
+    ``ends`` holds the copies of the journal's end.  ``attached`` maps each keeper that answered to the
+    incarnation whose records it holds (0: none).  ``whole`` says that there are no other copies that count.
     """
 
     workers: dict[WorkerId, Any] = field(default_factory=dict)
@@ -38,7 +40,9 @@ class Left:
 
 
 def find(token: str, incarnation: int) -> Left:
-    """Finds the living actors of the run under ``token``.  From now on its keepers refuse coordinators before ``incarnation``."""
+    """Finds the living actors of the run under ``token``.  From now on its keepers refuse coordinators before
+    ``incarnation``.
+    """
     left, nodes = Left(), cluster.nodes()
     for name, actor in cluster.named(f"{token}/").items():
         if name.startswith("keeper-"):
@@ -56,20 +60,27 @@ def find(token: str, incarnation: int) -> Left:
     return left
 
 
-def look_back(run: Run, token: str, incarnation: int, before: Mapping[int, NodeId], lease_over_s: float) -> Left:
+def look_back(
+    run: Run, token: str, incarnation: int, before: Mapping[int, NodeId], lease_over_s: float
+) -> Left:
     """Returns what the coordinators ``before`` have left.
 
-    If that may not be everything of the journal, it waits until none of them acts any more, ``lease_over_s`` at most.  It is everything in
-    three cases: all of them ran on this node, so they have ended; none of them finds a majority of the keepers any more; or the run is
-    over.
+    If that may not be everything of the journal, it waits until none of them acts any more, ``lease_over_s``
+    at most.  It is everything in three cases: all of them ran on this node, so they have ended; none of them
+    finds a majority of the keepers any more; or the run is over.
     """
     claimed_at, folder = time.monotonic(), log_folder(token)
-    here = all(node == cluster.here() and replicas.folder_of(folder, number).exists() for number, node in before.items())
+    here = all(
+        node == cluster.here() and replicas.folder_of(folder, number).exists()
+        for number, node in before.items()
+    )
     while True:
         left = find(token, incarnation)
         left.ends = [*replicas.local(folder), *left.ends]
         known = run.read(min(before), left.ends)
-        left.whole = here or (known is not None and (known.over or authority.has_read_all(left.attached, known.cluster.keepers)))
+        left.whole = here or (
+            known is not None and (known.over or authority.has_read_all(left.attached, known.cluster.keepers))
+        )
         wait_s = authority.waits_s(claimed_at, lease_over_s, left.whole, time.monotonic())
         if not wait_s:
             return left

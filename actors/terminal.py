@@ -1,7 +1,8 @@
 """Prints the output of commands: lines that stay and, on a terminal, one line below them that changes.
 
-The line that changes is taken away before anything else is printed, whoever prints it, so nothing of it is left over.  A pipe whose reader
-has gone ends no run: what is printed from then on is lost.  Off a terminal there are only plain lines, without control characters.
+The line that changes is taken away before anything else is printed, whoever prints it, so nothing of it is
+left over.  A pipe whose reader has gone ends no run: what is printed from then on is lost.  Off a terminal
+there are only plain lines, without control characters.
 """
 
 from __future__ import annotations
@@ -20,12 +21,17 @@ from rich.table import Column, Table
 from rich.text import Text
 
 WIDE = 240
-"""Columns of a table off a terminal, at most: in a file nothing need be cut or wrapped, so that ``grep`` finds it."""
+"""Columns of a table off a terminal, at most: in a file nothing need be cut or wrapped, so that ``grep``
+finds it.
+"""
 ERASE = "\r\x1b[K"
 """Returns to the beginning of the line, and clears it."""
 ECHO = 3
 """Columns that are left free at the end of the line that changes: the terminal itself writes ^C there."""
-HINT = re.compile(r"`elastic ((?:checkpoint )?(?!data|dtypes|settings|simulate)[a-z]+)((?: --(?!help)[^`]*)?)`")
+HINT = re.compile(
+    r"`elastic ((?:checkpoint )?(?!data|dtypes|settings|simulate)[a-z]+)((?: "
+    r"--(?!help)[^`]*)?)`"
+)
 """A command in a sentence that takes a job file and lacks it."""
 GONE = (errno.EPIPE, errno.EIO)
 """Errors of a pipe whose reader has gone, and of a terminal that has."""
@@ -35,7 +41,8 @@ class Terminal(Console):
     """The terminal of this process, or the file or pipe in its place."""
 
     def __init__(self) -> None:
-        super().__init__(highlight=False, force_jupyter=False)  # a notebook would make a block of HTML of each line
+        # a notebook would make a block of HTML of each line
+        super().__init__(highlight=False, force_jupyter=False)
         if not self.is_screen:
             self.width = WIDE
         self._drawn, self._guard = "", threading.RLock()
@@ -46,7 +53,9 @@ class Terminal(Console):
 
     @property
     def is_screen(self) -> bool:
-        """True if this is a terminal: a notebook is none, although the ``FORCE_COLOR`` that Jupyter sets makes rich think so."""
+        """True if this is a terminal: a notebook is none, although the ``FORCE_COLOR`` that Jupyter sets
+        makes rich think so.
+        """
         return self.is_terminal and bool(self.file.isatty())
 
     @property
@@ -74,8 +83,12 @@ class Terminal(Console):
         super().print(*objects, **options)
 
     def pasteable(self, text: str) -> str:
-        """Returns ``text`` with the job in every command that lacks it, so that the user can paste them as they are."""
-        return HINT.sub(lambda found: f"`elastic {found[1]} {self.job}{found[2]}`", text) if self.job else text
+        """Returns ``text`` with the job in every command that lacks it, so that the user can paste them as
+        they are.
+        """
+        return (
+            HINT.sub(lambda found: f"`elastic {found[1]} {self.job}{found[2]}`", text) if self.job else text
+        )
 
     def on_broken_pipe(self) -> None:
         """Lets the command decide: see :func:`lasting`."""
@@ -143,7 +156,8 @@ def forget(stream: Any) -> None:
 
 
 def say(text: str, head: str = "", style: str = "") -> None:
-    """Prints a sentence after a coloured ``head``, in lines that break between words on a terminal, and in one line elsewhere.
+    """Prints a sentence after a coloured ``head``, in lines that break between words on a terminal, and in
+    one line elsewhere.
 
     Brackets in ``text`` are not markup; commands in it get the job.
     """
@@ -151,7 +165,9 @@ def say(text: str, head: str = "", style: str = "") -> None:
 
 
 def show_table(*columns: str, rows: Iterable[Sequence[object]], title: str = "") -> None:
-    """Prints a table.  A cell that is too wide for a terminal goes on below, so that nothing of it is left out."""
+    """Prints a table.  A cell that is too wide for a terminal goes on below, so that nothing of it is left
+    out.
+    """
     table = Table(*(Column(name, overflow="fold") for name in columns), title=title)
     for row in rows:
         table.add_row(*map(str, row))

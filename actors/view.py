@@ -31,11 +31,17 @@ class View:
     job_error: str
     """The user's traceback if the job is at fault."""
     unprotected_since: int | None
-    """The step from which on not every member's state is complete in host memory, although it should be; None if it is."""
+    """The step from which on not every member's state is complete in host memory, although it should be; None
+    if it is.
+    """
     unbuddied_since: int | None
-    """The step from which on not every member's state is copied to another node, although it should be; None if it is."""
+    """The step from which on not every member's state is copied to another node, although it should be; None
+    if it is.
+    """
     paces: tuple[int, int]
-    """The steps from one copy in host memory to the next, and from one copy at the buddies to the next; 0 means no copies."""
+    """The steps from one copy in host memory to the next, and from one copy at the buddies to the next; 0
+    means no copies.
+    """
     speed: str
     """The speed of the steps since this coordinator began, in words; "" before the first one."""
     best: str = ""

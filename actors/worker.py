@@ -1,7 +1,7 @@
 """A worker is one process with one accelerator or CPU slot.
 
-Its training thread is the actor method ``train``.  The control methods run one after the other in a separate concurrency group, and answer
-while the training thread computes.
+Its training thread is the actor method ``train``.  The control methods run one after the other in a separate
+concurrency group, and answer while the training thread computes.
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ if TYPE_CHECKING:
     from elastic.train.step import Session
 
 DISMISSED_S = EXAMINE_S + 2
-"""Seconds after which a worker that the run has given up ends itself: if it is to be examined and killed, that comes first."""
+"""Seconds after which a worker that the run has given up ends itself: if it is to be examined and killed,
+that comes first.
+"""
 BLOCK = 512
 """Bytes of a block in the ``st_blocks`` of a file."""
 AT_ONCE = ("held_gil", "clock_skew", "memory_hog")
@@ -70,8 +72,17 @@ class Worker:
         peers: Sequence[str] = (),
         begins: bool = False,
     ) -> None:
-        """``peers`` are the addresses of keepers that may have compiled code for this worker; ``begins`` says that the run is a new one."""
-        self.job, self.worker, self.coordinator, self.secret, self.peers, self.code = job, worker, coordinator, secret, peers, code
+        """``peers`` are the addresses of keepers that may have compiled code for this worker; ``begins`` says
+        that the run is a new one.
+        """
+        self.job, self.worker, self.coordinator, self.secret, self.peers, self.code = (
+            job,
+            worker,
+            coordinator,
+            secret,
+            peers,
+            code,
+        )
         self.outbox = Outbox(coordinator, job.deadlines.fence_s)
         self._made_at, self._made_with_s = time.monotonic(), time.process_time()
         end_on_sigterm()
@@ -79,7 +90,8 @@ class Worker:
         with entered(run, self._wait_for_keeper):
             _redirect_output(log_file(run, worker))
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})  # see ``kept_from_children``
-            faulthandler.register(signal.SIGUSR1)  # on SIGUSR1 it writes all stacks into its log, which shows where it hangs
+            # on SIGUSR1 it writes all stacks into its log, which shows where it hangs
+            faulthandler.register(signal.SIGUSR1)
             if why := no_segment(shared_memory()):
                 raise JobError(why)
             self.counters = Counters(segment(run, worker), create=True)
@@ -96,7 +108,9 @@ class Worker:
         self._renew_now = threading.Event()
 
     def train(self) -> None:
-        """Runs the worker from its imports to the end of the run.  A coordinator that is not sure that it was called calls it again."""
+        """Runs the worker from its imports to the end of the run.  A coordinator that is not sure that it was
+        called calls it again.
+        """
         if self._begun:
             return
         self._begun = True
@@ -126,11 +140,14 @@ class Worker:
             least, states = fitting_shard(session.job, tensors, device), states_fitting(self.job, tensors)
             shared = ceil(cluster.workers_here(self.job.workers) / states)
             self._enter("takes memory for copies and saves")
-            session.snapshots = make_snapshots(self.job, tensors, device, self.counters, session.faults, least, shared)
+            session.snapshots = make_snapshots(
+                self.job, tensors, device, self.counters, session.faults, least, shared
+            )
             build = replace(build_of(session, model), host=cluster.host())
         except gpus.WrongDevice as error:
             return self._start_failed(str(error), misset=cluster.here())
-        except (Unavailable, NoRoomYet) as error:  # by the next start, the store may answer or the memory may be free
+        # by the next start, the store may answer or the memory may be free
+        except (Unavailable, NoRoomYet) as error:
             return self._start_failed(str(error))
         except Exception as error:  # the process boundary: this node cannot do what the driver could
             traceback.print_exc()
@@ -151,7 +168,18 @@ class Worker:
         except JobError as error:
             return self._cannot_start(error)
         whole = fitting_whole(session.job, tensors, device, took)
-        self._joined = Joined(self.worker, cluster.here(), kind, classes, build, bytes_by_class(tensors), least, states, whole, uuid)
+        self._joined = Joined(
+            self.worker,
+            cluster.here(),
+            kind,
+            classes,
+            build,
+            bytes_by_class(tensors),
+            least,
+            states,
+            whole,
+            uuid,
+        )
         self.report(self._joined)
         print(f"{self.worker}: joined {self._took()}", flush=True)
         self._end(self.trainer)
@@ -169,15 +197,25 @@ class Worker:
         self._does.append((time.monotonic(), doing))
 
     def _took(self) -> str:
-        """Returns the part of a sentence with the seconds that this worker has taken until now, and each part of what it has done."""
-        ends, computed_s = [at for at, _ in self._does[1:]] + [time.monotonic()], time.process_time() - self._made_with_s
+        """Returns the part of a sentence with the seconds that this worker has taken until now, and each part
+        of what it has done.
+        """
+        ends, computed_s = (
+            [at for at, _ in self._does[1:]] + [time.monotonic()],
+            time.process_time() - self._made_with_s,
+        )
         did = ", ".join(f"{doing} {end - at:.1f}" for (at, doing), end in zip(self._does, ends, strict=True))
-        return f"{ends[-1] - self._made_at:.3f} s after it was made, of which it computed {computed_s:.3f} s: {did}"
+        return (
+            f"{ends[-1] - self._made_at:.3f} s after it was made, of which it computed {computed_s:.3f} "
+            f"s: {did}"
+        )
 
     def _tell_how_far(self) -> None:
-        """Tells the coordinator, four times in ``form_s``, that this worker gets further, until it joins or stands still.
+        """Tells the coordinator, four times in ``form_s``, that this worker gets further, until it joins or
+        stands still.
 
-        Memory comes at a gigabyte a second where it comes slowly, so copies of a large model may take minutes.
+        Memory comes at a gigabyte a second where it comes slowly, so copies of a large model may take
+        minutes.
         """
         told: object = None
         while self._joined is None:
@@ -186,20 +224,31 @@ class Worker:
             graphs = sum(compiler.counters["inductor"].values()) if compiler is not None else 0
             seen = self._does[-1][1], os.fstat(copies).st_blocks if copies else 0, graphs
             if seen != told and self._joined is None:
-                self.report(Starting(self.worker, f"{seen[0]}, {amount(seen[1] * BLOCK)} so far" if seen[1] else seen[0]))
+                self.report(
+                    Starting(
+                        self.worker, f"{seen[0]}, {amount(seen[1] * BLOCK)} so far" if seen[1] else seen[0]
+                    )
+                )
             told = seen
 
     def _wait_for_keeper(self) -> None:
-        """Waits for the node's keeper, which makes the run's folder.  Ends the process after two leases: the run may be over."""
+        """Waits for the node's keeper, which makes the run's folder.  Ends the process after two leases: the
+        run may be over.
+        """
         if time.monotonic() - self._made_at > 2 * self.job.deadlines.lease_s:
             print(f"{self.worker}: no keeper of its run has come up on this node; leaving", flush=True)
             os._exit(3)
         time.sleep(POLL_S)
 
     def _leave_unused(self) -> None:
-        """Ends the process if nobody has called ``train``: the order to kill it may have come before it was made."""
+        """Ends the process if nobody has called ``train``: the order to kill it may have come before it was
+        made.
+        """
         if not self._begun:
-            print(f"{self.worker}: nobody has called it for {2 * self.job.deadlines.lease_s:.0f} s; leaving", flush=True)
+            print(
+                f"{self.worker}: nobody has called it for {2 * self.job.deadlines.lease_s:.0f} s; leaving",
+                flush=True,
+            )
             os._exit(3)
 
     def _cannot_start(self, error: Exception) -> None:
@@ -208,12 +257,17 @@ class Worker:
         Data that is missing here is not at a place that all nodes share.
         """
         node, by_job = cluster.here(), isinstance(error, JobError)
-        why = f"{self.worker} cannot start on {cluster.place(node)}: {error if by_job else f'{type(error).__name__}: {error}'}"
+        why = (
+            f"{self.worker} cannot start on {cluster.place(node)}: "
+            f"{error if by_job else f'{type(error).__name__}: {error}'}"
+        )
         self.report(NodeRefused(node, why, isinstance(error, DataError), by_job))
         self._start_failed("its node is refused")  # which says why, once for all workers of the node
 
     def _start_failed(self, why: str, misset: NodeId | None = None) -> None:
-        """Reports it before ``train`` returns: afterwards the coordinator would count the process as gone, and ask for no reason."""
+        """Reports it before ``train`` returns: afterwards the coordinator would count the process as gone,
+        and ask for no reason.
+        """
         self.report(StartFailed(self.worker, why, misset))
         self.outbox.flush()
 
@@ -239,15 +293,17 @@ class Worker:
     def _keep_lease(self) -> None:
         """Renews the lease again and again.
 
-        If the coordinator does not know this worker any more, or Ray says that there will be none, or none has answered for two leases, the
-        worker ends itself: an order to kill it may have been lost.
+        If the coordinator does not know this worker any more, or Ray says that there will be none, or none
+        has answered for two leases, the worker ends itself: an order to kill it may have been lost.
         """
         lease_s = self.job.deadlines.lease_s
         with self.apply_fence as member:
             member.heard(time.monotonic())
         while True:
             asked_at, generation = time.monotonic(), self.apply_fence.member.generation
-            answer = self._ask_keeper(generation, lease_s / 8) or self._ask_coordinator(generation, lease_s / 4)
+            answer = self._ask_keeper(generation, lease_s / 8) or self._ask_coordinator(
+                generation, lease_s / 4
+            )
             if answer is not None:
                 with self.apply_fence as member:
                     if heeded := member.heed(answer.incarnation):
@@ -259,7 +315,8 @@ class Worker:
             if self.apply_fence.member.forsaken(time.monotonic()):  # without the lock: an update may hang
                 print(f"{self.worker}: no coordinator answered for {2 * lease_s:.0f} s; leaving", flush=True)
                 os._exit(3)
-            self._renew_now.wait(lease_s / 4 - time.monotonic() % (lease_s / 4))  # all workers of a node ask at the same time
+            # all workers of a node ask at the same time
+            self._renew_now.wait(lease_s / 4 - time.monotonic() % (lease_s / 4))
             self._renew_now.clear()
 
     def _ask_keeper(self, generation: int, timeout_s: float) -> Lease | None:
@@ -270,7 +327,9 @@ class Worker:
         return None
 
     def _ask_coordinator(self, generation: int, timeout_s: float) -> Lease | None:
-        """Asks for the lease; returns None without an answer.  Ends the process if there will be no coordinator."""
+        """Asks for the lease; returns None without an answer.  Ends the process if there will be no
+        coordinator.
+        """
         try:
             return ray.get(self.coordinator.renew.remote(self.worker, generation), timeout=timeout_s)  # type: ignore[no-any-return]
         except ray.exceptions.RayError as error:
@@ -287,7 +346,9 @@ class Worker:
 
     @ray.method(concurrency_group="life")  # type: ignore[untyped-decorator]
     def lives(self) -> None:
-        """Never returns, so the caller learns at once when the worker dies.  Later calls wait in line, and their callers learn it too."""
+        """Never returns, so the caller learns at once when the worker dies.  Later calls wait in line, and
+        their callers learn it too.
+        """
         threading.Event().wait()
 
     @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
@@ -304,7 +365,10 @@ class Worker:
             heeded, latest = member.heed(incarnation), member.incarnation
         if not heeded:
             print(
-                f"{self.worker}: ignored the order {order!r} of coordinator {incarnation}: coordinator {latest} has taken over",
+                (
+                    f"{self.worker}: ignored the order {order!r} of coordinator {incarnation}: coordinator "
+                    f"{latest} has taken over"
+                ),
                 flush=True,
             )
             return
@@ -322,9 +386,11 @@ class Worker:
 
     @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
     def suffer(self, kind: str, point: str, duration_s: float, amount: float) -> None:
-        """Performs a fault that chaos cannot cause from outside (``actors/chaos.py``), when the training thread next comes to ``point``.
+        """Performs a fault that chaos cannot cause from outside (``actors/chaos.py``), when the training
+        thread next comes to ``point``.
 
-        Without a point it performs the fault at once if that needs no training thread, otherwise at the next point of any name.
+        Without a point it performs the fault at once if that needs no training thread, otherwise at the next
+        point of any name.
         """
         from elastic.train import faults
 

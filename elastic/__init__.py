@@ -1,6 +1,8 @@
-"""Elastic: train large models on machines that come and go, and get the weights of a cluster that never failed.
+"""Elastic: train large models on machines that come and go, and get the weights of a cluster that never
+failed.
 
-Names are resolved on first use (PEP 562), so ``import elastic.control`` loads neither torch nor Ray nor pydantic.
+Names are resolved on first use (PEP 562), so ``import elastic.control`` loads neither torch nor Ray nor
+pydantic.
 """
 
 from __future__ import annotations

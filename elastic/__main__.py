@@ -10,7 +10,9 @@ from elastic.errors import STOPPED, CodeError
 
 
 def main() -> int:
-    """Checks that nothing on the path shadows our packages, then imports and runs the command.  Returns the exit code."""
+    """Checks that nothing on the path shadows our packages, then imports and runs the command.  Returns the
+    exit code.
+    """
     try:
         check_packages()
     except CodeError as error:
@@ -21,10 +23,12 @@ def main() -> int:
         from actors.cli import main as command
 
         code = command()
-    except KeyboardInterrupt:  # while the command was imported, or once more while it said that it was interrupted
+    # while the command was imported, or once more while it said that it was interrupted
+    except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         print("elastic: interrupted; the same command goes on", file=sys.stderr)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Python's end takes a while, and would print where a further Ctrl-C finds it
+    # Python's end takes a while, and would print where a further Ctrl-C finds it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     if starting := sys.modules.get("actors.own_cluster"):
         starting.leave(code)
     return code

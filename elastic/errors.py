@@ -23,11 +23,12 @@
         ├── CoordinatorGone      no coordinator acts for the run any more
         └── Refused          1   the command cannot work as it is, or another one has taken the run over
 
-A supervisor repeats a command that ends with 2, so that is the code of what may be otherwise the next time, and of nothing else.
+A supervisor repeats a command that ends with 2, so that is the code of what may be otherwise the next time,
+and of nothing else.
 
-A message has one clear sentence for each problem, one problem a line.  Errors travel between processes, so each of them pickles, and
-whatever an error knows beyond its message is an attribute.  A run that ends in good order raises no error; its exit codes are
-``FINISHED`` and ``STOPPED`` (the same command resumes it).
+A message has one clear sentence for each problem, one problem a line.  Errors travel between processes, so
+each of them pickles, and whatever an error knows beyond its message is an attribute.  A run that ends in good
+order raises no error; its exit codes are ``FINISHED`` and ``STOPPED`` (the same command resumes it).
 """
 
 from __future__ import annotations
@@ -53,7 +54,9 @@ class CodeError(JobError):
 
 
 class ModelError(JobError):
-    """``model`` names something that cannot be trained.  The contract is at ``Job.model`` and in the guide ("Your own code")."""
+    """``model`` names something that cannot be trained.  The contract is at ``Job.model`` and in the guide
+    ("Your own code").
+    """
 
 
 class LossError(ModelError):
@@ -61,11 +64,15 @@ class LossError(ModelError):
 
 
 class StateChanged(ModelError):
-    """Forward, backward or the loss changes a buffer or a parameter, so the result would depend on which worker computed what."""
+    """Forward, backward or the loss changes a buffer or a parameter, so the result would depend on which
+    worker computed what.
+    """
 
 
 class LoopError(JobError):
-    """``loop`` names something that is not a loop, or does not go through its steps as the class ``Context`` says."""
+    """``loop`` names something that is not a loop, or does not go through its steps as the class ``Context``
+    says.
+    """
 
 
 class DataError(JobError):
@@ -89,7 +96,9 @@ class AbortStuck(WorldBroken):
 
 
 class FencedOff(ElasticError):
-    """This worker may apply nothing more in the generation.  ``lease`` says that its lease ran out: no coordinator answered in time."""
+    """This worker may apply nothing more in the generation.  ``lease`` says that its lease ran out: no
+    coordinator answered in time.
+    """
 
     def __init__(self, message: str, *, lease: bool = False) -> None:
         super().__init__(message)
@@ -101,7 +110,8 @@ class StateMissing(ElasticError):
 
 
 class StateDamaged(ElasticError):
-    """State that was read from a file is not what was written there, or state in memory is not that of most replicas.
+    """State that was read from a file is not what was written there, or state in memory is not that of most
+    replicas.
 
     So this process holds no state that can be trusted.
     """
@@ -112,7 +122,9 @@ class ReplicasDiffer(ElasticError):
 
 
 class NoRoomYet(ElasticError):
-    """Memory that a worker needs to start is still held for workers that died; a later start may find it free."""
+    """Memory that a worker needs to start is still held for workers that died; a later start may find it
+    free.
+    """
 
 
 class WireError(ElasticError):
@@ -124,7 +136,9 @@ class ClusterGone(ElasticError):
 
 
 class NoProgress(ElasticError):
-    """The run was restarted as often as ``watch.max_restarts`` permits and got no further, so it is not started once more."""
+    """The run was restarted as often as ``watch.max_restarts`` permits and got no further, so it is not
+    started once more.
+    """
 
     exit_code = 4
 
@@ -138,6 +152,8 @@ class CoordinatorGone(PlatformGaveUp):
 
 
 class Refused(PlatformGaveUp):
-    """A repeat of this command would be refused again, or take the run back from the command that has taken it over."""
+    """A repeat of this command would be refused again, or take the run back from the command that has taken
+    it over.
+    """
 
     exit_code = 1

@@ -1,10 +1,12 @@
-"""The job: all that the user asks for, as one immutable :class:`Job`, from TOML, from the command line or from Python.
+"""The job: all that the user asks for, as one immutable :class:`Job`, from TOML, from the command line or
+from Python.
 
-Every setting has its type, its default, its meaning and its change class here, or in ``elastic/config/sections.py`` if it is in a table of
-the job file, and nowhere else; ``--help`` and the guide's page of settings are made from them.  The change class, ``Free``, ``Branch`` or
-``Refused``, says what another value does to a run that has begun (:class:`~elastic.config.values.Change`).  ``Job.load`` reads a TOML file,
-and ``Job(...)`` checks: a value that cannot work is refused before any worker starts, in a sentence that names the setting, its value and
-the fix.
+Every setting has its type, its default, its meaning and its change class here, or in
+``elastic/config/sections.py`` if it is in a table of the job file, and nowhere else; ``--help`` and the
+guide's page of settings are made from them.  The change class, ``Free``, ``Branch`` or ``Refused``, says what
+another value does to a run that has begun (:class:`~elastic.config.values.Change`).  ``Job.load`` reads a
+TOML file, and ``Job(...)`` checks: a value that cannot work is refused before any worker starts, in a
+sentence that names the setting, its value and the fix.
 """
 
 from __future__ import annotations
@@ -16,7 +18,15 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, JsonValue, PrivateAttr, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    JsonValue,
+    PrivateAttr,
+    ValidationError,
+    model_validator,
+)
 
 from elastic.code.objects import Given
 from elastic.config.agreement import disagreements, idle
@@ -82,7 +92,9 @@ from elastic.protocol.copy_schedule import due
 NUMERICS = 5
 """The newest number of the setting ``numerics``; a new run begins with it."""
 ROUNDS = 4
-"""Microbatches of each worker in a step that keep small what is lost when the workers do not divide them evenly: a fifth at most."""
+"""Microbatches of each worker in a step that keep small what is lost when the workers do not divide them
+evenly: a fifth at most.
+"""
 
 
 class Job(Section):
@@ -93,97 +105,122 @@ class Job(Section):
     bucket: Free[Annotated[str, AfterValidator(place)]]
     """Folder or fsspec URL of the bucket.  Every node must see the same place under it."""
     model: Refused[Code] = "elastic.models.llama:build"
-    """The model, as ``pkg.module:build``, or in Python ``build`` itself.  ``build(**model_args)`` returns an ``nn.Module`` on the meta
-    device, with ``init_weights()``.  ``elastic.models.llama:build`` has Llama 3 and Qwen 3 too, ``elastic.models.gpt2:build`` has GPT-2.
+    """The model, as ``pkg.module:build``, or in Python ``build`` itself.  ``build(**model_args)`` returns an
+    ``nn.Module`` on the meta device, with ``init_weights()``.  ``elastic.models.llama:build`` has Llama 3 and
+    Qwen 3 too, ``elastic.models.gpt2:build`` has GPT-2.
     """
     model_args: Refused[dict[str, JsonValue]] = {}  # noqa: RUF012 (pydantic copies it)
-    """Arguments of ``model``.  Our own models take the name of a published one: ``{ preset = "qwen3-8b" }``.  Here, and in all other
-    arguments, ``${NAME}`` is the value of an environment variable where the code runs.  A secret is refused in any other form."""
+    """Arguments of ``model``.  Our own models take the name of a published one: ``{ preset = "qwen3-8b" }``.
+    Here, and in all other arguments, ``${NAME}`` is the value of an environment variable where the code runs.
+    A secret is refused in any other form."""
     init: Refused[Annotated[str, AfterValidator(checkpoint_word)]] = ""
-    """A checkpoint of another run in the same bucket, as ``run@400``, ``run@best`` or ``run@latest``, whose weights the run begins with, at
-    step 0 and with fresh moments.  The choice is made when the run begins, and stays.  Empty: the model initialises itself.
+    """A checkpoint of another run in the same bucket, as ``run@400``, ``run@best`` or ``run@latest``, whose
+    weights the run begins with, at step 0 and with fresh moments.  The choice is made when the run begins,
+    and stays.  Empty: the model initialises itself.
     """
     loss: Branch[Code] = "elastic.engine.loss:next_token"
-    """The loss, as ``pkg.module:loss``, or in Python ``loss`` itself.  ``loss(model, batch)`` returns ``(loss_sum, count)``: a sum, and the
-    number of its terms.
+    """The loss, as ``pkg.module:loss``, or in Python ``loss`` itself.  ``loss(model, batch)`` returns
+    ``(loss_sum, count)``: a sum, and the number of its terms.
     """
     loop: Branch[Code | Literal[""]] = ""
-    """A loop of your own, as ``pkg.module:train``: ``train(ctx)`` goes through ``ctx.steps()``, and runs and commits each.  Empty: each
-    step runs ``loss`` on its microbatches.
+    """A loop of your own, as ``pkg.module:train``: ``train(ctx)`` goes through ``ctx.steps()``, and runs and
+    commits each.  Empty: each step runs ``loss`` on its microbatches.
     """
     seed: Branch[Whole] = 0
-    """Seed of the initial weights, of the order of the samples, of dropout, and of the rounding of moments."""
+    """Seed of the initial weights, of the order of the samples, of dropout, and of the rounding of moments.
+    """
     steps: Branch[Positive] = 100
     """Number of steps of the run."""
     global_batch: Branch[Positive | Literal["all"]] = 16
-    """Samples of one step, whatever the number of workers.  ``all``: as many as the dataset has when the run begins."""
+    """Samples of one step, whatever the number of workers.  ``all``: as many as the dataset has when the run
+    begins.
+    """
     microbatch: Branch[Positive | Auto] = 2
-    """Samples of one forward and backward.  ``global_batch`` must be a multiple of it.  ``auto``: the largest number with which each of
-    ``workers.max`` workers has 4 microbatches a step, and ``workers.min`` (or, if that is 1, half of ``workers.max``) can train in the
-    memory of the smallest device, without recomputation unless ``recompute`` names some; 1 if there is none.  It is reckoned as by
-    ``elastic estimate`` when the run begins, and stays.
+    """Samples of one forward and backward.  ``global_batch`` must be a multiple of it.  ``auto``: the largest
+    number with which each of ``workers.max`` workers has 4 microbatches a step, and ``workers.min`` (or, if
+    that is 1, half of ``workers.max``) can train in the memory of the smallest device, without recomputation
+    unless ``recompute`` names some; 1 if there is none.  It is reckoned as by ``elastic estimate`` when the
+    run begins, and stays.
     """
     precision: Branch[Literal["fp32", "bf16", "fp16", "fp8", "fp8-rowwise"]] = "fp32"
-    """Number format of forward and backward.  Gradients are summed in float32.  ``fp8``: the linear layers of blocks multiply in fp8 with a
-    scale for each tensor, all else is as with ``bf16``; it needs GPUs of compute capability 8.9, or CPUs for a test.  ``fp8-rowwise`` has a
-    scale for each row, and gradients of weights are products in bf16: it is slower and bears outliers.
+    """Number format of forward and backward.  Gradients are summed in float32.  ``fp8``: the linear layers of
+    blocks multiply in fp8 with a scale for each tensor, all else is as with ``bf16``; it needs GPUs of
+    compute capability 8.9, or CPUs for a test.  ``fp8-rowwise`` has a scale for each row, and gradients of
+    weights are products in bf16: it is slower and bears outliers.
 
-    Weights and moments keep the format of the model, which is float32 unless it or ``optim.moments`` says otherwise.
+    Weights and moments keep the format of the model, which is float32 unless it or ``optim.moments`` says
+    otherwise.
     """
     loss_scale: Branch[Literal["dynamic"] | Annotated[Number, Field(gt=0)]] = "dynamic"
-    """Number by which the loss is multiplied with ``precision = "fp16"``, so that small gradients do not become zero.  ``dynamic``: as
-    large as works.
+    """Number by which the loss is multiplied with ``precision = "fp16"``, so that small gradients do not
+    become zero.  ``dynamic``: as large as works.
     """
     compile: Branch[Flag] = False
-    """``true`` compiles each block of the model.  New worlds, and workers on new nodes, reuse the compiled code."""
+    """``true`` compiles each block of the model.  New worlds, and workers on new nodes, reuse the compiled
+    code.
+    """
     attention: Branch[Literal["auto", "flash-4"]] = "auto"
-    """The kernel by which models attend that let the engine choose, as all of ``elastic.models`` do.  ``auto``: torch's fastest, or
-    FlexAttention where ``reproducible`` asks for a fixed order and blocks are compiled.  ``flash-4``: the package flash-attn-4, which is
-    faster, also in a fixed order; every node needs it, and GPUs of compute capability 9.0 or 10.0.  The bits are others with each.
+    """The kernel by which models attend that let the engine choose, as all of ``elastic.models`` do.
+    ``auto``: torch's fastest, or FlexAttention where ``reproducible`` asks for a fixed order and blocks are
+    compiled.  ``flash-4``: the package flash-attn-4, which is faster, also in a fixed order; every node needs
+    it, and GPUs of compute capability 9.0 or 10.0.  The bits are others with each.
     """
     recompute: Branch[Literal["none", "block", "sqrt", "attention", "selective", "auto"] | Share] = "auto"
-    """The part of each block that the backward pass computes again, so that it need not be kept: ``block`` is all but its input, a third
-    more computing; ``sqrt`` keeps the inputs of only √L of L blocks, two thirds more; ``attention`` is attention alone;
-    ``selective`` is all but matrix products and attention: norms, casts, rotary positions, activation functions, dropout.  A number between
-    0 and 1 is a budget: so large a part of the blocks, evenly spread, is as with ``block``, and the others keep everything.
-    ``auto``: the first of ``none``, ``selective`` and ``block`` with which ``workers.min`` (or, if that is 1, half of ``workers.max``) can
-    train in the memory of their devices, or else all; each worker tries it before it joins.  It is ``none`` with ``--local``, and where
-    blocks are compiled in a reproducible job, since they have other bits with each.
-    A run that is gone on with keeps its own in place of ``auto``.
+    """The part of each block that the backward pass computes again, so that it need not be kept: ``block`` is
+    all but its input, a third more computing; ``sqrt`` keeps the inputs of only √L of L blocks, two thirds
+    more; ``attention`` is attention alone; ``selective`` is all but matrix products and attention: norms,
+    casts, rotary positions, activation functions, dropout.  A number between 0 and 1 is a budget: so large a
+    part of the blocks, evenly spread, is as with ``block``, and the others keep everything. ``auto``: the
+    first of ``none``, ``selective`` and ``block`` with which ``workers.min`` (or, if that is 1, half of
+    ``workers.max``) can train in the memory of their devices, or else all; each worker tries it before it
+    joins.  It is ``none`` with ``--local``, and where blocks are compiled in a reproducible job, since they
+    have other bits with each. A run that is gone on with keeps its own in place of ``auto``.
     """
     activations: Branch[Literal["keep", "offload", "int8", "fp8"]] = "keep"
-    """The place or format of what blocks keep for the backward pass: ``offload`` is memory of the host, with the same bits; ``int8`` and
-    ``fp8`` take a quarter of float32, and gradients change a little.
+    """The place or format of what blocks keep for the backward pass: ``offload`` is memory of the host, with
+    the same bits; ``int8`` and ``fp8`` take a quarter of float32, and gradients change a little.
     """
     offload: Free[Literal["none", "optimizer", "weights"]] = "none"
-    """``optimizer`` (with ``parallel.zero`` 0, 1 or 2; ``auto`` is 2 then) keeps weights and moments in the node's memory, that of
-    ``[copies]``, and brings them to the device only to be updated.  The device has the weights in the format of forward and backward.
-    No copies have to be made then, and a worker that lives through a failure and keeps its part reads nothing.  The bits are the same.
-    ``weights`` does so, too, and keeps the weights in the format of forward and backward in the memory of each worker: a block gets its
-    own while it runs, and those of the next one come meanwhile."""
+    """``optimizer`` (with ``parallel.zero`` 0, 1 or 2; ``auto`` is 2 then) keeps weights and moments in the
+    node's memory, that of ``[copies]``, and brings them to the device only to be updated.  The device has the
+    weights in the format of forward and backward. No copies have to be made then, and a worker that lives
+    through a failure and keeps its part reads nothing.  The bits are the same. ``weights`` does so, too, and
+    keeps the weights in the format of forward and backward in the memory of each worker: a block gets its own
+    while it runs, and those of the next one come meanwhile."""
     offload_folder: Free[Annotated[str, AfterValidator(own_folder)]] = ""
-    """Folder of a local disk of every node, such as ``/mnt/nvme``, in whose files offloaded state and its copies are.  Empty: in memory.
-    The files have no names, and are gone once no worker and no keeper of the run is left on the node."""
+    """Folder of a local disk of every node, such as ``/mnt/nvme``, in whose files offloaded state and its
+    copies are.  Empty: in memory. The files have no names, and are gone once no worker and no keeper of the
+    run is left on the node."""
     offload_buffer_gb: Free[Annotated[Number, Field(gt=0)]] = 1.0
-    """Memory, in GB, through which state in files passes, a few tensors at a time.  Where a worker has a GPU, most of it is the GPU's."""
+    """Memory, in GB, through which state in files passes, a few tensors at a time.  Where a worker has a GPU,
+    most of it is the GPU's.
+    """
     reproducible: Branch[Flag] = True
-    """``true`` gives the same weights to the bit, whatever dies or joins.  This needs an ordered reduction and deterministic kernels."""
-    numerics: Refused[Annotated[Whole, Field(ge=OLDEST, le=NUMERICS), BeforeValidator(known_numerics)]] = NUMERICS
-    """Number of the rules by which the bits are computed.  Leave it out: a new run begins with the newest, and each run goes on with its
-    own.  5 differs from 4 in what no microbatch of a step gave a gradient: its update leaves that alone, as those of ``torch.optim`` do,
-    so that it does not decay, and its moments stay.
+    """``true`` gives the same weights to the bit, whatever dies or joins.  This needs an ordered reduction
+    and deterministic kernels.
+    """
+    numerics: Refused[Annotated[Whole, Field(ge=OLDEST, le=NUMERICS), BeforeValidator(known_numerics)]] = (
+        NUMERICS
+    )
+    """Number of the rules by which the bits are computed.  Leave it out: a new run begins with the newest,
+    and each run goes on with its own.  5 differs from 4 in what no microbatch of a step gave a gradient: its
+    update leaves that alone, as those of ``torch.optim`` do, so that it does not decay, and its moments stay.
     """
     trial: Free[Flag] = True
-    """``true`` lets a new run compare the engine with plain torch before its first step: on the model, the loss and the first two
-    microbatches, on the worker's device.  What plain torch does otherwise ends the run with a sentence; the bits are the same without."""
+    """``true`` lets a new run compare the engine with plain torch before its first step: on the model, the
+    loss and the first two microbatches, on the worker's device.  What plain torch does otherwise ends the run
+    with a sentence; the bits are the same without."""
     on_driver_exit: Free[Literal["stop", "detach"]] = "stop"
-    """The reaction of the run when its driver ends or vanishes: ``stop`` saves and stops, ``detach`` trains on until ``elastic stop``."""
+    """The reaction of the run when its driver ends or vanishes: ``stop`` saves and stops, ``detach`` trains
+    on until ``elastic stop``.
+    """
     log_every: Free[Positive | Auto] = "auto"
-    """Number of steps between the lines of steps that a command prints into a file, a pipe or a notebook.  ``auto``: a hundredth of
-    ``steps``, and a line a minute.  A terminal shows every step, in one line; sentences are always printed."""
+    """Number of steps between the lines of steps that a command prints into a file, a pipe or a notebook.
+    ``auto``: a hundredth of ``steps``, and a line a minute.  A terminal shows every step, in one line;
+    sentences are always printed."""
     profile: Free[Annotated[str, AfterValidator(step_range)]] = ""
-    """Steps that world rank 0 profiles, as ``7`` or ``5-7``.  A trace (for Perfetto), and on a GPU a snapshot of its memory (for
-    pytorch.org/memory_viz), go to the folder ``profiles/`` of the run.  Empty: none."""
+    """Steps that world rank 0 profiles, as ``7`` or ``5-7``.  A trace (for Perfetto), and on a GPU a snapshot
+    of its memory (for pytorch.org/memory_viz), go to the folder ``profiles/`` of the run.  Empty: none."""
     data: Data = Data()
     validation: Validation = Validation()
     export: Export = Export()
@@ -204,13 +241,15 @@ class Job(Section):
     faults: Free[tuple[WorkerFault, ...]] = ()
     """Faults of a chaos test."""
     _earlier: Stretches = PrivateAttr(())
-    """The stretches before the newest branch of the run.  They are no setting: the branch has them (``after``)."""
+    """The stretches before the newest branch of the run.  They are no setting: the branch has them
+    (``after``).
+    """
 
     if not TYPE_CHECKING:  # type checkers keep the typed constructor
 
         def __init__(self, where: Where = lambda setting, line: "Job", /, **settings: Any) -> None:
-            """Checks the settings.  Raises :class:`JobError` with one sentence for each problem; ``where`` returns the source of a
-            setting.
+            """Checks the settings.  Raises :class:`JobError` with one sentence for each problem; ``where``
+            returns the source of a setting.
             """
             try:
                 super().__init__(**settings)
@@ -228,7 +267,8 @@ class Job(Section):
     def load(cls, path: str | Path, overrides: Sequence[str] | Mapping[str, Any] = ()) -> Job:
         """Returns the job of a TOML file.  Raises :class:`JobError`.
 
-        ``overrides`` are put over the file: words of a command line, ``["--workers.max", "3"]``, or values, ``{"workers.max": 3}``.
+        ``overrides`` are put over the file: words of a command line, ``["--workers.max", "3"]``, or values,
+        ``{"workers.max": 3}``.
         """
         path = Path(path)
         options = overrides if isinstance(overrides, Mapping) else read_options(overrides, cls)
@@ -238,12 +278,18 @@ class Job(Section):
 
     @classmethod
     def from_json(cls, text: str) -> Job:
-        """Returns the job that :meth:`to_json` wrote.  Raises :class:`JobError` if its settings are no longer valid."""
+        """Returns the job that :meth:`to_json` wrote.  Raises :class:`JobError` if its settings are no longer
+        valid.
+        """
         return cls(**BEFORE | json.loads(text))
 
     def replace(self, **settings: Any) -> Job:
-        """Returns the job with other values for some of its settings, checked again.  A setting that was left out stays so."""
-        return Job(**{name: getattr(self, name) for name in self.model_fields_set} | settings).after(self._earlier)
+        """Returns the job with other values for some of its settings, checked again.  A setting that was left
+        out stays so.
+        """
+        return Job(**{name: getattr(self, name) for name in self.model_fields_set} | settings).after(
+            self._earlier
+        )
 
     def after(self, earlier: Stretches) -> Job:
         """Returns the job as that of a branch, before whose first step the run had these stretches."""
@@ -253,15 +299,24 @@ class Job(Section):
 
     def in_stage(self, zero: int | None) -> Job:
         """Returns the job with another stage of ZeRO; with None it is the same."""
-        return self if zero is None else self.replace(parallel=self.parallel.model_copy(update={"zero": zero}))
+        return (
+            self if zero is None else self.replace(parallel=self.parallel.model_copy(update={"zero": zero}))
+        )
 
     def going_on(self, stored: dict[str, Any]) -> Job:
-        """Returns the job with the ``numerics`` of the run whose ``job.json`` is ``stored``, unless it names a number itself, and with its
-        ``recompute`` and its ``microbatch`` in place of ``auto``.  The microbatch of a run with another batch is left out.  ``init``
-        becomes the checkpoint that it stood for when the run began.
+        """Returns the job with the ``numerics`` of the run whose ``job.json`` is ``stored``, unless it names
+        a number itself, and with its ``recompute`` and its ``microbatch`` in place of ``auto``.  The
+        microbatch of a run with another batch is left out.  ``init`` becomes the checkpoint that it stood for
+        when the run began.
         """
-        left = {"numerics"} - self.model_fields_set | {name for name in ("recompute", "microbatch") if getattr(self, name) == "auto"}
-        if "microbatch" in left and self.global_batch != "all" and stored["microbatch"] not in self.microbatch_sizes(least=1):
+        left = {"numerics"} - self.model_fields_set | {
+            name for name in ("recompute", "microbatch") if getattr(self, name) == "auto"
+        }
+        if (
+            "microbatch" in left
+            and self.global_batch != "all"
+            and stored["microbatch"] not in self.microbatch_sizes(least=1)
+        ):
             left -= {"microbatch"}
         if self.init and same_checkpoint(self.init, (BEFORE | stored)["init"]):
             left |= {"init"}
@@ -270,9 +325,14 @@ class Job(Section):
     def begun_as(self, stored: dict[str, Any]) -> Job:
         """Returns the job of a run's ``job.json`` as this code reads it.
 
-        Free settings of the top level, and sections that have only free ones, are left out: their stored values may be invalid by now.
+        Free settings of the top level, and sections that have only free ones, are left out: their stored
+        values may be invalid by now.
         """
-        theirs = {name: value for name, value in (BEFORE | stored).items() if _NOT_THE_TRAJECTORY.get(name) is not True}
+        theirs = {
+            name: value
+            for name, value in (BEFORE | stored).items()
+            if _NOT_THE_TRAJECTORY.get(name) is not True
+        }
         return Job(**theirs, name=self.name, bucket=self.bucket)
 
     def with_free_of(self, other: Job) -> Job:
@@ -283,7 +343,13 @@ class Job(Section):
                 continue
             theirs = getattr(other, name)
             kept = (
-                {} if free is True else {each: getattr(getattr(self, name), each) for each in type(theirs).model_fields if each not in free}
+                {}
+                if free is True
+                else {
+                    each: getattr(getattr(self, name), each)
+                    for each in type(theirs).model_fields
+                    if each not in free
+                }
             )
             settings[name] = theirs.model_copy(update=kept) if kept else theirs
         return Job(**settings).after(self._earlier)
@@ -293,26 +359,36 @@ class Job(Section):
 
     @property
     def digest(self) -> str:
-        """The sha256 of the settings that define the trajectory; the samples are not part of it.  All other settings may change at a
-        resume.
+        """The sha256 of the settings that define the trajectory; the samples are not part of it.  All other
+        settings may change at a resume.
 
-        A setting that an older release did not have counts with its default.  So compare the digest with that of a stored ``job.json`` as
-        this code reads it, not with the one that was written.
+        A setting that an older release did not have counts with its default.  So compare the digest with that
+        of a stored ``job.json`` as this code reads it, not with the one that was written.
         """
-        return hashlib.sha256(json.dumps(self.trajectory(), sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+        return hashlib.sha256(
+            json.dumps(self.trajectory(), sort_keys=True, separators=(",", ":")).encode()
+        ).hexdigest()
 
     def trajectory(self) -> dict[str, Any]:
         """Returns the settings that define the trajectory."""
         settings = self.model_dump(mode="json", exclude=_NOT_THE_TRAJECTORY)
         settings = {name: without_secrets(name, value, stands_for_secret) for name, value in settings.items()}
         for section, later in _LATER.items():
-            settings[section] = {name: value for name, value in settings[section].items() if name not in later or value != later[name]}
+            settings[section] = {
+                name: value
+                for name, value in settings[section].items()
+                if name not in later or value != later[name]
+            }
         without = {name: {} for name in _LATER} | BEFORE
-        return {name: value for name, value in settings.items() if name not in without or value != without[name]}
+        return {
+            name: value for name, value in settings.items() if name not in without or value != without[name]
+        }
 
     @classmethod
     def refuses(cls, setting: str) -> bool:
-        """Returns whether the state of a run does not fit another value of ``setting``, as of ``model_args.dim``."""
+        """Returns whether the state of a run does not fit another value of ``setting``, as of
+        ``model_args.dim``.
+        """
         return change_at(cls, setting) is Change.REFUSED
 
     def code(self) -> tuple[str, ...]:
@@ -321,17 +397,34 @@ class Job(Section):
         return (*self.trajectory_code(), *validated)
 
     def trajectory_code(self) -> tuple[str, ...]:
-        """Returns the code on which the weights depend: all that the job names but the held-out data, which are free to change."""
+        """Returns the code on which the weights depend: all that the job names but the held-out data, which
+        are free to change.
+        """
         own = [kind for kind in (self.optim.kind, self.schedule.kind) if ":" in kind]
         loop = (self.loop,) if self.loop else ()
         parts = self.data.args.get("parts")  # of a mixture
-        mixed = (each.get("dataset") for each in parts if isinstance(each, dict)) if isinstance(parts, list) else ()
-        return (self.model, self.loss, self.data.dataset, *loop, *own, *(each for each in mixed if isinstance(each, str)))
+        mixed = (
+            (each.get("dataset") for each in parts if isinstance(each, dict))
+            if isinstance(parts, list)
+            else ()
+        )
+        return (
+            self.model,
+            self.loss,
+            self.data.dataset,
+            *loop,
+            *own,
+            *(each for each in mixed if isinstance(each, str)),
+        )
 
     def named_code(self) -> dict[str, str]:
         """Returns the code that the job names, or was given as objects, by setting."""
         code = {"model": self.model, "loss": self.loss, "loop": self.loop, "data.dataset": self.data.dataset}
-        code |= {"optim.kind": self.optim.kind, "schedule.kind": self.schedule.kind, "validation.dataset": self.validation.dataset}
+        code |= {
+            "optim.kind": self.optim.kind,
+            "schedule.kind": self.schedule.kind,
+            "validation.dataset": self.validation.dataset,
+        }
         return {setting: path for setting, path in code.items() if ":" in path}
 
     def objects(self) -> dict[str, Given]:
@@ -339,11 +432,19 @@ class Job(Section):
         return {setting: path for setting, path in self.named_code().items() if isinstance(path, Given)}
 
     def with_objects(self, given: Mapping[str, Given]) -> Job:
-        """Returns the job with the objects that :meth:`objects` returned, in a process that knows only their names."""
+        """Returns the job with the objects that :meth:`objects` returned, in a process that knows only their
+        names.
+        """
         job = self
         for setting, each in given.items():
             section, _, name = setting.rpartition(".")
-            job = job.replace(**({section: getattr(job, section).model_copy(update={name: each})} if section else {name: each}))
+            job = job.replace(
+                **(
+                    {section: getattr(job, section).model_copy(update={name: each})}
+                    if section
+                    else {name: each}
+                )
+            )
         return job
 
     @property
@@ -358,12 +459,17 @@ class Job(Section):
         return self.microbatch
 
     def microbatch_sizes(self, least: int | None = None) -> list[int]:
-        """Returns the sizes of microbatches into which every step can be cut, with ``least`` or more microbatches in the largest step.
+        """Returns the sizes of microbatches into which every step can be cut, with ``least`` or more
+        microbatches in the largest step.
 
-        Without ``least`` it is :data:`ROUNDS` for each of ``workers.max`` workers, or as many as there can be.
+        Without ``least`` it is :data:`ROUNDS` for each of ``workers.max`` workers, or as many as there can
+        be.
         """
         batch, ramp = self._batch(), self.batch_ramp
-        common, most = math.gcd(batch, ramp.start, ramp.increment), batch // (ROUNDS * self.workers.max if least is None else least)
+        common, most = (
+            math.gcd(batch, ramp.start, ramp.increment),
+            batch // (ROUNDS * self.workers.max if least is None else least),
+        )
         return [size for size in range(1, common + 1) if not common % size and size <= max(most, 1)]
 
     def validates(self, step: int) -> bool:
@@ -379,14 +485,20 @@ class Job(Section):
 
     @property
     def zero(self) -> int | Literal["auto"]:
-        """The stage of ZeRO, in which ``auto`` is 2 for workers that share state in the memory of the node: 3 is not possible there."""
+        """The stage of ZeRO, in which ``auto`` is 2 for workers that share state in the memory of the node: 3
+        is not possible there.
+        """
         chosen = self.parallel.zero
         return 2 if chosen == "auto" and self.offloads and self.parallel.dp_shard != 1 else chosen
 
     def stretches(self) -> Stretches:
-        """Returns the rules by which all steps of the run draw their samples, also those before its newest branch."""
+        """Returns the rules by which all steps of the run draw their samples, also those before its newest
+        branch.
+        """
         ramp, data = self.batch_ramp, self.data
-        own = Stretch(0, self._batch(), ramp.start, ramp.increment, ramp.samples, self.seed, data.sampling, data.weights)
+        own = Stretch(
+            0, self._batch(), ramp.start, ramp.increment, ramp.samples, self.seed, data.sampling, data.weights
+        )
         return followed(self._earlier, own)
 
     def batches(self) -> Batches:
@@ -411,19 +523,28 @@ class Job(Section):
         return LayoutRule(dp_replicate, dp_shard, self.parallel.min_shard, self.parallel.use)
 
     def layouts(self, least_shard: int = 1) -> list[Layout]:
-        """Returns the layouts that the permitted numbers of workers form, from the fewest workers to ``workers.max``.
+        """Returns the layouts that the permitted numbers of workers form, from the fewest workers to
+        ``workers.max``.
 
         They have at least ``least_shard`` shards, if there are such layouts; so there is at least one.
         """
         least, rule = self.workers.min, self.layout_rule().at_least(least_shard)
-        found = [layout for n, layout in table(rule, self.workers.max, least) if layout is not None and n >= least]
+        found = [
+            layout for n, layout in table(rule, self.workers.max, least) if layout is not None and n >= least
+        ]
         return found if found or least_shard == 1 else self.layouts()
 
     def copy_rule(self) -> CopyRule:
-        return CopyRule(self.copies.copy_every == "auto" and not self.offloads, self.copies.buddy_every == "auto", self.copies.link_share)
+        return CopyRule(
+            self.copies.copy_every == "auto" and not self.offloads,
+            self.copies.buddy_every == "auto",
+            self.copies.link_share,
+        )
 
     def _buddies(self) -> int:
-        """Returns the number of steps between copies to buddies: 0 if nothing is copied, and 1, the smallest, with ``auto``."""
+        """Returns the number of steps between copies to buddies: 0 if nothing is copied, and 1, the smallest,
+        with ``auto``.
+        """
         if self.copies.copy_every == 0:
             return 0
         return 1 if self.copies.buddy_every == "auto" else self.copies.buddy_every
@@ -459,15 +580,20 @@ class Job(Section):
         found, needed = list(idle(self)), ROUNDS * self.workers.max
         if self.global_batch == "all" or self.microbatch == "auto":
             return found
-        if self.microbatches < needed and any(self.microbatches % number for number in range(self.workers.min, self.workers.max + 1)):
+        if self.microbatches < needed and any(
+            self.microbatches % number for number in range(self.workers.min, self.workers.max + 1)
+        ):
             found.append(
-                f"global_batch = {self.global_batch} is only {self.microbatches} microbatches of {self.microbatch} for up to "
-                f"{self.workers.max} workers: when their number does not divide it, some idle in a step's last round; "
+                f"global_batch = {self.global_batch} is only {self.microbatches} microbatches of "
+                f"{self.microbatch} for up to "
+                f"{self.workers.max} workers: when their number does not divide it, some idle in a step's "
+                "last round; "
                 f"{needed} or more microbatches keep that small"
             )
         if self.reduction.block > self.microbatches:
             found.append(
-                f"reduction.block = {self.reduction.block} is more than the {self.microbatches} microbatches of a step, so these are one "
+                f"reduction.block = {self.reduction.block} is more than the {self.microbatches} "
+                "microbatches of a step, so these are one "
                 f"block, as with {self.microbatches}; the number of workers on a node is best"
             )
         return found
@@ -476,23 +602,36 @@ class Job(Section):
 _NOT_THE_TRAJECTORY: Any = {"name": True, **free_settings(Job)}
 """The settings that are not in the digest, in the form that pydantic's ``exclude`` takes.
 
-The name only says which run it is.  ``data.args`` are free, because the fingerprint of the samples is compared instead (``runs/data.py``).
+The name only says which run it is.  ``data.args`` are free, because the fingerprint of the samples is
+compared instead (``runs/data.py``).
 """
 _LATER: dict[str, dict[str, Any]] = {
     "data": {"weights": [], "group_by_length": False},
-    "optim": {"kind": "adamw", "args": {}, "momentum": 0.9, "decay": "decoupled", "moments": "model", "average": 0.0, "groups": []},
+    "optim": {
+        "kind": "adamw",
+        "args": {},
+        "momentum": 0.9,
+        "decay": "decoupled",
+        "moments": "model",
+        "average": 0.0,
+        "groups": [],
+    },
     "schedule": {"decay_steps": 0, "args": {}},
     "batch_ramp": {"start": 0, "increment": 0, "samples": 0},
     "reduction": {"block": 1, "wire": "fp32"},
     "spikes": {"action": "none", "z": 6.0, "window": 128, "microbatch_z": 0.0},
 }
-"""The settings that came after the first release, by section, each with the value that stands for the behaviour before.
+"""The settings that came after the first release, by section, each with the value that stands for the
+behaviour before.
 
-A setting with that value is left out of the digest, and a section without others too, so that the digest of an older run stays the same.
+A setting with that value is left out of the digest, and a section without others too, so that the digest of
+an older run stays the same.
 """
 
 BEFORE: dict[str, Any] = {
     **{"numerics": 1, "init": "", "loop": ""},
     **{"recompute": "none", "attention": "auto", "activations": "keep", "loss_scale": "dynamic"},
 }
-"""The settings of the top level that a run has whose ``job.json`` does not name them.  The digest leaves these values out, as above."""
+"""The settings of the top level that a run has whose ``job.json`` does not name them.  The digest leaves
+these values out, as above.
+"""

@@ -1,8 +1,9 @@
 """Checks that every node sees the bucket as the same place.
 
-The coordinator writes an object that only this life of the run can have written.  The keeper of each node looks for it and writes one
-of its own, which the coordinator looks for.  Without this check a bucket that is a folder local to each node would look fine from every
-node, until a member heals from what another node has saved.
+The coordinator writes an object that only this life of the run can have written.  The keeper of each node
+looks for it and writes one of its own, which the coordinator looks for.  Without this check a bucket that is
+a folder local to each node would look fine from every node, until a member heals from what another node has
+saved.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ COORDINATOR = "coordinator"
 
 
 class Probe:
-    """Writes and finds the signs of one life of the run ``name``.  ``token`` names that life and was never used before."""
+    """Writes and finds the signs of one life of the run ``name``.  ``token`` names that life and was never
+    used before.
+    """
 
     def __init__(self, store: ObjectStore, name: str, token: str) -> None:
         self.store, self.name, self.token = store, name, token
@@ -23,7 +26,9 @@ class Probe:
         return f"{self.name}/.probe-{self.token}-{who}"
 
     def leave(self, who: str) -> None:
-        """Writes the sign of ``who``.  Raises :class:`storage.errors.StorageError` if the bucket cannot be written."""
+        """Writes the sign of ``who``.  Raises :class:`storage.errors.StorageError` if the bucket cannot be
+        written.
+        """
         self.store.put(self.key(who), f"{self.token} {who}".encode())
 
     def sees(self, who: str) -> bool:
@@ -44,6 +49,8 @@ class Probe:
                 self.store.delete(key)
 
     def remove_all(self) -> None:
-        """Removes every sign of this life that is visible here, also those whose writers ended before they could."""
+        """Removes every sign of this life that is visible here, also those whose writers ended before they
+        could.
+        """
         for key in self.store.list(self.key("")):
             self.store.delete(key)

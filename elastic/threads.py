@@ -1,6 +1,8 @@
-"""Background threads whose errors are heard of: the work begins anew, or the process ends; and a main thread that signals do not break off.
+"""Background threads whose errors are heard of: the work begins anew, or the process ends; and a main thread
+that signals do not break off.
 
-An exception that leaves an ordinary thread ends it with a line in some log, and what it did is done no more while all else goes on.
+An exception that leaves an ordinary thread ends it with a line in some log, and what it did is done no more
+while all else goes on.
 """
 
 from __future__ import annotations
@@ -16,17 +18,27 @@ from contextlib import contextmanager
 from types import FrameType
 
 FIRST_S, LONGEST_S = 0.1, 2.0
-"""Seconds from a failure until the work begins anew: they double with each failure up to the second number, after which they are the first
-again once the work has lasted as long.
+"""Seconds from a failure until the work begins anew: they double with each failure up to the second number,
+after which they are the first again once the work has lasted as long.
 """
-STOPS = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP", signal.SIGUSR1: "SIGUSR1"}
-"""The signals that ask a run to save and to stop, and their words.  A terminal that is closed sends SIGHUP, and Slurm may send SIGUSR1."""
+STOPS = {
+    signal.SIGINT: "Ctrl-C",
+    signal.SIGTERM: "SIGTERM",
+    signal.SIGHUP: "SIGHUP",
+    signal.SIGUSR1: "SIGUSR1",
+}
+"""The signals that ask a run to save and to stop, and their words.  A terminal that is closed sends SIGHUP,
+and Slurm may send SIGUSR1.
+"""
 PATIENT = frozenset({signal.SIGHUP, signal.SIGUSR1})
-"""The signals of these that say nothing new after another one: the end of a terminal's session sends SIGTERM, and SIGHUP twice."""
+"""The signals of these that say nothing new after another one: the end of a terminal's session sends SIGTERM,
+and SIGHUP twice.
+"""
 
 
 def keep_going(work: Callable[[], object], name: str, say: Callable[[str], None] = print) -> threading.Thread:
-    """Runs ``work`` on a daemon thread, and begins it anew whenever it fails.  The thread ends when ``work`` returns.
+    """Runs ``work`` on a daemon thread, and begins it anew whenever it fails.  The thread ends when ``work``
+    returns.
 
     ``say`` receives a sentence with the traceback, once for each place where it fails.
     """
@@ -36,7 +48,9 @@ def keep_going(work: Callable[[], object], name: str, say: Callable[[str], None]
 
 
 def go_or_end(work: Callable[[], object], name: str) -> threading.Thread:
-    """Runs ``work`` on a daemon thread.  If it fails, the process ends with code 1: others then know, and replace it."""
+    """Runs ``work`` on a daemon thread.  If it fails, the process ends with code 1: others then know, and
+    replace it.
+    """
     thread = threading.Thread(target=_go_or_end, args=(work, name), name=name, daemon=True)
     thread.start()
     return thread
@@ -83,7 +97,10 @@ def _keep_going(work: Callable[[], object], name: str, say: Callable[[str], None
             place = f"{type(error).__name__} at {os.path.basename(frame.filename)}:{frame.lineno}"
             if place not in said:
                 said.add(place)
-                sentence = f"the thread {name!r} failed ({place}) and begins anew; this is a fault of Elastic\n{traceback.format_exc()}"
+                sentence = (
+                    f"the thread {name!r} failed ({place}) and begins anew; this is a fault of "
+                    f"Elastic\n{traceback.format_exc()}"
+                )
                 try:
                     say(sentence)
                 except Exception:  # nobody hears it any more, but the work goes on
@@ -98,6 +115,12 @@ def _go_or_end(work: Callable[[], object], name: str) -> None:
     try:
         work()
     except BaseException:  # the boundary of a thread
-        print(f"the thread {name!r} failed, and this process ends; this is a fault of Elastic\n{traceback.format_exc()}", flush=True)
+        print(
+            (
+                f"the thread {name!r} failed, and this process ends; this is a fault of "
+                f"Elastic\n{traceback.format_exc()}"
+            ),
+            flush=True,
+        )
         sys.stderr.flush()
         os._exit(1)

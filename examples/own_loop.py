@@ -7,5 +7,7 @@ def train(ctx):
     for step in ctx.steps():  # a world that breaks leaves this function; it is called again in the next one
         for batch in step.batches():  # this worker's microbatches
             errors = model(batch["x"]) - batch["y"]
-            step.backward(errors.square().sum(), errors.numel())  # a sum, and the number of terms in it: never a mean
+            step.backward(
+                errors.square().sum(), errors.numel()
+            )  # a sum, and the number of terms in it: never a mean
         step.commit(metrics={"progress": step.number / ctx.job.steps})  # for all workers or for none

@@ -113,12 +113,20 @@ def report(runs: list[Job], killed_at: float) -> int:
     for change in changes:
         print(phases(change, killed_at))
     same = len(set(hashes.values())) == 1
-    result = {"same": same, "hashes": hashes, "exports": exports, "killed_at": killed_at, "recoveries": [asdict(c) for c in changes]}
+    result = {
+        "same": same,
+        "hashes": hashes,
+        "exports": exports,
+        "killed_at": killed_at,
+        "recoveries": [asdict(c) for c in changes],
+    }
     (OUT / "result.json").write_text(json.dumps(result, indent=2))
     print("\n=== sha256 of weights and moments")
     for name, value in hashes.items():
         print(f"{value}  {name}")
-    print(f"{'bit-identical' if same else 'DIFFERENT'}; recompute them from the files in {OUT / 'result.json'}")
+    print(
+        f"{'bit-identical' if same else 'DIFFERENT'}; recompute them from the files in {OUT / 'result.json'}"
+    )
     return 0 if same else 1
 
 

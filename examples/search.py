@@ -39,7 +39,11 @@ def trial(settings: dict[str, Any], file: Path, folder: Path, bucket: str) -> No
         if isinstance(line, Scored):
             tune.report({"loss": line.loss, "step": line.step, "run": job.name})
 
-    fixed = {"name": f"trial-{tune.get_context().get_trial_id()}", "bucket": bucket, "deadlines.driver_s": 5.0}
+    fixed = {
+        "name": f"trial-{tune.get_context().get_trial_id()}",
+        "bucket": bucket,
+        "deadlines.driver_s": 5.0,
+    }
     job = Job.load(file, settings | fixed)
     result = launch(job, show=report)
     if result.state != "Finished":
@@ -51,7 +55,9 @@ def search(file: Path, space: dict[str, Any], trials: int, at_once: int) -> tune
     job = Job.load(file)
     bucket = job.bucket if "://" in job.bucket else str(Path(job.bucket).absolute())
     tuner = tune.Tuner(
-        tune.with_resources(tune.with_parameters(trial, file=file.absolute(), folder=Path.cwd(), bucket=bucket), FOLLOWING),
+        tune.with_resources(
+            tune.with_parameters(trial, file=file.absolute(), folder=Path.cwd(), bucket=bucket), FOLLOWING
+        ),
         param_space=space,
         tune_config=tune.TuneConfig(
             metric="loss",
@@ -59,9 +65,13 @@ def search(file: Path, space: dict[str, Any], trials: int, at_once: int) -> tune
             num_samples=trials,
             max_concurrent_trials=at_once,
             # Tune ends a trial that reaches max_t at once, before its run has made its last save
-            scheduler=ASHAScheduler(time_attr="step", max_t=job.steps + 1, grace_period=max(job.validation.every, 1)),
+            scheduler=ASHAScheduler(
+                time_attr="step", max_t=job.steps + 1, grace_period=max(job.validation.every, 1)
+            ),
         ),
-        run_config=tune.RunConfig(name="search", storage_path=f"{bucket}/tune", failure_config=tune.FailureConfig(max_failures=3)),
+        run_config=tune.RunConfig(
+            name="search", storage_path=f"{bucket}/tune", failure_config=tune.FailureConfig(max_failures=3)
+        ),
     )
     return tuner.fit()
 
@@ -82,19 +92,35 @@ def space_of(grids: Sequence[str], draws: Sequence[str]) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Search for the hyperparameters of a job with Ray Tune.")
     parser.add_argument("job", type=Path, help="the job file (TOML), with [validation]")
-    parser.add_argument("--grid", action="append", default=[], metavar="SETTING=A,B", help="try each of these values")
-    parser.add_argument("--draw", action="append", default=[], metavar="SETTING=A..B", help="draw values between A and B, log-uniformly")
-    parser.add_argument("--trials", type=int, default=1, help="number of draws for each point of the grids (default: 1)")
-    parser.add_argument("--at-once", type=int, default=2, help="largest number of runs at a time (default: 2)")
+    parser.add_argument(
+        "--grid", action="append", default=[], metavar="SETTING=A,B", help="try each of these values"
+    )
+    parser.add_argument(
+        "--draw",
+        action="append",
+        default=[],
+        metavar="SETTING=A..B",
+        help="draw values between A and B, log-uniformly",
+    )
+    parser.add_argument(
+        "--trials", type=int, default=1, help="number of draws for each point of the grids (default: 1)"
+    )
+    parser.add_argument(
+        "--at-once", type=int, default=2, help="largest number of runs at a time (default: 2)"
+    )
     known = parser.parse_args()
     space = space_of(known.grid, known.draw)
     cluster.connect(None)
     results = search(known.job, space, known.trials, known.at_once)
     for found in sorted(results, key=lambda each: each.metrics.get("loss", math.inf)):
         drawn = ", ".join(f"{setting} = {found.config[setting]:.4g}" for setting in space)
-        print(f"{found.metrics.get('run', 'no validation')}: {drawn}: loss {found.metrics.get('loss', math.nan):.6g}")
+        print(
+            f"{found.metrics.get('run', 'no validation')}: {drawn}: loss {found.metrics.get('loss', math.nan):.6g}"
+        )
     best = results.get_best_result()
-    print(f"the best of {len(results)}: {best.metrics['run']}, loss {best.metrics['loss']:.6g} after step {best.metrics['step']}")
+    print(
+        f"the best of {len(results)}: {best.metrics['run']}, loss {best.metrics['loss']:.6g} after step {best.metrics['step']}"
+    )
     return 0
 
 

@@ -1,4 +1,6 @@
-"""Calls on daemon threads: a call that hangs holds up whoever waits for its result, but not the exit of the process."""
+"""Calls on daemon threads: a call that hangs holds up whoever waits for its result, but not the exit of the
+process.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ T = TypeVar("T")
 
 
 def begin(call: Callable[[], T], name: str) -> Future[T]:
-    """Runs ``call()`` on a daemon thread of this name and returns a future, whose ``result()`` raises what the call raised."""
+    """Runs ``call()`` on a daemon thread of this name and returns a future, whose ``result()`` raises what
+    the call raised.
+    """
     future: Future[T] = Future()
     threading.Thread(target=_run, args=(call, future), name=name, daemon=True).start()
     return future
@@ -23,4 +27,5 @@ def _run(call: Callable[[], T], future: Future[T]) -> None:
     except BaseException as error:  # a panic in Rust code is no Exception; result() raises whatever it was
         future.set_exception(error)
     finally:
-        del call, future  # the error refers to this frame, which would keep these alive until the garbage collector runs
+        # the error refers to this frame, which would keep these alive until the garbage collector runs
+        del call, future

@@ -1,7 +1,7 @@
 """Small JSON documents that carry their own digest: manifests, notes of damage, claims of ownership.
 
-There is exactly one way to write a document: sorted keys, one space of indent, UTF-8.  The blake3 digest of that text is then added under
-``"blake3"``.  A document with any other byte, even a blank, is damaged.
+There is exactly one way to write a document: sorted keys, one space of indent, UTF-8.  The blake3 digest of
+that text is then added under ``"blake3"``.  A document with any other byte, even a blank, is damaged.
 """
 
 from __future__ import annotations
@@ -19,12 +19,16 @@ from storage.objects.port import is_key
 
 DIGEST = "blake3"
 INFLATED_BYTES = 2**28
-"""Largest size of what is compressed: an object of a journal, or a receipt.  With 10,240 workers a snapshot has 8 MB; JSON takes more."""
+"""Largest size of what is compressed: an object of a journal, or a receipt.  With 10,240 workers a snapshot
+has 8 MB; JSON takes more.
+"""
 
 
 @dataclass(frozen=True, order=True)
 class File:
-    """An object of a checkpoint or dataset.  ``name``: relative to its folder; ``size``: in bytes; ``blake3``: as ``b3sum`` prints it."""
+    """An object of a checkpoint or dataset.  ``name``: relative to its folder; ``size``: in bytes;
+    ``blake3``: as ``b3sum`` prints it.
+    """
 
     name: str
     size: int
@@ -32,7 +36,9 @@ class File:
 
     @classmethod
     def of(cls, value: Mapping[str, Any]) -> File:
-        """Returns the file that a document lists.  Raises :class:`ValueError` if it would lie outside of the folder, and others."""
+        """Returns the file that a document lists.  Raises :class:`ValueError` if it would lie outside of the
+        folder, and others.
+        """
         found = cls(**value)
         if not is_key(found.name) or not isinstance(found.blake3, str) or found.size < 0:
             raise ValueError(f"{value} is no file of a folder")
@@ -40,7 +46,8 @@ class File:
 
 
 def inflated(raw: bytes, object: str, wbits: int = zlib.MAX_WBITS) -> bytes:
-    """Returns what was compressed; takes no memory for more than ``INFLATED_BYTES`` of it, and ignores what is behind it.
+    """Returns what was compressed; takes no memory for more than ``INFLATED_BYTES`` of it, and ignores what
+    is behind it.
 
     Raises :class:`Damaged`, naming ``object``, for what has more bytes or cannot be read.
     """
@@ -67,9 +74,11 @@ def seal(content: Mapping[str, Any]) -> bytes:
 
 
 def unseal(raw: bytes, object: str, newest_known: int, oldest_known: int = 1) -> dict[str, Any]:
-    """Returns the content.  ``object`` is its name in messages; ``newest_known`` is the newest format that this code reads.
+    """Returns the content.  ``object`` is its name in messages; ``newest_known`` is the newest format that
+    this code reads.
 
-    Raises :class:`Damaged`, or :class:`BadFormat` if the document is intact but of a newer release, or of one that is too old.
+    Raises :class:`Damaged`, or :class:`BadFormat` if the document is intact but of a newer release, or of one
+    that is too old.
     """
     try:
         content = json.loads(raw)
@@ -81,9 +90,15 @@ def unseal(raw: bytes, object: str, newest_known: int, oldest_known: int = 1) ->
     if not intact:
         raise Damaged(object, f"content with blake3 {found}", digest_of(_text(content)))
     if not 1 <= format <= newest_known:
-        raise BadFormat(f"{object} has format {format}, but this release reads formats up to {newest_known}: install a newer release")
+        raise BadFormat(
+            f"{object} has format {format}, but this release reads formats up to "
+            f"{newest_known}: install a newer release"
+        )
     if format < oldest_known:
-        raise BadFormat(f"{object} has format {format}, and this release reads formats from {oldest_known} on: read it by an older release")
+        raise BadFormat(
+            f"{object} has format {format}, and this release reads formats from {oldest_known} "
+            "on: read it by an older release"
+        )
     return dict(content)
 
 

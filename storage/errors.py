@@ -10,7 +10,8 @@
     └── Unavailable      the store cannot be used or does not answer; another attempt may help
         └── Full         there is no room in the store
 
-A message names the object and its store, and says what to do.  All arguments are strings and stay in ``args``, so every error pickles.
+A message names the object and its store, and says what to do.  All arguments are strings and stay in
+``args``, so every error pickles.
 """
 
 from __future__ import annotations
@@ -39,13 +40,18 @@ class Exists(StorageError):
         self.object = f"{url}/{key}" if url else key
 
     def __str__(self) -> str:
-        return f"{self.object} exists already and was left as it is; use another name, or find out who else writes here"
+        return (
+            f"{self.object} exists already and was left as it is; use another name, or find out who else "
+            "writes here"
+        )
 
 
 class Damaged(StorageError):
     """``fix`` says what to do."""
 
-    def __init__(self, object: str, expected: str, found: str, fix: str = "use an older one, or restore it") -> None:
+    def __init__(
+        self, object: str, expected: str, found: str, fix: str = "use an older one, or restore it"
+    ) -> None:
         super().__init__(object, expected, found, fix)
         self.expected, self.found, self.fix = expected, found, fix
 

@@ -1,4 +1,6 @@
-"""Documents of a run that are only added: each is created once, under the next number, and the newest one counts."""
+"""Documents of a run that are only added: each is created once, under the next number, and the newest one
+counts.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ NAME = r"(\d{6,})[.]json"
 
 @dataclass
 class Numbered(Generic[T]):
-    """The documents in one folder, of formats up to ``newest_known``.  The first one has the number ``first``.
+    """The documents in one folder, of formats up to ``newest_known``.  The first one has the number
+    ``first``.
 
     A document never changes, so each is read once; whoever lists the folder again learns of new ones.
     """
@@ -34,7 +37,9 @@ class Numbered(Generic[T]):
     _known: dict[int, T] = field(default_factory=dict, init=False, repr=False)
 
     def numbers(self) -> list[int]:
-        """Returns the numbers of those that are there.  The newest are asked for by name, since some buckets list new objects late."""
+        """Returns the numbers of those that are there.  The newest are asked for by name, since some buckets
+        list new objects late.
+        """
         found = [int(name[1]) for name in self.store.matching(f"{self.folder}/", NAME)]
         number = max(found, default=self.first - 1)
         with suppress(Missing):
@@ -48,11 +53,15 @@ class Numbered(Generic[T]):
         return max(self.numbers(), default=0)
 
     def read(self, number: int) -> T:
-        """Returns one of them.  Raises :class:`Missing`, :class:`Damaged` or :class:`~storage.errors.BadFormat`."""
+        """Returns one of them.  Raises :class:`Missing`, :class:`Damaged` or
+        :class:`~storage.errors.BadFormat`.
+        """
         if number not in self._known:
             key = self._key(number)
             try:
-                self._known[number] = self.of(unseal(self.store.get(key), self.store.full_name(key), self.newest_known))
+                self._known[number] = self.of(
+                    unseal(self.store.get(key), self.store.full_name(key), self.newest_known)
+                )
             except Damaged as error:
                 raise Damaged(error.object, error.expected, error.found, self.fix) from None
         return self._known[number]

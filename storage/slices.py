@@ -1,8 +1,8 @@
 """Slices address state by what it is, never by who holds it.
 
-A :class:`Slice` is a box of one named tensor, in the tensor's own global coordinates; a :class:`Version` says which moment
-of the run the state belongs to.  Re-sharding is then interval arithmetic: a held slice supplies its intersection with a
-wanted one.  This module is pure and uses only the standard library.
+A :class:`Slice` is a box of one named tensor, in the tensor's own global coordinates; a :class:`Version` says
+which moment of the run the state belongs to.  Re-sharding is then interval arithmetic: a held slice supplies
+its intersection with a wanted one.  This module is pure and uses only the standard library.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ from dataclasses import dataclass
 AVERAGE = "moment.average"
 """Kind of the average of a parameter (``optim.average``)."""
 WHOLE = ("buffer", "constant", "scalar")
-"""Kinds of tensors that are whole in every shard.  A constant is a buffer that its model does not save (``persistent=False``): a worker
-that heals needs it too, but an export leaves it out."""
+"""Kinds of tensors that are whole in every shard.  A constant is a buffer that its model does not save
+(``persistent=False``): a worker that heals needs it too, but an export leaves it out."""
 
 
 @dataclass(frozen=True, order=True)
 class Version:
     """Identifies a state: the step whose update was applied last, and the generation that committed it.
 
-    The same step done again by a later generation is another version.  ``Version(0, 0)`` is the initialisation.
+    The same step done again by a later generation is another version.  ``Version(0, 0)`` is the
+    initialisation.
     """
 
     step: int
@@ -34,7 +35,9 @@ class Version:
 
 @dataclass(frozen=True, order=True)
 class Tensor:
-    """A whole tensor of the state.  ``kind``: parameter, ``moment.<name>`` or one of :data:`WHOLE`; ``dtype``: as safetensors names it."""
+    """A whole tensor of the state.  ``kind``: parameter, ``moment.<name>`` or one of :data:`WHOLE`;
+    ``dtype``: as safetensors names it.
+    """
 
     name: str
     kind: str
@@ -48,7 +51,9 @@ class Tensor:
 
 @dataclass(frozen=True, order=True)
 class Slice:
-    """A box of one tensor: the elements with ``start <= index < stop`` in every dimension.  For a scalar both are empty."""
+    """A box of one tensor: the elements with ``start <= index < stop`` in every dimension.  For a scalar both
+    are empty.
+    """
 
     name: str
     kind: str
@@ -76,6 +81,8 @@ class Slice:
 
 
 def nbytes(tensor: Tensor, part: Slice) -> int:
-    """Returns the size of ``part`` in bytes.  The number in a dtype's name is its bits (``F32``, ``F8_E4M3``); BOOL takes one byte."""
+    """Returns the size of ``part`` in bytes.  The number in a dtype's name is its bits (``F32``,
+    ``F8_E4M3``); BOOL takes one byte.
+    """
     bits = re.search(r"\d+", tensor.dtype)
     return part.count * (int(bits[0]) // 8 if bits else 1)

@@ -1,1 +1,3 @@
-"""Tests.  A package, so that helpers are imported by their full name: ``from tests.support.processes import ...``."""
+"""Tests.  A package, so that helpers are imported by their full name: ``from tests.support.processes import
+...``.
+"""

@@ -1,4 +1,6 @@
-"""This file keeps the results of every test run for ``tests/capabilities.py``, and makes sure that CI skips nothing that it must show."""
+"""This file keeps the results of every test run for ``tests/capabilities.py``, and makes sure that CI skips
+nothing that it must show.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +24,9 @@ from tests.support import budgets
 from tests.support.durations import KEY, known, longest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-"""Torch computes with one thread in this process too, as in workers.  Two threads that wait for each other by spinning, while other
-processes have the cores, made tests of small models four times slower, and took four times the time of the processor.  It is set before
-torch is imported."""
+"""Torch computes with one thread in this process too, as in workers.  Two threads that wait for each other by
+spinning, while other processes have the cores, made tests of small models four times slower, and took four
+times the time of the processor.  It is set before torch is imported."""
 
 pytest_plugins = ["tests.support.buckets", "tests.support.worlds"]
 
@@ -41,16 +43,28 @@ _seconds = pytest.StashKey[dict[str, float]]()
 _skipped = pytest.StashKey[list[str]]()
 _status = pytest.StashKey[int]()
 _compiled = pytest.StashKey[str]()
-"""The folder of what torch has compiled in a whole run: its processes share it, and what earlier runs have left does not matter."""
+"""The folder of what torch has compiled in a whole run: its processes share it, and what earlier runs have
+left does not matter.
+"""
 
 
 FAST = ("architecture", "control", "data", "plan", "sim")
-"""Folders of tests without Ray or GPUs, and mostly without processes; with the files beside them they are ``pytest -m fast``."""
+"""Folders of tests without Ray or GPUs, and mostly without processes; with the files beside them they are
+``pytest -m fast``.
+"""
 
 
-GROUPS = {"actors": "machine", "examples": "machine", "gpu": "machine", "state": "memory", "train": "memory", "sim": "simulations"}
-"""The group of a folder's tests: they use the machine as a whole, since they start clusters or measure its memory, or they share what takes
-a minute to make.  One process runs a whole group, in order; all other files are dealt one by one.
+GROUPS = {
+    "actors": "machine",
+    "examples": "machine",
+    "gpu": "machine",
+    "state": "memory",
+    "train": "memory",
+    "sim": "simulations",
+}
+"""The group of a folder's tests: they use the machine as a whole, since they start clusters or measure its
+memory, or they share what takes a minute to make.  One process runs a whole group, in order; all other files
+are dealt one by one.
 """
 
 
@@ -62,7 +76,9 @@ def unit(nodeid: str) -> str:
 
 
 def longest_first(nodeids: Iterable[str], known: Mapping[str, float]) -> dict[str, float]:
-    """Returns the order of units: those that took longest come first, so that all processes end together.  A new file comes last."""
+    """Returns the order of units: those that took longest come first, so that all processes end together.  A
+    new file comes last.
+    """
     seconds = dict.fromkeys(map(unit, nodeids), 0.0)
     for file, duration in known.items():
         if unit(file) in seconds:
@@ -72,7 +88,8 @@ def longest_first(nodeids: Iterable[str], known: Mapping[str, float]) -> dict[st
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Lets three processes share a whole run, by :func:`unit`: tests that wait leave a core idle, and runs have two.
+    """Lets three processes share a whole run, by :func:`unit`: tests that wait leave a core idle, and runs
+    have two.
 
     A run of chosen files, and the long tests, stay in this process.
     """
@@ -100,7 +117,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
     order = longest_first([item.nodeid for item in items], known())
     items.sort(key=lambda item: (order[unit(item.nodeid)], unit(item.nodeid)))
-    items.sort(key=lambda item: item.path != here / "gpu" / "test_main_path.py")  # the user's way first, where there are GPUs
+    # the user's way first, where there are GPUs
+    items.sort(key=lambda item: item.path != here / "gpu" / "test_main_path.py")
     for item in items:
         folder = item.path.relative_to(here).parts[:-1] if item.path.is_relative_to(here) else ("elsewhere",)
         if (not folder or folder[0] in FAST) and not item.get_closest_marker("full"):
@@ -112,7 +130,12 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.stash[_outcomes], config.stash[_skipped], config.stash[_seconds], config.stash[_counted] = {}, [], {}, defaultdict(Counter)
+    config.stash[_outcomes], config.stash[_skipped], config.stash[_seconds], config.stash[_counted] = (
+        {},
+        [],
+        {},
+        defaultdict(Counter),
+    )
     budgets.begin()
     config.pluginmanager.register(Results(config))
     if sys.dont_write_bytecode and not _distributed(config):
@@ -124,18 +147,27 @@ def pytest_configure(config: pytest.Config) -> None:
 def _compile() -> None:
     """Writes the bytecode of our packages once, where the environment forbids Python to do it.
 
-    The tests start thousands of processes, and each of them would compile all that it imports: 0.3 s of the processor.
+    The tests start thousands of processes, and each of them would compile all that it imports: 0.3 s of the
+    processor.
     """
     here = Path(__file__).parent
-    for folder in (here.parent / "elastic", here.parent / "actors", here.parent / "storage", here / "support"):
+    for folder in (
+        here.parent / "elastic",
+        here.parent / "actors",
+        here.parent / "storage",
+        here / "support",
+    ):
         compileall.compile_dir(folder, quiet=2)
 
 
 @pytest.fixture(autouse=True)
 def no_cluster_of_another_group(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets only the group of clusters find those of this machine: beside it, runs of the same names live there."""
+    """Lets only the group of clusters find those of this machine: beside it, runs of the same names live
+    there.
+    """
     if unit(request.node.nodeid) != "machine" and "ray" in sys.modules:
-        monkeypatch.setattr("ray._private.services.find_gcs_addresses", cache(set))  # Ray clears the cache of its own
+        # Ray clears the cache of its own
+        monkeypatch.setattr("ray._private.services.find_gcs_addresses", cache(set))
 
 
 @pytest.hookimpl(wrapper=True)
@@ -155,9 +187,12 @@ class Results:
         seconds[nodeid] = seconds.get(nodeid, 0.0) + report.duration
         for name, numbers in report.user_properties:
             if name == COUNTED:
-                self.config.stash[_counted]["/".join(nodeid.split("/")[:2]).partition("::")[0]].update(numbers)  # type: ignore[arg-type]
+                self.config.stash[_counted]["/".join(nodeid.split("/")[:2]).partition("::")[0]].update(
+                    numbers
+                )  # type: ignore[arg-type]
         outcomes = self.config.stash[_outcomes]
-        if (report.when == "call" or report.outcome != "passed") and outcomes.get(nodeid) != "failed":  # its end may fail, too
+        # its end may fail, too
+        if (report.when == "call" or report.outcome != "passed") and outcomes.get(nodeid) != "failed":
             outcomes[nodeid] = report.outcome
         if report.skipped and MUST in report.keywords:
             self.config.stash[_skipped].append(nodeid)
@@ -169,7 +204,9 @@ def _distributed(config: pytest.Config) -> bool:
 
 
 def _skipped_whole(config: pytest.Config) -> list[str]:
-    """Returns modules that were skipped before their tests and marks were known, but whose source names the mark."""
+    """Returns modules that were skipped before their tests and marks were known, but whose source names the
+    mark.
+    """
     reporter = config.pluginmanager.get_plugin("terminalreporter")
     reports = reporter.stats.get("skipped", []) if reporter else []
     modules = [report.nodeid for report in reports if isinstance(report, pytest.CollectReport)]
@@ -197,7 +234,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     config = terminalreporter.config
     seconds, counted = config.stash[_seconds], config.stash[_counted]
     if _whole(config) and seconds:
-        terminalreporter.section(f"where the time went: {sum(seconds.values()) / 60:.1f} process-minutes, set-up and end included")
+        terminalreporter.section(
+            f"where the time went: {sum(seconds.values()) / 60:.1f} process-minutes, set-up and end included"
+        )
         terminalreporter.write("\n".join((*longest(seconds, 2), "", *longest(seconds, 3), "")))
         terminalreporter.section("what was started")
         terminalreporter.write("\n".join((*budgets.lines(counted), "")))
@@ -209,9 +248,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """Leaves at once.  Otherwise one whole run in three ended with a segmentation fault, after all tests had passed and were reported: a
-    thread that outlived the interpreter (Ray, torch, botocore and the servers of the tests all leave some) jumped into freed memory.
-    Commands that the tests start are processes of their own: they end as they do for users, and their exit codes are checked.
+    """Leaves at once.  Otherwise one whole run in three ended with a segmentation fault, after all tests had
+    passed and were reported: a thread that outlived the interpreter (Ray, torch, botocore and the servers of
+    the tests all leave some) jumped into freed memory. Commands that the tests start are processes of their
+    own: they end as they do for users, and their exit codes are checked.
     """
     if _compiled in config.stash:
         shutil.rmtree(config.stash[_compiled], ignore_errors=True)

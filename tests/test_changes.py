@@ -1,4 +1,6 @@
-"""L4: what another value of each setting does to a run that has begun: the table of the guide, setting by setting."""
+"""L4: what another value of each setting does to a run that has begun: the table of the guide, setting by
+setting.
+"""
 
 from __future__ import annotations
 
@@ -177,7 +179,10 @@ WITH: dict[str, dict[str, Any]] = {
     "validation.patience": {"validation.every": 50, "checkpoint.save_every": 50},
     "validation.min_delta": {"validation.every": 50, "checkpoint.save_every": 50, "validation.patience": 3},
     "checkpoint.keep_best": {"checkpoint.keep_last": 3, "validation.every": 50},
-    **{f"batch_ramp.{name}": {"batch_ramp": {"start": 16, "increment": 16, "samples": 100}} for name in ("start", "increment", "samples")},
+    **{
+        f"batch_ramp.{name}": {"batch_ramp": {"start": 16, "increment": 16, "samples": 100}}
+        for name in ("start", "increment", "samples")
+    },
 }
 """Settings that both jobs have besides, so that the two values of a setting are allowed."""
 
@@ -225,7 +230,9 @@ def what_happens(folder: Path, setting: str) -> Change:
 
 @pytest.mark.parametrize("setting", [name for name in leaves(Job) if name not in ("name", "bucket")])
 def test_l4_what_another_value_does_is_what_the_table_says(tmp_path: Path, setting: str) -> None:
-    """L4: free: nothing is asked; branch: a word is, and the branch says what it changed; refused: by name, also with the word."""
+    """L4: free: nothing is asked; branch: a word is, and the branch says what it changed; refused: by name,
+    also with the word.
+    """
     assert what_happens(tmp_path, setting) is branches.change_of(setting)
 
 

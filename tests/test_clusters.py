@@ -46,7 +46,9 @@ def test_the_workers_on_aws_are_spot_and_the_head_is_not() -> None:
     assert worker["node_config"]["InstanceMarketOptions"] == {"MarketType": "spot"}
     assert worker["min_workers"] == worker["max_workers"] == AWS["max_workers"] == JOB.workers.max
     assert not AWS["provider"]["cache_stopped_nodes"], "a spot instance cannot be stopped"
-    assert all("IamInstanceProfile" in node["node_config"] for node in (head, worker)), "credentials are the node's own"
+    assert all("IamInstanceProfile" in node["node_config"] for node in (head, worker)), (
+        "credentials are the node's own"
+    )
 
 
 @pytest.mark.parametrize("step", ["setup_commands", "head_start_ray_commands", "worker_start_ray_commands"])
@@ -75,7 +77,10 @@ def test_what_the_run_relies_on_in_kubernetes() -> None:
     (group,) = spec["workerGroupSpecs"]
     assert group["replicas"] == group["minReplicas"] == group["maxReplicas"] == JOB.workers.max
     head, worker = (each["template"]["spec"] for each in (spec["headGroupSpec"], group))
-    assert [container["name"] for each in (head, worker) for container in each["containers"]] == ["ray-head", "ray-worker"]
+    assert [container["name"] for each in (head, worker) for container in each["containers"]] == [
+        "ray-head",
+        "ray-worker",
+    ]
     assert head["containers"][0]["image"] == worker["containers"][0]["image"], "one build everywhere"
     assert worker["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == str(JOB.workers.gpus)
     assert int(worker["containers"][0]["resources"]["requests"]["cpu"]) >= JOB.workers.cpus

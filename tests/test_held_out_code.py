@@ -44,8 +44,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         yield folder
 
 
-def test_l10_held_out_data_in_a_file_of_their_own_lock_nobody_out(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """L10: nothing has changed, and `evaluate`, `rerun` and `owed --pay` find what the run has recorded, to the bit.
+def test_l10_held_out_data_in_a_file_of_their_own_lock_nobody_out(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """L10: nothing has changed, and `evaluate`, `rerun` and `owed --pay` find what the run has recorded, to
+    the bit.
 
     The control: a file on which the weights depend has changed.
     """
@@ -54,19 +57,26 @@ def test_l10_held_out_data_in_a_file_of_their_own_lock_nobody_out(folder: Path, 
     run, path = Run.find(job), tmp_path / "job.toml"
     told = {int(row["step"]): row for row in rows_of(run)}
     assert rerun_here(job, 4).now.loss == told[4]["loss"]
-    assert {step: evaluate_here(job, step)[1].mean for step in (3, 6)} == {step: told[step]["validation_loss"] for step in (3, 6)}
+    assert {step: evaluate_here(job, step)[1].mean for step in (3, 6)} == {
+        step: told[step]["validation_loss"] for step in (3, 6)
+    }
     spares: dict[str, Any] = {"validation": VALIDATION | {"by": "spares"}, "workers": {"spares": 1}}
-    asked.begin(Run(job.replace(**spares), run.store), 0, 2)  # as if spares had been to measure it, and did not come to step 3
+    # as if spares had been to measure it, and did not come to step 3
+    asked.begin(Run(job.replace(**spares), run.store), 0, 2)
     run.store.delete(min(run.store.list(f"{job.name}/validations/")))
     path.write_text(to_toml(job))
     edit(folder / "mine/layers.py", RELU, GELU)
     assert main(["owed", str(path), "--pay"]) == 1
-    assert "validation of step 3 failed: the code of the run 'run'" in (said := " ".join(capsys.readouterr().out.split()))
+    assert "validation of step 3 failed: the code of the run 'run'" in (
+        said := " ".join(capsys.readouterr().out.split())
+    )
     assert "mine/layers.py (changed); undo" in said, "and nothing else"
     edit(folder / "mine/layers.py", GELU, RELU)
     assert main(["owed", str(path), "--pay"]) == 0
     assert "validation after step 3: loss" in (said := capsys.readouterr().out) and "run owes nothing" in said
-    assert (best := best_of(run)) is not None and best.loss == min(told[step]["validation_loss"] for step in (3, 6))
+    assert (best := best_of(run)) is not None and best.loss == min(
+        told[step]["validation_loss"] for step in (3, 6)
+    )
 
 
 @pytest.mark.parametrize("now", ["gone", "changed", "another"])
@@ -82,10 +92,15 @@ def test_l10_the_code_of_held_out_data_is_free(folder: Path, tmp_path: Path, now
         edit(folder / "mine/held_out.py", "1000", "2000")
     if now == "another":
         (folder / "mine/other.py").write_text(HELD_OUT)
-    validation = {"gone": {}, "changed": VALIDATION, "another": VALIDATION | {"dataset": "mine.other:Kept"}}[now]
+    validation = {"gone": {}, "changed": VALIDATION, "another": VALIDATION | {"dataset": "mine.other:Kept"}}[
+        now
+    ]
     job = job.replace(validation=validation)
     edit(folder / "mine/layers.py", RELU, GELU)
-    for refused in (lambda: trained(job), lambda: launch(job.replace(name="fork"), local=True, resume="run@3")):
+    for refused in (
+        lambda: trained(job),
+        lambda: launch(job.replace(name="fork"), local=True, resume="run@3"),
+    ):
         with pytest.raises(JobError, match=r"has changed since step 3: mine/layers\.py \(changed\); undo"):
             refused()
     edit(folder / "mine/layers.py", GELU, RELU)

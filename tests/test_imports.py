@@ -27,7 +27,9 @@ def user_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     package = tmp_path / "theirs"
     package.mkdir()
     (package / "__init__.py").write_text("")
-    (package / "good.py").write_text("import json\nfrom pathlib import Path\n\ndef build(dim): return dim\nSIZE = 3\n")
+    (package / "good.py").write_text(
+        "import json\nfrom pathlib import Path\n\ndef build(dim): return dim\nSIZE = 3\n"
+    )
     (package / "needs.py").write_text("import not_installed_anywhere\n")
     (package / "raises.py").write_text("import json\n\nx = 1 // 0\n")
     (package / "syntax.py").write_text("def f(:\n")
@@ -57,7 +59,13 @@ def test_code_is_found_by_name(user_code: Path) -> None:
         ("theirs.missing:build", "there is no module 'theirs.missing' on this machine's path"),
         ("theirs.godo:build", "or add its folder to PYTHONPATH; did you mean 'theirs.good'?"),
         ("thiers.good:build", "or add its folder to PYTHONPATH; did you mean 'theirs'?"),
-        ("theirs.needs:build", "importing theirs.needs failed with ModuleNotFoundError: No module named 'not_installed_anywhere'"),
+        (
+            "theirs.needs:build",
+            (
+                "importing theirs.needs failed with ModuleNotFoundError: No module named "
+                "'not_installed_anywhere'"
+            ),
+        ),
         ("theirs.raises:build", "importing theirs.raises failed with ZeroDivisionError"),
         ("theirs.syntax:build", "importing theirs.syntax failed with SyntaxError"),
     ],
@@ -94,13 +102,21 @@ def test_u8_a_working_folder_that_would_shadow_us_is_refused(tmp_path: Path, nam
     offender = tmp_path / form.format(name)
     offender.parent.mkdir(exist_ok=True)
     offender.write_text("")
-    with pytest.raises(CodeError, match=rf"{tmp_path}/{name}(\.py)? takes the place of Elastic's own package '{name}'.*rename it"):
+    with pytest.raises(
+        CodeError,
+        match=(
+            rf"{tmp_path}/{name}(\.py)? takes the place of Elastic's own "
+            rf"package '{name}'.*rename it"
+        ),
+    ):
         check_packages(tmp_path)
 
 
 @pytest.mark.fast
 @pytest.mark.parametrize("form", ["{}/__init__.py", "{}.py"])
-def test_a_file_that_would_be_imported_in_place_of_a_library_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str) -> None:
+def test_a_file_that_would_be_imported_in_place_of_a_library_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
     """The controls: a folder of data of that name, and a folder in which the library itself is worked on."""
     offender = tmp_path / form.format("torch")
     offender.parent.mkdir(exist_ok=True)
@@ -108,7 +124,13 @@ def test_a_file_that_would_be_imported_in_place_of_a_library_is_refused(tmp_path
     monkeypatch.syspath_prepend(tmp_path)
     check_packages()
     offender.write_text("")
-    with pytest.raises(CodeError, match=rf"{tmp_path}/torch(\.py)? takes the place of the package 'torch', .*; rename it"):
+    with pytest.raises(
+        CodeError,
+        match=(
+            rf"{tmp_path}/torch(\.py)? takes the place of the package 'torch', "
+            r".*; rename it"
+        ),
+    ):
         check_packages()
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     check_packages()
@@ -122,7 +144,10 @@ def test_a_folder_of_data_shadows_nothing(tmp_path: Path) -> None:
     check_packages(tmp_path)
     code = "import storage; print(storage.__file__)"
     found = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}, capture_output=True, text=True
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"},
+        capture_output=True,
+        text=True,
     )
     assert found.stdout.strip() == str(ROOT / "storage" / "__init__.py")
 
@@ -134,9 +159,20 @@ def test_u8_a_shadowed_package_is_named_by_the_command(tmp_path: Path, name: str
     (tmp_path / name / "__init__.py").write_text("")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
     command = [sys.executable, "-m", "elastic", "--help"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    done = subprocess.run(
+        command,
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
     assert done.returncode == 1
-    assert done.stderr == f"elastic: {tmp_path / name} takes the place of Elastic's own package {name!r} ({ROOT / name}); rename it\n"
+    assert done.stderr == (
+        f"elastic: {tmp_path / name} takes the place of Elastic's own package {name!r} "
+        f"({ROOT / name}); rename it\n"
+    )
 
 
 @pytest.mark.fast
@@ -172,24 +208,44 @@ def test_the_digest_is_of_the_sources_wherever_they_lie(user_code: Path, tmp_pat
 
 @pytest.mark.fast
 def test_our_own_digest_is_of_every_package() -> None:
-    assert own_digest() == _digest([ROOT / "elastic", ROOT / "actors", ROOT / "storage"]) != _digest([ROOT / "elastic"])
+    assert (
+        own_digest()
+        == _digest([ROOT / "elastic", ROOT / "actors", ROOT / "storage"])
+        != _digest([ROOT / "elastic"])
+    )
 
 
 @pytest.mark.fast
 def test_whatever_process_imports_actors_finds_the_shadow_first(tmp_path: Path) -> None:
-    """U8: also on a worker's node, where nobody has checked the path, the error names the folder, not a module missing in ``storage``."""
+    """U8: also on a worker's node, where nobody has checked the path, the error names the folder, not a
+    module missing in ``storage``.
+    """
     (tmp_path / "storage").mkdir()
     (tmp_path / "storage" / "__init__.py").touch()
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
-    found = subprocess.run([sys.executable, "-c", "import actors.worker"], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    found = subprocess.run(
+        [sys.executable, "-c", "import actors.worker"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
     last = found.stderr.strip().splitlines()[-1]
-    assert last.startswith(f"elastic.errors.CodeError: {tmp_path}/storage takes the place of Elastic's own package 'storage' (")
+    assert last.startswith(
+        f"elastic.errors.CodeError: {tmp_path}/storage takes the place of Elastic's own package 'storage' ("
+    )
 
 
 def printed(*lines: str) -> list[str]:
     """Returns the words that a new process prints for these lines."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", "\n".join(lines)], env=environment, capture_output=True, text=True, timeout=PATIENCE_S)
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join(lines)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.split()
 
@@ -197,7 +253,9 @@ def printed(*lines: str) -> list[str]:
 def test_a_coordinator_and_a_command_do_not_wait_for_torch() -> None:
     """Its import takes a second.  The control: what computes imports it."""
     asked = 'print("torch" in sys.modules)'
-    assert printed("import sys, actors.coordinator, actors.launch", asked, "import elastic.engine.world", asked) == ["False", "True"]
+    assert printed(
+        "import sys, actors.coordinator, actors.launch", asked, "import elastic.engine.world", asked
+    ) == ["False", "True"]
 
 
 HEAVY = ("torch", "ray", "pyarrow", "numpy", "pydantic")
@@ -218,11 +276,15 @@ LINES = {
     "train job.toml --data.args.path nowhere": "data.args.path = 'nowhere' holds no dataset",
     "data show nowhere": "holds no dataset",
 }
-"""Lines that need no torch, in one process: what one of them imports is there for those after it.  Each has a part of what it says."""
+"""Lines that need no torch, in one process: what one of them imports is there for those after it.  Each has a
+part of what it says.
+"""
 
 
 def test_a_line_that_needs_no_torch_does_not_wait_for_it(tmp_path: Path) -> None:
-    """Modules are counted, and seconds of a core, of which torch and Ray alone take more.  The control: `dtypes`, which asks torch."""
+    """Modules are counted, and seconds of a core, of which torch and Ray alone take more.  The control:
+    `dtypes`, which asks torch.
+    """
     job = 'name = "toy"\nbucket = "bucket"\nsteps = 4\nglobal_batch = 8\n[data.args]\npath = "tokens"\n'
     (tmp_path / "job.toml").write_text(job)
     (tmp_path / "typo.toml").write_text(job.replace("steps", "stepps"))
@@ -256,13 +318,17 @@ def test_a_line_that_needs_no_torch_does_not_wait_for_it(tmp_path: Path) -> None
     assert all(heavy[line] == ["pydantic"] for line in without_data), heavy
     assert all(heavy[line] == ["pyarrow", "numpy", "pydantic"] for line in LINES if "nowhere" in line), heavy
     (_, _, few, least), (_, _, many, most) = answers["--help"], answers["checkpoint ls job.toml"]
-    assert few < 320 and many < 640, "a quarter of what torch brings, and it is cheap to see where these come from: -X importtime"
+    assert few < 320 and many < 640, (
+        "a quarter of what torch brings, and it is cheap to see where these come from: -X importtime"
+    )
     assert least < 1.5 and most < 4
 
 
 @pytest.mark.fast
 def test_every_command_says_what_it_takes() -> None:
-    """Its parser is made of its signature and its docstring.  The control: the parameter of a function that has no line there."""
+    """Its parser is made of its signature and its docstring.  The control: the parameter of a function that
+    has no line there.
+    """
     assert len(commands()) > 25
     for name, (place, declared) in commands().items():
         there = load(place)
@@ -277,8 +343,8 @@ def test_every_command_says_what_it_takes() -> None:
 
 
 def test_a_process_that_stays_alone_does_not_wait_for_the_compiler() -> None:
-    """Its import takes a second.  What the user's code compiles is deterministic all the same.  The control: a worker, which FSDP2 makes
-    import it, does so before it joins.
+    """Its import takes a second.  What the user's code compiles is deterministic all the same.  The control:
+    a worker, which FSDP2 makes import it, does so before it joins.
     """
     assert printed(
         "import sys, torch",

@@ -48,7 +48,10 @@ def test_a_job_is_immutable() -> None:
 # ---- writing and reading again
 
 plain = st.recursive(
-    st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    st.booleans()
+    | st.integers(-(2**63), 2**63 - 1)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
     max_leaves=8,
 )
@@ -60,7 +63,10 @@ jobs = st.builds(
     optim=st.builds(Optim, lr=st.floats(0, 1), betas=st.tuples(*[st.floats(0, 1, exclude_max=True)] * 2)),
     deadlines=st.builds(Deadlines, form_s=st.floats(0, 1e9, exclude_min=True)),
     parallel=st.builds(Parallel, use=st.sampled_from(["all", "fit"])),
-    faults=st.lists(st.builds(WorkerFault, point=st.sampled_from(["save", "forward"]), step=st.integers(0, 99)), max_size=2),
+    faults=st.lists(
+        st.builds(WorkerFault, point=st.sampled_from(["save", "forward"]), step=st.integers(0, 99)),
+        max_size=2,
+    ),
 )
 
 
@@ -142,26 +148,37 @@ def test_the_digest_is_of_the_trajectory_and_of_nothing_else() -> None:
     """Promise 1: the cluster never enters, everything else does."""
     assert job(**CLUSTER).digest == job().digest
     needed = {"loss_scale": {"precision": "fp16"}, "attention": {"precision": "bf16", "workers": {"gpus": 1}}}
-    digests = {job(**needed.get(setting, {}), **{setting: value}).digest for setting, value in TRAJECTORY.items()}
+    digests = {
+        job(**needed.get(setting, {}), **{setting: value}).digest for setting, value in TRAJECTORY.items()
+    }
     assert len(digests | {job().digest}) == len(TRAJECTORY) + 1
     assert set(CLUSTER) | set(TRAJECTORY) == set(Job.model_fields)
 
 
 def test_the_digest_stays_as_it_was() -> None:
-    """A run begun by an earlier release can be resumed: change this only together with the meaning of a setting."""
-    assert job(numerics=4, recompute="none").digest == "0a67061131832569db76f4e4a942a932a7d1cb88d4b639747bf42236f22ac18b"
+    """A run begun by an earlier release can be resumed: change this only together with the meaning of a
+    setting.
+    """
+    assert (
+        job(numerics=4, recompute="none").digest
+        == "0a67061131832569db76f4e4a942a932a7d1cb88d4b639747bf42236f22ac18b"
+    )
 
 
 def test_rules_are_the_jobs() -> None:
     rules = job(
-        steps=9, reproducible=False, workers=Workers(min=2, max=3), deadlines=Deadlines(stall_s=7), parallel=Parallel(min_shard=2)
+        steps=9,
+        reproducible=False,
+        workers=Workers(min=2, max=3),
+        deadlines=Deadlines(stall_s=7),
+        parallel=Parallel(min_shard=2),
     ).rules()
     assert isinstance(rules, Rules)
     assert (rules.min_workers, rules.max_workers, rules.target_step, rules.save_every) == (2, 3, 9, 50)
     assert (rules.stall_s, rules.lease_s, rules.reproducible) == (7, 120, False)
-    assert job(watch={"patience": 2, "vanishing": 0.1, "exploding": 9, "stationary": 40, "max_skipped": 3}).rules().watch == WatchRule(
-        2, 0.1, 9, 40, 3
-    )
+    assert job(
+        watch={"patience": 2, "vanishing": 0.1, "exploding": 9, "stationary": 40, "max_skipped": 3}
+    ).rules().watch == WatchRule(2, 0.1, 9, 40, 3)
     assert rules.watch == WatchRule()
     assert (rules.layout.dp_shard, rules.layout.min_shard, rules.layout.use) == (None, 2, "all")
 
@@ -172,7 +189,9 @@ def test_microbatches_and_the_warning_about_too_few() -> None:
     (warning,) = few.warnings()
     assert "only 15 microbatches of 2 for up to 4 workers" in warning
     assert job(global_batch=32, microbatch=2, workers=Workers(max=4)).warnings() == []
-    assert [job(global_batch=2 * many, microbatch=2, workers=Workers(max=2)).warnings() == [] for many in (3, 4)] == [False, True]
+    assert [
+        job(global_batch=2 * many, microbatch=2, workers=Workers(max=2)).warnings() == [] for many in (3, 4)
+    ] == [False, True]
     (warning,) = job(global_batch=32, microbatch=2, reduction={"block": 17}).warnings()
     assert "reduction.block = 17 is more than the 16 microbatches" in warning
     assert job(global_batch=32, microbatch=2, reduction={"block": 16}).warnings() == []

@@ -1,4 +1,6 @@
-"""L11: a job takes the functions and classes of a script or a notebook in place of names, and knows them again."""
+"""L11: a job takes the functions and classes of a script or a notebook in place of names, and knows them
+again.
+"""
 
 from __future__ import annotations
 
@@ -88,7 +90,13 @@ def edited(old: str, new: str) -> dict[str, Any]:
 
 
 def job_of(folder: Path, of: dict[str, Any], **changes: Any) -> Job:
-    values = {"name": "run", "bucket": str(folder), "model": of["build"], "loss": of["loss"], "data": {"dataset": of["Waves"]}}
+    values = {
+        "name": "run",
+        "bucket": str(folder),
+        "model": of["build"],
+        "loss": of["loss"],
+        "data": {"dataset": of["Waves"]},
+    }
     return Job(**values | {"steps": 6, "global_batch": 8, "checkpoint": {"save_every": 3}} | changes)
 
 
@@ -103,7 +111,10 @@ def parts(of: dict[str, Any], *names: str) -> dict[str, str]:
 def test_l11_an_object_is_its_name_if_that_can_be_imported(tmp_path: Path) -> None:
     """L11: else it is a text that stands for it, also in ``job.json``; the object goes nowhere by itself."""
     job = toy_job(tmp_path, name="run", data={"dataset": Sums}, model=parts_of)
-    assert (job.data.dataset, job.model) == ("tests.support.toys:Sums", "elastic.code.objects:parts_of") and job.objects() == {}
+    assert (job.data.dataset, job.model) == (
+        "tests.support.toys:Sums",
+        "elastic.code.objects:parts_of",
+    ) and job.objects() == {}
     of = cell()
     job = job_of(tmp_path, of, loss=of["short"]).replace(seed=3)
     assert job.code() == ("object:build", "object:lambda", "object:Waves")
@@ -112,7 +123,13 @@ def test_l11_an_object_is_its_name_if_that_can_be_imported(tmp_path: Path) -> No
     assert Job(name="run", bucket="b", model=partial(of["build"], 4)).model == "object:partial"
     for copied in (Job.from_json(job.to_json()), pickle.loads(pickle.dumps(job))):
         assert copied.code() == job.code() and copied.digest == job.digest and copied.objects() == {}
-    with pytest.raises(CodeError, match=r"^model = 'object:build' is code of the script or notebook that began the run, and nobody here"):
+    with pytest.raises(
+        CodeError,
+        match=(
+            r"^model = 'object:build' is code of the script or notebook that "
+            r"began the run, and nobody here"
+        ),
+    ):
         load(Job.from_json(job.to_json()).model, "model")
 
 
@@ -123,7 +140,13 @@ def test_l11_an_object_is_its_name_if_that_can_be_imported(tmp_path: Path) -> No
         (3, "must be text"),
         ([1], "must be text"),
         ("nothing", r"must name code as 'package\.module:name'"),
-        ("__main__:build", "names code of the script that runs; give the function or class itself, without quotes, or put it into"),
+        (
+            "__main__:build",
+            (
+                "names code of the script that runs; give the function or class itself, without "
+                "quotes, or put it into"
+            ),
+        ),
     ],
 )
 def test_l11_what_a_file_can_say_is_checked_as_before(tmp_path: Path, value: Any, says: str) -> None:
@@ -146,7 +169,11 @@ def test_l11_what_a_file_can_say_is_checked_as_before(tmp_path: Path, value: Any
         ("arange(3)", "arange(4)", {"__main__.TABLE"}),
         ("normal_", "uniform_", {"__main__.Net"}),
         ("class Net(Base):", "class Net(Base):\n    extra = 1", {"__main__.Net"}),
-        ("class Base(nn.Sequential):\n    pass", "class Base(nn.Sequential):\n    extra = 1", {"__main__.Net"}),
+        (
+            "class Base(nn.Sequential):\n    pass",
+            "class Base(nn.Sequential):\n    extra = 1",
+            {"__main__.Net"},
+        ),
         ("def build(width=8", "def build(width=9", {"object:build"}),
         ("bias=True)", "bias=False)", {"object:build"}),
         ("nn.Tanh()", "nn.GELU()", {"object:build"}),
@@ -157,15 +184,21 @@ def test_l11_what_a_file_can_say_is_checked_as_before(tmp_path: Path, value: Any
         ('return "waves"', 'return "tides"', {"object:Waves"}),
     ],
 )
-def test_l11_a_fingerprint_is_of_all_that_the_object_computes_with(old: str, new: str, differs: set[str]) -> None:
-    """L11: code, defaults, closures, members, bases, and globals through other functions; each difference is at the part that has it."""
+def test_l11_a_fingerprint_is_of_all_that_the_object_computes_with(
+    old: str, new: str, differs: set[str]
+) -> None:
+    """L11: code, defaults, closures, members, bases, and globals through other functions; each difference is
+    at the part that has it.
+    """
     before, after = parts(cell()), parts(edited(old, new))
     assert before == parts(cell()), "the control: the same cell, run again"
     assert {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)} == differs
 
 
 def test_l11_a_fingerprint_is_the_same_in_every_process(tmp_path: Path) -> None:
-    """L11: sets have another order in each, unless the seed of their hashes is fixed; so two are, and one program is typed."""
+    """L11: sets have another order in each, unless the seed of their hashes is fixed; so two are, and one
+    program is typed.
+    """
     small = """
 WORDS, SCALE = {"a", "b", "c", "d"}, {"x": 0.3}
 class Base: pass
@@ -176,7 +209,10 @@ def outer(power):
     return build
 build = outer(2)
 """
-    program = f"{small}\nfrom elastic.code.objects import Given, parts_of\nprint(sorted(parts_of([Given(build)])[0].items()))"
+    program = (
+        f"{small}\nfrom elastic.code.objects import Given, "
+        "parts_of\nprint(sorted(parts_of([Given(build)])[0].items()))"
+    )
     (tmp_path / "script.py").write_text(program)
     told = {
         subprocess.run(
@@ -193,7 +229,9 @@ build = outer(2)
 
 
 @pytest.mark.fast
-def test_l11_modules_of_an_object_are_files_of_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_l11_modules_of_an_object_are_files_of_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """L11, L10: a helper beside the script is read as a file, and two objects of one name are two."""
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "beside.py").write_text("def twice(x):\n    return 2 * x\n")
@@ -217,11 +255,17 @@ def test_l11_things_that_contain_themselves_or_cannot_be_taken_apart() -> None:
 
 @pytest.mark.fast
 def test_l11_a_worker_gets_what_the_driver_had(tmp_path: Path) -> None:
-    """L11: the job that travels has only names; with the bytes it has the objects, which compute the same and have the same build."""
+    """L11: the job that travels has only names; with the bytes it has the objects, which compute the same and
+    have the same build.
+    """
     of = cell()
     job = job_of(tmp_path, of)
     there = UsersCode([], b"".join(pack(job))).restore(pickle.loads(pickle.dumps(job)))
-    assert code_digest(there.code()) == code_digest(job.code()) != code_digest(Job.from_json(job.to_json()).code())
+    assert (
+        code_digest(there.code())
+        == code_digest(job.code())
+        != code_digest(Job.from_json(job.to_json()).code())
+    )
     assert load(there.model) is not of["build"], "the control: it is another object"
     batch, model = of["Waves"]().read((1, 2)), torch.nn.Linear(4, 1)
     assert torch.equal(load(there.loss)(model, batch)[0], of["loss"](model, batch)[0])
@@ -241,7 +285,9 @@ def test_l11_what_cannot_be_sent_is_one_sentence(tmp_path: Path, extra: str, say
     of = cell(f"{CELL}\n{extra}\ndef holding(model, batch):\n    held\n    return loss(model, batch)\n")
     job = job_of(tmp_path, of, loss=of["holding"])
     fix = "make or open it inside of the function that uses it"
-    with pytest.raises(JobError, match=rf"^loss = 'object:holding' cannot be sent to workers: {says}; {fix}$"):
+    with pytest.raises(
+        JobError, match=rf"^loss = 'object:holding' cannot be sent to workers: {says}; {fix}$"
+    ):
         launch(job)
     assert launch(job, local=True, show=lambda line: None).state == "Finished"
     if isinstance(of["held"], TextIOWrapper):
@@ -257,7 +303,11 @@ def test_l11_data_in_a_closure_has_a_limit(tmp_path: Path) -> None:
             assert sum(map(len, chunks)) > 4 * numbers and max(map(len, chunks)) < 100 * 2**10
             continue
         with pytest.raises(
-            JobError, match=r"^data\.dataset = 'object:Waves' takes 8\.39 MB with it, and the objects of a job may have 4\.19 MB"
+            JobError,
+            match=(
+                r"^data\.dataset = 'object:Waves' takes 8\.39 MB with it, and the objects of a "
+                r"job may have 4\.19 MB"
+            ),
         ):
             pack(job_of(tmp_path, of))
 
@@ -265,7 +315,13 @@ def test_l11_data_in_a_closure_has_a_limit(tmp_path: Path) -> None:
 @pytest.mark.fast
 def test_l11_a_class_for_metrics_must_be_in_a_module(tmp_path: Path) -> None:
     job = job_of(tmp_path, cell(), metrics={"sinks": {cell()["Waves"]: {}}})
-    with pytest.raises(JobError, match=r"^metrics\.sinks = 'object:Waves' is used where only files are read; put the class into a module"):
+    with pytest.raises(
+        JobError,
+        match=(
+            r"^metrics\.sinks = 'object:Waves' is used where only files are "
+            r"read; put the class into a module"
+        ),
+    ):
         pack(job)
 
 
@@ -303,19 +359,27 @@ def trained(job: Job, stop: int = 0, **words: Any) -> Any:
 
 
 def test_l11_a_run_goes_on_with_the_same_objects_only(tmp_path: Path) -> None:
-    """L11: a cell that is run again has the same fingerprint; another one is refused by name.  The control: it changes the bits."""
+    """L11: a cell that is run again has the same fingerprint; another one is refused by name.  The control:
+    it changes the bits.
+    """
     whole = trained(job_of(tmp_path / "whole", cell()))
     trained(job_of(tmp_path / "bucket", cell()), stop=3)
     other = edited("make_loss(2)", "make_loss(3)")
     with pytest.raises(
-        JobError, match=r"the code of the run 'run' .* has changed since step 3: object:loss \(changed\); undo the change, or"
+        JobError,
+        match=(
+            r"the code of the run 'run' .* has changed since step 3: object:loss \(changed\); "
+            r"undo the change, or"
+        ),
     ):
         trained(job_of(tmp_path / "bucket", other))
     accepted = tmp_path / "accepted"
     trained(job_of(accepted, cell()), stop=3)
     trained(job_of(accepted, other), accept_code=True)
     result = trained(job_of(tmp_path / "bucket", cell()))
-    assert exported_hash(job_of(tmp_path / "bucket", cell())) == exported_hash(job_of(tmp_path / "whole", cell()))
+    assert exported_hash(job_of(tmp_path / "bucket", cell())) == exported_hash(
+        job_of(tmp_path / "whole", cell())
+    )
     assert exported_hash(job_of(accepted, other)) != exported_hash(job_of(tmp_path / "whole", cell()))
     assert result.losses == whole.losses and list(whole.losses) == [1, 2, 3, 4, 5, 6]
     again = job_of(tmp_path / "bucket", cell())
@@ -325,13 +389,22 @@ def test_l11_a_run_goes_on_with_the_same_objects_only(tmp_path: Path) -> None:
 
 
 def test_l11_the_result_has_the_losses_and_the_validations(tmp_path: Path) -> None:
-    """L11: those that were shown, to the bit, and as many validations as were due; the weights are those of the same code in a module."""
+    """L11: those that were shown, to the bit, and as many validations as were due; the weights are those of
+    the same code in a module.
+    """
     validation = {"every": 2, "samples": 8}
     job, shown = toy_job(tmp_path / "one", name="run", steps=5, validation=validation), dict[int, float]()
-    result = launch(job, local=True, show=lambda line: shown.update({line.step: line.loss}) if isinstance(line, StepLine) else None)
+    result = launch(
+        job,
+        local=True,
+        show=lambda line: shown.update({line.step: line.loss}) if isinstance(line, StepLine) else None,
+    )
     assert result.losses == shown and set(shown) == {1, 2, 3, 4, 5}
     assert set(result.validations) == {2, 4, 5}
-    same = {name: (lambda of: lambda *a, **k: of(*a, **k))(load(path)) for name, path in (("model", job.model), ("loss", job.loss))}
+    same = {
+        name: (lambda of: lambda *a, **k: of(*a, **k))(load(path))
+        for name, path in (("model", job.model), ("loss", job.loss))
+    }
     given = toy_job(tmp_path / "two", name="run", steps=5, validation=validation, **same)
     assert alone(given).hash == exported_hash(job) != ""
 
@@ -351,8 +424,12 @@ def test_l11_an_optimizer_and_held_out_samples_are_objects_too(tmp_path: Path) -
     assert exported_hash(job) == exported_hash(named) != ""
 
 
-def test_l11_a_checkpoint_is_looked_at_by_who_has_the_objects(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """L11: the judge is what the run measured and recorded by itself.  The control, a command without the objects, says what to do."""
+def test_l11_a_checkpoint_is_looked_at_by_who_has_the_objects(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """L11: the judge is what the run measured and recorded by itself.  The control, a command without the
+    objects, says what to do.
+    """
     job = job_of(tmp_path, cell(), validation={"every": 6, "samples": 8})
     result = trained(job)
     version, found = evaluate_here(job)
@@ -362,10 +439,16 @@ def test_l11_a_checkpoint_is_looked_at_by_who_has_the_objects(tmp_path: Path, ca
     for words in (["evaluate"], ["rerun", "--step", "1"]):
         assert main([words[0], str(path), *words[1:]]) == 1
         said = " ".join(capsys.readouterr().out.split())
-        assert said.startswith("elastic: ") and "is code of the script or notebook that began the run" in said and "evaluate_here" in said
+        assert (
+            said.startswith("elastic: ")
+            and "is code of the script or notebook that began the run" in said
+            and "evaluate_here" in said
+        )
 
 
-def test_l11_launch_prints_its_progress_unless_told_where_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_l11_launch_prints_its_progress_unless_told_where_to(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     launch(toy_job(tmp_path / "one", name="run", steps=2), local=True)
     assert "step     2/2  loss " in capsys.readouterr().out
     launch(toy_job(tmp_path / "two", name="run", steps=2), local=True, show=lambda line: None)
@@ -376,7 +459,14 @@ def test_l11_launch_prints_its_progress_unless_told_where_to(tmp_path: Path, cap
 @pytest.mark.parametrize(
     ("changes", "error", "says"),
     [
-        ({"model": lambda: 3}, ModelError, r"^model = 'object:lambda' returned a int; it must return a torch\.nn\.Module$"),
+        (
+            {"model": lambda: 3},
+            ModelError,
+            (
+                r"^model = 'object:lambda' returned a int; it must return a "
+                r"torch\.nn\.Module$"
+            ),
+        ),
         ({"loss": type("Loss", (), {})}, CodeError, r"^loss = '.*' names a class; name a function"),
     ],
 )

@@ -52,19 +52,29 @@ print(json.dumps(sorted(name for name in set(sys.modules) - before if name.start
         ({"max": 2}, 64, 0, 5),  # Ray alone would start 64
         ({"max": 2}, 2, 0, 0),  # five would import on two cores, while the first worker waits
         ({"max": 8, "spares": 1, "gpus": 1, "cpus": 0}, 32, 16, 12),
-        ({"max": 8, "gpus": 1}, 32, 2, 5),  # no more workers than GPUs can run: eleven imports at once take twice as long as five
+        # no more workers than GPUs can run: eleven imports at once take twice as long as five
+        ({"max": 8, "gpus": 1}, 32, 2, 5),
         ({"max": 8, "gpus": 1}, 32, None, 11),  # Ray does not say how many there are
         ({"max": 4, "cpus": 2}, 16, 0, 11),  # a CPU for Ray is a process
     ],
 )
-def test_processes_wait_where_each_has_a_core(workers: dict[str, int], cores: int, gpus: int | None, processes: int) -> None:
+def test_processes_wait_where_each_has_a_core(
+    workers: dict[str, int], cores: int, gpus: int | None, processes: int
+) -> None:
     assert prepared(Workers(min=1, **workers), cores, gpus) == processes
 
 
 def imported_after(modules: list[str], program: str = JOINS) -> list[str]:
-    """Returns the installed modules that a worker, or another ``program``, still imports once it has ``modules``."""
+    """Returns the installed modules that a worker, or another ``program``, still imports once it has
+    ``modules``.
+    """
     done = subprocess.run(
-        [sys.executable, "-c", program, *modules], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, check=False
+        [sys.executable, "-c", program, *modules],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     found: list[str] = json.loads(done.stdout.splitlines()[-1])
@@ -77,8 +87,12 @@ def guides() -> list[str]:
     return re.findall(r"RAY_preload_python_modules=(\S+)", guide)[0].split(",")
 
 
-@pytest.mark.parametrize(("modules", "least", "most"), [(guides(), 0, 50), (PRELOADED.split(","), 500, 999), ([], 1000, 10_000)])
-def test_a_prepared_process_has_imported_what_a_worker_needs(modules: list[str], least: int, most: int) -> None:
+@pytest.mark.parametrize(
+    ("modules", "least", "most"), [(guides(), 0, 50), (PRELOADED.split(","), 500, 999), ([], 1000, 10_000)]
+)
+def test_a_prepared_process_has_imported_what_a_worker_needs(
+    modules: list[str], least: int, most: int
+) -> None:
     """N13: the figures count modules, since these do not depend on the machine.  The last one is the control."""
     left = imported_after(modules)
     assert least <= len(left) <= most, left
@@ -87,7 +101,8 @@ def test_a_prepared_process_has_imported_what_a_worker_needs(modules: list[str],
 @pytest.mark.full
 @pytest.mark.parametrize("preloaded", [True, False], ids=["prepared", "control"])
 def test_a_process_prepared_for_a_job_that_compiles_has_the_compiler(preloaded: bool) -> None:
-    """N13: more than three hundred modules of torch and sympy are imported while the first graph is compiled; counted as above.
+    """N13: more than three hundred modules of torch and sympy are imported while the first graph is compiled;
+    counted as above.
 
     Those of setuptools, whose number is another in each version, are not counted.
     """
@@ -101,7 +116,12 @@ def test_a_process_prepared_for_a_job_that_compiles_has_the_compiler(preloaded: 
         ({"max": 2}, 2, 5, ""),
         ({"max": 2}, 1, 5, "this machine has 1 core, and 2 workers with workers.cpus = 1 share them"),
         ({"max": 3}, 2, 6, "this machine has 2 cores, and 3 workers with workers.cpus = 1 share them"),
-        ({"max": 12, "spares": 1}, 8, 16, "this machine has 8 cores, and 13 workers with workers.cpus = 1 share them"),
+        (
+            {"max": 12, "spares": 1},
+            8,
+            16,
+            ("this machine has 8 cores, and 13 workers with workers.cpus = 1 share them"),
+        ),
         ({"max": 2, "cpus": 4}, 4, 11, "and 2 workers with workers.cpus = 4 share them"),
         ({"max": 2, "cpus": 0.5}, 1, 5, ""),
         ({"max": 8, "gpus": 1, "cpus": 0}, 2, 11, ""),
@@ -124,7 +144,9 @@ def test_who_trains_more_workers_than_there_are_cores_is_told_once(tmp_path: Pat
     cores = usable_cores()
     for most, said in ((cores + 1, 1), (1, 0)):
         workers = {"min": most, "max": most}
-        (tmp_path / "job.toml").write_text(to_toml(toy_job(tmp_path / "bucket", name=f"of-{most}", steps=2, workers=workers)))
+        (tmp_path / "job.toml").write_text(
+            to_toml(toy_job(tmp_path / "bucket", name=f"of-{most}", steps=2, workers=workers))
+        )
         command = Command(tmp_path, "train", "job.toml")
         assert command.wait() == 0, command.text
         assert command.text.count(f"this machine has {cores} cores, and {most} workers") == said
@@ -137,14 +159,27 @@ def test_who_trains_more_workers_than_there_are_cores_is_told_once(tmp_path: Pat
     [
         ({"cpu.max": "max 100000"}, "0::/", None),
         ({"cpu.max": "150000 100000"}, "0::/", 2),
-        ({"cpu.max": "max 100000", "a/cpu.max": "100000 100000", "a/b/cpu.max": "300000 100000"}, "0::/a/b", 1),
+        (
+            {"cpu.max": "max 100000", "a/cpu.max": "100000 100000", "a/b/cpu.max": "300000 100000"},
+            "0::/a/b",
+            1,
+        ),
         ({"cpu.max": "1000 100000"}, "0::/", 1),
         ({"a/cpu.max": "100000 100000"}, "0::/b", None),
         ({"cpu/cpu.cfs_quota_us": "100000", "cpu/cpu.cfs_period_us": "50000"}, "3:cpu,cpuacct:/x\n0::/", 2),
         ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "50000"}, "3:cpu,cpuacct:/", None),
         ({}, "", None),
     ],
-    ids=("no quota", "a part", "a group around it", "less than one", "another group", "version 1", "version 1, none", "no cgroups"),
+    ids=(
+        "no quota",
+        "a part",
+        "a group around it",
+        "less than one",
+        "another group",
+        "version 1",
+        "version 1, none",
+        "no cgroups",
+    ),
 )
 def test_a_quota_of_the_container_counts_as_cores_do(
     tmp_path: Path, files: dict[str, str], own: str, cores: int | None, monkeypatch: pytest.MonkeyPatch

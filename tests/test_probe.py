@@ -14,7 +14,9 @@ pytestmark = pytest.mark.fast
 
 def test_two_who_share_a_bucket_see_each_other(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "bucket")
-    here, there = (Probe(ObjectStore.open(str(tmp_path / name)), "run", "run-0001-abcdef") for name in ("bucket", "link"))
+    here, there = (
+        Probe(ObjectStore.open(str(tmp_path / name)), "run", "run-0001-abcdef") for name in ("bucket", "link")
+    )
     here.leave(COORDINATOR)
     there.leave("n2")
     assert there.sees(COORDINATOR) and here.sees("n2")
@@ -24,7 +26,9 @@ def test_two_who_share_a_bucket_see_each_other(tmp_path: Path) -> None:
 
 
 def test_folders_of_the_same_name_on_two_disks_are_two_places(tmp_path: Path) -> None:
-    """A sign that an earlier life of the run has left does not count either, nor does an object that somebody else has put there."""
+    """A sign that an earlier life of the run has left does not count either, nor does an object that somebody
+    else has put there.
+    """
     here, there = (ObjectStore.open(str(tmp_path / disk / "bucket")) for disk in ("a", "b"))
     Probe(here, "run", "run-0002-abcdef").leave(COORDINATOR)
     Probe(there, "run", "run-0001-abcdef").leave(COORDINATOR)
@@ -37,7 +41,11 @@ def test_folders_of_the_same_name_on_two_disks_are_two_places(tmp_path: Path) ->
 def test_all_signs_of_one_life_are_removed_and_no_others(tmp_path: Path) -> None:
     """A keeper that was ended left its sign; another life of the run, and another run, keep theirs."""
     store = ObjectStore.open(str(tmp_path))
-    this, other_life, other_run = Probe(store, "run", "one"), Probe(store, "run", "two"), Probe(store, "run2", "one")
+    this, other_life, other_run = (
+        Probe(store, "run", "one"),
+        Probe(store, "run", "two"),
+        Probe(store, "run2", "one"),
+    )
     for probe in (this, other_life, other_run):
         probe.leave(COORDINATOR)
         probe.leave("node")

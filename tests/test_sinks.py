@@ -1,4 +1,6 @@
-"""L2: TensorBoard, Weights & Biases and MLflow, read back with their own readers: each step once, whatever dies."""
+"""L2: TensorBoard, Weights & Biases and MLflow, read back with their own readers: each step once, whatever
+dies.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from tests.support.trackers import STEPS, History, mlflow_has, row, tensorboard_
 
 
 def same(found: History, rows: Sequence[Row], exact: bool = True) -> None:
-    """Fails unless a tracker has each number of each step of ``rows`` once, and in order; ``exact`` says that it has them in fp64."""
+    """Fails unless a tracker has each number of each step of ``rows`` once, and in order; ``exact`` says that
+    it has them in fp64.
+    """
     for name in {name for each in rows for name in each} - {"step", "time", "event", "final"}:
         wanted = [(each["step"], each[name]) for each in rows if name in each]
         assert [step for step, _ in found[name]] == [step for step, _ in wanted], name
@@ -60,8 +64,12 @@ TRACKERS = {"tensorboard": of_tensorboard, "wandb": of_wandb, "mlflow": of_mlflo
 
 
 @pytest.mark.parametrize("name", TRACKERS)
-def test_l2_a_tracker_has_each_step_once_although_its_writer_is_killed(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """L2: SIGKILL at any moment of writing, again and again.  The controls: a step that is missing, and one that is there twice."""
+def test_l2_a_tracker_has_each_step_once_although_its_writer_is_killed(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """L2: SIGKILL at any moment of writing, again and again.  The controls: a step that is missing, and one
+    that is there twice.
+    """
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     monkeypatch.setenv("WANDB_SILENT", "true")
     args, has, exact = TRACKERS[name](tmp_path)
@@ -104,7 +112,9 @@ def test_l2_whatever_is_written_twice_is_seen(tmp_path: Path) -> None:
         same(has()[0], rows, exact)
 
 
-def test_l2_a_step_of_which_only_a_part_was_written_is_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_l2_a_step_of_which_only_a_part_was_written_is_completed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """L2: MLflow, whose process died between two numbers of step 3.  The control is whoever does not look."""
     client = pytest.importorskip("mlflow.tracking").MlflowClient
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
@@ -123,8 +133,12 @@ def test_l2_a_step_of_which_only_a_part_was_written_is_completed(tmp_path: Path,
         same(has()[0], rows, exact)
 
 
-def test_l2_a_run_of_the_same_name_in_another_bucket_is_another_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """L2: so a folder that was emptied does not go on in the tracker's old run.  The control is the same bucket."""
+def test_l2_a_run_of_the_same_name_in_another_bucket_is_another_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """L2: so a folder that was emptied does not go on in the tracker's old run.  The control is the same
+    bucket.
+    """
     pytest.importorskip("mlflow")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     uri = f"file://{tmp_path}/mlflow"
@@ -135,7 +149,9 @@ def test_l2_a_run_of_the_same_name_in_another_bucket_is_another_run(tmp_path: Pa
     assert mlflow_has(uri)[2] == 2
 
 
-def test_l2_another_machine_goes_on_where_the_bucket_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_l2_another_machine_goes_on_where_the_bucket_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """L2: W&B's folder is not there.  The control is another run, which begins at its first step."""
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_SILENT", "true")
@@ -150,8 +166,12 @@ def test_l2_another_machine_goes_on_where_the_bucket_says(tmp_path: Path, monkey
     assert make_sink(tracked(tmp_path / "other"), "wandb", there).last() == 0
 
 
-def test_l2_a_tracker_without_its_package_is_refused_before_any_worker_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """L2: the sentence says what to install; so are a name that there is not, and arguments that it does not take."""
+def test_l2_a_tracker_without_its_package_is_refused_before_any_worker_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """L2: the sentence says what to install; so are a name that there is not, and arguments that it does not
+    take.
+    """
     monkeypatch.setitem(sys.modules, "wandb", None)
     monkeypatch.delitem(sys.modules, "elastic.sinks.wandb", raising=False)
 
@@ -164,7 +184,7 @@ def test_l2_a_tracker_without_its_package_is_refused_before_any_worker_starts(tm
     assert "did you mean 'tensorboard'" in refusal({"tensorbord": {}})
     assert "there are mlflow, tensorboard, wandb" in refusal({"zzz": {}})
     pytest.importorskip("tensorboard")
-    assert "unexpected keyword argument 'foldr'; it takes folder: str = ''" in refusal({"tensorboard": {"foldr": "x"}}).replace(
-        "'str'", "str"
-    )
+    assert "unexpected keyword argument 'foldr'; it takes folder: str = ''" in refusal(
+        {"tensorboard": {"foldr": "x"}}
+    ).replace("'str'", "str")
     check_early(toy_job(tmp_path, metrics={"sinks": {"tensorboard": {}}}))

@@ -1,4 +1,6 @@
-"""L12: what a person sees while a run goes on: one line that changes, sentences above it, and nothing left over."""
+"""L12: what a person sees while a run goes on: one line that changes, sentences above it, and nothing left
+over.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,11 @@ VIEW = View("Running", "", "t", 1, 1, 1, 9, 10, {}, 0, [], "", False, "", None, 
 
 def written(folder: Path, name: str = "toy", **changes: object) -> str:
     """Writes a job of 8 steps, two of them saved, and user code; returns the path of the job file."""
-    job = toy_job(folder / "bucket", name=name, **{**TINY, "steps": 8, "microbatch": 4, "checkpoint": {"save_every": 4}, **changes})
+    job = toy_job(
+        folder / "bucket",
+        name=name,
+        **{**TINY, "steps": 8, "microbatch": 4, "checkpoint": {"save_every": 4}, **changes},
+    )
     (folder / "shown_code.py").write_text(CODE)
     path = folder / f"{name}.toml"
     path.write_text(to_toml(job))
@@ -99,7 +105,9 @@ def test_l12_the_time_left_is_that_of_the_newest_steps_whatever_a_recovery_took(
     assert abs(mean * 980 - progress.left_s) > 1000
     for line in steps(21, 26, 4.0, at=300.0, generation=3, world=1):
         progress.add(line)
-    assert progress.left_s == 4.0 * (1000 - 26), "half the world takes twice as long, and that is known after two steps"
+    assert progress.left_s == 4.0 * (1000 - 26), (
+        "half the world takes twice as long, and that is known after two steps"
+    )
     assert RunPace().left_s == 0.0
 
 
@@ -114,7 +122,9 @@ def test_a_duration_reads_as_a_clock_does(seconds: float, said: str) -> None:
 
 @pytest.mark.fast
 def test_the_tests_screen_is_a_terminal() -> None:
-    """Judged by hand after ECMA-48: the carriage return overwrites, EL clears to the end, a full line goes on below."""
+    """Judged by hand after ECMA-48: the carriage return overwrites, EL clears to the end, a full line goes on
+    below.
+    """
     seen = Seen(5)
     for text in ("abc\r\x1b[", "K\x1b[2mde\x1b[0m\r\n", "12345678\rX\r\n", "longer\r", "\x1b[Ky"):
         seen.feed(text)
@@ -132,13 +142,21 @@ def test_l12_a_file_gets_a_hundred_lines_of_a_run_and_one_a_minute(
     screen = Screen(every)
     for step in range(1, 4001):
         if step not in (2001, 2002):
-            screen.show(replace(STEP, at=1000 + step / 100 + (60 if step >= 2500 else 0), step=step, steps=200_000))
+            screen.show(
+                replace(STEP, at=1000 + step / 100 + (60 if step >= 2500 else 0), step=step, steps=200_000)
+            )
     shown = capsys.readouterr().out
-    assert [int(step) for step in re.findall(r"step +(\d+)/200000", shown)] == told and "\x1b" not in shown and "\r" not in shown
+    assert (
+        [int(step) for step in re.findall(r"step +(\d+)/200000", shown)] == told
+        and "\x1b" not in shown
+        and "\r" not in shown
+    )
 
 
 @pytest.mark.fast
-def test_l12_while_no_step_comes_the_line_says_what_the_run_does_and_how_long(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_l12_while_no_step_comes_the_line_says_what_the_run_does_and_how_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The clock is the test's.  Control: while steps come, it shows the step and the time left."""
     now, drawn = [0.0], list[str]()
     monkeypatch.setattr(Terminal, "changes", True)
@@ -157,11 +175,15 @@ def test_l12_while_no_step_comes_the_line_says_what_the_run_does_and_how_long(mo
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize(("took_s", "said"), [(0.01, ""), (2.0, "0:00:12 left")], ids=("nothing to say", "the control"))
+@pytest.mark.parametrize(
+    ("took_s", "said"), [(0.01, ""), (2.0, "0:00:12 left")], ids=("nothing to say", "the control")
+)
 def test_l12_time_left_and_mfu_are_shown_if_they_say_something(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], took_s: float, said: str
 ) -> None:
-    """Less than a second is nothing, and so is an MFU that rounds to 0%: on the line that changes, and in a file."""
+    """Less than a second is nothing, and so is an MFU that rounds to 0%: on the line that changes, and in a
+    file.
+    """
     drawn = list[str]()
     monkeypatch.setattr(Terminal, "draw", lambda console, text: drawn.append(text))
     mfu = 0.004 if not said else 0.4
@@ -177,10 +199,12 @@ def test_l12_time_left_and_mfu_are_shown_if_they_say_something(
 
 @pytest.mark.usefixtures("warm")
 def test_l12_a_terminal_shows_one_line_that_changes_and_nothing_of_it_is_left(tmp_path: Path) -> None:
-    """L12.  Also with the user's own prints in between.  The controls: the line was there, and with what a terminal does not know as an
-    end of line it would be left.
+    """L12.  Also with the user's own prints in between.  The controls: the line was there, and with what a
+    terminal does not know as an end of line it would be left.
     """
-    run = InTerminal(tmp_path, "train", written(tmp_path, loss="shown_code:loss", trial=False), "--local", warm=True)
+    run = InTerminal(
+        tmp_path, "train", written(tmp_path, loss="shown_code:loss", trial=False), "--local", warm=True
+    )
     assert run.wait() == 0, run.typed
     lines = [re.sub(r"^\d\d:\d\d:\d\d ", "", line) for line in run.seen.lines]
     assert lines[0].startswith("checking the job: ")
@@ -190,7 +214,9 @@ def test_l12_a_terminal_shows_one_line_that_changes_and_nothing_of_it_is_left(tm
     assert len(prints) == 8 * 4 and prints == list(range(prints[0], last)), lines
     assert lines[-2].startswith("Finished at step 8 of 8: ") and lines[-1] == ""
     assert not any("loss" in line or "━" in line for line in lines[:last]), lines
-    assert [f"step {n}/8" in run.typed for n in range(1, 9)] == [True] * 7 + [False], "the last step has a line that stays"
+    assert [f"step {n}/8" in run.typed for n in range(1, 9)] == [True] * 7 + [False], (
+        "the last step has a line that stays"
+    )
     seen = Seen(100)
     seen.feed(run.typed.replace("\x1b[K", ""))
     assert any("loss" in line and "a print of the user" in line for line in seen.lines), "the control"
@@ -198,8 +224,18 @@ def test_l12_a_terminal_shows_one_line_that_changes_and_nothing_of_it_is_left(tm
 
 @pytest.mark.usefixtures("warm")
 def test_l12_a_narrow_terminal_without_colours_that_is_resized_and_hears_ctrl_c(tmp_path: Path) -> None:
-    """The line that changes fits into 40 columns, and into 30 after the window became smaller, with the ^C that the terminal writes."""
-    run = InTerminal(tmp_path, "train", written(tmp_path, steps=10_000, data=paced()), "--local", warm=True, width=40, NO_COLOR="1")
+    """The line that changes fits into 40 columns, and into 30 after the window became smaller, with the ^C
+    that the terminal writes.
+    """
+    run = InTerminal(
+        tmp_path,
+        "train",
+        written(tmp_path, steps=10_000, data=paced()),
+        "--local",
+        warm=True,
+        width=40,
+        NO_COLOR="1",
+    )
     run.until(r"step 3/10000")
     run.resize(30)
     run.until(r"step 6/10000")
@@ -211,7 +247,11 @@ def test_l12_a_narrow_terminal_without_colours_that_is_resized_and_hears_ctrl_c(
     assert max(widths) == 37 and max(widths[widths.index(27) :]) == 27, widths
     assert not re.search(r"\x1b\[(3|4)\d", run.typed)
     assert any(re.match(r"Stopped at step \d+ of 10000:", line) for line in lines), lines
-    assert "Traceback" not in run.typed and "^C" in run.typed and not any(re.match(r"step|\^", line) for line in lines), lines
+    assert (
+        "Traceback" not in run.typed
+        and "^C" in run.typed
+        and not any(re.match(r"step|\^", line) for line in lines)
+    ), lines
 
 
 @pytest.mark.usefixtures("warm")
@@ -222,7 +262,12 @@ def test_l12_no_line_breaks_within_a_word_or_a_number(tmp_path: Path) -> None:
     lines = [line for line in run.seen.lines[2:] if line]
     assert all(len(line) <= 50 for line in lines)
     words = " ".join(lines).split()
-    for each in ("generation 1", r"lr \d\.\d\de-\d\d", r"\d+ parameters? do(es)? not", "all 8 steps are done"):
+    for each in (
+        "generation 1",
+        r"lr \d\.\d\de-\d\d",
+        r"\d+ parameters? do(es)? not",
+        "all 8 steps are done",
+    ):
         assert re.search(rf"\b{each}\b", " ".join(words)), lines
     assert any(re.search(r"  norm \d+\.\d{3}$|^norm \d+\.\d{3}\b", line) for line in lines), lines
 
@@ -232,7 +277,12 @@ def test_l12_without_control_characters_there_are_plain_lines(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, terminal_name: str
 ) -> None:
     """Besides, the model of this run has no tokens, so samples are counted."""
-    classes = {"model": "shown_code:Class", "model_args": {}, "loss": "shown_code:classify", "data": {"dataset": "shown_code:Images"}}
+    classes = {
+        "model": "shown_code:Class",
+        "model_args": {},
+        "loss": "shown_code:classify",
+        "data": {"dataset": "shown_code:Images"},
+    }
     job = written(tmp_path, **classes, log_every=4 if terminal_name == "notebook" else 1)
     if terminal_name != "dumb":
         if terminal_name == "notebook":
@@ -246,14 +296,20 @@ def test_l12_without_control_characters_there_are_plain_lines(
     assert code == 0, text
     told = list("48" if terminal_name == "notebook" else "12345678")
     assert re.findall(r"step +(\d)/8", text) == told and "\x1b" not in text and "\r" not in text
-    assert " 0 samples/s" not in text and re.search(rf"step +{told[-1]}/8 .* samples/s ", text) and "tokens" not in text
+    assert (
+        " 0 samples/s" not in text
+        and re.search(rf"step +{told[-1]}/8 .* samples/s ", text)
+        and "tokens" not in text
+    )
 
 
 def paced() -> dict[str, object]:
     return {"dataset": "tests.support.toys:Sums", "args": {"read_s": 0.02}}
 
 
-def test_l12_quiet_prints_the_end_only(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_l12_quiet_prints_the_end_only(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An error is printed, too: the control."""
     monkeypatch.chdir(tmp_path)
     job = written(tmp_path)
@@ -263,15 +319,29 @@ def test_l12_quiet_prints_the_end_only(tmp_path: Path, capsys: pytest.CaptureFix
     assert "seed = 0 there and 7 here" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("local", [True, pytest.param(False, marks=pytest.mark.full)], ids=["local", "cluster"])
+@pytest.mark.parametrize(
+    "local", [True, pytest.param(False, marks=pytest.mark.full)], ids=["local", "cluster"]
+)
 @pytest.mark.usefixtures("warm")
 def test_l12_a_run_outlives_the_reader_of_what_it_prints(tmp_path: Path, local: bool) -> None:
-    """The reader is gone as with ``| head``.  The control is a command that only tells something: it ends with its reader."""
+    """The reader is gone as with ``| head``.  The control is a command that only tells something: it ends
+    with its reader.
+    """
     job = written(tmp_path, name="unread", loss="shown_code:loss")
-    command = [sys.executable, *[FORK] * local, "-m", "elastic", "train", job, *(["--local"] if local else [])]
+    command = [
+        sys.executable,
+        *[FORK] * local,
+        "-m",
+        "elastic",
+        "train",
+        job,
+        *(["--local"] if local else []),
+    ]
     ours = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     environment = {**ours, "PYTHONPATH": f"{tmp_path}:{ROOT}", "PYTHONUNBUFFERED": "1"}
-    with subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None and process.stderr is not None
         assert process.stdout.readline()
         process.stdout.close()

@@ -22,7 +22,10 @@ from elastic.threads import keep_going
 from storage.errors import Unavailable
 from tests.support.patience import PATIENCE_S
 
-ENDS = "import threading; from elastic.threads import go_or_end; go_or_end(lambda: {}, 'lease'); threading.Event().wait({})"
+ENDS = (
+    "import threading; from elastic.threads import go_or_end; go_or_end(lambda: {}, 'lease'); "
+    "threading.Event().wait({})"
+)
 
 
 def test_work_that_fails_begins_anew_and_each_place_is_named_once() -> None:
@@ -38,7 +41,10 @@ def test_work_that_fails_begins_anew_and_each_place_is_named_once() -> None:
 
     keep_going(work, "watch", said.append).join(PATIENCE_S)
     assert turns == 4 and len(said) == 2
-    assert "the thread 'watch' failed (KeyError at test_threads.py:" in said[0] and 'raise ValueError("second")' in said[1]
+    assert (
+        "the thread 'watch' failed (KeyError at test_threads.py:" in said[0]
+        and 'raise ValueError("second")' in said[1]
+    )
 
 
 def test_work_goes_on_if_nobody_hears_that_it_failed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -62,8 +68,12 @@ def test_a_process_ends_with_a_thread_without_which_it_is_of_no_use(work: str, c
     assert done.returncode == code and ("IndexError: list index out of range" in done.stdout) == bool(code)
 
 
-def test_a_coordinator_watches_the_cluster_on_after_an_error_that_is_not_ray_s(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ray's tables, which are private, once lack a field: the node that comes later is found, and the story tells what happened."""
+def test_a_coordinator_watches_the_cluster_on_after_an_error_that_is_not_ray_s(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ray's tables, which are private, once lack a field: the node that comes later is found, and the story
+    tells what happened.
+    """
     answers: list[Any] = [KeyError("NodeID"), KeyError("NodeID"), (NodeId("n1"),)]
     said, kept = list[str](), threading.Event()
 
@@ -80,7 +90,10 @@ def test_a_coordinator_watches_the_cluster_on_after_an_error_that_is_not_ray_s(m
     one.replicas = SimpleNamespace(ask_head=lambda actor: None)
     one.group = SimpleNamespace(coordinator=None, keepers={}, keep=lambda node: kept.set())
     one.story = SimpleNamespace(say=lambda now, sentence: said.append(sentence))
-    one.exported, one.errands = SimpleNamespace(run=lambda state, steps: None), SimpleNamespace(begin=lambda: None)
+    one.exported, one.errands = (
+        SimpleNamespace(run=lambda state, steps: None),
+        SimpleNamespace(begin=lambda: None),
+    )
     one.state, one.job = None, SimpleNamespace(steps=1)
     one._begin_to_watch()
     assert kept.wait(PATIENCE_S)
@@ -90,7 +103,9 @@ def test_a_coordinator_watches_the_cluster_on_after_an_error_that_is_not_ray_s(m
 
 
 def test_a_node_whose_last_keeper_is_not_quite_gone_costs_the_other_nodes_nothing() -> None:
-    """Its name is still taken.  The other node gets its keeper in the same round, and this one in a later round."""
+    """Its name is still taken.  The other node gets its keeper in the same round, and this one in a later
+    round.
+    """
     refusals = [ray.exceptions.ActorAlreadyExistsError("keeper-n1")]
 
     def keep(node: NodeId) -> None:

@@ -1,4 +1,6 @@
-"""A fault of a line or of a job file is said in one sentence with ``--local``, too, before anything is written."""
+"""A fault of a line or of a job file is said in one sentence with ``--local``, too, before anything is
+written.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,14 @@ TOO_FEW = {"data": {"dataset": "tests.support.toys:Sums", "args": {"samples": 5}
 LINES: dict[str, tuple[str, int, str]] = {
     "no such file": ("nowhere.toml", 1, r"nowhere\.toml"),
     "a folder": (".", 1, r"'\.'"),
-    "an unknown setting": ("job.toml --optim.lrr 3", 1, r"unknown setting '--optim\.lrr'; did you mean '--optim\.lr'\?"),
+    "an unknown setting": (
+        "job.toml --optim.lrr 3",
+        1,
+        (
+            r"unknown setting '--optim\.lrr'; did you mean "
+            r"'--optim\.lr'\?"
+        ),
+    ),
     "an unknown option": ("job.toml --locla", 1, r"unknown setting '--locla'; did you mean '--local'\?"),
     "a word too many": ("job.toml other.toml", 1, r"'other\.toml' is no option"),
     "no value": ("job.toml --steps", 1, r"--steps has no value"),
@@ -31,18 +40,44 @@ LINES: dict[str, tuple[str, int, str]] = {
     "a bucket that is a file": ("job.toml --bucket job.toml", 1, r"bucket = '\S+job\.toml' is not a folder"),
     "a batch that does not divide": ("job.toml --global-batch 7", 1, r"global_batch = 7"),
     "no such module": ("job.toml --model nowhere:build", 1, r"model = 'nowhere:build'"),
-    "no such function": ("job.toml --model tests.support.toys:nothing", 1, r"model = 'tests\.support\.toys:nothing'"),
+    "no such function": (
+        "job.toml --model tests.support.toys:nothing",
+        1,
+        (
+            r"model = "
+            r"'tests\.support\.toys:nothing'"
+        ),
+    ),
     "a module that does not parse": ("job.toml --loss broken:loss", 1, r"loss = 'broken:loss'.*SyntaxError"),
-    "arguments that the model does not know": ("job.toml --model-args {wings=2}", 1, r"command line: model_args.wings = 2: "),
+    "arguments that the model does not know": (
+        "job.toml --model-args {wings=2}",
+        1,
+        r"command line: model_args.wings = 2: ",
+    ),
     "arguments that the dataset does not know": (
         "job.toml --data.args.sampels 5",
         1,
         r"data.args.sampels = 5: .*did you mean 'samples'\?$",
     ),
     "a checkpoint of a misspelt word": ("job.toml --resume tiny@bset", 1, r"; did you mean 'tiny@best'\?$"),
-    "a word that ends in the wrong way": ("job.toml --spikes.action quarantne", 1, r"; did you mean 'quarantine'\?$"),
-    "a list that cannot be read": ("job.toml --data.weights [1", 1, r"data.weights = '\[1' must be a list; write --data.weights 1 2, or "),
-    "a dataset that is not there": ("job.toml --data.dataset elastic.data.tokens:TokenDataset --data.args {path='gone'}", 1, r"gone"),
+    "a word that ends in the wrong way": (
+        "job.toml --spikes.action quarantne",
+        1,
+        r"; did you mean 'quarantine'\?$",
+    ),
+    "a list that cannot be read": (
+        "job.toml --data.weights [1",
+        1,
+        (
+            r"data.weights = '\[1' must be a list; "
+            r"write --data.weights 1 2, or "
+        ),
+    ),
+    "a dataset that is not there": (
+        ("job.toml --data.dataset elastic.data.tokens:TokenDataset --data.args {path='gone'}"),
+        1,
+        r"gone",
+    ),
     "an optimizer that is not there": ("job.toml --optim.kind sgdd", 1, r"optim\.kind = 'sgdd'"),
     "a step of a run that never was": ("job.toml --resume 400", 1, r"no run 'worst'"),
     "a run that never was": ("job.toml --resume other@best", 1, r"other"),
@@ -60,14 +95,22 @@ FILES: dict[str, tuple[bytes, str]] = {
 
 
 def refused(capsys: pytest.CaptureFixture[str], folder: Path, words: list[str]) -> tuple[int, str]:
-    """Trains with a line that cannot work, checks what all such lines have in common, and returns the code and the sentence."""
+    """Trains with a line that cannot work, checks what all such lines have in common, and returns the code
+    and the sentence.
+    """
     before, children = files_of(folder), {each.pid for each in psutil.Process().children(recursive=True)}
     code = main(["train", *words, "--local"])
     shown = capsys.readouterr()
     lines = [line for line in shown.out.splitlines() if not re.match(r"note: |\d\d:\d\d:\d\d ", line)]
-    assert re.fullmatch(r"(checking the job: .*\n)?", shown.err) and len(lines) == 1 and lines[0].startswith("elastic: "), shown
+    assert (
+        re.fullmatch(r"(checking the job: .*\n)?", shown.err)
+        and len(lines) == 1
+        and lines[0].startswith("elastic: ")
+    ), shown
     assert files_of(folder) == before, "nothing is written"
-    assert {each.pid for each in psutil.Process().children(recursive=True)} <= children and not [*Path("/dev/shm").glob(f"*{NAME}*")]
+    assert {each.pid for each in psutil.Process().children(recursive=True)} <= children and not [
+        *Path("/dev/shm").glob(f"*{NAME}*")
+    ]
     return code, lines[0]
 
 
@@ -85,14 +128,18 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("line", LINES)
-def test_a_line_that_cannot_work_is_refused_in_a_sentence(folder: Path, capsys: pytest.CaptureFixture[str], line: str) -> None:
+def test_a_line_that_cannot_work_is_refused_in_a_sentence(
+    folder: Path, capsys: pytest.CaptureFixture[str], line: str
+) -> None:
     words, code, said = LINES[line]
     found = refused(capsys, folder, words.split())
     assert found[0] == code and re.search(said, found[1]), found
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_a_job_file_that_cannot_be_read_is_refused_in_a_sentence(folder: Path, capsys: pytest.CaptureFixture[str], file: str) -> None:
+def test_a_job_file_that_cannot_be_read_is_refused_in_a_sentence(
+    folder: Path, capsys: pytest.CaptureFixture[str], file: str
+) -> None:
     text, said = FILES[file]
     (folder / "job.toml").write_bytes(text)
     found = refused(capsys, folder, ["job.toml"])

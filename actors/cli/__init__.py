@@ -1,6 +1,7 @@
 """The command ``elastic``: runs the command of a line, and returns its exit code.
 
-Only the command that a line names is imported: help takes a tenth of a second, and a mistake in a job file half of one.
+Only the command that a line names is imported: help takes a tenth of a second, and a mistake in a job file
+half of one.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from elastic.errors import STOPPED, ElasticError, JobError
 from storage.errors import StorageError, Unavailable
 
 UNREAD = 141
-"""Exit code of a command that only tells something and has lost its reader, as of a program that SIGPIPE ends."""
+"""Exit code of a command that only tells something and has lost its reader, as of a program that SIGPIPE
+ends.
+"""
 TELLERS = ("status", "attach", "logs", "replay", "metrics")
 """The commands that end with their reader.  All others go on without one."""
 
@@ -24,7 +27,8 @@ TELLERS = ("status", "attach", "logs", "replay", "metrics")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns the exit code.
 
-    0: finished, 1: an error of the job or of the line, 2: the platform gave up, and a repeat may help, 3: stopped and resumable,
+    0: finished, 1: an error of the job or of the line, 2: the platform gave up, and a repeat may help, 3:
+        stopped and resumable,
     4: restarted in vain too often.
     """
     words = sys.argv[1:] if arguments is None else arguments
@@ -38,7 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _main(words: Sequence[str]) -> int:
     file = None
-    console.job = next((shlex.quote(word) for word in words if word.endswith(".toml")), "")  # of a line that cannot be read
+    # of a line that cannot be read
+    console.job = next((shlex.quote(word) for word in words if word.endswith(".toml")), "")
     try:
         file, run = read(words)
         console.job = file.typed if file and file.is_toml else ""
@@ -47,7 +52,8 @@ def _main(words: Sequence[str]) -> int:
         say(file.told(error) if file else str(error), "elastic: ", "red")
         if isinstance(error, ElasticError):
             return error.exit_code
-        return ElasticError.exit_code if isinstance(error, Unavailable) else JobError.exit_code  # the rest is the same the next time
+        # the rest is the same the next time
+        return ElasticError.exit_code if isinstance(error, Unavailable) else JobError.exit_code
     except KeyboardInterrupt:
         say("interrupted; the same command goes on")
         return STOPPED

@@ -40,7 +40,8 @@ def rollback(file: JobFile, /, to: str, lr_scale: float = 1.0, force: bool = Fal
     lr_scale FACTOR: factor of the learning rate (default: 1)
     force: do so even if the run may still be running
 
-    Raises :class:`JobError` if there is no such checkpoint, and :class:`PlatformGaveUp` if the run may live, unless ``force``.
+    Raises :class:`JobError` if there is no such checkpoint, and :class:`PlatformGaveUp` if the run may live,
+    unless ``force``.
     """
     asked = file.of_run()
     if not (math.isfinite(lr_scale) and lr_scale > 0):
@@ -64,7 +65,8 @@ def rollback(file: JobFile, /, to: str, lr_scale: float = 1.0, force: bool = Fal
         say(resume.rewind(changed, time.time(), version, changed.claim_here(after=claim, trains=False)))
     except Exists:
         raise PlatformGaveUp(
-            f"another command has begun to train {asked.name} or a branch of it meanwhile; it is not rolled back"
+            f"another command has begun to train {asked.name} or a branch of it meanwhile; it is not rolled "
+            "back"
         ) from None
     say(_goes_on(file, Run.find(asked)))
 
@@ -72,14 +74,20 @@ def rollback(file: JobFile, /, to: str, lr_scale: float = 1.0, force: bool = Fal
 def _goes_on(file: JobFile, run: Run) -> str:
     """Returns the sentence with the command that goes on with the newest branch of ``run``.
 
-    It has options for what the job file and the line have otherwise, since `elastic train` would refuse that.  A run with code that was
-    given as objects goes on only where they are.
+    It has options for what the job file and the line have otherwise, since `elastic train` would refuse that.
+    A run with code that was given as objects goes on only where they are.
     """
     branch = run.job
     if objects := [each for each in branch.code() if each.startswith(f"{OBJECT}:")]:
         changed = {name: now for each in run.branches.every() for name, (_, now) in each.changed.items()}
-        same = ", ".join(f"{name} = {shown(name, value)}" for name, value in changed.items()) or "the same settings"
-        return f"launch(Job(...)) with {same} goes on with it, in the script or notebook that has its objects ({', '.join(objects)})"
+        same = (
+            ", ".join(f"{name} = {shown(name, value)}" for name, value in changed.items())
+            or "the same settings"
+        )
+        return (
+            f"launch(Job(...)) with {same} goes on with it, in the script or notebook that has its "
+            f"objects ({', '.join(objects)})"
+        )
     name, options = file.path.name, file.options
     try:
         differs = _otherwise(file.load(), branch)
@@ -93,7 +101,10 @@ def _goes_on(file: JobFile, run: Run) -> str:
     except JobError:
         left = differs
     if left:  # no option can say it
-        there = ", ".join(f"{name} left out" if value is None else f"{name} = {shown(name, value)}" for name, value in differs.items())
+        there = ", ".join(
+            f"{name} left out" if value is None else f"{name} = {shown(name, value)}"
+            for name, value in differs.items()
+        )
         return f"`elastic train {file.typed}` goes on with it once {name} has {there}"
     told = ", ".join(f"{name} = {shown(name, value)}" for name, value in differs.items())
     written = f" (write {told} into the job file, too)" if told else ""
@@ -101,10 +112,14 @@ def _goes_on(file: JobFile, run: Run) -> str:
 
 
 def _otherwise(job: Job, branch: Job) -> dict[str, Any]:
-    """Returns the settings of ``branch`` that ``job`` has otherwise, so that a run with that branch would not go on with ``job``."""
+    """Returns the settings of ``branch`` that ``job`` has otherwise, so that a run with that branch would not
+    go on with ``job``.
+    """
     job = job.going_on(branch.model_dump(mode="json"))
     found = {name: value for name, (_, value) in branches.changed(branch, job).items()}
-    return {name: value for name, value in found.items() if (name, job.global_batch) != ("global_batch", "all")}
+    return {
+        name: value for name, value in found.items() if (name, job.global_batch) != ("global_batch", "all")
+    }
 
 
 def _words(value: Any) -> list[str]:
@@ -115,37 +130,51 @@ def _words(value: Any) -> list[str]:
 
 
 def before_divergence(run: Run) -> Version:
-    """Returns the last good checkpoint before the run diverged.  Raises :class:`JobError` if it did not, or if there is none.
+    """Returns the last good checkpoint before the run diverged.  Raises :class:`JobError` if it did not, or
+    if there is none.
 
-    A loss is that of the weights before its step.  So the last weights that are known to be good are those whose step had a usual one.
+    A loss is that of the weights before its step.  So the last weights that are known to be good are those
+    whose step had a usual one.
     """
     at = diverged_at([{name: row[name] for name in ("step", "loss", "norm")} for row in with_origin(run)])
     if at is None:
-        raise JobError(f"--to auto: the losses of {run.job.name} do not diverge; name a step (`elastic checkpoint ls` lists them)")
+        raise JobError(
+            f"--to auto: the losses of {run.job.name} do not diverge; name a step (`elastic "
+            "checkpoint ls` lists them)"
+        )
     say(f"{run.job.name} diverged at step {at}: the last step before it with a usual loss is {at - 1}")
     good = [version for version in resume.saved(run) if version.step <= at - 2]
     if not good and run.origin is not None:
         return _at_origin(run, run.origin, at)
     if not good:
-        raise JobError(f"--to auto: there is no good checkpoint of step {at - 2} or before; --to 0 begins again")
+        raise JobError(
+            f"--to auto: there is no good checkpoint of step {at - 2} or before; --to 0 begins again"
+        )
     return max(good)
 
 
 def _at_origin(run: Run, origin: Origin, at: int) -> Version:
-    """Returns the version at which a fork began, if it diverged at its own first step ``at``: the fork has nothing before.
+    """Returns the version at which a fork began, if it diverged at its own first step ``at``: the fork has
+    nothing before.
 
     Raises :class:`JobError` if it did so before: only another fork, from an earlier step, gets behind that.
     """
-    again = f"`elastic train --name OTHER --resume {origin.run}@STEP` forks again, from step {at - 2} or before"
+    again = (
+        f"`elastic train --name OTHER --resume {origin.run}@STEP` forks again, from step {at - 2} or before"
+    )
     if at <= origin.version.step:
         raise JobError(f"--to auto: {run.job.name} was forked from {origin}, and diverged before; {again}")
-    say(f"{run.job.name} was forked from {origin}, and has nothing before that; if it diverges from there again, {again}")
+    say(
+        f"{run.job.name} was forked from {origin}, and has nothing before that; if it diverges from there "
+        f"again, {again}"
+    )
     return resume.checkpoint(run, str(origin.version.step))
 
 
 @command("runs")
 def runs(file: JobFile, /) -> None:
-    """Shows the runs of a bucket, and how they descend from each other; with --name NAME only that run and its relatives.
+    """Shows the runs of a bucket, and how they descend from each other; with --name NAME only that run and
+    its relatives.
 
     file bucket: the bucket, or a job file (TOML) that names it
     """
@@ -155,7 +184,10 @@ def runs(file: JobFile, /) -> None:
     if not found:
         raise JobError(f"there is no run in bucket = {bucket!r}; name the bucket of a job, or its job file")
     if name and not (found := family(found, name)):
-        raise JobError(f"there is no run {name!r} in bucket = {bucket!r}; correct the name, or leave it out to see all runs")
+        raise JobError(
+            f"there is no run {name!r} in bucket = {bucket!r}; correct the name, or leave it out "
+            "to see all runs"
+        )
     for depth, each, branch in tree(found):
         say(f"{'    ' * depth}{described(each, time.time()) if branch is None else f'  {_branch(branch)}'}")
 
@@ -176,7 +208,9 @@ def described(each: Descent, now: float) -> str:
 
 
 def _branch(one: Branch) -> str:
-    what = ", ".join(f"{key} = {shown(key, before)} → {shown(key, after)}" for key, (before, after) in one.changed.items())
+    what = ", ".join(
+        f"{key} = {shown(key, before)} → {shown(key, after)}" for key, (before, after) in one.changed.items()
+    )
     left = f", abandons {one.left}" if one.left else ""
     return f"branch {one.number} from step {one.step}: {what or 'the same settings'}{left}"
 

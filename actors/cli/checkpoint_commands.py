@@ -36,15 +36,24 @@ def ls(job: Job, /) -> int:
     found = retention.look(run, job.keep())
     kept = found.verdict.kept
     left = {version: why for version, why in retention.needed(run).items() if version not in kept}
-    ruled = job.keep().last > 0 or bool(left) or any({"branch", "owed"}.intersection(names) for names in kept.values())
+    ruled = (
+        job.keep().last > 0
+        or bool(left)
+        or any({"branch", "owed"}.intersection(names) for names in kept.values())
+    )
     rows = []
     for each in found.listed:
         version, files = each.version, each.manifest.files if each.manifest else ()
         layout = "×".join(str(n) for n in each.manifest.about["layout"].values()) if each.manifest else ""
-        size, written = f"{sum(file.size for file in files):,}", _written(each.manifest)[: len("2026-01-01 00:00")]
+        size, written = (
+            f"{sum(file.size for file in files):,}",
+            _written(each.manifest)[: len("2026-01-01 00:00")],
+        )
         names = ", ".join(name for name in kept.get(version, ()) if name != "newest") or left.get(version, "")
         state = retention.state_of(each, found.newest)
-        rows.append((version.step, version.generation, len(files), size, layout, written, state, *[names] * ruled))
+        rows.append(
+            (version.step, version.generation, len(files), size, layout, written, state, *[names] * ruled)
+        )
     columns = ("step", "generation", "files", "bytes", "layout", "written", "state", *["kept by"] * ruled)
     show_table(*columns, rows=rows)
     return 0
@@ -68,11 +77,16 @@ def show(job: Job, /, step: str | None = None, quarantine: bool = False) -> int:
     said = {
         "version": str(version),
         "written": _written(manifest),
-        "steps by": ", ".join(f"generation {generation} up to {last}" for generation, last in manifest.lineage),
+        "steps by": ", ".join(
+            f"generation {generation} up to {last}" for generation, last in manifest.lineage
+        ),
         "layout": " × ".join(f"{axis} {degree}" for axis, degree in manifest.layout.items()),
         "written by": ", ".join(f"{name} {number}" for name, number in about.get("versions", {}).items()),
         "folder": run.store.full_name(run.checkpoints.folder(version)),
-        "files": f"{len(manifest.files)}, {sum(file.size for file in manifest.files):,} bytes, {reader.index.slices:,} slices",
+        "files": (
+            f"{len(manifest.files)}, {sum(file.size for file in manifest.files):,} bytes, "
+            f"{reader.index.slices:,} slices"
+        ),
         "kept by": ", ".join(kept.get(version, ())),
     }
     if held is not None:
@@ -86,7 +100,9 @@ def show(job: Job, /, step: str | None = None, quarantine: bool = False) -> int:
         wholes = [tensor.whole() for tensor in tensors]
         size = sum(nbytes(tensor, whole) for tensor, whole in zip(tensors, wholes, strict=True))
         types = ", ".join(sorted({tensor.dtype for tensor in tensors}))
-        rows.append((kind, f"{len(tensors):,}", f"{sum(whole.count for whole in wholes):,}", f"{size:,}", types))
+        rows.append(
+            (kind, f"{len(tensors):,}", f"{sum(whole.count for whole in wholes):,}", f"{size:,}", types)
+        )
     show_table("kind", "tensors", "elements", "bytes", "types", rows=rows)
     return 0
 
@@ -125,22 +141,43 @@ def diff(job: Job, /, between: Pair, all: bool = False, top: int = 20) -> int:
     listed = sorted(found.moved, key=lambda each: (not any(each.strange), -each.part))
     rows = []
     for each in listed[: top or None]:
-        name = each.tensor.name if each.tensor.kind == "parameter" else f"{each.tensor.name} ({each.tensor.kind})"
+        name = (
+            each.tensor.name
+            if each.tensor.kind == "parameter"
+            else (f"{each.tensor.name} ({each.tensor.kind})")
+        )
         strange = "" if not any(each.strange) else " and ".join(f"{count:,}" for count in each.strange)
-        rows.append((name, *(f"{norm:.6g}" for norm in each.norms), f"{each.part:.3g}", f"{each.largest:.3g}", strange))
+        rows.append(
+            (
+                name,
+                *(f"{norm:.6g}" for norm in each.norms),
+                f"{each.part:.3g}",
+                f"{each.largest:.3g}",
+                strange,
+            )
+        )
     norms = (f"norm at {between[0]}", f"norm at {between[1]}", "norm of the difference")
     show_table("tensor", *norms, "as a part", "largest change", "not finite", rows=rows)
-    for step, other, tensors in ((between[0], between[1], found.only_first), (between[1], between[0], found.only_second)):
+    for step, other, tensors in (
+        (between[0], between[1], found.only_first),
+        (between[1], between[0], found.only_second),
+    ):
         if tensors:
             names = ", ".join(tensor.name for tensor in tensors[:4]) + (" …" if len(tensors) > 4 else "")
-            say(f"{len(tensors)} of step {step} are not in step {other}, or have another shape or type there: {names}")
+            say(
+                f"{len(tensors)} of step {step} are not in step {other}, or have another shape or type "
+                f"there: {names}"
+            )
     moved = math.sqrt(sum(each.moved_square for each in found.moved))
     before = math.sqrt(sum(each.first_square for each in found.moved))
     same = sum(each.equal for each in found.moved)
     harmed = sum(any(each.strange) for each in found.moved)
     part = f", {moved / before:.3g} of what it was" if before else ""
     told = f"; {harmed} have elements that are not finite" if harmed else ""
-    say(f"{len(found.moved)} tensors: {same} have the same bits; all together moved by {moved:.6g}{part}{told}")
+    say(
+        f"{len(found.moved)} tensors: {same} have the same bits; all together moved by "
+        f"{moved:.6g}{part}{told}"
+    )
     return 0
 
 
@@ -151,18 +188,28 @@ def rm(job: Job, /, step: str, force: bool = False) -> int:
     step: step of the checkpoint, or STEP.GENERATION of one that a rewind has left behind
     force: do so even if the run may still be running
 
-    Raises :class:`JobError` if there is none, or if the run goes on from there or from before, or a branch does, and
-    :class:`PlatformGaveUp` if the run may live, unless ``force``.
+    Raises :class:`JobError` if there is none, or if the run goes on from there or from before, or a branch
+    does, and :class:`PlatformGaveUp` if the run may live, unless ``force``.
     """
     number, generation = parsed(step)
     run, claim = at_rest(job, force, LIVES)
     there = [each.version for each in run.checkpoints.at(number)]
     left = left_behind(run, there)
-    found = [each for each in there if (each.generation == generation if generation is not None else each not in left)]
+    found = [
+        each
+        for each in there
+        if (each.generation == generation if generation is not None else each not in left)
+    ]
     if not found and not left:
-        raise JobError(f"--step {step}: {job.name} has no checkpoint of that step; `elastic checkpoint ls` lists those that it has")
+        raise JobError(
+            f"--step {step}: {job.name} has no checkpoint of that step; `elastic checkpoint ls` "
+            "lists those that it has"
+        )
     if not found:
-        raise JobError(f"--step {step}: {job.name} has no such checkpoint, but has left behind {_named(left)}; name one so to delete it")
+        raise JobError(
+            f"--step {step}: {job.name} has no such checkpoint, but has left behind "
+            f"{_named(left)}; name one so to delete it"
+        )
     for version in found:
         _check_not_needed(run, version, f"--step {step}")
     _delete(run, found, "`elastic checkpoint rm`", claim)
@@ -176,15 +223,24 @@ def _named(versions: Sequence[Version]) -> str:
 
 
 def _check_not_needed(run: Run, version: Version, asked: str) -> None:
-    """Raises :class:`JobError` if the run or another one goes on from a checkpoint, or if the run may still do so."""
+    """Raises :class:`JobError` if the run or another one goes on from a checkpoint, or if the run may still
+    do so.
+    """
     if version in run.checkpoints.inherited:
-        raise JobError(f"{asked} is a checkpoint of run {run.checkpoints.holder(version)!r}, from which {run.job.name} was forked")
+        raise JobError(
+            f"{asked} is a checkpoint of run {run.checkpoints.holder(version)!r}, from which "
+            f"{run.job.name} was forked"
+        )
     newest = run.newest() or Version(0, 0)
     if version == newest:
-        raise JobError(f"{asked} is the newest good checkpoint, from which the run goes on; it stays until there is a newer one")
+        raise JobError(
+            f"{asked} is the newest good checkpoint, from which the run goes on; it stays until "
+            "there is a newer one"
+        )
     if version > newest and not left_behind(run, [version]):
         raise JobError(
-            f"{asked} is later than step {newest.step}, from which the run goes on; it stays until the run has saved a later step"
+            f"{asked} is later than step {newest.step}, from which the run goes on; it stays until the run "
+            "has saved a later step"
         )
     if (why := retention.needed(run).get(version)) is not None:
         raise JobError(f"{asked}: {why} goes on from there, so it stays")
@@ -205,10 +261,19 @@ def gc(job: Job, /, dry_run: bool = False, force: bool = False) -> int:
     begun = {each.version for each in there.listed if each.manifest is None}
     if dry_run:
         for version in (*found.marked, *found.due):
-            what = "its deletion has begun" if version in found.marked else "never completed" if version in begun else "no rule keeps it"
+            what = (
+                "its deletion has begun"
+                if version in found.marked
+                else "never completed"
+                if version in begun
+                else "no rule keeps it"
+            )
             say(f"{version} would be deleted: {what}")
     else:
-        never, complete = (each for each in found.due if each in begun), (each for each in found.due if each not in begun)
+        never, complete = (
+            (each for each in found.due if each in begun),
+            (each for each in found.due if each not in begun),
+        )
         _delete(run, (*found.marked, *never, *complete), "`elastic checkpoint gc`", claim)
         run.store.tidy(f"{run.job.name}/")
     _release(run, dry_run, claim)
@@ -228,19 +293,38 @@ def _tell_of_others(run: Run, there: retention.Look, last: int) -> None:
     gone = [version.step for version in left if version not in needed]
     if gone:
         rest, good = ", and the others once the run has saved later steps", max(len(found.kept), 2)
-        fix = f"`elastic checkpoint gc --checkpoint.keep-last {good}` deletes those before the newest good checkpoint{rest}"
+        fix = (
+            f"`elastic checkpoint gc --checkpoint.keep-last {good}` deletes those before the newest good "
+            f"checkpoint{rest}"
+        )
         then = "they go once the run has saved later steps" if last else f"nothing goes on from them; {fix}"
         say(f"besides, {len(gone)} of abandoned branches, of steps {min(gone)} to {max(gone)}: {then}")
     if needed:
-        say(f"besides, {len(needed)} of abandoned branches from which a later branch or a fork went on, so they stay")
+        say(
+            f"besides, {len(needed)} of abandoned branches from which a later branch or a fork went on, so "
+            "they stay"
+        )
     if more := len(others) - len(left):
-        say(f"besides, {more} incomplete or damaged, or of steps that a fall-back has abandoned, which stay for now")
+        say(
+            f"besides, {more} incomplete or damaged, or of steps that a fall-back has abandoned, which stay "
+            "for now"
+        )
 
 
 def _release(run: Run, dry: bool, claim: int) -> None:
-    """Collects the references of forks that never began, or were removed, or with ``dry`` only says which there are."""
-    for each, gone in [(each, False) for each in forks.unused(run.store, run.job.name)] if dry else retention.release(run, claim):
-        then = f"is not kept for the run {each.run!r} any more" if gone else f"is kept for the run {each.run!r}"
+    """Collects the references of forks that never began, or were removed, or with ``dry`` only says which
+    there are.
+    """
+    for each, gone in (
+        [(each, False) for each in forks.unused(run.store, run.job.name)]
+        if dry
+        else retention.release(run, claim)
+    ):
+        then = (
+            f"is not kept for the run {each.run!r} any more"
+            if gone
+            else (f"is kept for the run {each.run!r}")
+        )
         again = "" if gone else "; the next `elastic checkpoint gc` lets it go if that is still so"
         say(f"{each.version} {then}, which is not there or does not go on from it{again}")
 
@@ -270,13 +354,14 @@ def export(
     """Writes whole tensors as safetensors, for other programs.
 
     to: folder to write to
-    step: step of the checkpoint, or STEP.GENERATION of one left behind, or best (default: the newest good one)
+    step: step of the checkpoint, or STEP.GENERATION of one left behind, or best (default: the newest good
+        one)
     average: write the average of the weights (optim.average) in place of the weights
     transformers: name tensors as from_pretrained of transformers wants them
     accept_code: use today's code, although the step was made by other code
 
-    Raises :class:`JobError` if ``to`` has such files, cannot be written, or there is no average, and another :class:`ElasticError`
-    if the model is none of transformers.
+    Raises :class:`JobError` if ``to`` has such files, cannot be written, or there is no average, and another
+    :class:`ElasticError` if the model is none of transformers.
     """
     import_from_here()
     from elastic.train.published import published  # it imports torch
@@ -284,22 +369,38 @@ def export(
     run = Run.begun(job)
     version = version_at(run, step)
     if average and not has_average(run.checkpoints.open(version)):
-        raise JobError(f"--average: the checkpoint of {version} has no average of the weights, which optim.average keeps; leave it out")
-    made = published(run, job, version, rename=transformers, accept_code=accept_code, tell=lambda each: say(each, "note: ", "yellow"))
+        raise JobError(
+            f"--average: the checkpoint of {version} has no average of the weights, which "
+            "optim.average keeps; leave it out"
+        )
+    made = published(
+        run,
+        job,
+        version,
+        rename=transformers,
+        accept_code=accept_code,
+        tell=lambda each: say(each, "note: ", "yellow"),
+    )
     there = [name for name in (*EXPORTED, *made.more) if (to / name).exists()]
     if there:
-        raise JobError(f"--to = {str(to)!r} has {' and '.join(there[:2])} already, perhaps of another step; name a new folder")
+        raise JobError(
+            f"--to = {str(to)!r} has {' and '.join(there[:2])} already, perhaps of another step; "
+            "name a new folder"
+        )
     try:
         written = run.checkpoints.export(version, to, average=average, names=made.names, more=made.more)
     except OSError as error:  # an error of the bucket would be a StorageError
-        raise JobError(f"--to = {str(to)!r} is not a folder that can be written: {error.strerror}; name a new folder") from error
+        raise JobError(
+            f"--to = {str(to)!r} is not a folder that can be written: {error.strerror}; name a new folder"
+        ) from error
     for path in written:
         say(str(path))
     return 0
 
 
 LIVES = (
-    "after each save its coordinator deletes what checkpoint.keep_last and the others do not keep; `elastic stop` stops it, or wait for "
+    "after each save its coordinator deletes what checkpoint.keep_last and the others do not keep; `elastic "
+    "stop` stops it, or wait for "
     "its end"
 )
 """The end of the sentence in which a command that deletes refuses a run that lives."""
@@ -313,18 +414,23 @@ def _delete(run: Run, versions: Sequence[Version], why: str, claim: int) -> None
             gone = retention.remove(run, version, claim)
             say(f"{version} is deleted" if gone else f"{version} stays: a fork has begun to need it")
     except Exists:
-        raise PlatformGaveUp(f"another command has begun to train {run.job.name} meanwhile; what is left is as its rules say") from None
+        raise PlatformGaveUp(
+            f"another command has begun to train {run.job.name} meanwhile; what is left is as its rules say"
+        ) from None
 
 
 @contextmanager
 def _told_if_full(run: Run, version: Version) -> Iterator[None]:
-    """Says which folder may be removed by hand if the bucket is too full for the mark with which a deletion begins."""
+    """Says which folder may be removed by hand if the bucket is too full for the mark with which a deletion
+    begins.
+    """
     try:
         yield
     except Full as error:
         folder = run.store.full_name(run.checkpoints.folder(version))
         raise PlatformGaveUp(
-            f"the bucket is full, so that not even the mark with which a deletion begins can be written; nothing needs {version}: remove "
+            "the bucket is full, so that not even the mark with which a deletion begins can be written; "
+            f"nothing needs {version}: remove "
             f"its folder by hand ({folder}), and give the same command again"
         ) from error
 

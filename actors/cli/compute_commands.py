@@ -1,4 +1,6 @@
-"""The commands that compute in this process: estimate, evaluate, rerun, owed.  Each imports PyTorch when it runs."""
+"""The commands that compute in this process: estimate, evaluate, rerun, owed.  Each imports PyTorch when it
+runs.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +30,17 @@ def estimate(file: JobFile | None = None, /, params: float | None = None) -> Non
 
     if params is not None and file is None:
         if not 1 <= params <= MOST_PARAMS:
-            raise JobError(f"command line: --params = {params:g} is no number of parameters; give 1 to {MOST_PARAMS:g}, say 7e9")
+            raise JobError(
+                f"command line: --params = {params:g} is no number of parameters; give 1 to "
+                f"{MOST_PARAMS:g}, say 7e9"
+            )
         for line in memory.of_parameters(params):
             say(line)
         return
     if file is None or params is not None:
-        raise JobError("command line: elastic estimate takes a job file, or --params and a number, say --params 7e9")
+        raise JobError(
+            "command line: elastic estimate takes a job file, or --params and a number, say --params 7e9"
+        )
     import_from_here()
     job = _sized(file.load())
     tensors = memory.tensors_of_job(job)
@@ -41,27 +48,45 @@ def estimate(file: JobFile | None = None, /, params: float | None = None) -> Non
         found = memory.by_recompute(job)
     except Exception as error:  # of the data, the model or the loss: the rest can be told without them
         found = {}
-        say(f"what a microbatch takes is not known: {error if isinstance(error, ElasticError) else failure(error)}", "note: ", "yellow")
+        say(
+            (
+                "what a microbatch takes is not known: "
+                f"{error if isinstance(error, ElasticError) else failure(error)}"
+            ),
+            "note: ",
+            "yellow",
+        )
     for line in memory.of_job(job, tensors, found):
         say(line)
     show_table(
         "workers that share the state",
         *(f"zero = {stage}" for stage in memory.STAGES),
         title="what must fit a worker's device, without a microbatch",
-        rows=[(shards, *map(memory.gigabytes, sizes)) for shards, sizes in memory.by_stage(job, tensors, job.workers.max)],
+        rows=[
+            (shards, *map(memory.gigabytes, sizes))
+            for shards, sizes in memory.by_stage(job, tensors, job.workers.max)
+        ],
     )
     if found:
         limited = job.workers.device_gb != "auto"  # else a line above says what to name for it
         rows = [
-            (policy, memory.gigabytes(max(need.transient)), memory.least_of(job, need) or f"more than {job.workers.max}")
+            (
+                policy,
+                memory.gigabytes(max(need.transient)),
+                memory.least_of(job, need) or f"more than {job.workers.max}",
+            )
             for policy, need in found.items()
         ]
-        columns = ("recompute", "more while a microbatch is computed", "workers that must share the state")[: 2 + limited]
+        columns = ("recompute", "more while a microbatch is computed", "workers that must share the state")[
+            : 2 + limited
+        ]
         show_table(*columns, rows=[row[: len(columns)] for row in rows])
 
 
 def _sized(job: Job) -> Job:
-    """Returns ``job`` with numbers for ``microbatch`` and ``global_batch``, and says what ``microbatch = "auto"`` stands for."""
+    """Returns ``job`` with numbers for ``microbatch`` and ``global_batch``, and says what ``microbatch =
+    "auto"`` stands for.
+    """
     from elastic.train.checks.microbatch import chosen
     from elastic.train.machine.device import limit_of
     from elastic.train.session import settled
@@ -69,14 +94,21 @@ def _sized(job: Job) -> Job:
     if job.microbatch == "auto":
         memory, one = limit_of(job), job.replace(microbatch=1)
         if not memory and job.workers.gpus:
-            job, why = one, "not known before the memory of devices is; name that, say --workers.device-gb 80; all below is for 1"
+            job, why = (
+                one,
+                (
+                    "not known before the memory of devices is; name that, say --workers.device-gb "
+                    "80; all below is for 1"
+                ),
+            )
         else:
             try:
                 job, why = chosen(settled(job), memory)
             except (ElasticError, StorageError) as error:  # of the data, or a device that is too small
                 job, why = one, f"not known: {error}; all below is for 1"
         say(f"microbatch = {job.microbatch if job is not one else 'auto'}: {why}")
-    rounds = job.reduction.block + 2  # which hold all sums of gradients; memory does not depend on how many more there are
+    # which hold all sums of gradients; memory does not depend on how many more there are
+    rounds = job.reduction.block + 2
     return job if job.global_batch != "all" else job.replace(global_batch=rounds * job.microbatch_size)
 
 
@@ -84,7 +116,8 @@ def _sized(job: Job) -> Job:
 def evaluate(job: Job, /, step: str | None = None, average: bool = False, accept_code: bool = False) -> None:
     """Measures the loss of a checkpoint on held-out samples, in this process.
 
-    step: step of the checkpoint, STEP.GENERATION of one left behind, or best, as RUN@best is (default: the newest good one)
+    step: step of the checkpoint, STEP.GENERATION of one left behind, or best, as RUN@best is (default: the
+        newest good one)
     average: measure the average of the weights (optim.average)
     accept_code: use today's code, although the step was made by other code
     """
@@ -92,7 +125,9 @@ def evaluate(job: Job, /, step: str | None = None, average: bool = False, accept
     from elastic.train.alone.revisit import evaluate_here
 
     import_from_here()
-    version, found = evaluate_here(job, step, accept_code=accept_code, average=average, tell=lambda each: say(each, "note: ", "yellow"))
+    version, found = evaluate_here(
+        job, step, accept_code=accept_code, average=average, tell=lambda each: say(each, "note: ", "yellow")
+    )
     say(f"{told_of(version.step, found)}{', of the average of the weights' if average else ''}")
 
 
@@ -110,14 +145,30 @@ def rerun(job: Job, /, step: str, accept_code: bool = False) -> None:
     now, then, rows = again.now, again.then, list[tuple[object, ...]]()
     for index, (loss, count, ids) in enumerate(zip(now.losses, now.counts, now.samples, strict=True)):
         named = ", ".join(map(str, ids[:8])) + (f" and {len(ids) - 8} more" if len(ids) > 8 else "")
-        told = "not known" if then is None else "the same bits" if then.losses[index] == loss else f"{then.losses[index]:g}"
+        told = (
+            "not known"
+            if then is None
+            else "the same bits"
+            if then.losses[index] == loss
+            else f"{then.losses[index]:g}"
+        )
         told += ", left out" if then is not None and index in then.left_out else ""
         rows.append((index, named, f"{loss:g}", f"{count:g}", told))
     show_table("microbatch", "samples", "loss", "terms", "loss that the run recorded", rows=rows)
     if now.layers:
-        show_table("layer", "norm of its gradient", rows=[(name, f"{norm:.6g}") for name, norm in now.layer_norms.items()])
+        show_table(
+            "layer",
+            "norm of its gradient",
+            rows=[(name, f"{norm:.6g}") for name, norm in now.layer_norms.items()],
+        )
     skipped = "" if now.finite else "; the gradient is not finite, so the step changes nothing"
-    recorded = "" if then is None else f"; the run recorded {then.loss:.6g} and {then.norm:.6g}{', the same bits' if again.same else ''}"
+    recorded = (
+        ""
+        if then is None
+        else (
+            f"; the run recorded {then.loss:.6g} and {then.norm:.6g}{', the same bits' if again.same else ''}"
+        )
+    )
     say(f"step {now.step}: loss {now.loss:.6g}, norm {now.norm:.6g}{recorded}{skipped}")
 
 

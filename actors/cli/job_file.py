@@ -50,8 +50,8 @@ class JobFile:
     def of_run(self, *reads: str) -> Job:
         """Returns the job of a command that finds a run and does not train it.
 
-        The file may have mistakes in settings other than the name, the bucket and those that the command ``reads``: they are told as
-        notes.
+        The file may have mistakes in settings other than the name, the bucket and those that the command
+        ``reads``: they are told as notes.
         """
         from elastic.runs.named import job_of_run
 
@@ -64,7 +64,8 @@ class JobFile:
         return job
 
     def told(self, error: ElasticError | StorageError) -> str:
-        """Returns the message of ``error``, with the source of the settings with which its lines begin: the file, or options of the line.
+        """Returns the message of ``error``, with the source of the settings with which its lines begin: the
+        file, or options of the line.
 
         That of a bucket that does not answer begins with the setting.
         """
@@ -85,6 +86,8 @@ class JobFile:
 
 
 def import_from_here() -> None:
-    """Lets the code of this folder be imported, as Python does for a script.  Raises as :func:`check_packages`."""
+    """Lets the code of this folder be imported, as Python does for a script.  Raises as
+    :func:`check_packages`.
+    """
     sys.path.insert(0, str(Path.cwd()))
     check_packages()

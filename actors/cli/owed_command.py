@@ -1,4 +1,6 @@
-"""The command ``elastic owed``: lists what a run owes for its checkpoints, or does it in this process, also while the run lives."""
+"""The command ``elastic owed``: lists what a run owes for its checkpoints, or does it in this process, also
+while the run lives.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,10 @@ from storage.errors import Damaged
 def owed(job: Job, pay: bool, *, accept_code: bool = False) -> int:
     """Lists what the run owes.  With ``pay`` it does that first, also what was given up.
 
-    What is owed, and with which settings, is what the run has recorded.  From ``job`` it takes where the run is, how this process computes
-    and the code that is given as objects.  What other code has made is left as it is, unless ``accept_code``.  Returns 1 if something was
-    given up, or could not be done now.  Raises :class:`JobError` if there is no such run.
+    What is owed, and with which settings, is what the run has recorded.  From ``job`` it takes where the run
+    is, how this process computes and the code that is given as objects.  What other code has made is left as
+    it is, unless ``accept_code``.  Returns 1 if something was given up, or could not be done now.  Raises
+    :class:`JobError` if there is no such run.
     """
     if accept_code and not pay:
         raise JobError("--accept-code has no effect without --pay; add that, or leave it out")
@@ -34,10 +37,16 @@ def owed(job: Job, pay: bool, *, accept_code: bool = False) -> int:
                 say(said)
     left = debts_of.debts(run)
     if not left:
-        never = "" if recorded.of(run).kinds else ": it was never asked for exports, samples or validations by spares"
+        never = (
+            ""
+            if recorded.of(run).kinds
+            else (": it was never asked for exports, samples or validations by spares")
+        )
         say(f"{job.name} owes nothing{never}")
         return 0
-    table = Table("step", "generation", "what", "attempts that failed", Column("last failure", overflow="fold"), "state")
+    table = Table(
+        "step", "generation", "what", "attempts that failed", Column("last failure", overflow="fold"), "state"
+    )
     for debt in left:
         why = debt.failures[-1].why if debt.failures else ""
         row = (str(debt.version.step), str(debt.version.generation), debt.kind, str(len(debt.failures)), why)
@@ -45,22 +54,30 @@ def owed(job: Job, pay: bool, *, accept_code: bool = False) -> int:
     console.print(table)
     given_up = any(debt.given_up for debt in left)
     if given_up:
-        say("what was given up is tried again by --pay, as long as its checkpoint exists: no rule keeps that for it any more")
+        say(
+            "what was given up is tried again by --pay, as long as its checkpoint exists: no rule keeps "
+            "that for it any more"
+        )
     return int(given_up or not paid)
 
 
 def _pay(run: Run, job: Job, debt: Debt, accept_code: bool) -> tuple[str, bool]:
-    """Makes what is owed in this process.  Returns the sentence about it, "" if somebody else was first, and whether it is done."""
+    """Makes what is owed in this process.  Returns the sentence about it, "" if somebody else was first, and
+    whether it is done.
+    """
     from elastic.train.alone.revisit import validate_here
     from elastic.train.errands import pay
 
     try:
         if debt.kind == debts_of.VALIDATION:
-            _, found, held_out = validate_here(recorded.of(run).job(job, debt.version), debt.version.step, accept_code=accept_code)
+            _, found, held_out = validate_here(
+                recorded.of(run).job(job, debt.version), debt.version.step, accept_code=accept_code
+            )
             debts_of.note_done(run, debt, debts_of.validated(found, held_out))
             return told_of(debt.version.step, found), True
         if debt.kind == debts_of.SAMPLES:
             code.check_look(run, debt.version, run.job_at(debt.version), job, accept=accept_code)
-    except (ElasticError, Damaged) as error:  # its checkpoint is damaged, or the code is another one; others may work
+    # its checkpoint is damaged, or the code is another one; others may work
+    except (ElasticError, Damaged) as error:
         return f"{debt} failed: {error}", False
     return pay(run, code.with_objects(run.job.replace(workers=job.workers), job), debt)

@@ -1,12 +1,14 @@
 """Commands, and the lines that name them.
 
-A function is a command if :func:`command` says so.  Its parameters before the ``/`` are the arguments of a line, and those after it are
-options; without a default it must be given.  :data:`WORDS` says how the words of each type are read.  The first argument may be a ``Job``,
-which the line names by its job file, or the :class:`JobFile` itself; then the line may also give settings of the job.  The docstring has a
-line for each parameter, ``name -n METAVAR: meaning``, after its first paragraph; a job needs none.
+A function is a command if :func:`command` says so.  Its parameters before the ``/`` are the arguments of a
+line, and those after it are options; without a default it must be given.  :data:`WORDS` says how the words of
+each type are read.  The first argument may be a ``Job``, which the line names by its job file, or the
+:class:`JobFile` itself; then the line may also give settings of the job.  The docstring has a line for each
+parameter, ``name -n METAVAR: meaning``, after its first paragraph; a job needs none.
 
-Signatures and docstrings are read from the sources, and a command is imported when it runs: neither help nor a mistake in a line waits for
-Ray or PyTorch.  argparse reads the words of a command; a line that cannot be read is told in a clear sentence.
+Signatures and docstrings are read from the sources, and a command is imported when it runs: neither help nor
+a mistake in a line waits for Ray or PyTorch.  argparse reads the words of a command; a line that cannot be
+read is told in a clear sentence.
 """
 
 from __future__ import annotations
@@ -29,7 +31,10 @@ MODULES = (
     *("compute_commands", "checkpoint_commands", "plain_commands"),
 )
 """The modules that have commands, in the order of the help."""
-GROUPS = {"data": "Prepares datasets and looks at them.", "checkpoint": "Looks at the checkpoints of a run, and deletes some."}
+GROUPS = {
+    "data": "Prepares datasets and looks at them.",
+    "checkpoint": ("Looks at the checkpoints of a run, and deletes some."),
+}
 """The first words of commands that have two, and what such commands do."""
 LISTS = "train"
 """The command whose help lists the settings of a job."""
@@ -44,30 +49,44 @@ WORDS: dict[str, dict[str, Any]] = {
     "Sequence[str]": {"nargs": "+"},
     "list[str]": {"action": "append"},
 }
-"""The options of argparse by which a parameter of a type is read.  A list is an option that may be repeated; all others are texts."""
+"""The options of argparse by which a parameter of a type is read.  A list is an option that may be repeated;
+all others are texts.
+"""
 PARAMETER = re.compile(r"^(\w+)(?: (-\w))?(?: ([\w.@]+))?: (.*(?:\n +.*)*)", re.MULTILINE)
 """The line of a docstring that tells what a parameter means."""
 REQUIRED = "the following arguments are required: "
 """The words with which argparse says what is missing."""
 KINDS = {"int": "whole number", "float": "number"}
 """The names of types for users."""
-EXAMPLES = {"job": "job.toml", "step": "400", "to": "folder", "source": "texts", "destination": "tokens", "dataset": "tokens"}
+EXAMPLES = {
+    "job": "job.toml",
+    "step": "400",
+    "to": "folder",
+    "source": "texts",
+    "destination": "tokens",
+    "dataset": "tokens",
+}
 """Words of an example, by the argument or the kind of value in whose place they are."""
 READS: dict[str, Sequence[str]] = {}
-"""The settings that a command takes from the job file of a run even if that has mistakes in others, by the name of the command."""
+"""The settings that a command takes from the job file of a run even if that has mistakes in others, by the
+name of the command.
+"""
 
 Function = TypeVar("Function", bound=Callable[..., int | None])
 
 
 def command(name: str, reads: Sequence[str] = ()) -> Callable[[Function], Function]:
-    """Declares that a function is the command ``name``, which ``reads`` these settings.  It returns its exit code, or nothing for 0."""
+    """Declares that a function is the command ``name``, which ``reads`` these settings.  It returns its exit
+    code, or nothing for 0.
+    """
     READS[name] = reads
     return lambda function: function
 
 
 @functools.cache
 def commands() -> dict[str, tuple[str, Callable[..., int | None]]]:
-    """Returns every command by its name: its place, as ``package.module:name``, and a function with its signature and its docstring.
+    """Returns every command by its name: its place, as ``package.module:name``, and a function with its
+    signature and its docstring.
 
     The function does nothing, as it is made without an import.
     """
@@ -75,7 +94,9 @@ def commands() -> dict[str, tuple[str, Callable[..., int | None]]]:
     for module in MODULES:
         for node in ast.parse(Path(__file__).with_name(f"{module}.py").read_text(encoding="utf-8")).body:
             match node:
-                case ast.FunctionDef(decorator_list=[ast.Call(ast.Name("command"), [ast.Constant(str(name)), *_])]):
+                case ast.FunctionDef(
+                    decorator_list=[ast.Call(ast.Name("command"), [ast.Constant(str(name)), *_])]
+                ):
                     made = dict[str, Any]()
                     node.decorator_list, node.body = [], node.body[:1]  # only the docstring
                     exec(compile(ast.Module([node], []), f"{module}.py", "exec"), made)
@@ -86,10 +107,12 @@ def commands() -> dict[str, tuple[str, Callable[..., int | None]]]:
 def read(words: Sequence[str]) -> tuple[JobFile | None, Callable[[], int]]:
     """Returns the job file that a line names, and its command, which returns the exit code.
 
-    Raises :class:`JobError` for a word that is neither the command's own nor a setting, and :class:`SystemExit` after help, and for
-    another line that cannot be read.
+    Raises :class:`JobError` for a word that is neither the command's own nor a setting, and
+    :class:`SystemExit` after help, and for another line that cannot be read.
     """
-    name = next((name for name in (" ".join(words[:2]), *words[:1]) if name in commands()), "") or _only_listed(words)
+    name = next(
+        (name for name in (" ".join(words[:2]), *words[:1]) if name in commands()), ""
+    ) or _only_listed(words)
     from elastic.config.command_line import list_settings, take_options
     from elastic.job import Job
 
@@ -101,7 +124,10 @@ def read(words: Sequence[str]) -> tuple[JobFile | None, Callable[[], int]]:
     if of_job := any(kind.startswith("Job") for kind in kinds.values()):
         settings, words = take_options(words, Job, _options(declared))
         if name == LISTS and {"-h", "--help"}.intersection(words):
-            parser.epilog, parser.usage = None, f"{' '.join(parser.format_usage().split()[1:])} [--section.option value ...]"
+            parser.epilog, parser.usage = (
+                None,
+                (f"{' '.join(parser.format_usage().split()[1:])} [--section.option value ...]"),
+            )
             list_settings(parser, Job)
     known, rest = parser.parse_known_args(words)
     given = [vars(known).pop(key) for key in kinds]
@@ -115,7 +141,9 @@ def read(words: Sequence[str]) -> tuple[JobFile | None, Callable[[], int]]:
     if of_job and given[0] is not None:
         file = given[0] = JobFile(given[0], settings)
     elif of_job and settings.words:
-        raise JobError(f"command line: {' '.join(settings.to_show())} has no effect without a job file; name one")
+        raise JobError(
+            f"command line: {' '.join(settings.to_show())} has no effect without a job file; name one"
+        )
 
     def run() -> int:
         function = load(place)
@@ -127,14 +155,18 @@ def read(words: Sequence[str]) -> tuple[JobFile | None, Callable[[], int]]:
 
 
 class Parser(argparse.ArgumentParser):
-    """The parser of argparse, without abbreviations, that ends the command with one sentence for a line that cannot be read."""
+    """The parser of argparse, without abbreviations, that ends the command with one sentence for a line that
+    cannot be read.
+    """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"allow_abbrev": False, **options})
         self._negative_number_matcher = re.compile(r"^-\.?\d")  # argparse itself does not know -1e-3
 
     def error(self, message: str) -> NoReturn:
-        """Ends the command with the exit code of :class:`JobError` and one sentence, in place of argparse's usage."""
+        """Ends the command with the exit code of :class:`JobError` and one sentence, in place of argparse's
+        usage.
+        """
         said = self._said(message)
         more = f"; write `{self._example()}`" if "needs" in said else ""
         self.exit(JobError.exit_code, f"{self.prog}: {said}{more} (`{self.prog} --help` tells more)\n")
@@ -144,10 +176,16 @@ class Parser(argparse.ArgumentParser):
         if message.startswith(REQUIRED):
             names = message.removeprefix(REQUIRED).split(", ")
             about = {name: action.help for action in self._actions for name in action.option_strings}
-            return f"it needs {' and '.join(f'{name} ({about[name]})' if name in about else name for name in names)}"
+            return (
+                "it needs "
+                f"{' and '.join(f'{name} ({about[name]})' if name in about else name for name in names)}"
+            )
         if found := re.match(r"argument (\S+): invalid choice: '(.*?)'", message):
             known = [name for action in self._actions for name in action.choices or ()]
-            return f"there is no {found[1]} {found[2]!r}; there are {', '.join(known)}{did_you_mean(found[2], known)}"
+            return (
+                f"there is no {found[1]} {found[2]!r}; there are "
+                f"{', '.join(known)}{did_you_mean(found[2], known)}"
+            )
         if found := re.match(r"argument (\S+): invalid (\w+) value: (.*)", message):
             return f"{found[1]} = {found[3]} must be a {KINDS.get(found[2], found[2])}"
         if found := re.match(r"argument (\S+): expected (.*)", message):
@@ -172,7 +210,10 @@ def _only_listed(words: Sequence[str]) -> NoReturn:
     parser = Parser(
         prog=f"elastic {group}".strip(),
         description=GROUPS.get(group, "Trains large models on machines that come and go."),
-        epilog="A command that takes a job file also takes the settings of the job, as --section.option value, after the file.",
+        epilog=(
+            "A command that takes a job file also takes the settings of the job, as --section.option "
+            "value, after the file."
+        ),
     )
     listed = parser.add_subparsers(dest="command", metavar="command", required=True)
     for name, (_, each) in commands().items():
@@ -184,14 +225,19 @@ def _only_listed(words: Sequence[str]) -> NoReturn:
 
 
 def parser_of(name: str, function: Callable[..., int | None]) -> Parser:
-    """Returns the parser of a command.  Raises :class:`KeyError` for a parameter of which its docstring has no line."""
+    """Returns the parser of a command.  Raises :class:`KeyError` for a parameter of which its docstring has
+    no line.
+    """
     about, more = _told(function)
     told = {key: told for key, *told in PARAMETER.findall(more)}
     parser = Parser(prog=f"elastic {name}", description=about)
     for key, each in inspect.signature(function).parameters.items():
         if each.annotation.startswith("Job"):
             told.setdefault(key, ["", "job", "the job file (TOML)"])
-            parser.epilog = f"Settings of the job, as --section.option value, may follow; `elastic {LISTS} --help` lists them."
+            parser.epilog = (
+                f"Settings of the job, as --section.option value, may follow; `elastic {LISTS} "
+                "--help` lists them."
+            )
         short, metavar, meaning = told[key]
         options: dict[str, Any] = {"help": meaning} | WORDS.get(each.annotation.removesuffix(" | None"), {})
         if metavar:
@@ -199,7 +245,9 @@ def parser_of(name: str, function: Callable[..., int | None]) -> Parser:
         if given := each.default is not each.empty:
             options["default"] = each.default
         if each.kind is not each.POSITIONAL_ONLY:
-            parser.add_argument(*filter(None, [short]), f"--{key.replace('_', '-')}", required=not given, **options)
+            parser.add_argument(
+                *filter(None, [short]), f"--{key.replace('_', '-')}", required=not given, **options
+            )
         elif given:
             parser.add_argument(key, **options | {"nargs": "*" if "nargs" in options else "?"})
         else:
@@ -214,7 +262,11 @@ def _told(function: Callable[..., int | None]) -> Sequence[str]:
 
 def _options(function: Callable[..., int | None]) -> dict[str, bool]:
     """Returns the options of a command, and whether each takes a value."""
-    options = [each for each in inspect.signature(function).parameters.values() if each.kind is not each.POSITIONAL_ONLY]
+    options = [
+        each
+        for each in inspect.signature(function).parameters.values()
+        if each.kind is not each.POSITIONAL_ONLY
+    ]
     return {f"--{each.name.replace('_', '-')}": each.annotation != "bool" for each in options}
 
 
@@ -225,7 +277,9 @@ def _refusal(word: str, name: str) -> str:
 
     option = word.partition("=")[0].replace("_", "-")
     if option == "--dry-run":
-        return f"'elastic {name}' has no option '--dry-run'; `elastic estimate` checks a job and starts nothing"
+        return (
+            f"'elastic {name}' has no option '--dry-run'; `elastic estimate` checks a job and starts nothing"
+        )
     if others := [other for other, (_, each) in commands().items() if option in _options(each)]:
         return f"'elastic {name}' has no option '{option}', unlike 'elastic {others[0]}'; leave it out"
     return no_setting(word, Job, _options(commands()[name][1]))

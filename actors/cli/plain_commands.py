@@ -39,7 +39,9 @@ def prepare(
     from elastic.data.sources import SUFFIXES
 
     if tokenizer and train_bpe:
-        raise JobError("--tokenizer and --train-bpe both say what makes tokens of the text; leave one of them out")
+        raise JobError(
+            "--tokenizer and --train-bpe both say what makes tokens of the text; leave one of them out"
+        )
     summary = shards.prepare(
         source,
         destination,
@@ -67,7 +69,13 @@ def show(dataset: str, /) -> None:
 
 
 @command("simulate")
-def simulate(seeds: str = "1000", jobs: int = 1, script: Path | None = None, trace: Path | None = None, pace: float = 1.0) -> int:
+def simulate(
+    seeds: str = "1000",
+    jobs: int = 1,
+    script: Path | None = None,
+    trace: Path | None = None,
+    pace: float = 1.0,
+) -> int:
     """Runs the control plane against simulated faults.
 
     seeds: number of seeds, or FIRST..LAST without LAST (default: 1000)

@@ -1,7 +1,8 @@
 """Shows what workers print, on request: the user's own prints reach the terminal of a driver.
 
-A driver reads the workers' logs where they are, by one task on each node, and never waits for one: the next look takes what has come.  A
-look shows a bounded number of lines of each worker, so a print in every microbatch neither drowns the terminal nor holds up the driver.
+A driver reads the workers' logs where they are, by one task on each node, and never waits for one: the next
+look takes what has come.  A look shows a bounded number of lines of each worker, so a print in every
+microbatch neither drowns the terminal nor holds up the driver.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ Told = dict[str, tuple[int, str]]
 class LogReading:
     """One look at the logs of the living workers ``asked``, which maps each to its node.
 
-    ``ends`` says where the look before ended; a worker that is not there begins with the last lines of its log.
+    ``ends`` says where the look before ended; a worker that is not there begins with the last lines of its
+    log.
     """
 
     def __init__(self, run: str, asked: Mapping[Any, str], ends: Mapping[str, int]) -> None:
@@ -50,8 +52,12 @@ class LogReading:
         ]
 
     def wait(self, timeout_s: float) -> Told:
-        """Returns what has come after at most so many seconds.  A node that is gone, or does not answer, tells nothing."""
-        done, self.tasks = ray.wait(self.tasks, num_returns=len(self.tasks), timeout=timeout_s) if self.tasks else ([], [])
+        """Returns what has come after at most so many seconds.  A node that is gone, or does not answer,
+        tells nothing.
+        """
+        done, self.tasks = (
+            ray.wait(self.tasks, num_returns=len(self.tasks), timeout=timeout_s) if self.tasks else ([], [])
+        )
         found: Told = {}
         for each in done:
             try:
@@ -67,7 +73,9 @@ class Prints:
     ``asked`` names the workers, with commas between them: or it is "first" or "all", or None for none.
     """
 
-    def __init__(self, screen: Screen, asked: str | None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, screen: Screen, asked: str | None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.screen, self.asked, self._clock = screen, (asked or "").split(","), clock
         self._ends: dict[str, int] = {}
         self._reading: LogReading | None = None
@@ -96,20 +104,29 @@ class Prints:
             self._ends.clear()
         chosen = self._chosen(view)
         self._number = len(chosen)
-        self._reading = LogReading(view.token, {worker: view.workers[worker] for worker in chosen}, self._ends)
+        self._reading = LogReading(
+            view.token, {worker: view.workers[worker] for worker in chosen}, self._ends
+        )
 
     def _chosen(self, view: View) -> list[Any]:
         there = sorted(view.workers, key=lambda worker: (len(worker), worker))
         if FIRST in self.asked:
-            known = [worker for worker in there if worker in self._ends]  # as long as it lives, it stays the same one
+            # as long as it lives, it stays the same one
+            known = [worker for worker in there if worker in self._ends]
             return known[:1] or there[:1]
         return there if ALL in self.asked else [worker for worker in there if worker in self.asked]
 
     def tell(self, worker: str, text: str) -> None:
-        """Shows ``text``, which a worker has printed, with its name before each line; of many lines only the newest."""
+        """Shows ``text``, which a worker has printed, with its name before each line; of many lines only the
+        newest.
+        """
         lines = text.splitlines()
         most = max(MOST // max(self._number, 1), 1)
         if len(lines) > most:
-            say(f"{len(lines) - most} lines are left out here; `elastic logs` has the newest", f"{worker} ", "cyan")
+            say(
+                f"{len(lines) - most} lines are left out here; `elastic logs` has the newest",
+                f"{worker} ",
+                "cyan",
+            )
         for line in lines[-most:]:
             say(line, f"{worker} ", "cyan")

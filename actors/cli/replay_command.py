@@ -1,4 +1,6 @@
-"""The command ``elastic replay``: tells what happened in a run, or whether this version decides otherwise, from the journal."""
+"""The command ``elastic replay``: tells what happened in a run, or whether this version decides otherwise,
+from the journal.
+"""
 
 from __future__ import annotations
 
@@ -36,19 +38,30 @@ def replay(file: JobFile, /, check: bool = False, layers: bool = False) -> int:
     found = list(differences(segments, elastic.__version__, rules))
     for each in found:
         say(str(each))
-    decisions, other = sum(len(records) for _, records in segments), {each.n for each in found if each.what != "reason"}
+    decisions, other = (
+        sum(len(records) for _, records in segments),
+        {each.n for each in found if each.what != "reason"},
+    )
     worded = {each.n for each in found} - other
-    say(f"{decisions} decisions: this version decides {len(other)} otherwise and words {len(worded)} differently")
+    say(
+        f"{decisions} decisions: this version decides {len(other)} otherwise and words {len(worded)} "
+        "differently"
+    )
     return 1 if other else 0
 
 
 def _journal_of(file: JobFile) -> tuple[list[Segment], Rules | None]:
-    """Returns the journal of a run with the rules of its job, or a file of a journal.  Raises :class:`JobError` if there is none."""
+    """Returns the journal of a run with the rules of its job, or a file of a journal.  Raises
+    :class:`JobError` if there is none.
+    """
     if file.is_toml:
         job = file.of_run()
         if segments := journal.read(Run.begun(job).store, job.name):
             return segments, job.rules()
-        raise JobError(f"there is no journal of {job.name} in {job.bucket}: it has run there only with --local, which writes none")
+        raise JobError(
+            f"there is no journal of {job.name} in {job.bucket}: it has run there only with "
+            "--local, which writes none"
+        )
     if file.options.settings:
         words = shlex.join(file.options.to_show())
         raise JobError(f"command line: {words}: {file.file!r} is a file of a journal, and has no settings")
@@ -56,7 +69,9 @@ def _journal_of(file: JobFile) -> tuple[list[Segment], Rules | None]:
 
 
 def _in_file(path: Path) -> list[Segment]:
-    """Returns the segments in a file of a journal.  Raises :class:`JobError` for another file, and one that begins without a snapshot."""
+    """Returns the segments in a file of a journal.  Raises :class:`JobError` for another file, and one that
+    begins without a snapshot.
+    """
     advice, named = "name a job file, or a file of a journal that begins with a snapshot", repr(str(path))
     try:
         raw = path.read_bytes()
@@ -71,5 +86,8 @@ def _in_file(path: Path) -> list[Segment]:
         raise JobError(f"{named} is not a file of a journal; {advice}")
     if (base := segments[0][0].get("continues")) is not None:
         where = f"the snapshot before it begins {base:012d}.jsonl"
-        raise JobError(f"{named} goes on where another file of the journal ends: {where}; {advice}; the job file replays them all")
+        raise JobError(
+            f"{named} goes on where another file of the journal ends: {where}; {advice}; the job "
+            "file replays them all"
+        )
     return segments

@@ -86,8 +86,15 @@ def facts_of(run: Run, keep: Keep, now: float) -> Facts:
         name=job.name,
         steps=job.steps,
         global_batch=job.global_batch if isinstance(job.global_batch, int) else 0,
-        settings={name: HIDDEN if is_secret(name, value) else _text(value) for name, value in settings.items()},
-        columns=Columns(chain(({name: row[name] for name in LEARNT if name in row} for row in origin_rows(run)), rows_of(run))),
+        settings={
+            name: HIDDEN if is_secret(name, value) else _text(value) for name, value in settings.items()
+        },
+        columns=Columns(
+            chain(
+                ({name: row[name] for name in LEARNT if name in row} for row in origin_rows(run)),
+                rows_of(run),
+            )
+        ),
         timeline=Timeline().read(journal.objects(run.store, job.name)),
         checkpoints=_checkpoints(found),
         owed=owed.sentence(found.debts),
@@ -100,7 +107,9 @@ def facts_of(run: Run, keep: Keep, now: float) -> Facts:
 
 
 def _quarantine(run: Run, newest: Version | None) -> int:
-    """Returns the number of samples in quarantine in the newest checkpoint; 0 if that cannot be read, which a page survives."""
+    """Returns the number of samples in quarantine in the newest checkpoint; 0 if that cannot be read, which a
+    page survives.
+    """
     with suppress(StorageError):
         return len(held_in(run.checkpoints.open(newest)) or ()) if newest is not None else 0
     return 0
@@ -129,11 +138,18 @@ def _text(value: Any) -> str:
 def _check(path: Path, option: str, endings: tuple[str, ...]) -> None:
     """Raises :class:`JobError`, before anything is read, unless a file can be written there."""
     if path.suffix.lower() not in endings:
-        raise JobError(f"{option} = {str(path)!r} does not end in {endings[0]}; name a file, say report{endings[0]}")
+        raise JobError(
+            f"{option} = {str(path)!r} does not end in {endings[0]}; name a file, say report{endings[0]}"
+        )
     if path.is_dir():
-        raise JobError(f"{option} = {str(path)!r} is a folder; name a file in it, say {str(path / ('report' + endings[0]))!r}")
+        raise JobError(
+            f"{option} = {str(path)!r} is a folder; name a file in it, say "
+            f"{str(path / ('report' + endings[0]))!r}"
+        )
     if not path.parent.is_dir():
-        raise JobError(f"{option} = {str(path)!r}: there is no folder {str(path.parent)!r}; make it, or name another one")
+        raise JobError(
+            f"{option} = {str(path)!r}: there is no folder {str(path.parent)!r}; make it, or name another one"
+        )
 
 
 def _write(path: Path, option: str, content: bytes) -> None:
@@ -145,5 +161,7 @@ def _write(path: Path, option: str, content: bytes) -> None:
     except OSError as error:
         with suppress(OSError):
             aside.unlink()
-        raise JobError(f"{option} = {str(path)!r} cannot be written: {error.strerror}; name another file") from None
+        raise JobError(
+            f"{option} = {str(path)!r} cannot be written: {error.strerror}; name another file"
+        ) from None
     say(f"{path}: {len(content) / 1000:,.0f} kB")

@@ -58,27 +58,52 @@ class Absent:
             key = run.store.full_name(f"{job.name}/owner/{claim:06d}.json")
             what = f"{key} is damaged, so nobody knows where {job.name} was begun last"
             there = f"newest good checkpoint: {run.newest() or 'none'}"
-            return cls(f"{what}; {there}; if it does not run any more, `elastic train` goes on with it", over=False)
+            return cls(
+                f"{what}; {there}; if it does not run any more, `elastic train` goes on with it", over=False
+            )
         if owner is None:
             return cls(f"{job.name} in {job.bucket} is about to begin, or ended before it could", over=False)
         if pid := run.local_process():
             return cls(
-                f"{job.name} is trained by process {pid} of this machine (--local); Ctrl-C there, or `kill -INT {pid}`, stops it", False
+                (
+                    f"{job.name} is trained by process {pid} of this machine (--local); Ctrl-C there, or `kill "
+                    f"-INT {pid}`, stops it"
+                ),
+                False,
             )
         end = run.end()
         elsewhere = "" if end is not None else run.local_elsewhere()
-        over = end is not None or cluster.joined(owner["address"]) or (owner["address"] == LOCAL and not elsewhere)
-        stands = "is not running" if over else f"is not running, or its cluster, {owner['address']}, cannot be reached from here"
+        over = (
+            end is not None
+            or cluster.joined(owner["address"])
+            or (owner["address"] == LOCAL and not elsewhere)
+        )
+        stands = (
+            "is not running"
+            if over
+            else (f"is not running, or its cluster, {owner['address']}, cannot be reached from here")
+        )
         if not over and owner.get("host") == platform.node() and not heads.reachable(owner["address"]):
-            stands = f"has told no end, and its cluster on this machine, {owner['address']}, has ended; `elastic train` goes on with it"
+            stands = (
+                f"has told no end, and its cluster on this machine, {owner['address']}, has ended; "
+                "`elastic train` goes on with it"
+            )
         if elsewhere:
-            stands = f"was begun with --local {elsewhere}, and has told no end; if it lives, end it there with Ctrl-C"
+            stands = (
+                f"was begun with --local {elsewhere}, and has told no end; if it lives, end it there "
+                "with Ctrl-C"
+            )
         how = "" if end is None else f"; it ended as {type(end).__name__}"
         reason = "" if end is None else end.why if isinstance(end, Finished) else end.reason
         why = f" ({reason})" if reason else ""
         known = run.standing(0, 0.0)
         newest = max(known.history.saved, default="none")
-        rest = (run.passed_over(known), skipped.sentence(run, known.skips), over_fits(run), owed.sentence(owed.debts(run)))
+        rest = (
+            run.passed_over(known),
+            skipped.sentence(run, known.skips),
+            over_fits(run),
+            owed.sentence(owed.debts(run)),
+        )
         more = "".join(f"; {told}" for told in rest if told)
         return cls(f"{job.name} {stands}; newest good checkpoint: {newest}{how}{why}{more}", over, end)
 
@@ -107,29 +132,33 @@ def attach(job: Job, /, quiet: bool = False, prints: str | None = None) -> int:
     """Follows a run from its start to its end; Ctrl-C leaves it running.
 
     quiet -q: print only errors, and how the run ended
-    prints WORKERS: also show what these workers print, one or several such as w3,w5; `first` is one that lives, `all` is every one
-        (default: none)
+    prints WORKERS: also show what these workers print, one or several such as w3,w5; `first` is one that
+        lives, `all` is every one (default: none)
 
-    Raises :class:`PlatformGaveUp` if its bucket does not say how it ended, and :class:`JobError` if the bucket has no such run.
+    Raises :class:`PlatformGaveUp` if its bucket does not say how it ended, and :class:`JobError` if the
+    bucket has no such run.
     """
     coordinator = coordinator_of(job)
     if coordinator is not None:
         note_deletion(job)
         result = launch.follow(job, coordinator, Prints(screen_for(job, quiet=quiet), prints))
-        return show_result(result, Run.find(job).job)  # the steps are those of the run, whatever the file says by now
+        # the steps are those of the run, whatever the file says by now
+        return show_result(result, Run.find(job).job)
     absent = Absent.of(job)
     if absent.end is None:
         raise PlatformGaveUp(absent.said)
     say(absent.said)
-    return launch.exit_code(type(absent.end).__name__, absent.end.job_error if isinstance(absent.end, Failed) else "")
+    return launch.exit_code(
+        type(absent.end).__name__, absent.end.job_error if isinstance(absent.end, Failed) else ""
+    )
 
 
 @command("stop")
 def stop(job: Job, /) -> int:
     """Stops a run after a save; `elastic train` goes on from there.
 
-    Raises :class:`PlatformGaveUp` if its coordinator cannot be reached or does not answer, and :class:`JobError` if the bucket has no
-    such run.
+    Raises :class:`PlatformGaveUp` if its coordinator cannot be reached or does not answer, and
+    :class:`JobError` if the bucket has no such run.
     """
     coordinator = coordinator_of(job)
     if coordinator is None:
@@ -146,9 +175,9 @@ def stop(job: Job, /) -> int:
 def _watch(job: Job, coordinator: Any, once: bool, driver: str = "", stop: str = "") -> int:
     """Prints where the run stands and, unless ``once``, what happens to it until it is over.
 
-    ``driver`` is the name under which the coordinator is told that somebody waits.  ``stop`` is the reason with which each coordinator
-    of the run is told to stop it.  The run is over when its coordinator has gone.  Raises :class:`PlatformGaveUp` if a coordinator is
-    there and does not answer.
+    ``driver`` is the name under which the coordinator is told that somebody waits.  ``stop`` is the reason
+    with which each coordinator of the run is told to stop it.  The run is over when its coordinator has gone.
+    Raises :class:`PlatformGaveUp` if a coordinator is there and does not answer.
     """
     deadline_s = 2 * job.deadlines.lease_s
     screen = screen_for(job)
@@ -156,13 +185,18 @@ def _watch(job: Job, coordinator: Any, once: bool, driver: str = "", stop: str =
     end_on_sigterm()  # Ray's own handler prints a stack
     try:
         while True:
-            view = living.ask(coordinator, "view", seen, driver, incarnation, deadline_s=deadline_s, head=head)
+            view = living.ask(
+                coordinator, "view", seen, driver, incarnation, deadline_s=deadline_s, head=head
+            )
             if view.incarnation != incarnation:
                 seen, incarnation = 0, view.incarnation
                 if stop and not view.over:
                     living.ask(coordinator, "stop", stop, deadline_s=deadline_s)
             if (stands := _stands(view)) != shown:
-                say(f"{view.token}: {view.state}, step {view.step} of {view.steps}, {stands}{_copies(view)}{_speed(view)}; {view.reason}")
+                say(
+                    f"{view.token}: {view.state}, step {view.step} of {view.steps}, "
+                    f"{stands}{_copies(view)}{_speed(view)}; {view.reason}"
+                )
             shown = stands
             for line in view.lines[-20:]:
                 screen.show(line)
@@ -184,16 +218,25 @@ def _stands(view: View) -> str:
     """Returns the part of the line whose change is a reason to print it again."""
     workers = ", ".join(f"{worker}@{node[:6]}" for worker, node in sorted(view.workers.items()))
     open_ = "" if view.unprotected_since is None else f"; unprotected since step {view.unprotected_since}"
-    alone = "" if view.unbuddied_since is None else f"; no copy on another node since step {view.unbuddied_since}"
+    alone = (
+        ""
+        if view.unbuddied_since is None
+        else (f"; no copy on another node since step {view.unbuddied_since}")
+    )
     more = f" and {len(view.warned) - SHOWN_WARNINGS} more" if len(view.warned) > SHOWN_WARNINGS else ""
     warned = f"; warned of: {', '.join(view.warned[:SHOWN_WARNINGS])}{more}" if view.warned else ""
     rest = "".join(f"; {each}" for each in (view.skipped, view.best, view.owed) if each)
-    return f"generation {view.generation}, incarnation {view.incarnation}; workers {workers or 'none'}{open_}{alone}{warned}{rest}"
+    return (
+        f"generation {view.generation}, incarnation {view.incarnation}; workers "
+        f"{workers or 'none'}{open_}{alone}{warned}{rest}"
+    )
 
 
 def _copies(view: View) -> str:
     """Returns how often copies are made.  This varies with the step time, so its change alone is not printed."""
-    copies, buddies = (f"every {pace} steps" if pace > 1 else "every step" if pace else "none" for pace in view.paces)
+    copies, buddies = (
+        f"every {pace} steps" if pace > 1 else "every step" if pace else "none" for pace in view.paces
+    )
     return f"; copies in host memory {copies}, on other nodes {buddies}" if any(view.paces) else ""
 
 
@@ -212,7 +255,10 @@ def clean(job: Job, /, force: bool = False) -> int:
     lives = Run.find(job).lives()
     if not connected(job):
         if lives:
-            _tell(clear(job.name, lives, CLEAR_S), "this machine (the run's cluster has ended, or cannot be reached from here)")
+            _tell(
+                clear(job.name, lives, CLEAR_S),
+                ("this machine (the run's cluster has ended, or cannot be reached from here)"),
+            )
         else:
             say(_unclaimed(job))
         return 0
@@ -247,9 +293,14 @@ def clean(job: Job, /, force: bool = False) -> int:
 def _unclaimed(job: Job) -> str:
     """Returns the sentence about a run without a claim, which alone says what is its own."""
     left = [str(each) for each in nobodys(job.name)]
-    advice = f"if no run of that name lives, remove {', '.join(left)}" if left else "nothing of that name is left on this machine"
+    advice = (
+        f"if no run of that name lives, remove {', '.join(left)}"
+        if left
+        else "nothing of that name is left on this machine"
+    )
     return (
-        f"no claim of {job.name} is in {job.bucket}: correct the name or the bucket; or, if somebody has deleted its folder, nobody can "
+        f"no claim of {job.name} is in {job.bucket}: correct the name or the bucket; or, if somebody has "
+        "deleted its folder, nobody can "
         f"say what of that name is its own, so all stays: {advice}"
     )
 
@@ -265,7 +316,9 @@ def _life_to_end(name: str, coordinator: Any, force: bool) -> str:
     except ray.exceptions.GetTimeoutError:
         if force:
             return ""
-        raise PlatformGaveUp(f"{name} may live: its coordinator is there, but has not answered for {ANSWER_S:g} s; {fix}") from None
+        raise PlatformGaveUp(
+            f"{name} may live: its coordinator is there, but has not answered for {ANSWER_S:g} s; {fix}"
+        ) from None
     except ray.exceptions.RayActorError:
         return ""
     if not view.over and not force:
@@ -287,7 +340,8 @@ def logs(job: Job, workers: Sequence[str] = (), /, follow: bool = False) -> int:
     workers: the workers (default: every one that has a log)
     follow -f: keep printing what living workers print, until the run is over
 
-    Raises :class:`JobError` if the bucket has no such run, and :class:`PlatformGaveUp` if its coordinator does not answer.
+    Raises :class:`JobError` if the bucket has no such run, and :class:`PlatformGaveUp` if its coordinator
+    does not answer.
     """
     run, said, prefix = run_of(job), False, f"{job.name}/logs/"
     stored = [f"{prefix}{found[0]}" for found in run.store.matching(prefix, r".+[.]log")]
@@ -300,9 +354,21 @@ def logs(job: Job, workers: Sequence[str] = (), /, follow: bool = False) -> int:
         key = f"{prefix}{path.parent.name.removeprefix(f'{job.name}-')}/{path.name}"
         if (not workers or path.stem in workers) and key not in stored:
             with open(path, "rb") as file:
-                print("\n".join([f"# {path.stem}: its cluster has not stored its log; this is the end of {path}", *last_lines(file), ""]))
+                print(
+                    "\n".join(
+                        [
+                            (f"# {path.stem}: its cluster has not stored its log; this is the end of {path}"),
+                            *last_lines(file),
+                            "",
+                        ]
+                    )
+                )
             said = True
-    while coordinator is not None and (view := living.view_of(coordinator, 2 * job.deadlines.lease_s)) is not None and not view.over:
+    while (
+        coordinator is not None
+        and (view := living.view_of(coordinator, 2 * job.deadlines.lease_s)) is not None
+        and not view.over
+    ):
         asked = {worker: node for worker, node in view.workers.items() if not workers or worker in workers}
         for worker, (end, text) in LogReading(view.token, asked, ends).wait(ANSWER_S).items():
             if text:
@@ -315,14 +381,30 @@ def logs(job: Job, workers: Sequence[str] = (), /, follow: bool = False) -> int:
     if not said:
         of, who = (f" of {', '.join(workers)}", "no such worker") if workers else ("", "no worker of the run")
         if (owner := run.owner()) is not None and owner["address"] == LOCAL:
-            raise JobError(f"{job.name} runs with --local, which keeps no logs: its process prints where it was started")
-        killed = f"one that was killed leaves them on its nodes, in {log_folder(f'{job.name}-*')}, and here there are none"
-        say(f"no logs{of} in {job.bucket}/{prefix}, and {who} lives on a cluster that can be reached from here; {killed}")
+            raise JobError(
+                f"{job.name} runs with --local, which keeps no logs: its process prints where it was started"
+            )
+        killed = (
+            f"one that was killed leaves them on its nodes, in {log_folder(f'{job.name}-*')}, and here "
+            "there are none"
+        )
+        say(
+            f"no logs{of} in {job.bucket}/{prefix}, and {who} lives on a cluster that can be reached from "
+            f"here; {killed}"
+        )
     return 0 if said else 1
 
 
 @command("chaos")
-def chaos(job: Job, /, seed: int = 0, faults: int = 10, span: float = 60.0, kinds: Sequence[str] = (), script: Path | None = None) -> None:
+def chaos(
+    job: Job,
+    /,
+    seed: int = 0,
+    faults: int = 10,
+    span: float = 60.0,
+    kinds: Sequence[str] = (),
+    script: Path | None = None,
+) -> None:
     """Performs faults on a run that lives: real signals and real deaths, drawn from a seed.
 
     seed: the seed of the faults, not of the job (default: 0)
@@ -332,9 +414,16 @@ def chaos(job: Job, /, seed: int = 0, faults: int = 10, span: float = 60.0, kind
     script: perform the faults of this JSON file instead of drawn ones
     """
     if unknown := [word for word in kinds if word not in {*Kind}]:
-        raise JobError(f"--kinds: {unknown[0]!r} is no kind of fault; those that can be performed are {', '.join(sorted(PERFORMED))}")
+        raise JobError(
+            f"--kinds: {unknown[0]!r} is no kind of fault; those that can be performed are "
+            f"{', '.join(sorted(PERFORMED))}"
+        )
     try:
-        drawn = from_json(script.read_text()) if script else draw(seed, faults, span, [Kind(kind) for kind in kinds or HARMLESS])
+        drawn = (
+            from_json(script.read_text())
+            if script
+            else draw(seed, faults, span, [Kind(kind) for kind in kinds or HARMLESS])
+        )
         if coordinator_of(job) is None:
             raise PlatformGaveUp(Absent.of(job).said)
         performer = Chaos(job, drawn, lambda strike: say(str(strike), f"{time.strftime('%H:%M:%S')} ", "dim"))

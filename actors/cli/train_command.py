@@ -30,15 +30,16 @@ def train(
     """Trains a job, or goes on with its run.
 
     local: train with one worker in this process, without Ray
-    address: address of the Ray cluster (default: the one this was submitted to, or where the run lives, or a new one on this machine)
+    address: address of the Ray cluster (default: the one this was submitted to, or where the run lives, or a
+        new one on this machine)
     branch: go on from the newest checkpoint of a run although its settings were different
     quiet -q: print only errors, and how the run ended
-    prints WORKERS: also show what these workers print, one or several such as w3,w5; `first` is one that lives, `all` is every one
-        (default: none)
+    prints WORKERS: also show what these workers print, one or several such as w3,w5; `first` is one that
+        lives, `all` is every one (default: none)
     accept_code: go on from the newest checkpoint of a run although its code was different
     again: start a run although too many restarts in a row have saved no new step (watch.max_restarts)
-    resume WORD: go on from a step of this run, on a new branch; or begin a run that goes on from RUN@STEP, RUN@best or RUN@latest of
-        another
+    resume WORD: go on from a step of this run, on a new branch; or begin a run that goes on from RUN@STEP,
+        RUN@best or RUN@latest of another
     """
     import_from_here()
     check_file(file.path)
@@ -48,17 +49,27 @@ def train(
     from elastic.train.checks.bucket import open_bucket
     from elastic.train.checks.early import check_early
 
-    if not address and not latest_claim(open_bucket(job), job.name):  # else it may live, and need no code of this machine
+    # else it may live, and need no code of this machine
+    if not address and not latest_claim(open_bucket(job), job.name):
         check_early(job)
     if not quiet:  # off a terminal, too: on a busy machine the imports alone take ten seconds
-        print("checking the job: loading PyTorch, building the model, trying the data and the bucket", file=sys.stderr, flush=True)
+        print(
+            "checking the job: loading PyTorch, building the model, trying the data and the bucket",
+            file=sys.stderr,
+            flush=True,
+        )
     from actors.cli.prints import Prints
     from actors.launch import launch
     from actors.screen import screen_for, show_result
 
-    screen, words = Prints(screen_for(job, quiet=quiet), prints), {"branch": branch, "accept_code": accept_code, "again": again}
+    screen, words = (
+        Prints(screen_for(job, quiet=quiet), prints),
+        {"branch": branch, "accept_code": accept_code, "again": again},
+    )
     try:
-        result = launch(job, address=address, local=local, resume=resume, show=screen.show, look=screen.look, **words)
+        result = launch(
+            job, address=address, local=local, resume=resume, show=screen.show, look=screen.look, **words
+        )
     except Exception as error:
         _tell_of_code(error, local)
         raise
@@ -66,7 +77,9 @@ def train(
 
 
 def _tell_of_code(error: Exception, local: bool) -> None:
-    """Raises :class:`JobError` if an error is the user's: with --local the code of the job runs in this process."""
+    """Raises :class:`JobError` if an error is the user's: with --local the code of the job runs in this
+    process.
+    """
     if local and not isinstance(error, ElasticError | StorageError):
         print(users_traceback(error), end="", file=sys.stderr)
         less = less_memory(error)

@@ -1,5 +1,5 @@
-"""Loads code by name.  On every node ``pkg.module:name`` is found, or an error says in a sentence why it is not, or which of its
-arguments it does not have."""
+"""Loads code by name.  On every node ``pkg.module:name`` is found, or an error says in a sentence why it is
+not, or which of its arguments it does not have."""
 
 from __future__ import annotations
 
@@ -29,8 +29,22 @@ from elastic.errors import CodeError, JobError
 PACKAGES = ("elastic", "actors", "storage")
 VARIABLE = re.compile(r"\$\{([A-Z_][A-Z0-9_]*)\}")
 """A text that stands for the value of an environment variable."""
-LIBRARIES = ("torch", "ray", "numpy", "pyarrow", "pydantic", "rich", "blake3", "fsspec", "grpc", "tokenizers", "transformers")
-"""The installed packages that Elastic imports: a file of the user's of that name would be imported in their place."""
+LIBRARIES = (
+    "torch",
+    "ray",
+    "numpy",
+    "pyarrow",
+    "pydantic",
+    "rich",
+    "blake3",
+    "fsspec",
+    "grpc",
+    "tokenizers",
+    "transformers",
+)
+"""The installed packages that Elastic imports: a file of the user's of that name would be imported in their
+place.
+"""
 ROOT = Path(__file__).resolve().parents[2]
 """The folder that contains our packages."""
 STAR = re.compile(rb"\bimport\s*\*")
@@ -39,7 +53,9 @@ MAKERS = {"globals", "vars", "locals", "exec", "setattr"}
 """Functions with which a module makes names that are not in its source."""
 NO_MEMORY = re.compile(r"out of memory|can(?:'|no)t allocate memory", re.IGNORECASE)
 version_of = functools.cache(metadata.version)
-"""Returns the version of an installed package, whose description a process parses once: 10 ms, and each save asks for three."""
+"""Returns the version of an installed package, whose description a process parses once: 10 ms, and each save
+asks for three.
+"""
 
 
 def split(path: str) -> tuple[str, str]:
@@ -47,15 +63,18 @@ def split(path: str) -> tuple[str, str]:
     module, colon, name = path.partition(":")
     parts = [*module.split("."), name]
     if not colon or not all(part.isidentifier() for part in parts):
-        raise CodeError(f"{path!r} does not name code; write 'package.module:name', for example 'elastic.models.llama:build'")
+        raise CodeError(
+            f"{path!r} does not name code; write 'package.module:name', for example "
+            "'elastic.models.llama:build'"
+        )
     return module, name
 
 
 def load(path: str, setting: str = "") -> Any:
     """Returns the object that ``"pkg.module:name"`` names, or the one that was given in place of a name.
 
-    ``setting`` is the setting of the job that names it, for messages.  Raises :class:`CodeError` if the path is malformed, the module is
-    not found or fails to import, or it lacks the name.
+    ``setting`` is the setting of the job that names it, for messages.  Raises :class:`CodeError` if the path
+    is malformed, the module is not found or fails to import, or it lacks the name.
     """
     if isinstance(path, Given):
         return path.value
@@ -63,8 +82,10 @@ def load(path: str, setting: str = "") -> Any:
     named = f"{setting} = {path!r}" if setting else repr(path)
     if module_name == OBJECT:
         raise CodeError(
-            f"{named} is code of the script or notebook that began the run, and nobody here has it; go on from that script, by "
-            f"launch(Job(...)) with the same functions, or look at it there by evaluate_here or rerun_here of elastic.train.alone.revisit"
+            f"{named} is code of the script or notebook that began the run, and nobody here has it; go on "
+            "from that script, by "
+            "launch(Job(...)) with the same functions, or look at it there by evaluate_here or rerun_here "
+            "of elastic.train.alone.revisit"
         )
     module = _module(named, module_name)
     try:
@@ -75,7 +96,9 @@ def load(path: str, setting: str = "") -> Any:
 
 
 def check_name(path: str, setting: str) -> None:
-    """Raises as :func:`load`, as far as it shows without an import of the module: if there is none, or if its source has no such name."""
+    """Raises as :func:`load`, as far as it shows without an import of the module: if there is none, or if its
+    source has no such name.
+    """
     if isinstance(path, Given):
         return
     module_name, name = split(path)
@@ -83,12 +106,19 @@ def check_name(path: str, setting: str) -> None:
         load(path, setting)  # which finds what only an import shows, or says what is not there
     elif spec.origin is not None and spec.origin.endswith(".py"):
         found = _names_in(Path(spec.origin).read_bytes())
-        if found is not None and name not in found and f"{module_name}.{name}" not in sys.modules and not spec.submodule_search_locations:
+        if (
+            found is not None
+            and name not in found
+            and f"{module_name}.{name}" not in sys.modules
+            and not spec.submodule_search_locations
+        ):
             raise _without_name(f"{setting} = {path!r}", path, spec.origin, found)
 
 
 def _without_name(named: str, path: str, place: str, found: Mapping[str, bool]) -> CodeError:
-    """Returns the error of a module without the name.  ``found`` says of each name that the module has whether it is its own."""
+    """Returns the error of a module without the name.  ``found`` says of each name that the module has
+    whether it is its own.
+    """
     module, name = split(path)
     public = [known for known in found if not known.startswith("_")]
     near = difflib.get_close_matches(name, public, 1)
@@ -100,7 +130,8 @@ def _without_name(named: str, path: str, place: str, found: Mapping[str, bool]) 
 def find(module: str) -> ModuleSpec | None:
     """Returns the spec of a module, or None, without an import of the packages that it is in.
 
-    The folders of a package decide, and not what this process has imported; so a folder without ``__init__.py`` is found, too.
+    The folders of a package decide, and not what this process has imported; so a folder without
+    ``__init__.py`` is found, too.
     """
     top, *rest = module.split(".")
     try:
@@ -113,22 +144,35 @@ def find(module: str) -> ModuleSpec | None:
         name, places = f"{spec.name}.{part}", [*(spec.submodule_search_locations or ())]
         try:
             spec = PathFinder.find_spec(name, places)
-        except KeyError:  # a folder without __init__.py: importlib looks for the path of its package among imported ones
+        # a folder without __init__.py: importlib looks for the path of its package among imported ones
+        except KeyError:
             spec = ModuleSpec(name, None, is_package=True)
-            spec.submodule_search_locations = [folder for place in places if os.path.isdir(folder := os.path.join(place, part))]
+            spec.submodule_search_locations = [
+                folder for place in places if os.path.isdir(folder := os.path.join(place, part))
+            ]
     return spec
 
 
 def _names_in(source: bytes) -> dict[str, bool] | None:
-    """Returns the names that a module binds, and of each whether it is not an import's; None if it makes some that cannot be read."""
+    """Returns the names that a module binds, and of each whether it is not an import's; None if it makes some
+    that cannot be read.
+    """
     try:
         table = symtable(source.decode(), "", "exec")
     except (SyntaxError, ValueError):  # the import says where
         return None
     names = {each.get_name(): each for each in table.get_symbols()}
-    if "__getattr__" in names or STAR.search(source) or any(names[each].is_referenced() for each in MAKERS & names.keys()):
+    if (
+        "__getattr__" in names
+        or STAR.search(source)
+        or any(names[each].is_referenced() for each in MAKERS & names.keys())
+    ):
         return None
-    bound = {name: each for name, each in names.items() if each.is_assigned() or each.is_imported() or each.is_declared_global()}
+    bound = {
+        name: each
+        for name, each in names.items()
+        if each.is_assigned() or each.is_imported() or each.is_declared_global()
+    }
     return {name: not each.is_imported() for name, each in bound.items()}
 
 
@@ -148,28 +192,40 @@ def _module(named: str, name: str) -> ModuleType:
             f"{named}: there is no module {error.name!r} on this machine's path, which begins with {first}; "
             f"install its package on every node, or add its folder to PYTHONPATH{_near(error.name)}"
         ) from None
-    except Exception as error:  # the user's module may raise anything while it is imported; all of it is a named error
+    # the user's module may raise anything while it is imported; all of it is a named error
+    except Exception as error:
         raise CodeError(f"{named}: {_failed(name, error)}") from error
 
 
 def _near(module: str) -> str:
-    """Returns the end of a sentence that names the module beside the missing ``module`` that is spelt most like it; "" if none is."""
+    """Returns the end of a sentence that names the module beside the missing ``module`` that is spelt most
+    like it; "" if none is.
+    """
     package = module.rpartition(".")[0]
     places, head = (sys.modules[package].__path__, f"{package}.") if package else (sys.path[:3], "")
     return did_you_mean(module, [f"{head}{each.name}" for each in pkgutil.iter_modules(places)])
 
 
 def _failed(module: str, error: Exception) -> str:
-    """Says where an import failed: the innermost frame, which is usually the user's, or what cannot be read as Python."""
+    """Says where an import failed: the innermost frame, which is usually the user's, or what cannot be read
+    as Python.
+    """
     if isinstance(error, SyntaxError) and error.filename:
-        return f"importing {module} failed with {type(error).__name__}: {error.msg} (in {error.filename}, line {error.lineno}); mend it"
+        return (
+            f"importing {module} failed with {type(error).__name__}: {error.msg} (in {error.filename}, "
+            f"line {error.lineno}); mend it"
+        )
     frames = traceback.extract_tb(error.__traceback__)
     frame = next((f for f in reversed(frames) if not f.filename.startswith("<frozen")), frames[-1])
-    return f"importing {module} failed with {_what(error)} (in {frame.filename}, line {frame.lineno}); mend it or install what it needs"
+    return (
+        f"importing {module} failed with {_what(error)} (in {frame.filename}, line {frame.lineno}); mend "
+        "it or install what it needs"
+    )
 
 
 def arguments(setting: str, args: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns arguments as the code gets them: a text ``${NAME}`` is the value of that environment variable in this process.
+    """Returns arguments as the code gets them: a text ``${NAME}`` is the value of that environment variable
+    in this process.
 
     Raises :class:`JobError` if there is no such variable.  What is written down keeps the name alone.
     """
@@ -185,16 +241,19 @@ def _argument(setting: str, value: Any) -> Any:
         return value
     if (found := os.environ.get(named[1])) is None:
         where = f"the environment variable {named[1]} is not set on {platform.node()}"
-        raise JobError(f"{setting} = '{value}': {where}; set it for this command, and where the nodes of a cluster are started")
+        raise JobError(
+            f"{setting} = '{value}': {where}; set it for this command, and where the nodes of a "
+            "cluster are started"
+        )
     return found
 
 
 def failure(error: Exception) -> str:
-    """Describes in one line what the called code raised and where: the innermost frame outside of installed packages and of ours, and
-    its caller if that is such a frame, too.
+    """Describes in one line what the called code raised and where: the innermost frame outside of installed
+    packages and of ours, and its caller if that is such a frame, too.
 
-    If there is none, it is one of ours, or else the innermost.  The caller's own frame is left out, since it only says that the code was
-    called.
+    If there is none, it is one of ours, or else the innermost.  The caller's own frame is left out, since it
+    only says that the code was called.
     """
     frames = traceback.extract_tb(error.__traceback__)[1:]
     others = [frame for frame in frames if "site-packages" not in frame.filename]
@@ -207,31 +266,50 @@ def failure(error: Exception) -> str:
 
 
 def less_memory(error: BaseException) -> str:
-    """Returns what to do about an error of memory that was not there, on a GPU or a CPU; "" for any other error."""
+    """Returns what to do about an error of memory that was not there, on a GPU or a CPU; "" for any other
+    error.
+    """
     if not isinstance(error, MemoryError) and not NO_MEMORY.search(str(error)):
         return ""
     return (
-        "the memory is not enough: lower microbatch, set recompute to 'block' or precision to 'bf16', or let more workers share the state "
+        "the memory is not enough: lower microbatch, set recompute to 'block' or precision to 'bf16', or "
+        "let more workers share the state "
         "(workers.max, parallel.zero = 2 or 3); `elastic estimate` tells what a job takes"
     )
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Returns the end of a sentence that names the one of ``known`` that is spelt most like ``word``; "" if none is near."""
+    """Returns the end of a sentence that names the one of ``known`` that is spelt most like ``word``; "" if
+    none is near.
+    """
     lower = {each.lower(): each for each in known}
     near = difflib.get_close_matches(word.lower(), lower, 1)
     return f"; did you mean {str(lower[near[0]])!r}?" if near else ""
 
 
-def unknown_argument(setting: str, named: str, code: Callable[..., Any], args: Mapping[str, Any], error: Exception, given: int = 0) -> str:
-    """Returns the sentence for an argument that ``code`` does not have, if that is why ``code(**args)`` raised ``error``; else "".
+def unknown_argument(
+    setting: str,
+    named: str,
+    code: Callable[..., Any],
+    args: Mapping[str, Any],
+    error: Exception,
+    given: int = 0,
+) -> str:
+    """Returns the sentence for an argument that ``code`` does not have, if that is why ``code(**args)``
+    raised ``error``; else "".
 
-    ``setting`` holds the arguments, and ``named`` is the setting that names the code, with its value.  The first arguments of the code, as
-    many as ``given``, are ours and not the user's, so they are not named.  An argument that the code hands on to a function of its own is
-    looked for there.
+    ``setting`` holds the arguments, and ``named`` is the setting that names the code, with its value.  The
+    first arguments of the code, as many as ``given``, are ours and not the user's, so they are not named.  An
+    argument that the code hands on to a function of its own is looked for there.
     """
-    said = re.match(r"(?:([\w.<>]+)\(\) )?(?:got an unexpected keyword argument '(\w+)'|takes no arguments)", str(error))
-    if said is None or not isinstance(error, TypeError) or (name := said[2] or next(iter(args), "")) not in args:
+    said = re.match(
+        r"(?:([\w.<>]+)\(\) )?(?:got an unexpected keyword argument '(\w+)'|takes no arguments)", str(error)
+    )
+    if (
+        said is None
+        or not isinstance(error, TypeError)
+        or (name := said[2] or next(iter(args), "")) not in args
+    ):
         return ""
     own = getattr(code, "__qualname__", "")
     other = None if said[1] in (own, f"{own}.__init__") else _in_frame(error, said[1] or "")
@@ -242,20 +320,32 @@ def unknown_argument(setting: str, named: str, code: Callable[..., Any], args: M
 
 
 def _arguments_of(code: Callable[..., Any], given: int = 0) -> list[str]:
-    """Returns the names of the arguments that ``code`` takes by name, but for the first ``given`` that it takes by place."""
+    """Returns the names of the arguments that ``code`` takes by name, but for the first ``given`` that it
+    takes by place.
+    """
     try:
         found = inspect.signature(code).parameters.values()
     except (TypeError, ValueError):  # code of C has none
         return []
-    placed = [each for each in found if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)][:given]
-    return [each.name for each in found if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY) and each not in placed]
+    placed = [each for each in found if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)][
+        :given
+    ]
+    return [
+        each.name
+        for each in found
+        if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY) and each not in placed
+    ]
 
 
 def _in_frame(error: Exception, path: str) -> Callable[..., Any] | None:
-    """Returns the class or function that the innermost frame of ``error`` knows by ``path``, as ``Net.__init__``."""
+    """Returns the class or function that the innermost frame of ``error`` knows by ``path``, as
+    ``Net.__init__``.
+    """
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     first, *rest = path.removesuffix(".__init__").split(".")
-    found = functools.reduce(lambda at, name: getattr(at, name, None), rest, {**frame.f_globals, **frame.f_locals}.get(first))
+    found = functools.reduce(
+        lambda at, name: getattr(at, name, None), rest, {**frame.f_globals, **frame.f_locals}.get(first)
+    )
     return found if callable(found) else None
 
 
@@ -266,7 +356,8 @@ class Elsewhere(Exception):
 def users_traceback(error: BaseException, *, or_ours: bool = True) -> str:
     """Returns the traceback of ``error`` without the frames of our own packages.
 
-    If there are no others, it has them, or without ``or_ours`` it is "": the sentence about the error says as much.
+    If there are no others, it has them, or without ``or_ours`` it is "": the sentence about the error says as
+    much.
     """
     if isinstance(error, Elsewhere):
         return str(error)
@@ -291,43 +382,57 @@ def _place(module: ModuleType) -> str:
 
 
 def check_packages(*folders: Path) -> None:
-    """Raises :class:`CodeError` if another folder or file shadows one of our packages, or of those that they import.
+    """Raises :class:`CodeError` if another folder or file shadows one of our packages, or of those that they
+    import.
 
-    It checks what this process would import, and ``folders`` that will come first on the path of other processes (the working folder of
-    a submitted job).
+    It checks what this process would import, and ``folders`` that will come first on the path of other
+    processes (the working folder of a submitted job).
     """
     for name in PACKAGES:
         spec = find(name)
-        imported = [*(spec.submodule_search_locations or [spec.origin or name])][:1] if spec is not None else []
+        imported = (
+            [*(spec.submodule_search_locations or [spec.origin or name])][:1] if spec is not None else []
+        )
         for place in (*map(Path, imported), *(found for folder in folders for found in _named(folder, name))):
             if place.resolve() != ROOT / name:
-                raise CodeError(f"{place} takes the place of Elastic's own package {name!r} ({ROOT / name}); rename it")
+                raise CodeError(
+                    f"{place} takes the place of Elastic's own package {name!r} ({ROOT / name}); rename it"
+                )
     for folder in {Path(sys.path[0]).resolve(), *(folder.resolve() for folder in folders)}:
         others = [entry for entry in sys.path if Path(entry).resolve() != folder]
         for place in (found for name in LIBRARIES for found in _named(folder, name)):
-            if PathFinder.find_spec(place.stem, others) is not None:  # else the folder is where the package itself is worked on
-                raise CodeError(f"{place} takes the place of the package {place.stem!r}, which Elastic imports; rename it")
+            # else the folder is where the package itself is worked on
+            if PathFinder.find_spec(place.stem, others) is not None:
+                raise CodeError(
+                    f"{place} takes the place of the package {place.stem!r}, which Elastic imports; rename it"
+                )
 
 
 @functools.cache
 def own_digest() -> str:
-    """Returns a digest of our own sources, since a version number does not change with every edit.  A process reads them once."""
+    """Returns a digest of our own sources, since a version number does not change with every edit.  A process
+    reads them once.
+    """
     return _digest([ROOT / name for name in PACKAGES])
 
 
 def code_digest(paths: Iterable[str]) -> str:
-    """Returns the top-level package or module of each of ``paths`` (``pkg.module:name``, loaded before), with a digest of its sources.
+    """Returns the top-level package or module of each of ``paths`` (``pkg.module:name``, loaded before), with
+    a digest of its sources.
 
     An object that was given in place of a name has its fingerprint.
 
-    Our own packages are left out, but the version of a library that one of our modules names as its ``LIBRARY`` is added.  Packages that
-    these import from elsewhere are not read, nor are files beside a module that is a single file: code of several files belongs into a
-    package.
+    Our own packages are left out, but the version of a library that one of our modules names as its
+    ``LIBRARY`` is added.  Packages that these import from elsewhere are not read, nor are files beside a
+    module that is a single file: code of several files belongs into a package.
     """
     paths = [*dict.fromkeys(paths)]
     names = {split(path)[0] for path in paths} - {OBJECT}
     tops = sorted({name.partition(".")[0] for name in names} - set(PACKAGES))
-    libraries = sorted({getattr(sys.modules[name], "LIBRARY", "") for name in names if name.partition(".")[0] in PACKAGES} - {""})
+    libraries = sorted(
+        {getattr(sys.modules[name], "LIBRARY", "") for name in names if name.partition(".")[0] in PACKAGES}
+        - {""}
+    )
     digests = (f"{top} {_digest(_places(sys.modules[top]))}" for top in tops)
     objects = (f"{path} {path.fingerprint}" for path in paths if isinstance(path, Given))
     return ", ".join((*digests, *objects, *(f"{library} {version_of(library)}" for library in libraries)))
@@ -341,7 +446,9 @@ def _places(module: ModuleType) -> list[Path]:
 
 
 def _digest(places: Iterable[Path]) -> str:
-    """Returns 12 digits of a sha256 over the names and bytes of all ``*.py``, independent of where their folder lies."""
+    """Returns 12 digits of a sha256 over the names and bytes of all ``*.py``, independent of where their
+    folder lies.
+    """
     digest = hashlib.sha256()
     for place in places:
         for file in python_files(place) if place.is_dir() else [str(place)]:
@@ -352,7 +459,9 @@ def _digest(places: Iterable[Path]) -> str:
 
 
 def python_files(folder: Path) -> list[str]:
-    """Returns the paths of all ``*.py`` files below ``folder``, without hidden folders (environments, checkpoints of notebooks)."""
+    """Returns the paths of all ``*.py`` files below ``folder``, without hidden folders (environments,
+    checkpoints of notebooks).
+    """
     found = []
     for here, below, files in os.walk(folder):
         below[:] = [name for name in below if not name.startswith((".", "__pycache__"))]

@@ -1,12 +1,14 @@
 """Functions and classes that a job gets as objects in place of names, and their fingerprints.
 
-``Job(model=build)`` takes the object itself.  If it can be imported by a name, it is just that name.  Else it belongs to a script or to a
-cell of a notebook, and the job has a :class:`Given`: the text ``object:build``, which is all that ``job.json`` and other processes see,
-with the object beside it.  ``actors/objects.py`` brings the object to workers.
+``Job(model=build)`` takes the object itself.  If it can be imported by a name, it is just that name.  Else it
+belongs to a script or to a cell of a notebook, and the job has a :class:`Given`: the text ``object:build``,
+which is all that ``job.json`` and other processes see, with the object beside it.  ``actors/objects.py``
+brings the object to workers.
 
-A fingerprint is the same wherever the same code runs in the same version of Python.  It is made of what the object computes with: code
-objects, defaults, closures, members of classes, and the globals to which they refer, each of which is a part of its own, so that a
-difference can be named.  What can be imported counts by its name; the files of such modules are read by ``elastic/code/sources.py``.
+A fingerprint is the same wherever the same code runs in the same version of Python.  It is made of what the
+object computes with: code objects, defaults, closures, members of classes, and the globals to which they
+refer, each of which is a part of its own, so that a difference can be named.  What can be imported counts by
+its name; the files of such modules are read by ``elastic/code/sources.py``.
 """
 
 from __future__ import annotations
@@ -17,7 +19,15 @@ import re
 import sys
 from collections.abc import Iterable, Iterator
 from functools import cached_property
-from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MappingProxyType, MethodType, ModuleType
+from types import (
+    BuiltinFunctionType,
+    CellType,
+    CodeType,
+    FunctionType,
+    MappingProxyType,
+    MethodType,
+    ModuleType,
+)
 from typing import Any
 
 OBJECT = "object"
@@ -27,15 +37,31 @@ PLAIN = (type(None), bool, int, float, complex, str, bytes, type(Ellipsis))
 """Types of values that are compared as they are written."""
 NO_MEMBERS = frozenset(
     {
-        *("__dict__", "__weakref__", "__doc__", "__module__", "__annotations__", "__annotate__", "__annotate_func__"),
-        *("__annotations_cache__", "__firstlineno__", "__static_attributes__", "__abstractmethods__", "_abc_impl"),
+        *(
+            "__dict__",
+            "__weakref__",
+            "__doc__",
+            "__module__",
+            "__annotations__",
+            "__annotate__",
+            "__annotate_func__",
+        ),
+        *(
+            "__annotations_cache__",
+            "__firstlineno__",
+            "__static_attributes__",
+            "__abstractmethods__",
+            "_abc_impl",
+        ),
     }
 )
 """Members of classes that say nothing about what they compute."""
 
 
 class Given(str):
-    """The text ``object:build``, with the object that it stands for.  A copy in another process is the text alone."""
+    """The text ``object:build``, with the object that it stands for.  A copy in another process is the text
+    alone.
+    """
 
     value: Any
 
@@ -70,7 +96,12 @@ def _is_importable(value: Any) -> bool:
     """Returns whether another process gets the same object by importing its module."""
     home, path = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
     module = sys.modules.get(home) if isinstance(home, str) else None
-    if module is None or home == MAIN or not isinstance(path, str) or getattr(module, "__spec__", None) is None:
+    if (
+        module is None
+        or home == MAIN
+        or not isinstance(path, str)
+        or getattr(module, "__spec__", None) is None
+    ):
         return False
     found: Any = module
     for part in path.split("."):
@@ -82,7 +113,9 @@ def _is_importable(value: Any) -> bool:
 
 
 def parts_of(given: Iterable[Given]) -> tuple[dict[str, str], set[str]]:
-    """Returns the digests of the objects and of the globals to which they refer, by name, and the modules that they use."""
+    """Returns the digests of the objects and of the globals to which they refer, by name, and the modules
+    that they use.
+    """
     walk = _Walk()
     for each in given:
         walk.waiting.append((walk.free(str(each)), each.value))
@@ -174,14 +207,20 @@ class _Walk:
                 yield from (name, self.digest(member))
 
     def _of_function(self, function: FunctionType) -> Iterator[str]:
-        yield from map(self.digest, (function.__code__, function.__defaults__, function.__kwdefaults__, function.__closure__))
+        yield from map(
+            self.digest,
+            (function.__code__, function.__defaults__, function.__kwdefaults__, function.__closure__),
+        )
         home = str(function.__globals__.get("__name__", MAIN))
         if home != MAIN and getattr(sys.modules.get(home), "__spec__", None) is not None:
             self.modules.add(home)  # its globals are in the module's files
             return
         for name in sorted(_globals_of(function.__code__)):
             if name in function.__globals__:
-                yield from (name, self._of_global(f"{home}.{name}", function.__globals__[name], function.__code__))
+                yield from (
+                    name,
+                    self._of_global(f"{home}.{name}", function.__globals__[name], function.__code__),
+                )
 
     def _of_global(self, name: str, value: Any, code: CodeType) -> str:
         """Returns the digest of what can be imported.  Anything else becomes a part of its own."""
@@ -197,10 +236,20 @@ class _Walk:
     def _of_code(self, code: CodeType) -> Iterator[str]:
         arguments = code.co_argcount + code.co_kwonlyargcount
         yield code.co_code.hex()
-        yield repr((code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags, code.co_varnames[:arguments]))
+        yield repr(
+            (
+                code.co_argcount,
+                code.co_posonlyargcount,
+                code.co_kwonlyargcount,
+                code.co_flags,
+                code.co_varnames[:arguments],
+            )
+        )
         yield repr((code.co_names, code.co_freevars, code.co_cellvars))
         yield from map(self.digest, code.co_consts)
-        self.modules |= {each.argval for each in dis.get_instructions(code) if each.opname == "IMPORT_NAME" and each.argval}
+        self.modules |= {
+            each.argval for each in dis.get_instructions(code) if each.opname == "IMPORT_NAME" and each.argval
+        }
 
     def _of_instance(self, value: Any) -> Iterator[str]:
         """Looks at an instance as pickling would.  A tensor is its values."""

@@ -1,12 +1,15 @@
 """The source files of a job's code, and their digests.
 
-The files are those of the modules that the job names, but for the held-out data, on which no weight depends, and of every module that
-these import, also inside of functions, outside of installed packages, the standard library and Elastic itself.  They are found by reading
-imports, never by importing, so the answer depends on the files alone and not on what a process has loaded before.  A package with code that
-imports by computed names counts with all its files.  A file is named by its module, so the same code has the same names in every folder.
+The files are those of the modules that the job names, but for the held-out data, on which no weight depends,
+and of every module that these import, also inside of functions, outside of installed packages, the standard
+library and Elastic itself.  They are found by reading imports, never by importing, so the answer depends on
+the files alone and not on what a process has loaded before.  A package with code that imports by computed
+names counts with all its files.  A file is named by its module, so the same code has the same names in every
+folder.
 
-A file has two digests: of its bytes, and of its syntax tree, which comments and formatting do not change.  The second one is compared
-only within one version of Python, because each version has trees of its own.  :mod:`elastic.runs.code` notes them in the run's folder.
+A file has two digests: of its bytes, and of its syntax tree, which comments and formatting do not change.
+The second one is compared only within one version of Python, because each version has trees of its own.
+:mod:`elastic.runs.code` notes them in the run's folder.
 """
 
 from __future__ import annotations
@@ -41,7 +44,9 @@ def _python() -> str:
 
 @dataclass(frozen=True)
 class Sources:
-    """The digests of each file, of its bytes and of its syntax tree, and the version of Python that made the trees."""
+    """The digests of each file, of its bytes and of its syntax tree, and the version of Python that made the
+    trees.
+    """
 
     files: Mapping[str, tuple[str, str]]
     python: str = field(default_factory=_python)
@@ -66,7 +71,8 @@ class Sources:
 def sources_of(paths: Sequence[str]) -> Sources:
     """Returns the sources of the code that ``paths`` name as ``pkg.module:name``.
 
-    Objects that were given in place of names count as files, by their fingerprints and those of the globals that they use.
+    Objects that were given in place of names count as files, by their fingerprints and those of the globals
+    that they use.
     """
     named = [path for path in paths if not isinstance(path, Given)]
     objects, modules = parts_of(path for path in paths if isinstance(path, Given))
@@ -88,7 +94,8 @@ def files_of(modules: Iterable[str]) -> dict[str, tuple[str, str]]:
         text = file.read_bytes()
         raw = tree = _digest(text)
         if file.suffix == ".py":
-            with suppress(SyntaxError, ValueError):  # it may be imported inside of a function that is never called
+            # it may be imported inside of a function that is never called
+            with suppress(SyntaxError, ValueError):
                 tree, imports = _read(text)
                 waiting += _modules(imports, name if is_package else package)
         found[name.replace(".", "/") + ("/__init__" if is_package else "") + file.suffix] = (raw, tree)
@@ -96,12 +103,17 @@ def files_of(modules: Iterable[str]) -> dict[str, tuple[str, str]]:
 
 
 def _users(name: str) -> ModuleSpec | None:
-    """Returns the spec of a module of the user's, or of a folder of theirs; None for any other one, and for what is no module."""
+    """Returns the spec of a module of the user's, or of a folder of theirs; None for any other one, and for
+    what is no module.
+    """
     if name.partition(".")[0] in sys.stdlib_module_names or (spec := find(name)) is None:
         return None
     if spec.origin is None or not spec.has_location:
         return spec if spec.origin is None and spec.submodule_search_locations is not None else None
-    file, others = Path(spec.origin).resolve(), (Path(sysconfig.get_path("stdlib")).resolve(), *(ROOT / each for each in PACKAGES))
+    file, others = (
+        Path(spec.origin).resolve(),
+        (Path(sysconfig.get_path("stdlib")).resolve(), *(ROOT / each for each in PACKAGES)),
+    )
     if not file.is_file() or INSTALLED & {*file.parts} or any(file.is_relative_to(each) for each in others):
         return None
     top = Path(spec.origin).parents[spec.name.count(".") + (spec.submodule_search_locations is not None)]
@@ -110,10 +122,11 @@ def _users(name: str) -> ModuleSpec | None:
 
 @functools.lru_cache
 def _distributed(folder: str) -> frozenset[str]:
-    """Returns the paths of the files that installers put into a folder, as ``pip install --target`` does into one of any name.
+    """Returns the paths of the files that installers put into a folder, as ``pip install --target`` does into
+    one of any name.
 
-    The files of the user may be beside them, in the same package.
-    What an installer puts somewhere has a list of its files, which a project that is worked on (``*.egg-info``) has not.
+    The files of the user may be beside them, in the same package. What an installer puts somewhere has a list
+    of its files, which a project that is worked on (``*.egg-info``) has not.
     """
     lists = filter(None, (each.read_text("RECORD") for each in distributions(path=[folder])))
     return frozenset(row[0] for text in lists for row in csv.reader(text.splitlines()) if row)
@@ -121,9 +134,11 @@ def _distributed(folder: str) -> frozenset[str]:
 
 @functools.lru_cache(1000)
 def _read(source: bytes) -> tuple[str, frozenset[str]]:
-    """Returns the digest of a source's syntax tree, and what it may import, as it is named there.  A process parses each source once.
+    """Returns the digest of a source's syntax tree, and what it may import, as it is named there.  A process
+    parses each source once.
 
-    A relative name has its dots, ``*`` stands for all modules of the package, and some names of ``from a import b`` are no modules.
+    A relative name has its dots, ``*`` stands for all modules of the package, and some names of ``from a
+    import b`` are no modules.
     """
     tree, found = ast.parse(source), set[str]()
     for node in ast.walk(tree):
@@ -132,7 +147,10 @@ def _read(source: bytes) -> tuple[str, frozenset[str]]:
                 found |= {each.name for each in names}
             case ast.ImportFrom(module=module, names=names, level=level):
                 base = "." * level + (module or "")
-                found |= {base, *(f"{base}.{each.name}" if module else f"{base}{each.name}" for each in names)}
+                found |= {
+                    base,
+                    *(f"{base}.{each.name}" if module else f"{base}{each.name}" for each in names),
+                }
             case ast.Name(id=name) | ast.Attribute(attr=name) if name in BY_COMPUTED_NAMES:
                 found.add("*")
     return _digest(ast.dump(tree).encode()), frozenset(found)

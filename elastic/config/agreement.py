@@ -12,7 +12,9 @@ if TYPE_CHECKING:
     from elastic.job import Job
 
 FENCED_LEASES = 4
-"""Longest fence, in leases.  A worker that hears no coordinator ends after two leases; the fence may last twice as long."""
+"""Longest fence, in leases.  A worker that hears no coordinator ends after two leases; the fence may last
+twice as long.
+"""
 
 
 def disagreements(job: Job) -> Iterator[str]:
@@ -24,15 +26,20 @@ def disagreements(job: Job) -> Iterator[str]:
             f"the nearest {'are' if len(near) > 1 else 'is'} {' and '.join(map(str, near))}"
         )
     if job.precision != "fp16" and job.loss_scale != "dynamic":
-        yield f"loss_scale = {job.loss_scale:g} belongs to precision = 'fp16', and it is {job.precision!r}; leave one of them out"
+        yield (
+            f"loss_scale = {job.loss_scale:g} belongs to precision = 'fp16', and it is {job.precision!r}; "
+            "leave one of them out"
+        )
     if job.activations != "keep" and job.recompute in ("sqrt", "selective"):
         yield (
-            f"activations = {job.activations!r} cannot reach what recompute = {job.recompute!r} keeps; set recompute to 'none', "
+            f"activations = {job.activations!r} cannot reach what recompute = {job.recompute!r} keeps; set "
+            "recompute to 'none', "
             f"'attention' or 'block', or leave activations out"
         )
     if job.data.group_by_length and job.compile and job.reproducible:
         yield (
-            "data.group_by_length = true with compile = true and reproducible = true: what is compiled for a length depends on which "
+            "data.group_by_length = true with compile = true and reproducible = true: what is compiled for "
+            "a length depends on which "
             "lengths a process has seen before; leave one of the three out"
         )
     for more in (_validation, _schedule, _ramp, _weights, _attention, _owed, _spikes):
@@ -41,11 +48,16 @@ def disagreements(job: Job) -> Iterator[str]:
     yield from _groups(job.optim)
     if job.parallel.zero == 0 and (job.parallel.dp_shard not in (1, "auto") or job.parallel.min_shard > 1):
         cut = "dp_shard" if job.parallel.dp_shard != "auto" else "min_shard"
-        yield f"parallel.zero = 0 shares nothing, and parallel.{cut} = {getattr(job.parallel, cut)}; leave one of them out"
+        yield (
+            f"parallel.zero = 0 shares nothing, and parallel.{cut} = {getattr(job.parallel, cut)}; leave "
+            "one of them out"
+        )
     if job.parallel.bucket_elements != "block" and _gathers_blocks(job):
         yield (
-            f"parallel.bucket_elements = {job.parallel.bucket_elements} with parallel.zero = {job.parallel.zero!r}: stage 3 gathers and "
-            f"frees each block by itself, so that no more is in memory; set parallel.zero to 0, 1 or 2, or leave bucket_elements out"
+            f"parallel.bucket_elements = {job.parallel.bucket_elements} with parallel.zero = "
+            f"{job.parallel.zero!r}: stage 3 gathers and "
+            "frees each block by itself, so that no more is in memory; set parallel.zero to 0, 1 or 2, or "
+            "leave bucket_elements out"
         )
     if job.profiled() and job.profiled()[0] > job.steps:
         yield f"profile = {job.profile!r} begins after the last step, steps = {job.steps}; name earlier steps"
@@ -59,15 +71,22 @@ def disagreements(job: Job) -> Iterator[str]:
         yield f"checkpoint.compare = true with {why}, where {also}; leave one of them out"
     yield from _kept(job)
     if not job.workers.gpus and any(fault.kind == "device_assert" for fault in job.faults):
-        yield "faults: kind = 'device_assert' strikes an accelerator, and workers.gpus = 0; set it to 1, or take another kind"
+        yield (
+            "faults: kind = 'device_assert' strikes an accelerator, and workers.gpus = 0; set it to 1, or "
+            "take another kind"
+        )
     yield from _deadlines(job.deadlines)
     if job.copies.copy_every == 0 and job.copies.buddy_every not in (0, "auto"):
         yield (
-            f"copies.buddy_every = {job.copies.buddy_every} with copies.copy_every = 0: there is no copy that could go to a buddy; "
+            f"copies.buddy_every = {job.copies.buddy_every} with copies.copy_every = 0: there is no copy "
+            "that could go to a buddy; "
             f"set copies.copy_every to 1 or more, or copies.buddy_every to 0"
         )
     if job.workers.min > job.workers.max:
-        yield f"workers.min = {job.workers.min} is more than workers.max = {job.workers.max}; raise the one or lower the other"
+        yield (
+            f"workers.min = {job.workers.min} is more than workers.max = {job.workers.max}; raise the one "
+            "or lower the other"
+        )
         return
     try:
         job.layout_rule().check(job.workers.min, job.workers.max)
@@ -87,7 +106,8 @@ def _validation(job: Job) -> Iterator[str]:
         them = " and ".join(f"validation.{name} = {getattr(job.validation, name)!r}" for name in set_)
         has, out = ("has", f"validation.{set_[0]}") if len(set_) == 1 else ("have", "all of these")
         yield (
-            f"validation.every = 0 measures nothing, so {them} {has} no effect; set validation.every to a number of steps, "
+            f"validation.every = 0 measures nothing, so {them} {has} no effect; set validation.every to a "
+            "number of steps, "
             f"or leave {out} out"
         )
 
@@ -97,7 +117,8 @@ def _kept(job: Job) -> Iterator[str]:
     rules, validation = job.checkpoint, job.validation
     if rules.keep_last == 1:
         yield (
-            "checkpoint.keep_last = 1 leaves nothing to go on from if the newest checkpoint turns out to be damaged; set it to 2 or more, "
+            "checkpoint.keep_last = 1 leaves nothing to go on from if the newest checkpoint turns out to be "
+            "damaged; set it to 2 or more, "
             "or to 0 to keep all"
         )
     others = {
@@ -107,16 +128,27 @@ def _kept(job: Job) -> Iterator[str]:
     }
     named = next((each for each, is_set in others.items() if is_set), "")
     if not rules.keep_last and named and "keep_last" not in rules.model_fields_set:
-        yield f"checkpoint.{named} with checkpoint.keep_last = 0, which keeps all; set keep_last to 2 or more, or leave it out"
+        yield (
+            f"checkpoint.{named} with checkpoint.keep_last = 0, which keeps all; set keep_last to 2 or "
+            "more, or leave it out"
+        )
     if validation.patience and (not validation.every or validation.every % rules.save_every):
         yield (
-            f"validation.patience = {validation.patience} with validation.every = {validation.every}: a run ends where it is validated and "
-            f"saved; set validation.every to a multiple of checkpoint.save_every = {rules.save_every}, or leave validation.patience out"
+            f"validation.patience = {validation.patience} with validation.every = {validation.every}: a run "
+            "ends where it is validated and "
+            f"saved; set validation.every to a multiple of checkpoint.save_every = {rules.save_every}, or "
+            "leave validation.patience out"
         )
-    if rules.keep_best and not _turned_off(validation) and (not validation.every or validation.every % rules.save_every):
+    if (
+        rules.keep_best
+        and not _turned_off(validation)
+        and (not validation.every or validation.every % rules.save_every)
+    ):
         yield (
-            f"checkpoint.keep_best = true with validation.every = {validation.every}: only what is both validated and saved can be kept; "
-            f"set validation.every to a multiple of checkpoint.save_every = {rules.save_every}, or leave checkpoint.keep_best out"
+            f"checkpoint.keep_best = true with validation.every = {validation.every}: only what is both "
+            "validated and saved can be kept; "
+            f"set validation.every to a multiple of checkpoint.save_every = {rules.save_every}, or leave "
+            "checkpoint.keep_best out"
         )
 
 
@@ -125,21 +157,29 @@ def _owed(job: Job) -> Iterator[str]:
     save_every, samples = job.checkpoint.save_every, job.samples
     by_spares = job.validation.every if job.validation.by == "spares" else 0
     if by_spares and not job.workers.spares:
-        yield "validation.by = 'spares' with workers.spares = 0: nobody would measure; set workers.spares to 1, or leave validation.by out"
+        yield (
+            "validation.by = 'spares' with workers.spares = 0: nobody would measure; set workers.spares "
+            "to 1, or leave validation.by out"
+        )
     for name, every in (("export", job.export.every), ("samples", samples.every), ("validation", by_spares)):
         if every % save_every:
             near = [n for n in (every - every % save_every, every - every % save_every + save_every) if n]
             yield (
-                f"{name}.every = {every} is not a multiple of checkpoint.save_every = {save_every}, and only what is saved can be used; "
+                f"{name}.every = {every} is not a multiple of checkpoint.save_every = {save_every}, and "
+                "only what is saved can be used; "
                 f"the nearest {'are' if len(near) > 1 else 'is'} {' and '.join(map(str, near))}"
             )
     if samples.every and not samples.prompts:
-        yield f"samples.every = {samples.every} without samples.prompts: there is nothing to continue; give some texts there"
+        yield (
+            f"samples.every = {samples.every} without samples.prompts: there is nothing to continue; give "
+            "some texts there"
+        )
     defaults = {name: each.default for name, each in type(samples).model_fields.items()}
     set_ = [name for name, default in defaults.items() if getattr(samples, name) != default]
     if set_ and not samples.every and not _turned_off(samples):
         yield (
-            f"samples.every = 0 writes nothing, so samples.{set_[0]} = {getattr(samples, set_[0])!r} has no effect; set samples.every to a "
+            f"samples.every = 0 writes nothing, so samples.{set_[0]} = {getattr(samples, set_[0])!r} has no "
+            "effect; set samples.every to a "
             f"number of steps, or leave samples.{set_[0]} out"
         )
 
@@ -153,12 +193,14 @@ def _offload(job: Job) -> Iterator[str]:
     """Yields a sentence for each setting with which the state cannot live in the memory of the node."""
     if job.offload_folder and not job.offloads:
         yield (
-            f"offload_folder = {job.offload_folder!r} with offload = 'none': nothing would be in its files; set offload to 'optimizer' or "
+            f"offload_folder = {job.offload_folder!r} with offload = 'none': nothing would be in its files; "
+            "set offload to 'optimizer' or "
             f"'weights', or leave it out"
         )
     if not job.offload_folder and job.offload_buffer_gb != 1:
         yield (
-            f"offload_buffer_gb = {job.offload_buffer_gb:g} is for state in files, and offload_folder is empty; name a folder of a local "
+            f"offload_buffer_gb = {job.offload_buffer_gb:g} is for state in files, and offload_folder is "
+            "empty; name a folder of a local "
             f"disk, or leave it out"
         )
     if not job.offloads:
@@ -166,12 +208,14 @@ def _offload(job: Job) -> Iterator[str]:
     named, zero = f"offload = {job.offload!r}", job.parallel.zero
     if _gathers_blocks(job):
         yield (
-            f"parallel.zero = {zero!r} with {named}: weights that are gathered block by block cannot live in the memory of the node; "
+            f"parallel.zero = {zero!r} with {named}: weights that are gathered block by block cannot live "
+            "in the memory of the node; "
             f"set parallel.zero to 2, or to 0 where nothing is shared"
         )
     if job.copies.copy_every not in (1, "auto"):
         yield (
-            f"copies.copy_every = {job.copies.copy_every} with {named}: the state lives in the memory of the copies, so each step makes "
+            f"copies.copy_every = {job.copies.copy_every} with {named}: the state lives in the memory of "
+            "the copies, so each step makes "
             f"one; set copies.copy_every to 1, or leave it out"
         )
 
@@ -180,13 +224,17 @@ def _attention(job: Job) -> Iterator[str]:
     if job.attention != "flash-4":
         return
     if job.precision == "fp32":
-        yield "attention = 'flash-4' is for 16 bits, and precision = 'fp32'; set it to 'bf16', or attention to 'auto'"
+        yield (
+            "attention = 'flash-4' is for 16 bits, and precision = 'fp32'; set it to 'bf16', or attention "
+            "to 'auto'"
+        )
 
 
 def _spikes(job: Job) -> Iterator[str]:
     if job.spikes.microbatch_z and job.spikes.off:
         yield (
-            f"spikes.microbatch_z = {job.spikes.microbatch_z:g} with spikes.action = {job.spikes.action!r}, which judges nothing; set "
+            f"spikes.microbatch_z = {job.spikes.microbatch_z:g} with spikes.action = {job.spikes.action!r}, "
+            "which judges nothing; set "
             f"the action to 'quarantine', 'skip' or 'warn', or microbatch_z to 0"
         )
 
@@ -198,28 +246,40 @@ def _schedule(job: Job) -> Iterator[str]:
         for name in ("warmup_steps", "final", "decay_steps"):
             if (value := getattr(schedule, name)) != type(schedule).model_fields[name].default:
                 yield (
-                    f"schedule.{name} = {value} with schedule.kind = {schedule.kind!r}: your own schedule says the rate of every step; "
+                    f"schedule.{name} = {value} with schedule.kind = {schedule.kind!r}: your own schedule "
+                    "says the rate of every step; "
                     f"leave schedule.{name} out, or pass it in schedule.args"
                 )
     elif schedule.args:
-        yield f"schedule.args = {schedule.args} are for a schedule of your own, and schedule.kind = {schedule.kind!r}; leave them out"
+        yield (
+            f"schedule.args = {schedule.args} are for a schedule of your own, and schedule.kind = "
+            f"{schedule.kind!r}; leave them out"
+        )
     if own:
         return
     if schedule.kind in LEVEL and schedule.final != (default := type(schedule).model_fields["final"].default):
         yield (
-            f"schedule.final = {schedule.final:g} has no effect with schedule.kind = {schedule.kind!r}, which does not fall to a part of "
+            f"schedule.final = {schedule.final:g} has no effect with schedule.kind = {schedule.kind!r}, "
+            "which does not fall to a part of "
             f"optim.lr; leave it out (it is {default:g} then), or set the kind to 'cosine', 'linear' or 'wsd'"
         )
     warmup, decay, steps = schedule.warmup_steps, schedule.decay_steps, job.steps
     if warmup > steps:
         yield f"schedule.warmup_steps = {warmup} is more than steps = {steps}; lower it or train longer"
     if schedule.kind == "wsd" and not decay:
-        yield "schedule.kind = 'wsd' falls in the last schedule.decay_steps = 0 steps; set decay_steps, say to a tenth of steps"
+        yield (
+            "schedule.kind = 'wsd' falls in the last schedule.decay_steps = 0 steps; set decay_steps, say "
+            "to a tenth of steps"
+        )
     elif schedule.kind != "wsd" and decay:
-        yield f"schedule.decay_steps = {decay} belongs to schedule.kind = 'wsd', and it is {schedule.kind!r}; leave one of them out"
+        yield (
+            f"schedule.decay_steps = {decay} belongs to schedule.kind = 'wsd', and it is "
+            f"{schedule.kind!r}; leave one of them out"
+        )
     elif warmup <= steps < warmup + decay:
         yield (
-            f"schedule.warmup_steps = {warmup} and schedule.decay_steps = {decay} are together more than steps = {steps}; lower them or "
+            f"schedule.warmup_steps = {warmup} and schedule.decay_steps = {decay} are together more than "
+            f"steps = {steps}; lower them or "
             f"train longer"
         )
 
@@ -227,10 +287,14 @@ def _schedule(job: Job) -> Iterator[str]:
 def _weights(job: Job) -> Iterator[str]:
     """Yields a sentence for weights of a mixture by which nothing can be drawn."""
     if job.data.weights and not any(job.data.weights):
-        yield f"data.weights = {list(job.data.weights)}: at least one part of a mixture must have a weight above 0; give it one"
+        yield (
+            f"data.weights = {list(job.data.weights)}: at least one part of a mixture must have a weight "
+            "above 0; give it one"
+        )
     if (turns := sum(whole := shares(job.data.weights))) > MOST_TURNS:
         yield (
-            f"data.weights = {list(job.data.weights)} are {' : '.join(map(str, whole))} in whole numbers, whose sum is {turns} and "
+            f"data.weights = {list(job.data.weights)} are {' : '.join(map(str, whole))} in whole numbers, "
+            f"whose sum is {turns} and "
             f"may be {MOST_TURNS}; round them to four digits or fewer that add up to 1"
         )
 
@@ -241,17 +305,25 @@ def _ramp(job: Job) -> Iterator[str]:
     if not any(values := [getattr(ramp, name) for name in names]):
         return
     if not all(values):
-        missing = " and ".join(f"batch_ramp.{name}" for name, value in zip(names, values, strict=True) if not value)
+        missing = " and ".join(
+            f"batch_ramp.{name}" for name, value in zip(names, values, strict=True) if not value
+        )
         yield f"{missing} = 0: a batch ramp needs all of {', '.join(names)}; set them all, or none"
         return
     for name in ("start", "increment"):
         if job.microbatch != "auto" and (value := getattr(ramp, name)) % job.microbatch:
-            yield f"batch_ramp.{name} = {value} is not a multiple of microbatch = {job.microbatch}; make it one"
+            yield (
+                f"batch_ramp.{name} = {value} is not a multiple of microbatch = {job.microbatch}; make it one"
+            )
     if job.global_batch == "all":
-        yield f"batch_ramp.start = {ramp.start} with global_batch = 'all': a ramp grows to a number; name it, or leave the ramp out"
+        yield (
+            f"batch_ramp.start = {ramp.start} with global_batch = 'all': a ramp grows to a number; name "
+            "it, or leave the ramp out"
+        )
     elif ramp.start >= job.global_batch or (job.global_batch - ramp.start) % ramp.increment:
         yield (
-            f"batch_ramp.start = {ramp.start} does not grow to global_batch = {job.global_batch} by batch_ramp.increment = "
+            f"batch_ramp.start = {ramp.start} does not grow to global_batch = {job.global_batch} by "
+            "batch_ramp.increment = "
             f"{ramp.increment}; let their difference be a multiple of the increment"
         )
 
@@ -274,16 +346,23 @@ def _unused(optim: Optim) -> Iterator[str]:
         return  # the user's own, which may read any of them
     if optim.args:
         yield (
-            f"optim.args = {optim.args} has no effect with optim.kind = {optim.kind!r}, whose settings are those of [optim] itself, as "
+            f"optim.args = {optim.args} has no effect with optim.kind = {optim.kind!r}, whose settings are "
+            "those of [optim] itself, as "
             f"optim.{used[0]}; leave it out, or name an optimizer of your own: optim.kind = 'pkg.module:RULE'"
         )
     for name in sorted({name for names in _OF_OPTIMIZERS.values() for name in names} - {*used}):
         value, default = getattr(optim, name), type(optim).model_fields[name].default
         if value != default:
             readers = ", ".join(kind for kind, names in _OF_OPTIMIZERS.items() if name in names)
-            yield f"optim.{name} = {value!r} is a setting of {readers}, and optim.kind = {optim.kind!r}; leave it out"
+            yield (
+                f"optim.{name} = {value!r} is a setting of {readers}, and optim.kind = {optim.kind!r}; "
+                "leave it out"
+            )
     if optim.kind == "muon" and optim.decay == "l2":
-        yield "optim.decay = 'l2' with optim.kind = 'muon': it would turn a direction and shrink nothing; use optim.decay = 'decoupled'"
+        yield (
+            "optim.decay = 'l2' with optim.kind = 'muon': it would turn a direction and shrink nothing; "
+            "use optim.decay = 'decoupled'"
+        )
 
 
 def _groups(optim: Optim) -> Iterator[str]:
@@ -292,42 +371,77 @@ def _groups(optim: Optim) -> Iterator[str]:
     for number, each in enumerate(names):
         if (first := names.index(each)) < number:
             yield (
-                f"optim.groups[{number}].names = {list(optim.groups[number].names)} are those of optim.groups[{first}], which is the first "
+                f"optim.groups[{number}].names = {list(optim.groups[number].names)} are those of "
+                f"optim.groups[{first}], which is the first "
                 f"match; leave one of the two groups out"
             )
 
 
 def idle(job: Job) -> Iterator[str]:
-    """Yields a sentence for each setting that has no effect because what it belongs to is turned off, or less than one may expect.
+    """Yields a sentence for each setting that has no effect because what it belongs to is turned off, or less
+    than one may expect.
 
-    Such a setting is no error: who turns something off for one run, by one word, leaves the rest of the file as it is.
+    Such a setting is no error: who turns something off for one run, by one word, leaves the rest of the file
+    as it is.
     """
     off = {
         "spikes.action = 'none'": (job.spikes.action == "none", "spikes", ("z", "window")),
         "validation.patience = 0": (not job.validation.patience, "validation", ("min_delta",)),
-        "watch.every = 0": (not job.watch.every, "watch", ("patience", "vanishing", "exploding", "stationary")),
+        "watch.every = 0": (
+            not job.watch.every,
+            "watch",
+            ("patience", "vanishing", "exploding", "stationary"),
+        ),
         "copies.copy_every = 0": (job.copies.copy_every == 0, "copies", ("cross_zone", "link_share")),
-        "copies.buddy_every = 0": (job.copies.copy_every != 0 and job.copies.buddy_every == 0, "copies", ("cross_zone", "link_share")),
-        "validation.every = 0": (not job.validation.every, "validation", ("by", "samples", "dataset", "args")),
+        "copies.buddy_every = 0": (
+            job.copies.copy_every != 0 and job.copies.buddy_every == 0,
+            "copies",
+            ("cross_zone", "link_share"),
+        ),
+        "validation.every = 0": (
+            not job.validation.every,
+            "validation",
+            ("by", "samples", "dataset", "args"),
+        ),
         "samples.every = 0": (not job.samples.every, "samples", ("prompts", "tokens", "temperature", "seed")),
-        "checkpoint.keep_last = 0": (not job.checkpoint.keep_last, "checkpoint", ("keep_every", "keep_best", "keep_younger")),
-        "samples.temperature = 0": (bool(job.samples.every) and not job.samples.temperature, "samples", ("seed",)),
+        "checkpoint.keep_last = 0": (
+            not job.checkpoint.keep_last,
+            "checkpoint",
+            ("keep_every", "keep_best", "keep_younger"),
+        ),
+        "samples.temperature = 0": (
+            bool(job.samples.every) and not job.samples.temperature,
+            "samples",
+            ("seed",),
+        ),
     }
     for why, (is_off, name, settings) in off.items():
         section = getattr(job, name)
         for each in settings if is_off else ():
             if (value := getattr(section, each)) != type(section).model_fields[each].default:
-                told = f"{value:g}" if isinstance(value, float) else str(value).lower() if isinstance(value, bool) else repr(value)
-                yield f"{name}.{each} = {told} has no effect while {why}; change that, or leave {name}.{each} out"
+                told = (
+                    f"{value:g}"
+                    if isinstance(value, float)
+                    else str(value).lower()
+                    if isinstance(value, bool)
+                    else repr(value)
+                )
+                yield (
+                    f"{name}.{each} = {told} has no effect while {why}; change that, or leave "
+                    f"{name}.{each} out"
+                )
     if job.checkpoint.keep_best and job.checkpoint.keep_last and not job.validation.every:
         yield (
-            "checkpoint.keep_best = true while validation.every = 0: until something was validated nobody knows which is the best, so no "
+            "checkpoint.keep_best = true while validation.every = 0: until something was validated nobody "
+            "knows which is the best, so no "
             "checkpoint is deleted; change one of them, if that is too much"
         )
     if job.optim.average and job.validation.every:
         yield (
-            f"optim.average = {job.optim.average:g} with validation.every = {job.validation.every}: the run validates its weights, "
-            f"not their average, and so the best one is found; `elastic evaluate --average` measures the average"
+            f"optim.average = {job.optim.average:g} with validation.every = {job.validation.every}: the run "
+            "validates its weights, "
+            "not their average, and so the best one is found; `elastic evaluate --average` measures the "
+            "average"
         )
 
 
@@ -335,7 +449,10 @@ def _deadlines(deadlines: Deadlines) -> Iterator[str]:
     """Yields a sentence for each deadline that is so short that healthy processes would miss it."""
     rhythm = {
         "lease_s": (1, "a member renews its lease four times in this time, and a healthy one would stop"),
-        "stall_s": (1, "keepers report the steps of their workers each 0.5 s, and a healthy worker would be blamed"),
+        "stall_s": (
+            1,
+            ("keepers report the steps of their workers each 0.5 s, and a healthy worker would be blamed"),
+        ),
         "silence_s": (2, "a node beats each 0.5 s, and a healthy one would be taken for silent"),
         "driver_s": (1, "a driver asks ten times a second, and a healthy one would be taken for gone"),
         "wait_s": (1, "no worker can start in less time, and the run would give up"),
@@ -346,6 +463,8 @@ def _deadlines(deadlines: Deadlines) -> Iterator[str]:
     lease_s, fence_s = deadlines.lease_s, deadlines.fence_s
     if lease_s >= 1 and fence_s > FENCED_LEASES * lease_s:
         yield (
-            f"deadlines.fence_s = {fence_s:g} is more than {FENCED_LEASES} × deadlines.lease_s = {lease_s:g}: a worker that hears nobody "
-            f"ends itself after two leases, and a longer wait for its answer is in vain; lower the one or raise the other"
+            f"deadlines.fence_s = {fence_s:g} is more than {FENCED_LEASES} × deadlines.lease_s = "
+            f"{lease_s:g}: a worker that hears nobody "
+            "ends itself after two leases, and a longer wait for its answer is in vain; lower the one or "
+            "raise the other"
         )

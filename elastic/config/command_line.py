@@ -1,8 +1,8 @@
 """The settings of a job on a command line: every setting is an option, ``--section.option value``.
 
-The options follow from the declarations in ``elastic/job.py``, and a key of a free table is one, too (``--model-args.dim``).  Values are
-read as in TOML (``3``, ``true``, ``[0.9, 0.95]``), lists and tables also as in JSON, or else as text, so that users need not quote twice.
-One word for a list is a list of one.
+The options follow from the declarations in ``elastic/job.py``, and a key of a free table is one, too
+(``--model-args.dim``).  Values are read as in TOML (``3``, ``true``, ``[0.9, 0.95]``), lists and tables also
+as in JSON, or else as text, so that users need not quote twice. One word for a list is a list of one.
 """
 
 from __future__ import annotations
@@ -35,29 +35,38 @@ class Options:
     words: dict[str, list[str]] = field(default_factory=dict)
 
     def to_show(self) -> list[str]:
-        """Returns the words that give the same settings.  Others may see them: an option whose value may be a secret has no value."""
-        shown = (words[:1] if is_secret(name, self.settings[name]) else words for name, words in self.words.items())
+        """Returns the words that give the same settings.  Others may see them: an option whose value may be a
+        secret has no value.
+        """
+        shown = (
+            words[:1] if is_secret(name, self.settings[name]) else words for name, words in self.words.items()
+        )
         return [word for words in shown for word in words]
 
 
 def read_options(words: Sequence[str], model: Model) -> dict[str, Any]:
-    """Returns the settings that the options give: ``["--workers.max", "3", "--seed=1"]`` becomes ``{"workers.max": 3, "seed": 1}``.
+    """Returns the settings that the options give: ``["--workers.max", "3", "--seed=1"]`` becomes
+    ``{"workers.max": 3, "seed": 1}``.
 
     Raises :class:`JobError`, also for a word that gives no setting.
     """
     options, rest = take_options(words, model)
     if rest:
-        word = min(rest, key=lambda each: not each.startswith("--"))  # an option that is unknown has taken no words
+        # an option that is unknown has taken no words
+        word = min(rest, key=lambda each: not each.startswith("--"))
         raise JobError(f"{COMMAND_LINE}: {no_setting(word, model)}")
     return options.settings
 
 
-def take_options(words: Sequence[str], model: Model, own: Mapping[str, bool] | None = None) -> tuple[Options, list[str]]:
+def take_options(
+    words: Sequence[str], model: Model, own: Mapping[str, bool] | None = None
+) -> tuple[Options, list[str]]:
     """Returns the settings of ``model`` in a line, and the words that give none.
 
-    ``own`` are the options of the command itself, and whether each takes a value.  One that has the name of a setting, such as ``--seed``
-    of ``elastic chaos``, is an option of the command.  Raises :class:`JobError` for a setting without a value, and for an option of the
-    command that has a setting in the place of its value.
+    ``own`` are the options of the command itself, and whether each takes a value.  One that has the name of a
+    setting, such as ``--seed`` of ``elastic chaos``, is an option of the command.  Raises :class:`JobError`
+    for a setting without a value, and for an option of the command that has a setting in the place of its
+    value.
     """
     options, rest, waiting, own = Options(), list[str](), deque(words), own or {}
     while waiting:
@@ -86,7 +95,9 @@ def take_options(words: Sequence[str], model: Model, own: Mapping[str, bool] | N
 
 
 def no_setting(word: str, model: Model, own: Iterable[str] = ()) -> str:
-    """Returns the sentence for a word that gives no setting of ``model``, and is none of the ``own`` options of the command."""
+    """Returns the sentence for a word that gives no setting of ``model``, and is none of the ``own`` options
+    of the command.
+    """
     if not word.startswith("--"):
         return f"{word!r} is no option; write '--section.option value', say '--workers.max 3'"
     typed = word.partition("=")[0]
@@ -102,7 +113,9 @@ def list_settings(parser: ArgumentParser, model: Model) -> None:
             continue
         if section not in groups:
             about = meaning_of(model.model_fields[section].annotation) if section else None
-            groups[section] = parser.add_argument_group(f"settings in [{section}]" if section else "settings", about)
+            groups[section] = parser.add_argument_group(
+                f"settings in [{section}]" if section else "settings", about
+            )
         several = get_origin(setting.annotation) is tuple
         kinds = ["value"] if several else kinds_of(setting.annotation, setting.metadata)
         metavar = "|".join(kind.strip("`") if "`" in kind else kind.split()[0].upper() for kind in kinds)
@@ -118,7 +131,9 @@ def _name(option: str) -> str:
 
 
 def _kind(name: str, model: Model) -> Any:
-    """Returns the type of a setting that an option can give: ``Any`` for a key of a free table, None if there is no such setting."""
+    """Returns the type of a setting that an option can give: ``Any`` for a key of a free table, None if there
+    is no such setting.
+    """
     if name in (declared := leaves(model)) and "[" not in name:
         return declared[name].annotation
     return Any if annotation_of(model, name) is Any else None
@@ -133,7 +148,9 @@ def _value(words: Sequence[str], kind: Any) -> Any:
 
 
 def _read(text: str, kind: Any) -> Any:
-    """Returns the value of a word as TOML reads it, and also accepts ``.5``, ``007`` and ``yes``, which TOML does not know."""
+    """Returns the value of a word as TOML reads it, and also accepts ``.5``, ``007`` and ``yes``, which TOML
+    does not know.
+    """
     value = _literal(text)
     if kind is bool:
         return FLAGS.get(str(value).lower(), value)
@@ -156,5 +173,9 @@ def _literal(text: str) -> Any:
 
 
 def _is_misread(value: Any, kind: Any) -> bool:
-    """Returns whether the value of a list is a text that was meant as several values, and could not be read as such."""
-    return isinstance(value, str) and (str not in get_args(kind) or f"{value.strip()[:1]}{value.strip()[-1:]}" in ("[]", "()"))
+    """Returns whether the value of a list is a text that was meant as several values, and could not be read
+    as such.
+    """
+    return isinstance(value, str) and (
+        str not in get_args(kind) or f"{value.strip()[:1]}{value.strip()[-1:]}" in ("[]", "()")
+    )

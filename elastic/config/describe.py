@@ -1,4 +1,6 @@
-"""Describes settings to people, in words that ``--help`` and the guide's page of settings share; also makes that page."""
+"""Describes settings to people, in words that ``--help`` and the guide's page of settings share; also makes
+that page.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ def default_of(field: FieldInfo) -> str:
 
 
 def kinds_of(annotation: Any, metadata: Sequence[Any] = ()) -> list[str]:
-    """Returns the kinds of value that a setting may have: ``["integer ≥ 1", "`auto`"]``.  A word that stands for itself is in backticks."""
+    """Returns the kinds of value that a setting may have: ``["integer ≥ 1", "`auto`"]``.  A word that stands
+    for itself is in backticks.
+    """
     match get_origin(annotation):
         case origin if origin is Annotated:
             inner, *metadata = get_args(annotation)
@@ -58,7 +62,12 @@ def kinds_of(annotation: Any, metadata: Sequence[Any] = ()) -> list[str]:
     if annotation is bool:
         return ["`true`", "`false`"]
     limits = [limit for each in metadata for limit in getattr(each, "metadata", [each])]
-    bounds = [f"{sign} {getattr(limit, bound):g}" for limit in limits for bound, sign in BOUNDS.items() if hasattr(limit, bound)]
+    bounds = [
+        f"{sign} {getattr(limit, bound):g}"
+        for limit in limits
+        for bound, sign in BOUNDS.items()
+        if hasattr(limit, bound)
+    ]
     return [" ".join([PLAIN[annotation], " and ".join(bounds)]).strip()]
 
 

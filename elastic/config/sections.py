@@ -1,6 +1,7 @@
 """The sections of a job: one class for each table of a job file.
 
-A setting has its type, its default, its meaning and its change class here, or in ``elastic/job.py`` if it is in no table.
+A setting has its type, its default, its meaning and its change class here, or in ``elastic/job.py`` if it is
+in no table.
 """
 
 from __future__ import annotations
@@ -30,16 +31,21 @@ from elastic.config.values import (
 OLDEST = 4
 """The oldest ``numerics`` by whose rules this version computes."""
 UNUSED_SINCE = 5
-"""The first ``numerics`` in which an update leaves a parameter alone that no microbatch of the step gave a gradient."""
+"""The first ``numerics`` in which an update leaves a parameter alone that no microbatch of the step gave a
+gradient.
+"""
 TOKENS = "elastic.data.tokens:TokenDataset"
 """The dataset of most jobs: tokens that `elastic data prepare` wrote."""
 
 
 def known_numerics(value: object) -> object:
-    """Refuses the number of a run that is older than the rules of this version, or that has none, which stands for 1."""
+    """Refuses the number of a run that is older than the rules of this version, or that has none, which
+    stands for 1.
+    """
     if type(value) is int and 1 <= value < OLDEST:
         raise ValueError(
-            "is of a run that a version of Elastic before 2026-11-27 began; go on with that version, or leave numerics out for a new run"
+            "is of a run that a version of Elastic before 2026-11-27 began; go on with that version, or "
+            "leave numerics out for a new run"
         )
     return value
 
@@ -47,54 +53,65 @@ def known_numerics(value: object) -> object:
 class Section(BaseModel):
     """A group of settings.  It is immutable, and refuses a key that is not declared."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, validate_default=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", allow_inf_nan=False, validate_default=True, use_attribute_docstrings=True
+    )
 
 
 class Data(Section):
     """The samples."""
 
     dataset: Branch[Code] = TOKENS
-    """The class of the dataset, or a function that returns it, or the dataset, as ``pkg.module:name``; in Python also the thing itself.
-    It has ``len()``, ``read(ids)`` and ``fingerprint()``, or rows by index as datasets of torch and Hugging Face.
+    """The class of the dataset, or a function that returns it, or the dataset, as ``pkg.module:name``; in
+    Python also the thing itself. It has ``len()``, ``read(ids)`` and ``fingerprint()``, or rows by index as
+    datasets of torch and Hugging Face.
     """
     args: Free[dict[str, JsonValue]] = {}
-    """Arguments of that class or function.  Data may be moved: a run remembers only the fingerprint of its samples, and refuses other
-    samples.
+    """Arguments of that class or function.  Data may be moved: a run remembers only the fingerprint of its
+    samples, and refuses other samples.
     """
     sampling: Branch[Literal["permutation", "with_replacement"]] = "permutation"
-    """Order of the samples: ``permutation`` draws each once in an epoch, ``with_replacement`` draws each time from all."""
+    """Order of the samples: ``permutation`` draws each once in an epoch, ``with_replacement`` draws each time
+    from all.
+    """
     weights: Branch[tuple[Annotated[Number, Field(ge=0)], ...]] = ()
-    """Samples that each part of a mixture gives in proportion to the others (``elastic.data.mixture:Mixture``), exact to one sample at
-    any time.  Each part then has its own epochs.  Empty: the samples of all parts are one dataset, each once an epoch.
+    """Samples that each part of a mixture gives in proportion to the others
+    (``elastic.data.mixture:Mixture``), exact to one sample at any time.  Each part then has its own epochs.
+    Empty: the samples of all parts are one dataset, each once an epoch.
     """
     group_by_length: Branch[Flag] = False
-    """``true`` cuts a step into microbatches by the lengths of its samples, the longest first, so that there is less padding and workers
-    wait less for each other.  The dataset then also has ``lengths(ids)``.
+    """``true`` cuts a step into microbatches by the lengths of its samples, the longest first, so that there
+    is less padding and workers wait less for each other.  The dataset then also has ``lengths(ids)``.
     """
     prefetch: Free[Positive] = 2
-    """Number of microbatches that are read ahead of the one that is computed; with ``readers``, by each of them."""
+    """Number of microbatches that are read ahead of the one that is computed; with ``readers``, by each of
+    them.
+    """
     readers: Free[Annotated[Whole, Field(ge=0)]] = 0
-    """Number of processes of each worker that read the samples, as ``num_workers`` of torch's DataLoader.  The bits are the same.  0: a
-    thread of the worker reads them.
+    """Number of processes of each worker that read the samples, as ``num_workers`` of torch's DataLoader.
+    The bits are the same.  0: a thread of the worker reads them.
     """
 
 
 class Validation(Section):
-    """Samples that are held out: the loss on them is measured between steps, and no bit of the training depends on it."""
+    """Samples that are held out: the loss on them is measured between steps, and no bit of the training
+    depends on it.
+    """
 
     every: Free[Annotated[Whole, Field(ge=0)]] = 0
     """Number of steps between validations, of which the last step has one, too.  0: none."""
     by: Free[Literal["members", "spares"]] = "members"
-    """Workers that measure it.  ``members`` train on after it.  ``spares`` measure a checkpoint while the members train, so it is told
-    later: the first one at or after each multiple of ``every``.  The members measure the state after the last step in any case.
-    The device of a spare must hold the whole state.
+    """Workers that measure it.  ``members`` train on after it.  ``spares`` measure a checkpoint while the
+    members train, so it is told later: the first one at or after each multiple of ``every``.  The members
+    measure the state after the last step in any case. The device of a spare must hold the whole state.
     """
     patience: Free[Annotated[Whole, Field(ge=0)]] = 0
-    """Number of validations in a row without a smaller loss than the best one after which the run ends, with the checkpoint of that
-    step.  With a larger number, or 0, it goes on from there.  0: never.
+    """Number of validations in a row without a smaller loss than the best one after which the run ends, with
+    the checkpoint of that step.  With a larger number, or 0, it goes on from there.  0: never.
     """
     min_delta: Free[Annotated[Number, Field(ge=0)]] = 0.0
-    """A loss counts for ``patience`` only if it is smaller than the best one that counted by more than this."""
+    """A loss counts for ``patience`` only if it is smaller than the best one that counted by more than this.
+    """
     samples: Free[Annotated[Whole, Field(ge=0)]] = 0
     """Number of samples, the first ones of the dataset.  0: all."""
     dataset: Free[Code | Literal[""]] = ""
@@ -104,23 +121,32 @@ class Validation(Section):
 
 
 class Export(Section):
-    """Weights as plain safetensors, in the folder ``exports/`` of the run, made from checkpoints while the run goes on."""
+    """Weights as plain safetensors, in the folder ``exports/`` of the run, made from checkpoints while the
+    run goes on.
+    """
 
     every: Free[Annotated[Whole, Field(ge=0)]] = 0
-    """The first checkpoint at or after each multiple of this number of steps is exported, and that of the last step.  0: none."""
+    """The first checkpoint at or after each multiple of this number of steps is exported, and that of the
+    last step.  0: none.
+    """
 
 
 class Samples(Section):
-    """Text that the model writes, made from checkpoints while the run goes on.  The model must turn tokens into logits."""
+    """Text that the model writes, made from checkpoints while the run goes on.  The model must turn tokens
+    into logits.
+    """
 
     every: Free[Annotated[Whole, Field(ge=0)]] = 0
-    """The first checkpoint at or after each multiple of this number of steps continues the prompts, and that of the last step.  0: none."""
+    """The first checkpoint at or after each multiple of this number of steps continues the prompts, and that
+    of the last step.  0: none.
+    """
     prompts: Free[tuple[str, ...]] = ()
     """Texts that are continued.  They become tokens as the text of the dataset did, or else byte by byte."""
     tokens: Free[Positive] = 64
     """Largest number of tokens that follow a prompt: fewer, where a document ends."""
     temperature: Free[Annotated[Number, Field(ge=0)]] = 0.0
-    """Number by which the logits are divided before a token is drawn.  0: each token is the most likely one."""
+    """Number by which the logits are divided before a token is drawn.  0: each token is the most likely one.
+    """
     seed: Free[Whole] = 0
     """Seed of what is drawn."""
 
@@ -129,15 +155,19 @@ class Metrics(Section):
     """The numbers of each step.  They are always in the bucket, whatever is set here."""
 
     sinks: Free[dict[CodeOrName, dict[str, JsonValue]]] = {}
-    """Trackers that get them too: ``tensorboard``, ``wandb``, ``mlflow`` or your own ``pkg.module:Class``, each with its arguments."""
+    """Trackers that get them too: ``tensorboard``, ``wandb``, ``mlflow`` or your own ``pkg.module:Class``,
+    each with its arguments.
+    """
 
 
 class ParameterGroup(Section):
-    """Parameters with a learning rate and a weight decay of their own.  A parameter is in the first group that names it."""
+    """Parameters with a learning rate and a weight decay of their own.  A parameter is in the first group
+    that names it.
+    """
 
     names: Branch[Annotated[tuple[str, ...], Field(min_length=1)]]
-    """Patterns of names of parameters, as ``named_parameters()`` has them: ``*`` stands for any letters.  Each must match a parameter that
-    is trained, and that no earlier group has.
+    """Patterns of names of parameters, as ``named_parameters()`` has them: ``*`` stands for any letters.
+    Each must match a parameter that is trained, and that no earlier group has.
     """
     lr_scale: Branch[Annotated[Number, Field(ge=0)]] = 1.0
     """Number by which the learning rate of each step is multiplied."""
@@ -146,52 +176,61 @@ class ParameterGroup(Section):
 
 
 class Optim(Section):
-    """The optimizer.  Weight decay leaves out biases, norms and every other tensor with fewer than two dimensions, unless its group says
-    otherwise.
+    """The optimizer.  Weight decay leaves out biases, norms and every other tensor with fewer than two
+    dimensions, unless its group says otherwise.
     """
 
     kind: Refused[Literal["adamw", "sgd", "adagrad", "rmsprop", "muon"] | Code] = "adamw"
-    """The optimizer: ``adamw`` (with ``decay = "l2"`` it is Adam), ``sgd``, ``adagrad``, ``rmsprop``, ``muon`` for the matrices of
-    the blocks with ``adamw`` for the rest, or ``pkg.module:RULE`` with a ``Rule`` of ``elastic.engine.optim.base``.
+    """The optimizer: ``adamw`` (with ``decay = "l2"`` it is Adam), ``sgd``, ``adagrad``, ``rmsprop``,
+    ``muon`` for the matrices of the blocks with ``adamw`` for the rest, or ``pkg.module:RULE`` with a
+    ``Rule`` of ``elastic.engine.optim.base``.
     """
     args: Branch[dict[str, JsonValue]] = {}
     """Settings of your own optimizer.  The others have none but those of this section."""
     lr: Branch[Annotated[Number, Field(ge=0)]] = 3e-4
     """Learning rate after the warmup.  ``[schedule]`` says how it falls."""
     betas: Branch[tuple[Fraction, Fraction]] = (0.9, 0.95)
-    """Decay rates of the averages of the gradient and of its square.  ``rmsprop`` uses the second one only."""
+    """Decay rates of the averages of the gradient and of its square.  ``rmsprop`` uses the second one only.
+    """
     momentum: Branch[Fraction] = 0.9
-    """Part of the velocity that ``sgd`` keeps in each step, and part of the average that ``muon`` keeps; 0.95 is usual for ``muon``."""
+    """Part of the velocity that ``sgd`` keeps in each step, and part of the average that ``muon`` keeps; 0.95
+    is usual for ``muon``.
+    """
     eps: Branch[Annotated[Number, Field(gt=0)]] = 1e-8
     """Number that is added to the divisor of an update, so that it is never zero."""
     weight_decay: Branch[Annotated[Number, Field(ge=0)]] = 0.1
     """Fraction of a weight, times the learning rate, that is subtracted in each step."""
     decay: Branch[Literal["decoupled", "l2"]] = "decoupled"
-    """Form of the weight decay: ``decoupled`` changes the weight itself, ``l2`` adds ``weight_decay`` × weight to the gradient, after
-    clipping.
+    """Form of the weight decay: ``decoupled`` changes the weight itself, ``l2`` adds ``weight_decay`` ×
+    weight to the gradient, after clipping.
     """
     moments: Refused[Literal["model", "bf16"]] = "model"
-    """Number format of the moments of ``adamw``, and of your own optimizer if it rounds them.  ``model`` is that of the weights.  ``bf16``
-    takes half the bytes of float32: an update of float32 weights is rounded stochastically, with the same bits in every layout.
+    """Number format of the moments of ``adamw``, and of your own optimizer if it rounds them.  ``model`` is
+    that of the weights.  ``bf16`` takes half the bytes of float32: an update of float32 weights is rounded
+    stochastically, with the same bits in every layout.
     """
     clip_norm: Branch[Annotated[Number, Field(gt=0)]] = 1.0
     """Largest norm of the mean gradient.  A gradient with a larger norm is scaled down to it."""
     average: Branch[Fraction] = 0.0
-    """Part that an average of the weights keeps in each step, such as 0.999; the rest comes from the weights after the update, and the
-    first update makes it those.  It is in float32 or the format of the weights, cut and copied as a moment is, and in every checkpoint.
-    Training and validation do not use it: ``--average`` of ``elastic checkpoint export`` and ``elastic evaluate`` do.  0: none.
+    """Part that an average of the weights keeps in each step, such as 0.999; the rest comes from the weights
+    after the update, and the first update makes it those.  It is in float32 or the format of the weights, cut
+    and copied as a moment is, and in every checkpoint. Training and validation do not use it: ``--average``
+    of ``elastic checkpoint export`` and ``elastic evaluate`` do.  0: none.
     """
     groups: Branch[tuple[ParameterGroup, ...]] = ()
-    """Groups of parameters with a learning rate and a weight decay of their own.  A parameter is in the first one that names it."""
+    """Groups of parameters with a learning rate and a weight decay of their own.  A parameter is in the first
+    one that names it.
+    """
 
 
 class Schedule(Section):
     """The learning rate by step.  It rises linearly from 0 in the warmup, and then follows ``kind``."""
 
     kind: Branch[Literal["cosine", "linear", "constant", "wsd", "rsqrt"] | Code] = "cosine"
-    """``cosine`` and ``linear`` fall to ``final`` × ``optim.lr`` at the last step.  ``constant`` stays at ``optim.lr``.  ``wsd`` stays
-    there, too, and falls linearly in the last ``decay_steps``.  ``rsqrt`` falls with the inverse square root of the step.
-    ``pkg.module:function`` is your own: ``function(step, steps, **args)`` returns the part of ``optim.lr``, of the warmup as well.
+    """``cosine`` and ``linear`` fall to ``final`` × ``optim.lr`` at the last step.  ``constant`` stays at
+    ``optim.lr``.  ``wsd`` stays there, too, and falls linearly in the last ``decay_steps``.  ``rsqrt`` falls
+    with the inverse square root of the step. ``pkg.module:function`` is your own: ``function(step, steps,
+    **args)`` returns the part of ``optim.lr``, of the warmup as well.
     """
     args: Branch[dict[str, JsonValue]] = {}
     """Arguments of your own schedule."""
@@ -218,28 +257,31 @@ class Parallel(Section):
     """The degrees of the data axes."""
 
     dp_replicate: Free[Positive | Auto] = "auto"
-    """Number of replicas of the state.  ``auto``: as many as the workers allow with the given ``dp_shard``."""
+    """Number of replicas of the state.  ``auto``: as many as the workers allow with the given ``dp_shard``.
+    """
     dp_shard: Free[Positive | Auto] = "auto"
-    """Number of workers over which one replica is cut.  ``auto``: the smallest number that is allowed and at which the state fits the
-    devices, and its copies the nodes."""
+    """Number of workers over which one replica is cut.  ``auto``: the smallest number that is allowed and at
+    which the state fits the devices, and its copies the nodes."""
     min_shard: Free[Positive] = 1
-    """Smallest shard degree that is allowed.  ``auto`` takes a larger one by itself where memory asks for it."""
+    """Smallest shard degree that is allowed.  ``auto`` takes a larger one by itself where memory asks for it.
+    """
     zero: Free[Literal[0, 1, 2, 3] | Auto] = "auto"
-    """Stage of ZeRO: what workers share.  ``0``: nothing.  From ``1`` on the weights and moments that are updated; each worker also has all
-    weights, in the format of forward and backward.  ``2``: also the sums of gradients, which with ``reproducible`` are shared anyway.
-    ``3``: all weights, too; those of a block are gathered when it runs, so all workers must run the same blocks in the same order in each
-    microbatch, whatever its samples are.  ``auto``, where ``dp_shard`` is more than 1: 2 if that degree is
-    ``auto``, too, and all devices have room for it, or if blocks share a weight, or with ``offload``, else 3.  A number from 1 on, and
-    ``auto`` with ``offload``, makes all workers one replica, unless a degree is set.
+    """Stage of ZeRO: what workers share.  ``0``: nothing.  From ``1`` on the weights and moments that are
+    updated; each worker also has all weights, in the format of forward and backward.  ``2``: also the sums of
+    gradients, which with ``reproducible`` are shared anyway. ``3``: all weights, too; those of a block are
+    gathered when it runs, so all workers must run the same blocks in the same order in each microbatch,
+    whatever its samples are.  ``auto``, where ``dp_shard`` is more than 1: 2 if that degree is ``auto``, too,
+    and all devices have room for it, or if blocks share a weight, or with ``offload``, else 3.  A number from
+    1 on, and ``auto`` with ``offload``, makes all workers one replica, unless a degree is set.
     """
     bucket_elements: Free[Positive | Literal["block"]] = "block"
-    """Largest number of elements of a bucket, with ``zero`` 0, 1 or 2: consecutive blocks are joined up to it, and gathered and summed by
-    one collective.  ``block``: each block by itself; a worker without others joins small ones.  With small blocks, 5e8 saves collectives
-    and takes memory for a bucket.
+    """Largest number of elements of a bucket, with ``zero`` 0, 1 or 2: consecutive blocks are joined up to
+    it, and gathered and summed by one collective.  ``block``: each block by itself; a worker without others
+    joins small ones.  With small blocks, 5e8 saves collectives and takes memory for a bucket.
     """
     use: Free[Literal["all", "fit"]] = "all"
-    """``all`` takes a larger shard degree if that uses workers that would be left over, unless they are fewer than one in eight and
-    replicas then fit into nodes.  ``fit`` keeps such workers as spares."""
+    """``all`` takes a larger shard degree if that uses workers that would be left over, unless they are fewer
+    than one in eight and replicas then fit into nodes.  ``fit`` keeps such workers as spares."""
 
     @property
     def elements(self) -> int:
@@ -248,20 +290,22 @@ class Parallel(Section):
 
 
 class Reduction(Section):
-    """The order in which the gradients of the microbatches are added.  It is part of the job, so the sum has the same bits in every world.
+    """The order in which the gradients of the microbatches are added.  It is part of the job, so the sum has
+    the same bits in every world.
 
-    ``block`` consecutive microbatches are added first, and then the sums of the blocks.  A node that runs a whole block adds it before it
-    sends anything to other nodes.
+    ``block`` consecutive microbatches are added first, and then the sums of the blocks.  A node that runs a
+    whole block adds it before it sends anything to other nodes.
     """
 
     block: Branch[Positive] = 1
-    """Number of microbatches of a block.  1 adds all one after the other.  The number of workers on a node is best for the network between
-    nodes, and also works where some nodes have fewer.
+    """Number of microbatches of a block.  1 adds all one after the other.  The number of workers on a node is
+    best for the network between nodes, and also works where some nodes have fewer.
     """
     wire: Branch[Literal["fp32", "bf16"]] = "fp32"
-    """Number format of gradients on their way between workers.  They are added in float32.  ``bf16`` halves their bytes: it rounds the
-    gradient of each microbatch once, so the bits are still the same in every world, and with ``precision = "bf16"`` no bit changes.  Sums,
-    as of a block, travel in float32.  Without ``reproducible`` the sum of each worker is rounded, and the library adds in bf16.
+    """Number format of gradients on their way between workers.  They are added in float32.  ``bf16`` halves
+    their bytes: it rounds the gradient of each microbatch once, so the bits are still the same in every
+    world, and with ``precision = "bf16"`` no bit changes.  Sums, as of a block, travel in float32.  Without
+    ``reproducible`` the sum of each worker is rounded, and the library adds in bf16.
     """
 
 
@@ -273,18 +317,22 @@ class Workers(Section):
     max: Free[Positive] = 2
     """Largest number of workers that train."""
     spares: Free[Annotated[Whole, Field(ge=0)]] = 0
-    """Number of workers beyond ``max`` that are started and kept warm.  One of them takes a dead worker's seat at once."""
+    """Number of workers beyond ``max`` that are started and kept warm.  One of them takes a dead worker's
+    seat at once.
+    """
     cpus: Free[Annotated[Number, Field(ge=0)]] = 1
     """CPUs that a worker takes from its node."""
     gpus: Free[Annotated[Whole, Field(ge=0, le=1)]] = 0
-    """GPUs that a worker takes from its node.  With 0 it trains on the CPU.  A run resumed with another value may end with other bits."""
+    """GPUs that a worker takes from its node.  With 0 it trains on the CPU.  A run resumed with another value
+    may end with other bits.
+    """
     device_gb: Free[Annotated[Number, Field(gt=0)] | Auto] = "auto"
-    """Memory of its device that a worker may use, in GB.  ``auto``: all that a GPU has; on the CPU it is not limited.  With ``dp_shard =
-    "auto"`` the state is cut among so many workers that each part fits.
+    """Memory of its device that a worker may use, in GB.  ``auto``: all that a GPU has; on the CPU it is not
+    limited.  With ``dp_shard = "auto"`` the state is cut among so many workers that each part fits.
     """
     threads: Free[Positive] = 1
-    """Number of threads for the kernels of a worker on the CPU.  Workers with different numbers are of different kinds.  A run resumed with
-    another value may end with other bits.
+    """Number of threads for the kernels of a worker on the CPU.  Workers with different numbers are of
+    different kinds.  A run resumed with another value may end with other bits.
     """
 
 
@@ -292,40 +340,50 @@ class Checkpoint(Section):
     """Saves to the bucket."""
 
     save_every: Free[Positive] = 50
-    """Number of steps between saves.  If no worker holds the state any more, 2 × ``save_every`` steps may be lost, as a save takes time."""
+    """Number of steps between saves.  If no worker holds the state any more, 2 × ``save_every`` steps may be
+    lost, as a save takes time.
+    """
     keep_last: Free[Annotated[Whole, Field(ge=0)]] = 0
-    """Number of the newest good checkpoints that are kept; older ones are deleted, unless another of these settings keeps them.  At least
-    2, since the newest one may turn out to be damaged.  0: all are kept.  What a branch goes on from is always kept.
+    """Number of the newest good checkpoints that are kept; older ones are deleted, unless another of these
+    settings keeps them.  At least 2, since the newest one may turn out to be damaged.  0: all are kept.  What
+    a branch goes on from is always kept.
     """
     keep_every: Free[Annotated[Whole, Field(ge=0)]] = 0
-    """The first checkpoint at or after each multiple of this number of steps is kept, too.  0: none for its step."""
+    """The first checkpoint at or after each multiple of this number of steps is kept, too.  0: none for its
+    step.
+    """
     keep_best: Free[Flag] = False
-    """``true`` keeps the checkpoint with the smallest validation loss, too.  If the held-out samples have changed, only losses on the
-    newest count.  Nothing is deleted before the first validation.
+    """``true`` keeps the checkpoint with the smallest validation loss, too.  If the held-out samples have
+    changed, only losses on the newest count.  Nothing is deleted before the first validation.
     """
     keep_younger: Free[Annotated[str, AfterValidator(duration)]] = ""
-    """Checkpoints that were written less than this time ago are kept, too: ``"90m"``, ``"24h"`` or ``"7d"``, for example.  The clock of the
-    coordinator's machine counts.  One that is slow keeps more, and one that is fast less, but never less than the other settings keep.
-    Nothing: none for its age.
+    """Checkpoints that were written less than this time ago are kept, too: ``"90m"``, ``"24h"`` or ``"7d"``,
+    for example.  The clock of the coordinator's machine counts.  One that is slow keeps more, and one that is
+    fast less, but never less than the other settings keep. Nothing: none for its age.
     """
     compare: Free[Flag] = False
-    """``true`` compares the replicas of the state at the beginning of each step that ends with a save, bit by bit; it needs
-    ``reproducible``.  A worker that differs from most of them gives up its state and gets theirs.  If none has the bits of most, as of two,
-    the run fails before the save.  What goes wrong later in that step is found at the next save.  With one replica nothing is compared.
+    """``true`` compares the replicas of the state at the beginning of each step that ends with a save, bit by
+    bit; it needs ``reproducible``.  A worker that differs from most of them gives up its state and gets
+    theirs.  If none has the bits of most, as of two, the run fails before the save.  What goes wrong later in
+    that step is found at the next save.  With one replica nothing is compared.
     """
 
 
 class Copies(Section):
     """Copies of the state in the memory of the nodes.  The state of a dead worker is read from them.
 
-    A copy goes to memory of the worker's own node, which the node's keeper holds too.  Less often it also goes to a keeper in another
-    failure domain, the buddy.
+    A copy goes to memory of the worker's own node, which the node's keeper holds too.  Less often it also
+    goes to a keeper in another failure domain, the buddy.
     """
 
     copy_every: Free[Annotated[Whole, Field(ge=0)] | Auto] = "auto"
-    """Number of steps between copies on the own node.  0: none.  ``auto``: every step, unless a copy takes longer."""
+    """Number of steps between copies on the own node.  0: none.  ``auto``: every step, unless a copy takes
+    longer.
+    """
     buddy_every: Free[Annotated[Whole, Field(ge=0)] | Auto] = "auto"
-    """Number of steps between copies to the buddy.  0: none.  ``auto``: as often as ``link_share`` allows, at most once a second."""
+    """Number of steps between copies to the buddy.  0: none.  ``auto``: as often as ``link_share`` allows, at
+    most once a second.
+    """
     cross_zone: Free[Flag] = False
     """``true`` puts buddies in another zone (a label of Ray's nodes), ``false`` in the same one."""
     link_share: Free[Annotated[Number, Field(gt=0, le=1)]] = 0.2
@@ -333,60 +391,73 @@ class Copies(Section):
 
 
 class LayerWatch(Section):
-    """The norms of the gradients of single layers, which are recorded now and then, and warnings that follow from them.
+    """The norms of the gradients of single layers, which are recorded now and then, and warnings that follow
+    from them.
 
-    A layer is a block of the model, or a module outside of the blocks.  A record takes about 15 bytes of the journal for each layer.
+    A layer is a block of the model, or a module outside of the blocks.  A record takes about 15 bytes of the
+    journal for each layer.
     """
 
     every: Free[Annotated[Whole, Field(ge=0)]] = 100
-    """Number of steps between records.  0: none, and no warnings.  A step whose gradient is not finite is always recorded."""
+    """Number of steps between records.  0: none, and no warnings.  A step whose gradient is not finite is
+    always recorded.
+    """
     patience: Free[Positive] = 5
-    """Number of records in a row in which the gradient of a layer must be zero, or vanish, until a warning says so."""
+    """Number of records in a row in which the gradient of a layer must be zero, or vanish, until a warning
+    says so.
+    """
     vanishing: Free[Annotated[Number, Field(ge=0, lt=1)]] = 1e-6
     """Part of the largest layer's norm below which the gradient of a layer vanishes.  0: never."""
     exploding: Free[Annotated[Number, Field(ge=0)]] = 100.0
     """Multiple of its usual norm above which the gradient of a layer explodes.  0: never."""
     stationary: Free[Annotated[Whole, Field(ge=0)]] = 200
-    """Number of records, in twenties, over which the loss must fall, or else a warning says so: by the line of least squares through the
-    means of twenty.  0: never.
+    """Number of records, in twenties, over which the loss must fall, or else a warning says so: by the line
+    of least squares through the means of twenty.  0: never.
     """
     max_skipped: Free[Annotated[Whole, Field(ge=0)]] = 20
-    """Number of steps in a row that may be skipped, because a loss or the gradient is not finite, until the run fails.  0: any number.
-    Steps with which ``fp16`` finds the scale of its loss do not count.
+    """Number of steps in a row that may be skipped, because a loss or the gradient is not finite, until the
+    run fails.  0: any number. Steps with which ``fp16`` finds the scale of its loss do not count.
     """
     max_restarts: Free[Annotated[Whole, Field(ge=0)]] = 3
-    """Number of restarts in a row that may save no later step.  `elastic train` refuses the next one with exit code 4, so that no
-    supervisor restarts the run forever.  0: any number.  What was stopped, failed by a fault of the job, or only waited for machines does
-    not count.
+    """Number of restarts in a row that may save no later step.  `elastic train` refuses the next one with
+    exit code 4, so that no supervisor restarts the run forever.  0: any number.  What was stopped, failed by
+    a fault of the job, or only waited for machines does not count.
     """
 
 
 class Spikes(Section):
-    """Steps whose loss or gradient norm is far above those of the steps before, as a corrupt document causes them, and what is done then.
+    """Steps whose loss or gradient norm is far above those of the steps before, as a corrupt document causes
+    them, and what is done then.
 
-    The score is the distance from the median, in robust standard deviations: 1.4826 × the median absolute deviation, at least 1% of the
-    median.  That of a norm is of its logarithm.  A step is judged as a whole, so one noisy sample among many good ones may raise neither
-    far enough, and is not found; ``microbatch_z`` is for that.  Before there are ``window`` steps none is a spike.
+    The score is the distance from the median, in robust standard deviations: 1.4826 × the median absolute
+    deviation, at least 1% of the median.  That of a norm is of its logarithm.  A step is judged as a whole,
+    so one noisy sample among many good ones may raise neither far enough, and is not found; ``microbatch_z``
+    is for that.  Before there are ``window`` steps none is a spike.
     """
 
     action: Branch[Literal["none", "warn", "skip", "quarantine", "forget"]] = "none"
-    """``warn`` only says which steps are spikes.  ``skip`` also leaves their update out, on all workers.  ``quarantine`` also reads the
-    samples of the microbatches that cause one never again, nor those of a microbatch whose loss is not finite; other samples take their
-    places, of the same part of a mixture with ``data.weights``.  At most 10,000 samples, and half of the data and of each such part, may be
-    in quarantine.  ``warn`` and ``skip`` keep out what is there, and a run that has some refuses ``none``.  ``forget`` is ``none``, and
-    reads them again.  With ``none`` and ``forget`` ``microbatch_z`` is 0.
+    """``warn`` only says which steps are spikes.  ``skip`` also leaves their update out, on all workers.
+    ``quarantine`` also reads the samples of the microbatches that cause one never again, nor those of a
+    microbatch whose loss is not finite; other samples take their places, of the same part of a mixture with
+    ``data.weights``.  At most 10,000 samples, and half of the data and of each such part, may be in
+    quarantine.  ``warn`` and ``skip`` keep out what is there, and a run that has some refuses ``none``.
+    ``forget`` is ``none``, and reads them again.  With ``none`` and ``forget`` ``microbatch_z`` is 0.
     """
     z: Branch[Annotated[Number, Field(gt=0)]] = 6.0
     """Score above which a step is a spike."""
     window: Branch[Annotated[Whole, Field(ge=8)]] = 128
-    """Number of steps with which a step is compared, those before it that were not skipped.  Until there are as many, none is a spike."""
+    """Number of steps with which a step is compared, those before it that were not skipped.  Until there are
+    as many, none is a spike.
+    """
     microbatch_z: Branch[Annotated[Number, Field(ge=0)]] = 0.0
-    """Score above which a microbatch is left out of its own step; 0: none is.  How far its mean loss lies above those of the newest 8 steps
-    is compared with how far those of the newest 1,024 microbatches did, once there are ``window`` steps.  The step counts all others as if
-    this one had not been there.  With ``quarantine`` none of its samples is read again, good ones included: what is known is the loss of
-    the microbatch, not of each sample, so a smaller ``microbatch`` loses fewer.  In the first ``window`` steps nothing is left out.  If
-    more than half of a step would be left out, the step is skipped.  Use it where all samples are alike: a seldom kind of sample whose
-    loss is always high, such as a rare language, would be left out, too.  ``warn`` only says which would be.
+    """Score above which a microbatch is left out of its own step; 0: none is.  How far its mean loss lies
+    above those of the newest 8 steps is compared with how far those of the newest 1,024 microbatches did,
+    once there are ``window`` steps.  The step counts all others as if this one had not been there.  With
+    ``quarantine`` none of its samples is read again, good ones included: what is known is the loss of the
+    microbatch, not of each sample, so a smaller ``microbatch`` loses fewer.  In the first ``window`` steps
+    nothing is left out.  If more than half of a step would be left out, the step is skipped.  Use it where
+    all samples are alike: a seldom kind of sample whose loss is always high, such as a rare language, would
+    be left out, too.  ``warn`` only says which would be.
     """
 
     @property
@@ -404,7 +475,8 @@ class Network(Section):
     """The network between the workers."""
 
     interface: Free[Annotated[str, AfterValidator(interface_name)]] = "auto"
-    """Network interface for the sockets of NCCL and gloo on each node.  ``auto``: the one whose address Ray's other nodes use to reach it.
+    """Network interface for the sockets of NCCL and gloo on each node.  ``auto``: the one whose address Ray's
+    other nodes use to reach it.
     """
 
 
@@ -412,32 +484,38 @@ class Deadlines(Section):
     """Deadlines in seconds.  They are the last resort: a loss that is known for certain is acted on at once."""
 
     form_s: Free[Seconds] = 120
-    """Time from sending a plan until every member must be ready, and from asking for a worker until it must have joined.  It begins anew
-    while members that initialise or heal get further, and while a worker that starts gets further: takes memory, compiles.  From when
-    a member is ready the others get ten times as long.
+    """Time from sending a plan until every member must be ready, and from asking for a worker until it must
+    have joined.  It begins anew while members that initialise or heal get further, and while a worker that
+    starts gets further: takes memory, compiles.  From when a member is ready the others get ten times as
+    long.
     """
     fence_s: Free[Seconds] = 10
     """Time from a fence until a member that has not answered is expelled."""
     stall_s: Free[Seconds] = 60
-    """Time without progress of any member until the member that is furthest behind is expelled.  It grows with the step time."""
+    """Time without progress of any member until the member that is furthest behind is expelled.  It grows
+    with the step time.
+    """
     silence_s: Free[Seconds] = 5
-    """Time without a beat of a member's node until a world that stands still is stopped.  If others answered, silent nodes get another 0.5
-    × ``silence_s``.  A node beats every half second.
+    """Time without a beat of a member's node until a world that stands still is stopped.  If others answered,
+    silent nodes get another 0.5 × ``silence_s``.  A node beats every half second.
     """
     lease_s: Free[Seconds] = 120
     """Time without an answer of the coordinator until a member stops stepping."""
     wait_s: Free[Seconds] = 600
-    """Time to wait for enough workers until the run gives up.  It can be resumed.  A world waits as long at the last step, or for the save
-    of a stop, if the bucket refuses what it is given.
+    """Time to wait for enough workers until the run gives up.  It can be resumed.  A world waits as long at
+    the last step, or for the save of a stop, if the bucket refuses what it is given.
     """
     stop_s: Free[Seconds] = 60
-    """Longest time without progress of the save at the last step, or at a stop.  Then a stop goes on without that save, and at the last
-    step a new world makes it again; after a few that fail, the run has failed.
+    """Longest time without progress of the save at the last step, or at a stop.  Then a stop goes on without
+    that save, and at the last step a new world makes it again; after a few that fail, the run has failed.
     """
     driver_s: Free[Seconds] = 20
-    """Time without a question of the driver until the run stops.  With ``on_driver_exit = "detach"`` the run does not stop."""
+    """Time without a question of the driver until the run stops.  With ``on_driver_exit = "detach"`` the run
+    does not stop.
+    """
     grow_debounce_s: Free[Seconds] = 2
-    """Time to wait for more newcomers after one has joined, and before starting again after a start failed."""
+    """Time to wait for more newcomers after one has joined, and before starting again after a start failed.
+    """
 
 
 class WorkerFault(Section):
@@ -450,6 +528,8 @@ class WorkerFault(Section):
     world_rank: Free[Annotated[Whole, Field(ge=0)]] = 0
     """World rank of the worker that performs the fault."""
     generation: Free[Positive] = 1
-    """Generation in which the fault happens.  It does not happen again when a later generation repeats the step."""
+    """Generation in which the fault happens.  It does not happen again when a later generation repeats the
+    step.
+    """
     kind: Free[Annotated[str, AfterValidator(fault_word("OWN_KINDS"))]] = "SIGKILL"
     """Kind of fault: see ``OWN_KINDS`` in ``elastic/protocol/faults.py``."""

@@ -22,9 +22,13 @@ from elastic.errors import JobError
 
 Model = type[BaseModel]
 Where = Callable[[str, str], str]
-"""Returns the source of a setting, or (for "") of those that a sentence names: the name of a file, the command line, or both."""
+"""Returns the source of a setting, or (for "") of those that a sentence names: the name of a file, the
+command line, or both.
+"""
 COMMAND_LINE = "command line"
-SAVE_AS_UTF8 = "save it as UTF-8 (in an editor: Save As, encoding UTF-8; in PowerShell: Out-File -Encoding utf8)"
+SAVE_AS_UTF8 = (
+    "save it as UTF-8 (in an editor: Save As, encoding UTF-8; in PowerShell: Out-File -Encoding utf8)"
+)
 ELSEWHERE = {
     "learning_rate": ("optim.lr",),
     "batch_size": ("global_batch", "microbatch"),
@@ -36,14 +40,19 @@ ELSEWHERE = {
     "local_batch_size": ("microbatch",),
     "num_train_epochs": ("steps",),
     "max_grad_norm": ("optim.clip_norm",),
-    "keep": ("checkpoint.keep_last", "checkpoint.keep_every", "checkpoint.keep_best", "checkpoint.keep_younger"),
+    "keep": (
+        "checkpoint.keep_last",
+        "checkpoint.keep_every",
+        "checkpoint.keep_best",
+        "checkpoint.keep_younger",
+    ),
     "validation.data": ("validation.dataset", "validation.args"),
     "workers": ("workers.max",),
     "optim": ("optim.kind",),
     "schedule": ("schedule.kind",),
 }
-"""Names that other trainers have, or newcomers expect, with the settings that do the same.  A section stands here for one that has a value
-instead of settings."""
+"""Names that other trainers have, or newcomers expect, with the settings that do the same.  A section stands
+here for one that has a value instead of settings."""
 
 VALUES_ELSEWHERE = {
     ("recompute", "full"): "did you mean 'block'?",
@@ -53,15 +62,24 @@ VALUES_ELSEWHERE = {
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Returns the values of the file, unchecked.  Raises :class:`JobError` if it cannot be read or is not TOML."""
+    """Returns the values of the file, unchecked.  Raises :class:`JobError` if it cannot be read or is not
+    TOML.
+    """
     try:
         return tomllib.loads(_text(path.name, path.read_bytes()))
     except FileNotFoundError:
-        raise JobError(f"there is no job file {str(path)!r} (looked for {path.absolute()}); give the path of a TOML file") from None
+        raise JobError(
+            f"there is no job file {str(path)!r} (looked for {path.absolute()}); give the path of a TOML file"
+        ) from None
     except OSError as error:
-        raise JobError(f"the job file {str(path)!r} cannot be read: {error.strerror}; give the path of a TOML file") from None
+        raise JobError(
+            f"the job file {str(path)!r} cannot be read: {error.strerror}; give the path of a TOML file"
+        ) from None
     except tomllib.TOMLDecodeError as error:
-        raise JobError(f"{path.name} is not valid TOML: {error}; mend that line (`elastic train --help` lists the settings)") from None
+        raise JobError(
+            f"{path.name} is not valid TOML: {error}; mend that line (`elastic train --help` "
+            "lists the settings)"
+        ) from None
 
 
 def _text(name: str, data: bytes) -> str:
@@ -84,7 +102,9 @@ def _text(name: str, data: bytes) -> str:
 
 
 def merge(values: dict[str, Any], options: Mapping[str, Any], file: str) -> dict[str, Any]:
-    """Returns ``values`` with ``options`` put over them.  ``file`` is the name of the file that ``values`` come from."""
+    """Returns ``values`` with ``options`` put over them.  ``file`` is the name of the file that ``values``
+    come from.
+    """
     merged = dict(values)
     for setting, value in options.items():
         node = merged
@@ -107,18 +127,30 @@ def sentences(error: ValidationError, model: Model, where: Where) -> list[str]:
         setting = _setting(model, problem["loc"])
         if problem["type"] == "missing" and setting.endswith("]"):  # a list has too few values
             setting = setting.rpartition("[")[0]
-            text = f"{setting} = {list(problem['input'])!r} must have {len(get_args(annotation_of(model, setting)))} values"
+            text = (
+                f"{setting} = {list(problem['input'])!r} must have "
+                f"{len(get_args(annotation_of(model, setting)))} values"
+            )
         elif problem["type"] == "extra_forbidden":
             text = unknown(setting, model)
         elif setting == "":
             text = _expected(problem)
         else:
-            text = f"{setting} = {problem['input']!r} {_expected(problem)}" if problem["type"] != "missing" else _missing(setting)
+            text = (
+                f"{setting} = {problem['input']!r} {_expected(problem)}"
+                if problem["type"] != "missing"
+                else _missing(setting)
+            )
         found.setdefault(setting, []).append(text)
         if setting:
             meant[setting] = meant.get(setting) or _meant(setting, problem, model)
-    told = [(setting, line, where(setting, line)) for setting, said in found.items() for line in _joined(said)]
-    return [f"{origin}: {line}{meant.get(setting, '')}{_form(setting, model, origin)}" for setting, line, origin in told]
+    told = [
+        (setting, line, where(setting, line)) for setting, said in found.items() for line in _joined(said)
+    ]
+    return [
+        f"{origin}: {line}{meant.get(setting, '')}{_form(setting, model, origin)}"
+        for setting, line, origin in told
+    ]
 
 
 def _meant(setting: str, problem: Any, model: Model) -> str:
@@ -136,12 +168,16 @@ def _meant(setting: str, problem: Any, model: Model) -> str:
 
 
 def _inside(section: str) -> str:
-    """Returns the end of the sentence for a section that has a value: the settings in it that are probably meant, or nothing."""
+    """Returns the end of the sentence for a section that has a value: the settings in it that are probably
+    meant, or nothing.
+    """
     return f"; did you mean {_either(ELSEWHERE[section])}?" if section in ELSEWHERE else ""
 
 
 def _type_at(model: Model, setting: str) -> Any:
-    """Returns what a setting accepts, with its limits, or an item of a list such as ``optim.betas[0]``; None if that is not known."""
+    """Returns what a setting accepts, with its limits, or an item of a list such as ``optim.betas[0]``; None
+    if that is not known.
+    """
     name, _, index = setting.removesuffix("]").rpartition("[") if setting.endswith("]") else (setting, "", "")
     if (field := leaves(model).get(re.sub(r"\[\d+\]", "[]", name))) is None:
         return None
@@ -152,10 +188,13 @@ def _type_at(model: Model, setting: str) -> Any:
 
 
 def _fits(text: str, accepted: Any, config: ConfigDict) -> bool:
-    """Returns whether ``text`` without its quotes is a number, true or false, and right for what is ``accepted``."""
+    """Returns whether ``text`` without its quotes is a number, true or false, and right for what is
+    ``accepted``.
+    """
     if accepted is None or not text.strip() or "\n" in text:
         return False
-    with suppress(ValueError, OverflowError, RecursionError):  # TOML and pydantic raise all of them for the worst texts
+    # TOML and pydantic raise all of them for the worst texts
+    with suppress(ValueError, OverflowError, RecursionError):
         value = tomllib.loads(f"value = {text}")["value"]
         TypeAdapter(accepted, config=config).validate_python(value)
         return isinstance(value, int | float)
@@ -167,12 +206,20 @@ def _either(settings: Iterable[str]) -> str:
 
 
 def source_of(file: str, options: Iterable[str]) -> Where:
-    """Returns how to find the source of a setting of a job whose values are those of ``file``, but for those of ``options``."""
+    """Returns how to find the source of a setting of a job whose values are those of ``file``, but for those
+    of ``options``.
+    """
 
     def named(line: str) -> list[str]:
-        """Returns the options that give what a sentence names, or at least something else in a section that it names."""
+        """Returns the options that give what a sentence names, or at least something else in a section that
+        it names.
+        """
         exact = [name for name in options if re.search(rf"(?<![\w.]){re.escape(name)}(?![\w.]*\w)", line)]
-        return exact or [name for name in options if "." in name and re.search(rf"(?<![\w.]){re.escape(name.partition('.')[0])}[.]", line)]
+        return exact or [
+            name
+            for name in options
+            if "." in name and re.search(rf"(?<![\w.]){re.escape(name.partition('.')[0])}[.]", line)
+        ]
 
     def where(setting: str, line: str) -> str:
         name = setting.partition("[")[0]
@@ -186,23 +233,35 @@ def source_of(file: str, options: Iterable[str]) -> Where:
 
 
 def located(text: str, model: Model, where: Where) -> str:
-    """Returns ``text`` with the source of the setting before each line that begins with one, as ``model = 'a:b': …`` does."""
+    """Returns ``text`` with the source of the setting before each line that begins with one, as ``model =
+    'a:b': …`` does.
+    """
 
     def told(line: str) -> str:
         found = re.match(r"([a-z_]\w*(?:\.\w+)*)(?:\[\d+\])?[\w.\[\]]*(?: = |: | has )", line)
-        known = found is not None and annotation_of(model, found[1]) is not None and section_of(annotation_of(model, found[1])) is None
+        known = (
+            found is not None
+            and annotation_of(model, found[1]) is not None
+            and section_of(annotation_of(model, found[1])) is None
+        )
         return f"{where(found[1], line)}: {line}" if found is not None and known else line
 
     return "\n".join(map(told, text.splitlines()))
 
 
 def unknown(setting: str, model: Model, typed: str = "", also: Iterable[str] = ()) -> str:
-    """Returns the sentence for a setting that does not exist.  It names the nearest setting, or the nearest of ``also``.
+    """Returns the sentence for a setting that does not exist.  It names the nearest setting, or the nearest
+    of ``also``.
 
-    If none is near, it lists the settings of the section.  ``typed`` is the option that stands for the setting on the command line.
+    If none is near, it lists the settings of the section.  ``typed`` is the option that stands for the
+    setting on the command line.
     """
     wanted = re.sub(r"\[\d+\]", "[]", setting)
-    known = [*leaves(model), *(name for name, field in model.model_fields.items() if section_of(field.annotation)), *also]
+    known = [
+        *leaves(model),
+        *(name for name, field in model.model_fields.items() if section_of(field.annotation)),
+        *also,
+    ]
     if part := section_of(model.model_fields[wanted].annotation) if wanted in model.model_fields else None:
         inside = ", ".join(option_of(f"{wanted}.{name}") for name in part.model_fields)
         return f"'{typed or setting}' is a section; its settings are {inside}"
@@ -226,22 +285,32 @@ def option_of(setting: str) -> str:
 def nearest(setting: str, known: Sequence[str]) -> tuple[str, ...]:
     """Returns the known settings that are probably meant by ``setting``: one, rarely two, or none.
 
-    One whose whole name ends ``setting`` comes first, then what newcomers call just so, then one with the same last part (the right name
-    in a wrong section), then what other trainers call so.  Next comes one of the same section whose last part is spelt alike, then one
-    that is spelt alike as a whole, then one whose last part is.  Without a section the last two change places, and with a known one the
-    likeness must be greater.
+    One whose whole name ends ``setting`` comes first, then what newcomers call just so, then one with the
+    same last part (the right name in a wrong section), then what other trainers call so.  Next comes one of
+    the same section whose last part is spelt alike, then one that is spelt alike as a whole, then one whose
+    last part is.  Without a section the last two change places, and with a known one the likeness must be
+    greater.
     """
     section, _, last = setting.rpartition(".")
     parts = setting.split(".")
-    if inner := next((tail for at in range(1, len(parts) - 1) if (tail := ".".join(parts[at:])) in known), ""):
+    if inner := next(
+        (tail for at in range(1, len(parts) - 1) if (tail := ".".join(parts[at:])) in known), ""
+    ):
         return (inner,)
     by_last = {name.rpartition(".")[2]: (name,) for name in reversed(known)}
     if found := ELSEWHERE.get(setting) or by_last.get(last) or ELSEWHERE.get(last):
         return found
-    beside = {part: names for part, names in by_last.items() if section and names[0].rpartition(".")[0] == section}
-    ours = {section, *(name for names in beside.values() for name in names)} if beside else set()  # a common section is no likeness
+    beside = {
+        part: names for part, names in by_last.items() if section and names[0].rpartition(".")[0] == section
+    }
+    # a common section is no likeness
+    ours = {section, *(name for names in beside.values() for name in names)} if beside else set()
     others = {name: (name,) for name in known if name not in ours}
-    tried: list[tuple[str, Mapping[str, tuple[str, ...]]]] = [(last, beside), (setting, others), (last, ELSEWHERE | by_last)]
+    tried: list[tuple[str, Mapping[str, tuple[str, ...]]]] = [
+        (last, beside),
+        (setting, others),
+        (last, ELSEWHERE | by_last),
+    ]
     for wanted, candidates in tried if section else reversed(tried):
         cutoff = 0.7 if beside and candidates is not beside else 0.6
         if match := difflib.get_close_matches(wanted, list(candidates), 1, cutoff):
@@ -250,7 +319,9 @@ def nearest(setting: str, known: Sequence[str]) -> tuple[str, ...]:
 
 
 def leaves(model: Model, prefix: str = "") -> dict[str, FieldInfo]:
-    """Returns every setting by its full name: ``seed``, ``workers.min`` and, for the items of a list, ``faults[].step``."""
+    """Returns every setting by its full name: ``seed``, ``workers.min`` and, for the items of a list,
+    ``faults[].step``.
+    """
     found: dict[str, FieldInfo] = {}
     for name, field in model.model_fields.items():
         section, part = section_of(field.annotation), part_of(field.annotation)
@@ -272,7 +343,9 @@ def part_of(annotation: Any) -> Model | None:
 
 
 def annotation_of(model: Model, setting: str) -> Any:
-    """Returns the type of ``setting``: ``Any`` for a key of a free table such as ``model_args``, None if there is no such setting."""
+    """Returns the type of ``setting``: ``Any`` for a key of a free table such as ``model_args``, None if
+    there is no such setting.
+    """
     first, _, rest = setting.partition(".")
     if first not in model.model_fields:
         return None
@@ -298,7 +371,9 @@ def _setting(model: Model, loc: tuple[int | str, ...]) -> str:
         name += f".{step}" if name else step
         annotation = part.model_fields[step].annotation if step in part.model_fields else None
         if _is_table(annotation):  # below a table, keys and tags alternate
-            return name + "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in loc[depth + 1 :: 2])
+            return name + "".join(
+                f"[{key}]" if isinstance(key, int) else f".{key}" for key in loc[depth + 1 :: 2]
+            )
         part = part_of(annotation)
     return name
 
@@ -313,7 +388,9 @@ def words_of(annotation: Any) -> Iterator[str]:
 
 
 def _form(setting: str, model: Model, origin: str) -> str:
-    """Returns the end of a sentence that shows how a list or a table is written on the command line, if ``setting`` is one and is there."""
+    """Returns the end of a sentence that shows how a list or a table is written on the command line, if
+    ``setting`` is one and is there.
+    """
     if origin != COMMAND_LINE or "[" in setting or annotation_of(model, setting) is None:
         return ""
     option, annotation = option_of(setting), annotation_of(model, setting)
@@ -344,7 +421,9 @@ EXPECTED = {
     "value_error": "{error}",
     "too_short": "must have {min_length} values",
     "too_long": "must have {max_length} values",
-    "invalid-json-value": "must be text, a number, true or false, a list or a table: it travels to every worker",
+    "invalid-json-value": (
+        "must be text, a number, true or false, a list or a table: it travels to every worker"
+    ),
     "missing": "is missing",
     "int": "must be a whole number",
     "float": "must be a finite number",
@@ -367,7 +446,9 @@ def _expected(problem: Any) -> str:
 
 
 def _joined(said: Sequence[str]) -> list[str]:
-    """Returns the alternatives of one setting as one sentence.  A check over several settings has a sentence on each of its lines."""
+    """Returns the alternatives of one setting as one sentence.  A check over several settings has a sentence
+    on each of its lines.
+    """
     first, *others = dict.fromkeys(said)
     alternatives = [re.sub(r"^.*? must (be )?", "", text, count=1) for text in others]
     return ", or ".join([first, *alternatives]).splitlines()

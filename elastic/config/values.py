@@ -1,6 +1,8 @@
-"""The types of settings.  Each refuses a value that cannot work, in words that follow the name of the setting and its value.
+"""The types of settings.  Each refuses a value that cannot work, in words that follow the name of the setting
+and its value.
 
-Each setting also says what another value does to a run that has begun: ``Free[Positive]``, ``Branch[Number]``, ``Refused[Code]``.
+Each setting also says what another value does to a run that has begun: ``Free[Positive]``,
+``Branch[Number]``, ``Refused[Code]``.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ from elastic.errors import CodeError
 from storage.objects.urls import folder_of
 
 NAME_LETTERS = 200
-"""Largest number of letters in the name of a run.  Names of files and shared memory add to it, and may have 255 bytes."""
+"""Largest number of letters in the name of a run.  Names of files and shared memory add to it, and may have
+255 bytes.
+"""
 
 JSON = (str, bool, int, float, list, tuple, dict)
 """Types of values that a job file can have.  Everything else that stands for code is the code itself."""
@@ -30,25 +34,33 @@ HIDDEN = "(not shown)"
 """The words in place of a value that may be a secret (:func:`is_secret`)."""
 SECRET = re.compile(r"^metrics\.sinks\.|(^|[._-])(key|token|secret|password|credentials?)$", re.IGNORECASE)
 """The names of settings whose values may be secrets."""
-SECRET_URL = re.compile(r"://[^/?#\s]*:[^/?#\s]*@|[?&]([^=&#\s]*[._-])?(key|token|secret|password|credential|sig|signature)=", re.I)
+SECRET_URL = re.compile(
+    r"://[^/?#\s]*:[^/?#\s]*@|[?&]([^=&#\s]*[._-])?(key|token|secret|password|credential|sig|signature)=",
+    re.I,
+)
 """A URL with a password before its host, or with a query that signs it."""
 CERTAIN = re.compile(
     r".*(api|access|secret|private|auth|signing|encryption)[_-]?keys?|.*(password|passwd|passphrase|secret|credential)s?|"
     r"(.*[_-])?pwd|pass|authorization|.*(api|access|auth|hf|hub|bearer|refresh|session|security|github|gitlab|wandb)[_-]?tokens?",
     re.IGNORECASE,
 )
-"""The names of arguments whose texts are secrets.  A name that merely ends with key or token may be that of a column, or of a word."""
+"""The names of arguments whose texts are secrets.  A name that merely ends with key or token may be that of a
+column, or of a word.
+"""
 LIKELY = re.compile(r"(?=[A-Za-z+/=]*\d)(?=[0-9+/=]*[A-Za-z])[A-Za-z0-9+/=]{12,}")
 """A run of letters and digits in a text that was drawn at random."""
 KNOWN = re.compile(
     r"\b(sk-(proj|ant|or|svcacct|admin)-[\w-]{16,}|sk-[A-Za-z0-9]{32,}|[rs]k_live_\w{16,}|hf_[A-Za-z0-9]{16,}|gh[opsu]_[A-Za-z0-9]{16,})|"
     r"\b(github_pat_\w{16,}|glpat-[\w-]{16,}|xox[abeprs]-[\w-]{10,}|(AKIA|ASIA)[A-Z0-9]{16}|AIza[\w-]{30,}|eyJ[\w-]{8,}\.[\w-]{8,}\.)|"
-    r"PRIVATE KEY-----|\b[Bb]earer (?=\S*\d)\S{16,}|(?i:\bauthorization\W{1,4}(basic|bearer|token) \S|\bx-api-key: ?\S{8,})|"
+    r"PRIVATE KEY-----|\b[Bb]earer (?=\S*\d)\S{16,}|(?i:\bauthorization\W{1,4}(basic|bearer|token) "
+    r"\S|\bx-api-key: ?\S{8,})|"
     r"://[^/?#\s]*:[^/?#\s]+@|hooks\.slack\.com/\w+/\w|discord(app)?\.com/api/webhooks/\w|webhook\.office\.com/\w|"
     r"(?i:[?&]([^=&#\s]*[._-])?((secret|credential|sig|signature)=[^&#\s]|(key|token)=[^&#\s]{16,}))|"
     r"(?i:(^|[;,\s?&])(password|passwd|pwd|(api|access|account|secret|shared ?access)[ _-]?key)=[\"']?\w)"
 )
-"""The forms of secrets that are known by themselves: keys of services, headers and URLs that sign in, and ``password=…`` in a text."""
+"""The forms of secrets that are known by themselves: keys of services, headers and URLs that sign in, and
+``password=…`` in a text.
+"""
 
 T = TypeVar("T")
 
@@ -59,7 +71,9 @@ class Change(StrEnum):
     FREE = "free"
     """The run goes on: the setting does not define its trajectory."""
     BRANCH = "branch"
-    """The setting changes the weights from here on: another value begins a branch of the run, if the user asks for one."""
+    """The setting changes the weights from here on: another value begins a branch of the run, if the user
+    asks for one.
+    """
     REFUSED = "refused"
     """The state of the run does not fit another value, or the value says which run it is."""
 
@@ -70,23 +84,31 @@ Refused = Annotated[T, Change.REFUSED]
 
 
 def change_of(field: FieldInfo) -> Change | None:
-    """Returns the change class with which the setting was declared; None for a section, because each of its settings has one."""
+    """Returns the change class with which the setting was declared; None for a section, because each of its
+    settings has one.
+    """
     return next((each for each in field.metadata if isinstance(each, Change)), None)
 
 
 def change_at(model: type[BaseModel], setting: str) -> Change:
-    """Returns the change class of ``setting`` of ``model``.  Its name has dots, and may go on inside a table, as ``model_args.dim``."""
+    """Returns the change class of ``setting`` of ``model``.  Its name has dots, and may go on inside a table,
+    as ``model_args.dim``.
+    """
     name, _, rest = setting.partition(".")
     field = model.model_fields[name]
     change = change_of(field)
     if change is not None:
         return change
-    assert isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel), f"{name} has neither a class nor settings"
+    assert isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel), (
+        f"{name} has neither a class nor settings"
+    )
     return change_at(field.annotation, rest)
 
 
 def free_settings(model: type[BaseModel]) -> dict[str, Any]:
-    """Returns the settings of ``model`` that are free, in the form that pydantic's ``exclude`` takes; a wholly free section is True."""
+    """Returns the settings of ``model`` that are free, in the form that pydantic's ``exclude`` takes; a
+    wholly free section is True.
+    """
     found: dict[str, Any] = {}
     for name, field in model.model_fields.items():
         if change_of(field) is Change.FREE:
@@ -99,7 +121,9 @@ def free_settings(model: type[BaseModel]) -> dict[str, Any]:
 
 
 def _code(value: Any, check: Callable[[Any], str]) -> str:
-    """Returns the name of code.  A function or a class is named, or stays beside its name if it cannot be imported."""
+    """Returns the name of code.  A function or a class is named, or stays beside its name if it cannot be
+    imported.
+    """
     if isinstance(value, Given):
         return value
     if callable(value) or (not isinstance(value, JSON) and value is not None):
@@ -112,7 +136,10 @@ def _code(value: Any, check: Callable[[Any], str]) -> str:
         why = f"; {wrong!r} can be no name in Python, so rename its file or folder" if wrong else ""
         raise ValueError(f"must name code as 'package.module:name'{why}") from None
     if module == MAIN:
-        raise ValueError("names code of the script that runs; give the function or class itself, without quotes, or put it into a module")
+        raise ValueError(
+            "names code of the script that runs; give the function or class itself, without "
+            "quotes, or put it into a module"
+        )
     return path
 
 
@@ -120,7 +147,9 @@ def _code_or_name(value: Any, check: Callable[[Any], str]) -> str:
     if not isinstance(value, str) or ":" in value:
         return _code(value, check)
     if not value.isidentifier():
-        raise ValueError("must be the name of a tracker, such as 'tensorboard', or name code as 'package.module:name'")
+        raise ValueError(
+            "must be the name of a tracker, such as 'tensorboard', or name code as 'package.module:name'"
+        )
     return value
 
 
@@ -139,7 +168,9 @@ def interface_name(name: str) -> str:
 
 
 def _whole(value: object) -> object:
-    """Refuses ``true`` and text, which pydantic would accept as numbers.  The command line has already read its numbers."""
+    """Refuses ``true`` and text, which pydantic would accept as numbers.  The command line has already read
+    its numbers.
+    """
     if isinstance(value, bool | str):
         raise ValueError("must be a whole number")
     return value
@@ -169,19 +200,24 @@ def checkpoint_word(text: str) -> str:
 
 
 def checkpoint_meant(text: str) -> str:
-    """Returns the end of a sentence about ``text``, which is no ``run@word``, that names the one that was probably meant; or ""."""
+    """Returns the end of a sentence about ``text``, which is no ``run@word``, that names the one that was
+    probably meant; or "".
+    """
     run, at, _ = text.partition("@")
     return did_you_mean(text, [f"{run}@latest", f"{run}@best"] if run and at else ["latest"])
 
 
 def checkpoint_of(text: str) -> tuple[str, str]:
-    """Returns the run and the word of ``run@word``: ``latest``, ``best``, a step, or a step and a generation with a dot between them.
+    """Returns the run and the word of ``run@word``: ``latest``, ``best``, a step, or a step and a generation
+    with a dot between them.
 
     Raises :class:`ValueError` for another text.
     """
     run, _, word = text.partition("@")
     if not re.fullmatch(r"[A-Za-z0-9._-]+@(latest|best|\d+(\.\d+)?)", text):
-        raise ValueError("must name a checkpoint of a run in the same bucket, as 'run@latest', 'run@best' or 'run@400'")
+        raise ValueError(
+            "must name a checkpoint of a run in the same bucket, as 'run@latest', 'run@best' or 'run@400'"
+        )
     return run, word
 
 
@@ -202,7 +238,9 @@ def step_range(text: str) -> str:
     if not re.fullmatch(r"(\d+(-\d+)?)?", text) or (text and not steps_of(text)) or 0 in steps_of(text):
         raise ValueError("must be a step, as '7', or the first and the last of several, as '5-7'")
     if len(steps_of(text)) > PROFILED:
-        raise ValueError(f"has {len(steps_of(text))} steps, and a profile holds at most {PROFILED} in memory; name fewer")
+        raise ValueError(
+            f"has {len(steps_of(text))} steps, and a profile holds at most {PROFILED} in memory; name fewer"
+        )
     return text
 
 
@@ -239,7 +277,8 @@ def place(url: str) -> str:
 def same_place(one: str, other: str) -> bool:
     """Returns whether two places, as :func:`place` returns them, are one and the same.
 
-    Links are followed on this machine, and only to compare: a setting keeps them, since they may lead elsewhere on another node.
+    Links are followed on this machine, and only to compare: a setting keeps them, since they may lead
+    elsewhere on another node.
     """
     return _followed(one) == _followed(other)
 
@@ -249,7 +288,9 @@ def _followed(where: str) -> str:
 
 
 def literal_secrets(setting: str, value: object) -> Iterator[str]:
-    """Yields the names of the arguments in a table, or in a value, that are secrets and not the names of environment variables."""
+    """Yields the names of the arguments in a table, or in a value, that are secrets and not the names of
+    environment variables.
+    """
     if isinstance(value, Mapping):
         for key, each in value.items():
             yield from literal_secrets(f"{setting}.{key}", each)
@@ -266,14 +307,16 @@ def _is_literal_secret(name: str, value: str) -> bool:
     if KNOWN.search(value):
         return True
     if CERTAIN.fullmatch(name):
-        return value[0].isalnum() and "://" not in value  # "<s>" is a token of text, and the others are places
+        # "<s>" is a token of text, and the others are places
+        return value[0].isalnum() and "://" not in value
     return bool(SECRET.search(name) and LIKELY.search(value))
 
 
 def stands_for_secret(setting: str, value: object) -> bool:
     """Returns whether a value is the variable of a secret: another value of it is no other job.
 
-    In ``model_args`` the secret itself counts as its variable, since runs of older releases were begun with secrets there.
+    In ``model_args`` the secret itself counts as its variable, since runs of older releases were begun with
+    secrets there.
     """
     name = setting.rpartition(".")[2]
     if not isinstance(value, str):
@@ -284,7 +327,9 @@ def stands_for_secret(setting: str, value: object) -> bool:
 
 
 def without_secrets(setting: str, value: Any, hides: Callable[[str, object], bool] | None = None) -> Any:
-    """Returns a value with the same words in place of each in it that ``hides``, by default of each that may be a secret."""
+    """Returns a value with the same words in place of each in it that ``hides``, by default of each that may
+    be a secret.
+    """
     if isinstance(value, Mapping):
         return {key: without_secrets(f"{setting}.{key}", each, hides) for key, each in value.items()}
     if isinstance(value, list | tuple):
@@ -293,7 +338,8 @@ def without_secrets(setting: str, value: Any, hides: Callable[[str, object], boo
 
 
 def is_secret(setting: str, value: object) -> bool:
-    """Returns whether a text may be a secret, by the name of its setting, or as a URL; a table or a list, if something in it may be one.
+    """Returns whether a text may be a secret, by the name of its setting, or as a URL; a table or a list, if
+    something in it may be one.
 
     What others may see, as a page of a run or a command to paste, has no such value.
     """
@@ -303,7 +349,12 @@ def is_secret(setting: str, value: object) -> bool:
         return any(is_secret(setting, each) for each in value)
     if not isinstance(value, str) or VARIABLE.fullmatch(value):
         return False
-    return bool(SECRET.search(setting) or SECRET_URL.search(value) or KNOWN.search(value) or CERTAIN.fullmatch(setting.rpartition(".")[2]))
+    return bool(
+        SECRET.search(setting)
+        or SECRET_URL.search(value)
+        or KNOWN.search(value)
+        or CERTAIN.fullmatch(setting.rpartition(".")[2])
+    )
 
 
 def shown(setting: str, value: object) -> str:
@@ -342,6 +393,8 @@ Positive = Annotated[Whole, Field(ge=1)]
 Seconds = Annotated[Number, Field(gt=0)]
 Fraction = Annotated[Number, Field(ge=0, lt=1)]
 Share = Annotated[Number, Field(gt=0, lt=1), WrapValidator(_share)]
-"""A setting that takes words beside it says its whole range: of two limits pydantic names only the one that a value breaks."""
+"""A setting that takes words beside it says its whole range: of two limits pydantic names only the one that a
+value breaks.
+"""
 Code = Annotated[str, WrapValidator(_code)]
 CodeOrName = Annotated[str, WrapValidator(_code_or_name)]

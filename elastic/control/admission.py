@@ -1,8 +1,8 @@
 """Admission decides which events count, and which workers and nodes may take part.
 
-Worlds are numbered.  An event is refused if it carries an older number, or if its sender was lost or expelled.  A worker must have the
-build that the job was checked with.  With ``reproducible`` it must also be of the same kind as the others.  The node of a worker that does
-not fit is refused together with the worker.
+Worlds are numbered.  An event is refused if it carries an older number, or if its sender was lost or
+expelled.  A worker must have the build that the job was checked with.  With ``reproducible`` it must also be
+of the same kind as the others.  The node of a worker that does not fit is refused together with the worker.
 """
 
 from __future__ import annotations
@@ -14,10 +14,24 @@ from elastic.ids import NodeId, WorkerId
 from elastic.plan.placement import same_classes
 from elastic.protocol.actions import Kill
 from elastic.protocol.builds import difference
-from elastic.protocol.events import ASKED_EARLY, Broken, Ends, Event, Fenced, Here, Joined, NodeRefused, Ready, Renewed, StepDone
+from elastic.protocol.events import (
+    ASKED_EARLY,
+    Broken,
+    Ends,
+    Event,
+    Fenced,
+    Here,
+    Joined,
+    NodeRefused,
+    Ready,
+    Renewed,
+    StepDone,
+)
 
 ANY_NODE = NodeId("")
-"""Stands for all nodes in ``Cluster.replaced``: a world did not form, as a member says that has been in worlds before."""
+"""Stands for all nodes in ``Cluster.replaced``: a world did not form, as a member says that has been in
+worlds before.
+"""
 OfAGeneration = Here | Ready | StepDone | Ends | Renewed | Broken | Fenced
 
 # ---- events
@@ -33,12 +47,17 @@ def refusal(run: RunState, event: Event, now: float) -> str | None:
 
 
 def _left_out(run: RunState, event: Fenced, now: float) -> bool:
-    """Returns whether this is a fence reply from a worker outside the current plan, and the journal may not say why it was left out.
+    """Returns whether this is a fence reply from a worker outside the current plan, and the journal may not
+    say why it was left out.
 
-    A coordinator that was cut off may have expelled the worker and then died.  The worker applies nothing any more, so what it holds
-    counts.
+    A coordinator that was cut off may have expelled the worker and then died.  The worker applies nothing any
+    more, so what it holds counts.
     """
-    if now >= run.takeover.blind_until or not isinstance(run.state, Stopping) or event.generation >= run.generation:
+    if (
+        now >= run.takeover.blind_until
+        or not isinstance(run.state, Stopping)
+        or event.generation >= run.generation
+    ):
         return False
     return event.worker in run.workers and event.worker not in run.state.plan.ranks
 
@@ -59,9 +78,14 @@ def _out_of_date(run: RunState, event: OfAGeneration) -> str | None:
 def _evidence_of_the_dead(run: RunState, event: OfAGeneration) -> bool:
     """Returns whether the event of a dead worker still counts.
 
-    A commit that was reported before the reporter died is a fact; an expelled worker may still live and say more.
+    A commit that was reported before the reporter died is a fact; an expelled worker may still live and say
+    more.
     """
-    return isinstance(event, StepDone | Fenced) and isinstance(run.state, Stopping) and event.worker not in run.state.expelled
+    return (
+        isinstance(event, StepDone | Fenced)
+        and isinstance(run.state, Stopping)
+        and event.worker not in run.state.expelled
+    )
 
 
 # ---- workers
@@ -77,7 +101,10 @@ def joined(decision: Decision, event: Joined) -> None:
             return decision.refuse(f"{event.worker} was not asked for, or came too late")
         # another coordinator has given this name to the worker
         decision.know("members", next_worker=membership.number_of(event.worker) + 1)
-        return decision.say(f"{event.worker} was started by another coordinator; it is ended, and no other worker gets its name")
+        return decision.say(
+            f"{event.worker} was started by another coordinator; it is ended, and no other "
+            "worker gets its name"
+        )
     membership.no_longer_starting(decision, event.worker)
     if (misfit := _misfit(decision, event)) is not None:
         why, shared = misfit
@@ -86,7 +113,10 @@ def joined(decision: Decision, event: Joined) -> None:
         return refuse_node(decision, event.node, said, shared, by_job=shared)
     if (other := _on_its_device(run, event)) is not None:
         decision.do(Kill((event.worker,), "another worker has its device"))
-        both = f"{_called(event.worker, event.node, event.build.host)} and {other} compute on one device ({event.device}); {ASKED_EARLY}"
+        both = (
+            f"{_called(event.worker, event.node, event.build.host)} and {other} compute on one device "
+            f"({event.device}); {ASKED_EARLY}"
+        )
         decision.say(both)
         return replaced(decision, event.node, (event.worker,), both)
     latest = next(reversed(run.workers.values()), None) if run.workers else None
@@ -108,18 +138,31 @@ def joined(decision: Decision, event: Joined) -> None:
     known = latest.least_shard if latest is not None else decision.rules.layout.min_shard
     if event.least_shard > known and decision.rules.layout.dp_shard is None:
         decision.say(f"by the memory of its device, {event.least_shard} workers or more must share the state")
-    if event.states and event.states < decision.rules.max_workers and (latest is None or latest.states != event.states):
-        decision.say(f"its node has room for copies of {event.states:.3g} states, and more workers than that share some there")
+    if (
+        event.states
+        and event.states < decision.rules.max_workers
+        and (latest is None or latest.states != event.states)
+    ):
+        decision.say(
+            f"its node has room for copies of {event.states:.3g} states, and more workers than "
+            "that share some there"
+        )
 
 
 def _on_its_device(run: RunState, event: Joined) -> WorkerId | None:
     """Returns another worker of the node that computes on the same device: NCCL forms no world with both."""
-    there = (worker for worker, known in run.workers.items() if known.device and (known.node, known.device) == (event.node, event.device))
+    there = (
+        worker
+        for worker, known in run.workers.items()
+        if known.device and (known.node, known.device) == (event.node, event.device)
+    )
     return next(there, None)
 
 
 def _misfit(decision: Decision, event: Joined) -> tuple[str, bool] | None:
-    """Returns why the worker cannot be a member, and whether the reason is that it sees other data; None if it can be one."""
+    """Returns why the worker cannot be a member, and whether the reason is that it sees other data; None if
+    it can be one.
+    """
     run, rules = decision.run, decision.rules
     differs = difference(event.build, run.members.reference, rules.reproducible)
     if event.node in run.cluster.refused:
@@ -129,12 +172,18 @@ def _misfit(decision: Decision, event: Joined) -> tuple[str, bool] | None:
     if rules.reproducible and run.members.kind not in ("", event.kind):
         return _of_another_kind(event.kind, run.members.kind), False
     if run.members.classes and not same_classes(event.classes, run.members.classes):
-        return "its model has other sizes than the others'; the model must be a function of model_args alone", False
+        return (
+            "its model has other sizes than the others'; the model must be a function of model_args alone",
+            False,
+        )
     return None
 
 
 def _of_another_kind(kind: str, others: str) -> str:
-    return f"it is {kind}, and only {others} gives equal bits; use machines of one kind, or set reproducible = false"
+    return (
+        f"it is {kind}, and only {others} gives equal bits; use machines of one kind, or set "
+        "reproducible = false"
+    )
 
 
 def _called(worker: WorkerId, node: NodeId, host: str) -> str:
@@ -142,20 +191,26 @@ def _called(worker: WorkerId, node: NodeId, host: str) -> str:
 
 
 def refuse_other_kinds(decision: Decision) -> None:
-    """Expels workers whose kind differs from the first world's kind, which all members must have.  Other workers take their places."""
+    """Expels workers whose kind differs from the first world's kind, which all members must have.  Other
+    workers take their places.
+    """
     run = decision.run
     for worker, known in run.workers.items():
         if decision.rules.reproducible and known.kind != run.members.kind and not known.unfit:
             membership.expel(decision, (worker,), "its node is refused")
             why = _of_another_kind(known.kind, run.members.kind)
-            refuse_node(decision, known.node, f"{_called(worker, known.node, known.host)} cannot be a member: {why}")
+            refuse_node(
+                decision, known.node, (f"{_called(worker, known.node, known.host)} cannot be a member: {why}")
+            )
 
 
 # ---- nodes
 
 
 def node_found(decision: Decision, node: NodeId) -> None:
-    """Notes a new node.  A node whose keeper is started again is not new: its workers were members and stay members."""
+    """Notes a new node.  A node whose keeper is started again is not new: its workers were members and stay
+    members.
+    """
     if node not in decision.run.cluster.nodes:
         decision.know("cluster", nodes={**decision.run.cluster.nodes, node: False})
 
@@ -166,11 +221,14 @@ def note(decision: Decision, node: NodeId, occasion: int) -> None:
         decision.know("cluster", replaced=(*decision.run.cluster.replaced, (node, occasion)))
 
 
-def replaced(decision: Decision, node: NodeId, workers: tuple[WorkerId, ...], why: str, generation: int = 0) -> None:
-    """Says that ``workers`` are replaced by new processes because of how theirs are set up; the second time their node is refused.
+def replaced(
+    decision: Decision, node: NodeId, workers: tuple[WorkerId, ...], why: str, generation: int = 0
+) -> None:
+    """Says that ``workers`` are replaced by new processes because of how theirs are set up; the second time
+    their node is refused.
 
-    All that happens in one ``generation`` counts once; so do, if no world had to form for it, all workers that were asked for before the
-    first of them was replaced.
+    All that happens in one ``generation`` counts once; so do, if no world had to form for it, all workers
+    that were asked for before the first of them was replaced.
     """
     rounds = [-each for known, each in decision.run.cluster.replaced if known == node and each < 0]
     if not generation and rounds and membership.number_of(workers[0]) < max(rounds):
@@ -189,17 +247,27 @@ def node_refused(decision: Decision, event: NodeRefused) -> None:
     refuse_node(decision, event.node, f"{event.why}{checked}", event.shared, event.by_job)
 
 
-def refuse_node(decision: Decision, node: NodeId, why: str, shared: bool = False, by_job: bool = False) -> None:
-    """Refuses the node: no worker is started there any more, and its workers are expelled if its keeper has not come up yet.
+def refuse_node(
+    decision: Decision, node: NodeId, why: str, shared: bool = False, by_job: bool = False
+) -> None:
+    """Refuses the node: no worker is started there any more, and its workers are expelled if its keeper has
+    not come up yet.
 
     The next ``Capacity`` tells how much room there is on other nodes.
     """
     run = decision.run
-    unseated = () if run.cluster.nodes.get(node, True) else tuple(worker for worker, known in run.workers.items() if known.node == node)
+    unseated = (
+        ()
+        if run.cluster.nodes.get(node, True)
+        else tuple(worker for worker, known in run.workers.items() if known.node == node)
+    )
     membership.expel(decision, unseated, "its node is refused")
     if node not in run.cluster.refused:
-        decision.know("cluster", refused={**run.cluster.refused, node: Refusal(why, decision.now, shared, by_job)})
+        decision.know(
+            "cluster", refused={**run.cluster.refused, node: Refusal(why, decision.now, shared, by_job)}
+        )
         refused = f"node {node[:8]} is refused"
-        decision.say(f"{why}; {refused}" if by_job else f"{refused}: {why}")  # a fault of the job comes first: it is not the node's
+        # a fault of the job comes first: it is not the node's
+        decision.say(f"{why}; {refused}" if by_job else f"{refused}: {why}")
     decision.know("cluster", slots=0)
     decision.know("members", start_after=decision.now + decision.rules.grow_debounce_s)

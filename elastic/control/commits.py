@@ -1,11 +1,12 @@
 """Commits: decides which steps count, while a world steps and when it breaks.
 
-A member that has seen a commit is proof of it, whoever else died.  World rank 0 reports each commit, and an answer to the fence brings
-those that may not have been reported.
+A member that has seen a commit is proof of it, whoever else died.  World rank 0 reports each commit, and an
+answer to the fence brings those that may not have been reported.
 
-The all-gather of commit records may have completed on any subset of the members when a world breaks.  A member that saw it complete is
-evidence that the step is committed.  Then every member whose gradients are complete applies the step, with that same record, and all hold
-the same version.  Without evidence all members drop the step, and the next world computes it again.
+The all-gather of commit records may have completed on any subset of the members when a world breaks.  A
+member that saw it complete is evidence that the step is committed.  Then every member whose gradients are
+complete applies the step, with that same record, and all hold the same version.  Without evidence all members
+drop the step, and the next world computes it again.
 """
 
 from __future__ import annotations
@@ -23,13 +24,24 @@ from elastic.plan.placement import cell_of
 from elastic.plan.transfer import Holding
 from elastic.protocol import lineage
 from elastic.protocol.actions import Pause
-from elastic.protocol.commit_record import ENDS, GO_ON, Outcome, Score, Validated, better_of, out_of_patience, told_of
+from elastic.protocol.commit_record import (
+    ENDS,
+    GO_ON,
+    Outcome,
+    Score,
+    Validated,
+    better_of,
+    out_of_patience,
+    told_of,
+)
 from elastic.protocol.copy_schedule import due
 from elastic.protocol.events import Ends, Evaluated, StepDone
 from elastic.protocol.plan import Plan
 
 LEFT, ASKED = "the loop was left", "the loop asks for it"
-"""The reasons for which a loop ends a run that says none; the second one until the reason comes, which may have been lost."""
+"""The reasons for which a loop ends a run that says none; the second one until the reason comes, which may
+have been lost.
+"""
 
 # ---- commits that are told
 
@@ -42,15 +54,20 @@ def step_done(decision: Decision, event: StepDone) -> None:
         _complete_the_quarantine(decision, event)
     state = decision.run.state
     if isinstance(state, Stopping) and state.planned and event.outcome.boundary == GO_ON:
-        decision.do(Pause(state.plan.generation, state.plan.members, state.save))  # the first request was too late for this commit, or lost
+        # the first request was too late for this commit, or lost
+        decision.do(Pause(state.plan.generation, state.plan.members, state.save))
 
 
 def _complete_the_quarantine(decision: Decision, event: StepDone) -> None:
-    """Takes note of the samples in quarantine that nobody has told this coordinator of: an earlier one was, or an earlier run."""
+    """Takes note of the samples in quarantine that nobody has told this coordinator of: an earlier one was,
+    or an earlier run.
+    """
     skips = decision.run.skips.completed(event.quarantined, event.quarantined_by)
     if more := len(skips.quarantined) - len(decision.run.skips.quarantined):
         decision.know(skips=skips)
-        decision.say(f"the state has {more} sample{'s' * (more > 1)} in quarantine that the journal did not know of")
+        decision.say(
+            f"the state has {more} sample{'s' * (more > 1)} in quarantine that the journal did not know of"
+        )
 
 
 def all_committed(decision: Decision, outcomes: Iterable[Outcome]) -> None:
@@ -92,7 +109,8 @@ def committed(decision: Decision, outcome: Outcome) -> None:
         saves.begin(decision, outcome)
     elif outcome.behind and due(outcome.step, decision.rules.save_every, decision.rules.target_step):
         decision.say(
-            "a save is due, but the one before is not in the bucket yet, or a member's newest copy is not complete: "
+            "a save is due, but the one before is not in the bucket yet, or a member's newest copy is not "
+            "complete: "
             "training goes on, and the save follows as soon as there is room"
         )
         saves.tell(decision)  # in case a member waits for a save that nobody knows of any more
@@ -101,7 +119,8 @@ def committed(decision: Decision, outcome: Outcome) -> None:
 def ends(decision: Decision, event: Ends) -> None:
     """Takes note that the loop of a member has ended the run at a step, or asks for it.
 
-    Whoever left a step behind takes part in no later commit, so the step is the last one for all, also in a later world.
+    Whoever left a step behind takes part in no later commit, so the step is the last one for all, also in a
+    later world.
     """
     if event.why and not decision.run.asked:
         decision.know(asked=event.why, why=event.why if decision.run.why == ASKED else decision.run.why)
@@ -111,11 +130,14 @@ def ends(decision: Decision, event: Ends) -> None:
             _know_the_end(decision, event.step, asked=event.asked)
         decision.know(left=tuple(dict.fromkeys((*(decision.run.left or ()), event.worker))))
         if isinstance(decision.run.state, Forming):
-            edges.stop(decision, f"the loop of {event.worker} left step {event.step} behind when its world broke")
+            edges.stop(
+                decision, (f"the loop of {event.worker} left step {event.step} behind when its world broke")
+            )
 
 
 def _know_the_end(decision: Decision, step: int, *, asked: bool) -> None:
-    """Takes note, durably, that the loop has made ``step`` the last one: it was ``asked`` for in its commit, or the loop was left.
+    """Takes note, durably, that the loop has made ``step`` the last one: it was ``asked`` for in its commit,
+    or the loop was left.
 
     What is asked counts only so, since a world may break before the commit, and the next one goes on.
     """
@@ -140,16 +162,27 @@ def version_of(outcome: Outcome) -> Version:
 
 
 def _validated(decision: Decision, version: Version, found: Validated) -> None:
-    """Takes note of a validation, and says whether it is the best so far; a version that was abandoned is none."""
+    """Takes note of a validation, and says whether it is the best so far; a version that was abandoned is
+    none.
+    """
     history, score = decision.run.history, Score(version, found, decision.run.members.reference.held_out)
     known = history.best
-    best = better_of(known if known is not None and history.contains(known.version) and known.held_out == score.held_out else None, score)
+    best = better_of(
+        known
+        if known is not None and history.contains(known.version) and known.held_out == score.held_out
+        else None,
+        score,
+    )
     decision.know("history", validated=score, best=best)
     if decision.rules.patience:
         mark = decision.run.mark or known
         on_line = mark is not None and history.contains(mark.version) and mark.held_out == score.held_out
         mark = better_of(mark if on_line else None, score, decision.rules.min_delta)
-        later = {each for each in (*(decision.run.worse or ()), version) if each > mark.version and history.contains(each)}
+        later = {
+            each
+            for each in (*(decision.run.worse or ()), version)
+            if each > mark.version and history.contains(each)
+        }
         decision.know(mark=mark, worse=tuple(sorted(later)) or None)
     against = "" if best is score else f"; the best is {best.found.mean:.6g} after step {best.version.step}"
     decision.say(f"{told_of(version.step, found)}{against}")
@@ -166,12 +199,16 @@ def _count_the_worse(decision: Decision, step: int) -> None:
 
 
 def _watch(decision: Decision, outcome: Outcome) -> None:
-    """Takes note of what the commit tells of layers, and of a step that was skipped, and says the warnings that follow from it."""
+    """Takes note of what the commit tells of layers, and of a step that was skipped, and says the warnings
+    that follow from it.
+    """
     rules = decision.rules
     known, ends = (decision.run.skips, decision.run.health), outcome.step >= rules.target_step
     skips, health, sentences = watch(*known, outcome, rules.watch, ends=ends)
     if skips is not decision.run.skips:
-        decision.know(skips=skips, stop=decision.run.stop or (skips.failed and "too many steps in a row were skipped"))
+        decision.know(
+            skips=skips, stop=decision.run.stop or (skips.failed and ("too many steps in a row were skipped"))
+        )
     if health is not decision.run.health:
         decision.know(health=health)
     for each in sentences:
@@ -183,7 +220,9 @@ def _watch(decision: Decision, outcome: Outcome) -> None:
 
 @dataclass(frozen=True)
 class Settlement:
-    """The settlement of a broken step: the outcome that the members are told, and the state that each then holds."""
+    """The settlement of a broken step: the outcome that the members are told, and the state that each then
+    holds.
+    """
 
     outcome: Outcome | None
     """The step to apply where it is prepared; None drops it."""
@@ -193,11 +232,17 @@ class Settlement:
 
 def newest(evidence: Iterable[Outcome | None], generation: int) -> Outcome | None:
     """Returns the latest commit of ``generation`` that anybody has seen."""
-    return max((each for each in evidence if each and each.generation == generation), key=lambda each: each.step, default=None)
+    return max(
+        (each for each in evidence if each and each.generation == generation),
+        key=lambda each: each.step,
+        default=None,
+    )
 
 
 def settle(plan: Plan, answers: Iterable[Answer], top: Outcome | None) -> Settlement:
-    """Decides from the answers who applies ``top``, the newest commit that anybody has seen, the dead included."""
+    """Decides from the answers who applies ``top``, the newest commit that anybody has seen, the dead
+    included.
+    """
     applied, holdings = [], {}
     for answer in answers:
         holding = _applies(plan, plan.ranks[answer.worker], answer, top)

@@ -1,16 +1,21 @@
-"""Copies in host memory: which keepers hold what, which node is whose buddy, and when the lack of copies is reported.
+"""Copies in host memory: which keepers hold what, which node is whose buddy, and when the lack of copies is
+reported.
 
-While a world steps its copies are overwritten all the time.  So keepers are asked what they hold only once nothing is written any more:
-together with the fence, for a dead member has left its copies as they are and a fenced one begins none.  The next world waits for an answer
-only if something depends on it: the survivors do not hold the newest committed step completely.
+While a world steps its copies are overwritten all the time.  So keepers are asked what they hold only once
+nothing is written any more:
+together with the fence, for a dead member has left its copies as they are and a fenced one begins none.  The
+next world waits for an answer only if something depends on it: the survivors do not hold the newest committed
+step completely.
 
-A copy is proof, too: a version is copied after its commit.  Where every member of a world died without a word, its copies say how far it
-came.  Where one has answered, its word is newer than any step that the others could have finished without it.
+A copy is proof, too: a version is copied after its commit.  Where every member of a world died without a
+word, its copies say how far it came.  Where one has answered, its word is newer than any step that the others
+could have finished without it.
 
-The buddy of a node is the node that holds its copies too.  It is another node of the same zone, for traffic between zones is slow and paid
-for; with ``cross_zone`` it is in another zone, if there is one.  Pairs stay as they are if they can, since a new buddy begins with nothing.
-Otherwise the node with the least to hold is chosen, and of equals the next one round the ring, so that no two nodes are each other's only
-hope unless there are only two.
+The buddy of a node is the node that holds its copies too.  It is another node of the same zone, for traffic
+between zones is slow and paid for; with ``cross_zone`` it is in another zone, if there is one.  Pairs stay as
+they are if they can, since a new buddy begins with nothing. Otherwise the node with the least to hold is
+chosen, and of equals the next one round the ring, so that no two nodes are each other's only hope unless
+there are only two.
 """
 
 from __future__ import annotations
@@ -41,18 +46,27 @@ OVERDUE = 10
 
 
 def ask(decision: Decision) -> None:
-    """Asks all keepers, perhaps again; copies that they have listed for this generation count until they answer otherwise."""
+    """Asks all keepers, perhaps again; copies that they have listed for this generation count until they
+    answer otherwise.
+    """
     run, copies = decision.run, decision.run.copies
     said = any(isinstance(action, ListCopies) for action in decision.actions)
     if decision.rules.copy_every and run.cluster.keepers and run.members.seats and not said:
         known = copies.asked == run.generation
-        hosts = {node: replace(host, kept=host.kept if known else (), asked=0) for node, host in copies.hosts.items()}
-        decision.know("copies", hosts=hosts, asked=run.generation, answers_until=decision.now + decision.rules.fence_s)
+        hosts = {
+            node: replace(host, kept=host.kept if known else (), asked=0)
+            for node, host in copies.hosts.items()
+        }
+        decision.know(
+            "copies", hosts=hosts, asked=run.generation, answers_until=decision.now + decision.rules.fence_s
+        )
         decision.do(ListCopies(run.generation, run.cluster.keepers))
 
 
 def ask_again(decision: Decision, node: NodeId) -> None:
-    """Asks a keeper that has come up while the others are being asked: it finds the copies of its living workers again."""
+    """Asks a keeper that has come up while the others are being asked: it finds the copies of its living
+    workers again.
+    """
     run = decision.run
     if run.copies.asked == run.generation > 0 and isinstance(run.state, Waiting | Stopping):
         decision.know("copies", answers_until=decision.now + decision.rules.fence_s)
@@ -62,18 +76,25 @@ def ask_again(decision: Decision, node: NodeId) -> None:
 def kept(decision: Decision, event: Kept) -> None:
     copies = decision.run.copies
     if event.generation != copies.asked or event.node not in decision.run.cluster.keepers:
-        return decision.refuse(f"the keeper of node {event.node[:8]} was not asked what it holds of generation {event.generation}")
+        return decision.refuse(
+            f"the keeper of node {event.node[:8]} was not asked what it holds of "
+            f"generation {event.generation}"
+        )
     host = replace(copies.hosts.get(event.node, Host()), kept=event.held, asked=event.generation)
     decision.know("copies", hosts={**copies.hosts, event.node: host})
 
 
 def unreadable(decision: Decision, node: NodeId) -> None:
-    """Notes that a member could not read a copy of this keeper: whatever it says, nothing is taken from it before another commit."""
+    """Notes that a member could not read a copy of this keeper: whatever it says, nothing is taken from it
+    before another commit.
+    """
     decision.know("copies", unreadable=(*decision.run.copies.unreadable, node))
 
 
 def listed(run: RunState) -> list[Holding]:
-    """Returns the copies that count: of versions on the lineage, or of later ones of a world of which nobody can say more."""
+    """Returns the copies that count: of versions on the lineage, or of later ones of a world of which nobody
+    can say more.
+    """
     copies = run.copies
     if copies.asked != run.generation:
         return []
@@ -83,7 +104,9 @@ def listed(run: RunState) -> list[Holding]:
 
 
 def _counts(run: RunState, version: Version) -> bool:
-    return run.history.contains(version) or (version.generation == run.copies.unreported > 0 and version.step > run.step)
+    return run.history.contains(version) or (
+        version.generation == run.copies.unreported > 0 and version.step > run.step
+    )
 
 
 def line_of(run: RunState, version: Version) -> lineage.Lineage:
@@ -101,12 +124,18 @@ def awaited(decision: Decision, plan: Plan) -> tuple[NodeId, ...]:
     if run.copies.asked != run.generation:
         ask(decision)
     copies = decision.run.copies
-    missing = tuple(node for node in run.cluster.keepers if node not in copies.hosts or copies.hosts[node].asked != copies.asked)
+    missing = tuple(
+        node
+        for node in run.cluster.keepers
+        if node not in copies.hosts or copies.hosts[node].asked != copies.asked
+    )
     return () if decision.due(copies.answers_until) else missing
 
 
 def complete_before(run: RunState, version: Version) -> tuple[Version | None, Version | None]:
-    """Returns what was last known to be complete in host memory and at the buddies, unless it was given up for ``version``."""
+    """Returns what was last known to be complete in host memory and at the buddies, unless it was given up
+    for ``version``.
+    """
     copies = run.copies
     known = (copies.copied or copies.protected[0], copies.buddied or copies.protected[1])
     copied, buddied = (each if each is not None and each <= version else None for each in known)
@@ -131,10 +160,16 @@ def committed(decision: Decision, outcome: Outcome, before: RunState) -> None:
     decision.know("copies", copied=copied, buddied=buddied)
     if _overdue(decision.run) and not _overdue(before):
         since = unprotected_since(decision.run)
-        decision.say(f"unprotected since step {since}: not every member of generation {plan.generation} has a later copy in host memory")
+        decision.say(
+            f"unprotected since step {since}: not every member of generation {plan.generation} has "
+            "a later copy in host memory"
+        )
     elif _overdue_at_buddies(decision.run) and not _overdue_at_buddies(before):
         since = unbuddied_since(decision.run)
-        decision.say(f"other nodes hold no copy newer than step {since}: if a node is lost, the steps after it may be lost")
+        decision.say(
+            f"other nodes hold no copy newer than step {since}: if a node is lost, the steps after "
+            "it may be lost"
+        )
     safe = _safe(plan, copied, buddied)
     if safe is not None and _safe(plan, run.copies.copied, run.copies.buddied) is None:
         decision.do(Release(run.cluster.keepers, safe, safe))
@@ -147,7 +182,9 @@ def _safe(plan: Plan, copied: Version | None, buddied: Version | None) -> Versio
 
 
 def unprotected_since(run: RunState) -> int | None:
-    """Returns the last step whose copies in host memory are complete, if later ones are missing; None where all is well."""
+    """Returns the last step whose copies in host memory are complete, if later ones are missing; None where
+    all is well.
+    """
     plan, copied = run.plan, run.copies.copied
     if plan is None or not plan.copy_every:
         return None
@@ -155,19 +192,31 @@ def unprotected_since(run: RunState) -> int | None:
 
 
 def unbuddied_since(run: RunState) -> int | None:
-    """Returns the last step whose copies are complete at the buddies, if later ones are long overdue; None where all is well."""
+    """Returns the last step whose copies are complete at the buddies, if later ones are long overdue; None
+    where all is well.
+    """
     plan = run.plan
-    return (run.copies.buddied or plan.version).step if plan is not None and _overdue_at_buddies(run) else None
+    return (
+        (run.copies.buddied or plan.version).step if plan is not None and _overdue_at_buddies(run) else None
+    )
 
 
 def _overdue(run: RunState) -> bool:
     """Returns whether so many copies are overdue that something must be wrong."""
-    return run.plan is not None and bool(run.plan.copy_every) and _is_overdue(run, run.plan, run.copies.copied, paces(run)[0])
+    return (
+        run.plan is not None
+        and bool(run.plan.copy_every)
+        and _is_overdue(run, run.plan, run.copies.copied, paces(run)[0])
+    )
 
 
 def _overdue_at_buddies(run: RunState) -> bool:
     """Returns whether so many copies are overdue at the buddies that something must be wrong."""
-    return run.plan is not None and bool(run.plan.buddy_every) and _is_overdue(run, run.plan, run.copies.buddied, paces(run)[1])
+    return (
+        run.plan is not None
+        and bool(run.plan.buddy_every)
+        and _is_overdue(run, run.plan, run.copies.buddied, paces(run)[1])
+    )
 
 
 def _is_overdue(run: RunState, plan: Plan, version: Version | None, pace: int) -> bool:
@@ -175,14 +224,19 @@ def _is_overdue(run: RunState, plan: Plan, version: Version | None, pace: int) -
 
 
 def paces(run: RunState) -> tuple[int, int]:
-    """Returns the steps from one copy of the present world to the next, in host memory and at the buddies (0: none).
+    """Returns the steps from one copy of the present world to the next, in host memory and at the buddies (0:
+    none).
 
     The members may have agreed in a commit on more steps than the plan says.
     """
     plan, last = run.plan, run.history.last
     if plan is None:
         return 0, 0
-    agreed = (last.copy_every, last.buddy_every) if last is not None and last.generation == plan.generation else (0, 0)
+    agreed = (
+        (last.copy_every, last.buddy_every)
+        if last is not None and last.generation == plan.generation
+        else (0, 0)
+    )
     copies, buddies = (
         max(planned, each if each < LATER else 0) if planned else 0
         for planned, each in zip((plan.copy_every, plan.buddy_every), agreed, strict=True)
@@ -194,7 +248,9 @@ def paces(run: RunState) -> tuple[int, int]:
 
 
 def buddies_of(run: RunState, rules: Rules, nodes: Sequence[NodeId]) -> dict[NodeId, NodeId]:
-    """Returns the buddy of each node in ``nodes``, without those that can have none.  A node is listed once for each of its workers."""
+    """Returns the buddy of each node in ``nodes``, without those that can have none.  A node is listed once
+    for each of its workers.
+    """
     hosts = run.copies.hosts
     zones = {node: hosts[node].zone if node in hosts else "" for node in run.cluster.keepers}
     return choose_buddies(nodes, zones, run.copies.buddies, cross_zone=rules.cross_zone)
@@ -203,35 +259,44 @@ def buddies_of(run: RunState, rules: Rules, nodes: Sequence[NodeId]) -> dict[Nod
 def pair(decision: Decision, plan: Plan) -> None:
     """Gives each member's node a buddy, the same as before where nothing speaks against it.
 
-    It is said again whenever a keeper comes or goes: a new keeper does not know its buddy, and the address of an old one may have changed.
+    It is said again whenever a keeper comes or goes: a new keeper does not know its buddy, and the address of
+    an old one may have changed.
     """
     hosts = decision.run.copies.hosts
     if not decision.rules.buddy_every:
         return
     chosen = buddies_of(decision.run, decision.rules, plan.nodes)
     alone = tuple(dict.fromkeys(node for node in plan.nodes if node not in chosen))
-    had_others = len(hosts) > 1 or bool(decision.run.copies.buddies)  # on a single machine nobody expects copies elsewhere
+    # on a single machine nobody expects copies elsewhere
+    had_others = len(hosts) > 1 or bool(decision.run.copies.buddies)
     if had_others and frozenset(alone) - frozenset(decision.run.copies.alone):
         other = ", or set copies.cross_zone = true" if len({host.zone for host in hosts.values()}) > 1 else ""
         names = ", ".join(node[:8] for node in alone)
         decision.say(
-            f"no other node of the zone can hold copies of node {names}, so no member's copies go to other nodes: add a node there{other}"
+            f"no other node of the zone can hold copies of node {names}, so no member's copies go to other "
+            f"nodes: add a node there{other}"
         )
     if alone != decision.run.copies.alone:
         decision.know("copies", alone=alone)
     if plan.buddy_every:
         decision.know("copies", buddies=chosen)
-        pairs = [(node, buddy, hosts[buddy].address if buddy in hosts else "") for node, buddy in chosen.items()]
+        pairs = [
+            (node, buddy, hosts[buddy].address if buddy in hosts else "") for node, buddy in chosen.items()
+        ]
         decision.do(Pair(plan.generation, (*pairs, *((node, NodeId(""), "") for node in alone))))
 
 
 def choose_buddies(
-    homes: Sequence[NodeId], zones: Mapping[NodeId, str], before: Mapping[NodeId, NodeId], *, cross_zone: bool = False
+    homes: Sequence[NodeId],
+    zones: Mapping[NodeId, str],
+    before: Mapping[NodeId, NodeId],
+    *,
+    cross_zone: bool = False,
 ) -> dict[NodeId, NodeId]:
     """Returns the buddy of each node in ``homes``, which names a node once for each worker there.
 
-    ``zones`` has the zone of each node whose keeper is up; nodes without a label ("") are one zone.  A node that can have no buddy is left
-    out.
+    ``zones`` has the zone of each node whose keeper is up; nodes without a label ("") are one zone.  A node
+    that can have no buddy is left out.
     """
     weights = Counter(homes)
     rings = _rings(zones, cross_zone)
@@ -241,7 +306,12 @@ def choose_buddies(
     chosen: dict[NodeId, NodeId] = {}
     for node in sorted(weights):
         old, zone = before.get(node), zones.get(node, "")
-        if old is not None and old != node and old in members.get(zone, ()) and load[old] + weights[node] <= max(fair, weights[node]):
+        if (
+            old is not None
+            and old != node
+            and old in members.get(zone, ())
+            and load[old] + weights[node] <= max(fair, weights[node])
+        ):
             chosen[node] = old
             load[old] += weights[node]
     skips: dict[str, dict[int, int]] = defaultdict(dict)
@@ -264,8 +334,11 @@ def _rings(zones: Mapping[NodeId, str], cross_zone: bool) -> dict[str, list[Node
     return {zone: [node for node in sorted(zones) if zones[node] != zone] for zone in near}
 
 
-def _next(node: NodeId, ring: list[NodeId], skips: dict[int, int], load: Mapping[NodeId, int], fair: int) -> NodeId | None:
-    """Returns the first node on the ring after ``node`` that does not have its share yet, or simply the first.
+def _next(
+    node: NodeId, ring: list[NodeId], skips: dict[int, int], load: Mapping[NodeId, int], fair: int
+) -> NodeId | None:
+    """Returns the first node on the ring after ``node`` that does not have its share yet, or simply the
+    first.
 
     ``skips`` remembers for nodes that have their share where to go on.
     """

@@ -28,10 +28,12 @@ class Transition:
     run: RunState
     actions: tuple[Action, ...]
     reason: str
-    """The sentence that says why; it is "" if there is nothing to say, and "refused: ..." if the event changed nothing."""
+    """The sentence that says why; it is "" if there is nothing to say, and "refused: ..." if the event
+    changed nothing.
+    """
     durable: bool = False
-    """True if the decision begins a generation or lets it step, settles the outcome of a step, names workers, declares a checkpoint valid,
-    takes over from another coordinator, or ends the run.
+    """True if the decision begins a generation or lets it step, settles the outcome of a step, names workers,
+    declares a checkpoint valid, takes over from another coordinator, or ends the run.
     """
     taken: tuple[Fact, ...] = ()
     """The event, or those of its parts that were not refused."""
@@ -41,7 +43,9 @@ class Decision:
     """A decision that is being worked out.  It is private to one call; only its result leaves the call."""
 
     def __init__(self, run: RunState, now: float, rules: Rules, heard_until: float) -> None:
-        """Everything that arrived before ``heard_until`` has been handled.  It is earlier than ``now`` while events wait."""
+        """Everything that arrived before ``heard_until`` has been handled.  It is earlier than ``now`` while
+        events wait.
+        """
         self.run, self.now, self.rules, self.heard_until = run, now, rules, min(heard_until, now)
         self.actions: list[Action] = []
         self.reasons: list[str] = []
@@ -61,25 +65,31 @@ class Decision:
 
     def know(self, part: str = "", /, **changes: Any) -> None:
         """Replaces fields of the run, or of its value ``part``: ``know("history", fruitless=0)``."""
-        self.run = evolve(self.run, **({part: evolve(getattr(self.run, part), **changes)} if part else changes))
+        self.run = evolve(
+            self.run, **({part: evolve(getattr(self.run, part), **changes)} if part else changes)
+        )
 
     def amend(self, **changes: Any) -> None:
         """Replaces fields of the present state.  Only ``edges.py`` enters another state."""
         self.know("state", **changes)
 
     def open(self, part: str, name: str) -> dict[Any, Any]:
-        """Returns the dictionary ``name`` of the run's value ``part`` as one that may be changed: a copy that this decision has made.
+        """Returns the dictionary ``name`` of the run's value ``part`` as one that may be changed: a copy that
+        this decision has made.
 
         A decision about a hundred messages so copies a dictionary of ten thousand workers once.
         """
         there: dict[Any, Any] = getattr(getattr(self.run, part), name)
         if self._opened.get((part, name)) is not there:
             there = self._opened[part, name] = dict(there)
-        self.know(part, **{name: there})  # each time: what is derived from the value is kept by its identity (``seating.py``)
+        # each time: what is derived from the value is kept by its identity (``seating.py``)
+        self.know(part, **{name: there})
         return there
 
     def due(self, deadline: float) -> bool:
-        """Returns whether ``deadline`` is over and whatever arrived before it has been handled: an answer in time is never overlooked."""
+        """Returns whether ``deadline`` is over and whatever arrived before it has been handled: an answer in
+        time is never overlooked.
+        """
         return self.heard_until >= deadline
 
     def do(self, action: Action) -> None:
@@ -90,7 +100,9 @@ class Decision:
         self.reasons.append(sentence)
 
     def refuse(self, why: str) -> None:
-        """Refuses the event that is being taken, so that it changes nothing and the run does not go on because of it."""
+        """Refuses the event that is being taken, so that it changes nothing and the run does not go on
+        because of it.
+        """
         self.refusals.append(why)
 
     def done(self) -> Transition:

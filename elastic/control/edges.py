@@ -5,8 +5,8 @@
        │           ▼           ▼            ▼
        └─────── Stopping ◄─────┴────────────┘ ──► Stopped, Failed
 
-Failure, growth and a user's stop are edges of this one table, so all transitions can be seen here.  The file of a state says what a run
-does *in* that state.
+Failure, growth and a user's stop are edges of this one table, so all transitions can be seen here.  The file
+of a state says what a run does *in* that state.
 """
 
 from __future__ import annotations
@@ -38,10 +38,13 @@ from elastic.protocol.actions import Exit, Fence, Form, Go, Kill, Pause
 from elastic.protocol.plan import Plan
 
 ALLOWED: dict[type[State], frozenset[type[State]]] = {
-    Waiting: frozenset({Forming, Stopped, Failed, Finished, Stopping}),  # Stopping: a world was found that the journal does not mention
-    Forming: frozenset({Running, Stopping, Finishing}),  # Finishing: the world begins at the target step; only its checkpoint is missing
+    # Stopping: a world was found that the journal does not mention
+    Waiting: frozenset({Forming, Stopped, Failed, Finished, Stopping}),
+    # Finishing: the world begins at the target step; only its checkpoint is missing
+    Forming: frozenset({Running, Stopping, Finishing}),
     Running: frozenset({Stopping, Finishing}),
-    Stopping: frozenset({Forming, Waiting, Stopped, Failed, Finishing, Finished}),  # Finishing: the target step came before the boundary
+    # Finishing: the target step came before the boundary
+    Stopping: frozenset({Forming, Waiting, Stopped, Failed, Finishing, Finished}),
     Finishing: frozenset({Stopping, Finished}),
     Finished: frozenset(),
     Stopped: frozenset(),
@@ -51,8 +54,8 @@ ALLOWED: dict[type[State], frozenset[type[State]]] = {
 
 
 def enter(decision: Decision, state: State) -> None:
-    """Moves along an edge of the table.  No other function changes the state of a run, except that ``stop_unread`` replaces one stop by
-    another.
+    """Moves along an edge of the table.  No other function changes the state of a run, except that
+    ``stop_unread`` replaces one stop by another.
     """
     before = type(decision.run.state)
     assert type(state) in ALLOWED[before], f"no edge from {before.__name__} to {type(state).__name__}"
@@ -88,7 +91,10 @@ def missing(decision: Decision, plan: Plan | None) -> str:
     if plan is None:
         return _shortage(decision)
     if keepers := copy_inventory.awaited(decision, plan):
-        silent = f"{len(keepers)} of {count(len(decision.run.cluster.keepers), 'keeper')} have not said yet which copies they hold"
+        silent = (
+            f"{len(keepers)} of {count(len(decision.run.cluster.keepers), 'keeper')} have not said yet "
+            "which copies they hold"
+        )
         return f"{silent}; those may be newer than step {plan.version.step}"
     return ""
 
@@ -102,13 +108,16 @@ def _wait(decision: Decision, why: str) -> None:
 def _take_up(decision: Decision, plan: Plan) -> None:
     """Continues the history from the plan's version, and gives up the steps after it with their saves."""
     run, line = decision.run, decision.run.history.lineage
-    proven = not lineage.contains(line, plan.version)  # by copies alone: the version is later than every commit that was reported
+    # by copies alone: the version is later than every commit that was reported
+    proven = not lineage.contains(line, plan.version)
     decision.know(
         generation=plan.generation,
         left=None,
         asked="",
         skips=run.skips.cut(plan.version.step),
-        saves=Saves(tuple(each for each in run.saves.pending if lineage.contains(plan.lineage, each.version))),
+        saves=Saves(
+            tuple(each for each in run.saves.pending if lineage.contains(plan.lineage, each.version))
+        ),
     )
     decision.know(
         "history",
@@ -124,9 +133,15 @@ def _take_up(decision: Decision, plan: Plan) -> None:
 
 def _announcement(plan: Plan, before: int, given_up: tuple[tuple[int, int, int], ...]) -> str:
     zero = f", zero = {plan.zero}" if plan.zero is not None else ""
-    text = f"form generation {plan.generation} of {names(plan.members)} ({plan.layout}{zero}) at step {plan.version.step} ({plan.tier})"
+    text = (
+        f"form generation {plan.generation} of {names(plan.members)} ({plan.layout}{zero}) at step "
+        f"{plan.version.step} ({plan.tier})"
+    )
     for generation, first, last in given_up:
-        text += f", abandons step{f' {first}' if first == last else f's {first}–{last}'} of generation {generation}"
+        text += (
+            f", abandons step{f' {first}' if first == last else f's {first}–{last}'} of generation "
+            f"{generation}"
+        )
     if plan.generation > before + 1:
         text += f"; a coordinator whose journal is lost may have used the numbers after {before}"
     return text
@@ -138,7 +153,10 @@ def _shortage(decision: Decision) -> str:
         return "no keeper is there to host the store"
     there, shards = len(workers), least_shard(decision.run.members, workers)
     if there >= low and shards > decision.rules.layout.min_shard:
-        return f"{count(there, 'worker')} cannot share the state: its part fits the memory of one only among {shards} or more"
+        return (
+            f"{count(there, 'worker')} cannot share the state: its part fits the memory of one only "
+            f"among {shards} or more"
+        )
     return f"{count(there, 'worker')} {'is' if there == 1 else 'are'} too few for any layout (at least {low})"
 
 
@@ -146,12 +164,15 @@ def _shortage(decision: Decision) -> str:
 
 
 def go(decision: Decision, plan: Plan) -> None:
-    """Lets the members step, because all of them have the plan's version.  What each holds from now on is known from its answer to a
-    fence.
+    """Lets the members step, because all of them have the plan's version.  What each holds from now on is
+    known from its answer to a fence.
     """
     membership.hold(decision, {worker: () for worker in plan.members})
-    if isinstance(decision.run.state, Forming) and plan.tier in ("live", "host"):  # as it is when a world grows
-        took_s = decision.now - min(decision.run.state.since, decision.run.state.deadline - decision.rules.form_s)
+    # as it is when a world grows
+    if isinstance(decision.run.state, Forming) and plan.tier in ("live", "host"):
+        took_s = decision.now - min(
+            decision.run.state.since, decision.run.state.deadline - decision.rules.form_s
+        )
         before_s = decision.run.watch.reform_s
         decision.know("watch", reform_s=(before_s + took_s) / 2 if before_s else took_s)
     decision.know(watch=begun(decision.run.watch, decision.now))
@@ -168,21 +189,31 @@ def go(decision: Decision, plan: Plan) -> None:
 
 
 def is_done(run: RunState, plan: Plan, rules: Rules) -> bool:
-    """Returns whether the world of ``plan`` makes no more steps: it knew the last one, or the loops of all members have ended the run."""
+    """Returns whether the world of ``plan`` makes no more steps: it knew the last one, or the loops of all
+    members have ended the run.
+    """
     return run.step >= (plan.ends or rules.target_step) or (
         run.left is not None and 0 < run.enough <= run.step and {*plan.members} <= {*run.left}
     )
 
 
 def finish(decision: Decision, plan: Plan) -> None:
-    """Enters ``Finishing``: the last step is committed, and only its checkpoint is missing.  A loop that ends the run has begun its save.
+    """Enters ``Finishing``: the last step is committed, and only its checkpoint is missing.  A loop that ends
+    the run has begun its save.
 
     A bucket that refuses an earlier save already is waited for from now on.
     """
     run = decision.run
-    if run.step < decision.rules.target_step and run.version not in run.history.saved and run.saves.find(run.version) is None:
+    if (
+        run.step < decision.rules.target_step
+        and run.version not in run.history.saved
+        and run.saves.find(run.version) is None
+    ):
         saves.begin_again(decision, plan, run.version)
-    pending = (each if each.refused_at is None else replace(each, refused_at=decision.now) for each in decision.run.saves.pending)
+    pending = (
+        each if each.refused_at is None else replace(each, refused_at=decision.now)
+        for each in decision.run.saves.pending
+    )
     decision.know(saves=Saves(tuple(pending)))
     enter(decision, Finishing(plan, decision.now + decision.rules.stop_s))
     decision.say(f"step {decision.run.step} is the last: its checkpoint is on the way")
@@ -206,7 +237,10 @@ def stop(decision: Decision, cause: str, *, expelled: tuple[WorkerId, ...] = (),
     present = decision.run.workers.keys() | frozenset(expelled)
     lost = tuple(worker for worker in plan.members if worker not in present)
     deadline = decision.now + decision.rules.fence_s
-    enter(decision, Stopping(plan, cause, False, pending, deadline, lost=lost, expelled=expelled, job_error=job_error))
+    enter(
+        decision,
+        Stopping(plan, cause, False, pending, deadline, lost=lost, expelled=expelled, job_error=job_error),
+    )
     if pending:
         decision.do(Fence(plan.generation, pending))
     decision.say(f"{cause}: stop generation {plan.generation} of {count(len(plan.members), 'worker')}")
@@ -217,7 +251,8 @@ def stop_unread(decision: Decision, plan: Plan) -> None:
     """Stops the world of ``plan``, which the journal does not mention because the journal ends too early."""
     run = decision.run
     cause = f"the journal ends in generation {run.generation}, but generation {plan.generation} was begun"
-    found = {*run.workers, *run.members.starting}  # a starting worker was found too; it reports that it has joined before it answers
+    # a starting worker was found too; it reports that it has joined before it answers
+    found = {*run.workers, *run.members.starting}
     pending = tuple(worker for worker in plan.members if worker in found)
     unheard = tuple(worker for worker in plan.members if worker not in pending)
     state = Stopping(plan, cause, False, pending, decision.now + decision.rules.fence_s, expelled=unheard)
@@ -261,7 +296,9 @@ def end(decision: Decision, state: Finished | Stopped | Failed, sentence: str = 
 
 
 def end_as_asked(decision: Decision) -> None:
-    """Ends a run that was asked to stop, gave up, or skipped too many steps.  The sentence says from which step it can be resumed."""
+    """Ends a run that was asked to stop, gave up, or skipped too many steps.  The sentence says from which
+    step it can be resumed.
+    """
     run = decision.run
     saved = run.history.saved[-1].step if run.history.saved else 0
     unsaved = f"; steps {saved + 1}–{run.step} are not saved" if run.step > saved else ""

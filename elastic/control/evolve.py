@@ -8,11 +8,14 @@ T = TypeVar("T")
 
 
 def evolve(value: T, **changes: Any) -> T:
-    """Returns ``value`` with some fields replaced, as ``dataclasses.replace`` does, but five times as fast for a value with many fields.
+    """Returns ``value`` with some fields replaced, as ``dataclasses.replace`` does, but five times as fast
+    for a value with many fields.
 
     What a value has cached would be kept, so this is not for values that cache something.
     """
-    assert changes.keys() <= value.__dict__.keys(), f"{type(value).__name__} has no {', '.join(changes.keys() - value.__dict__.keys())}"
+    assert changes.keys() <= value.__dict__.keys(), (
+        f"{type(value).__name__} has no {', '.join(changes.keys() - value.__dict__.keys())}"
+    )
     new: T = object.__new__(type(value))
     new.__dict__.update(value.__dict__, **changes)
     return new

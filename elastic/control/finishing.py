@@ -12,7 +12,13 @@ from elastic.protocol.commit_record import ENDS
 def go_on(decision: Decision, state: Finishing) -> None:
     run, saved = decision.run, target_is_saved(decision.run, decision.rules)
     if saved and run.history.untold:
-        edges.stop(decision, f"the last checkpoint is in the bucket; what step {run.history.untold[0]} consumed is still to be told")
+        edges.stop(
+            decision,
+            (
+                f"the last checkpoint is in the bucket; what step {run.history.untold[0]} "
+                "consumed is still to be told"
+            ),
+        )
     elif saved and _is_validating(decision, state):
         return  # the world still measures what its last step has made
     elif saved:
@@ -25,7 +31,8 @@ def go_on(decision: Decision, state: Finishing) -> None:
         refused = f"the bucket refused the last checkpoint for {decision.rules.wait_s:g} s"
         silent = f"nothing of the last checkpoint arrived for {decision.rules.stop_s:g} s"
         if refusing := bool(refused_until(decision.rules, run.saves.pending)):
-            decision.know(gave_up=refused, stop=run.stop or refused)  # a later world would only wait as long for the same bucket
+            # a later world would only wait as long for the same bucket
+            decision.know(gave_up=refused, stop=run.stop or refused)
         edges.stop(decision, refused if refusing else silent)
 
 
@@ -35,10 +42,19 @@ def _is_validated(decision: Decision) -> bool:
 
 
 def _is_validating(decision: Decision, state: Finishing) -> bool:
-    """Returns whether the validation after the last step may still be told: by the world that committed the step, while it moves."""
+    """Returns whether the validation after the last step may still be told: by the world that committed the
+    step, while it moves.
+    """
     run, plan, last = decision.run, state.plan, decision.run.history.last
-    if not decision.rules.validates_last or _is_validated(decision) or run.version.generation != plan.generation:
+    if (
+        not decision.rules.validates_last
+        or _is_validated(decision)
+        or run.version.generation != plan.generation
+    ):
         return False
     if run.step < (plan.ends or decision.rules.target_step) and (last is None or last.boundary != ENDS):
         return False  # the loops were left behind it, and no member knew of the others
-    return all(member in run.workers for member in plan.members) and stopping.stands_still(decision, plan) is None
+    return (
+        all(member in run.workers for member in plan.members)
+        and stopping.stands_still(decision, plan) is None
+    )

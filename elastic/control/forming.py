@@ -1,7 +1,8 @@
-"""Forming: the plan is sent; each member answers ``Here`` before any collective, and ``Ready`` once it can step.
+"""Forming: the plan is sent; each member answers ``Here`` before any collective, and ``Ready`` once it can
+step.
 
-One absent member makes the group formation of *every* member time out.  So a member that is not ready is not to blame, but a member that
-did not answer ``Here`` is.
+One absent member makes the group formation of *every* member time out.  So a member that is not ready is not
+to blame, but a member that did not answer ``Here`` is.
 """
 
 from __future__ import annotations
@@ -16,14 +17,20 @@ from elastic.ids import NodeId, WorkerId
 from elastic.protocol.events import HEALS, INITIALISES, Here, Progress, Ready
 
 SLOW_BYTES_S = 50e6
-"""Speed in bytes a second below which a member's healing is reported: about half of what 1 Gbit/s brings, the slowest network in use."""
+"""Speed in bytes a second below which a member's healing is reported: about half of what 1 Gbit/s brings, the
+slowest network in use.
+"""
 TELLING_BYTES = 64 * 2**20
-"""Number of bytes below which the speed of healing is not judged: so few bytes take almost no time on any network."""
+"""Number of bytes below which the speed of healing is not judged: so few bytes take almost no time on any
+network.
+"""
 
 LAST = 10
 """Multiple of ``form_s`` within which all members must be ready from when one is."""
 LATER = 8
-"""Part of ``form_s`` by which the deadline of a world that gets further is moved at least, so that not every beat is written down."""
+"""Part of ``form_s`` by which the deadline of a world that gets further is moved at least, so that not every
+beat is written down.
+"""
 
 
 def here(decision: Decision, event: Here) -> None:
@@ -49,12 +56,16 @@ def _note(decision: Decision, state: Forming, worker: WorkerId, *, ready: bool) 
 
 
 def get_further(decision: Decision, moved_at: float, node: NodeId, progress: Iterable[Progress]) -> None:
-    """Gives the world ``form_s`` from now on if a member that initialises or heals has got further: only standing still is limited.  From
-    when a member is ready the others get ``LAST`` times ``form_s``, so that none holds all others up for hours.
+    """Gives the world ``form_s`` from now on if a member that initialises or heals has got further: only
+    standing still is limited.  From when a member is ready the others get ``LAST`` times ``form_s``, so that
+    none holds all others up for hours.
 
     A member last moved at ``moved_at``, by the new ``progress``; the run still has the watch before it.
     """
-    state, at_it = decision.run.state, {each.worker: each.operation for each in progress if each.operation in (INITIALISES, HEALS)}
+    state, at_it = (
+        decision.run.state,
+        {each.worker: each.operation for each in progress if each.operation in (INITIALISES, HEALS)},
+    )
     if not isinstance(state, Forming) or not at_it or moved_at < decision.now:
         return
     first = state.plan.members[0]
@@ -67,12 +78,15 @@ def get_further(decision: Decision, moved_at: float, node: NodeId, progress: Ite
 
 
 def slow_network(event: Ready) -> str:
-    """Returns a sentence if state came so slowly that it probably took another network than the one that was meant; "" otherwise."""
+    """Returns a sentence if state came so slowly that it probably took another network than the one that was
+    meant; "" otherwise.
+    """
     if event.heal_bytes < TELLING_BYTES or event.heal_s * SLOW_BYTES_S < event.heal_bytes:
         return ""
     mb, mb_s = event.heal_bytes / 1e6, event.heal_bytes / 1e6 / event.heal_s
     return (
-        f"{event.worker} got {mb:,.0f} MB at {mb_s:.1f} MB/s over interface {event.interface or '(chosen by the libraries)'}: "
+        f"{event.worker} got {mb:,.0f} MB at {mb_s:.1f} MB/s over interface "
+        f"{event.interface or '(chosen by the libraries)'}: "
         f"if its node has a faster interface, set network.interface to its name"
     )
 
@@ -94,7 +108,9 @@ def go_on(decision: Decision, state: Forming) -> None:
 
 
 def _expel_the_absent(decision: Decision, state: Forming, within: str) -> None:
-    """Expels the members that did not answer ``Here``.  A member that has left its older world answers at once."""
+    """Expels the members that did not answer ``Here``.  A member that has left its older world answers at
+    once.
+    """
     absent = tuple(worker for worker in state.plan.members if worker not in state.there)
     stopping.expel(decision, absent, f"{names(absent)} did not take the plan {within}")
 
@@ -104,13 +120,17 @@ def _not_ready(state: Forming) -> tuple[WorkerId, ...]:
 
 
 def _initialising(decision: Decision, state: Forming) -> tuple[WorkerId, ...]:
-    """Returns the members that still initialise.  Each does so by itself, so no member waits there for another."""
+    """Returns the members that still initialise.  Each does so by itself, so no member waits there for
+    another.
+    """
     seen = seen_of(decision.run.watch)
     return tuple(each for each in _not_ready(state) if each in seen and seen[each].operation == INITIALISES)
 
 
 def _expel_the_slow(decision: Decision, state: Forming, slow: tuple[WorkerId, ...]) -> None:
-    """Expels the members whose initialisation stands still.  If that is so in all of them, no other worker would do better."""
+    """Expels the members whose initialisation stands still.  If that is so in all of them, no other worker
+    would do better.
+    """
     cause = f"the initialisation in {names(slow)} did not get further for {decision.rules.form_s:g} s"
     if len(slow) < len(state.plan.members):
         stopping.expel(decision, slow, cause)
@@ -126,7 +146,10 @@ def _blame_the_store(decision: Decision, state: Forming) -> None:
     plan, again = state.plan, bool(decision.run.cluster.blamed)
     decision.know("cluster", blamed=(*decision.run.cluster.blamed, plan.store_node))
     stuck = _not_ready(state)
-    cause = f"all {len(plan.members)} were there, but {names(stuck)} did not get ready within {decision.rules.form_s:g} s"
+    cause = (
+        f"all {len(plan.members)} were there, but {names(stuck)} did not get ready within "
+        f"{decision.rules.form_s:g} s"
+    )
     if again and any(state.there.values()):
         stopping.expel(decision, stuck, cause)
     else:

@@ -1,9 +1,10 @@
 """Growth decides whether it pays to take newcomers into the world.
 
-Growth costs the world a pause.  When the newcomers' node leaves again, it costs another pause and the step that breaks.  Growth brings the
-newcomers' share of the work while they stay.  The run learns from its own nodes how long that is: a machine that comes and goes is
-recognised by its host name, and waits as a spare until it has stayed long enough.  Survivors never wait: a world that must be formed anew
-takes all workers that are there.
+Growth costs the world a pause.  When the newcomers' node leaves again, it costs another pause and the step
+that breaks.  Growth brings the newcomers' share of the work while they stay.  The run learns from its own
+nodes how long that is: a machine that comes and goes is recognised by its host name, and waits as a spare
+until it has stayed long enough.  Survivors never wait: a world that must be formed anew takes all workers
+that are there.
 """
 
 from __future__ import annotations
@@ -39,8 +40,12 @@ class GrowthVerdict:
     """The reason for the first host that is declined."""
 
 
-def judge(run: RunState, members: Sequence[WorkerId], newcomers: Sequence[WorkerId], now: float) -> GrowthVerdict:
-    """Judges the newcomers host by host: workers of one host come and go together, so they cost the pauses once."""
+def judge(
+    run: RunState, members: Sequence[WorkerId], newcomers: Sequence[WorkerId], now: float
+) -> GrowthVerdict:
+    """Judges the newcomers host by host: workers of one host come and go together, so they cost the pauses
+    once.
+    """
     costs_s, usual_s = PAUSES * run.watch.reform_s + run.watch.step_s, _usual_s(run)
     hosts: dict[str, list[WorkerId]] = {}
     for worker in newcomers:
@@ -49,16 +54,21 @@ def judge(run: RunState, members: Sequence[WorkerId], newcomers: Sequence[Worker
     why = {True: "", False: ""}
     for host, group in hosts.items():
         age_s = now - max(run.workers[worker].joined_at for worker in group)
-        stay_s = max(run.cluster.stays.get(host, usual_s), age_s)  # a host that has stayed for some time is expected to stay as long again
+        # a host that has stayed for some time is expected to stay as long again
+        stay_s = max(run.cluster.stays.get(host, usual_s), age_s)
         brings_s = stay_s * len(group) / (len(members) + len(group))
         pays = brings_s >= costs_s
         sorts[pays] += group
-        why[pays] = why[pays] or f"a stay of {stay_s:.0f} s saves {brings_s:.1f} s, joining and leaving cost {costs_s:.1f} s"
+        why[pays] = why[pays] or (
+            f"a stay of {stay_s:.0f} s saves {brings_s:.1f} s, joining and leaving cost {costs_s:.1f} s"
+        )
     return GrowthVerdict(tuple(sorts[True]), tuple(sorts[False]), why[True], why[False])
 
 
 def expects_more(run: RunState, there: Sequence[WorkerId], now: float, rules: Rules) -> bool:
-    """Returns whether more workers are needed, some are starting, and the last one joined less than ``grow_debounce_s`` ago."""
+    """Returns whether more workers are needed, some are starting, and the last one joined less than
+    ``grow_debounce_s`` ago.
+    """
     newest_s = now - max((run.workers[worker].joined_at for worker in there), default=now)
     needed = len(there) < rules.max_workers
     return needed and bool(run.members.starting) and newest_s < rules.grow_debounce_s
@@ -76,12 +86,16 @@ def after_leaving(stays: Mapping[str, float], host: str, stayed_s: float) -> dic
 
 
 def host_of(worker: Worker) -> str:
-    """Returns the name of the worker's machine; it stays the same when the machine comes back under another node id."""
+    """Returns the name of the worker's machine; it stays the same when the machine comes back under another
+    node id.
+    """
     return worker.host or worker.node
 
 
 def _usual_s(run: RunState) -> float:
-    """Returns the expected stay of an unknown host in seconds: the geometric mean over all hosts, including those that have never left."""
+    """Returns the expected stay of an unknown host in seconds: the geometric mean over all hosts, including
+    those that have never left.
+    """
     steady = {host_of(worker) for worker in run.workers.values()} - run.cluster.stays.keys()
     stays = [UNKNOWN_S] * max(len(steady), 1) + list(run.cluster.stays.values())
     return exp(fsum(map(log, stays)) / len(stays))

@@ -1,12 +1,14 @@
-"""Judges the training itself, from what commits tell: layers whose gradient is dead, vanishes or explodes, and a loss that stands still.
+"""Judges the training itself, from what commits tell: layers whose gradient is dead, vanishes or explodes,
+and a loss that stands still.
 
-Only commits that tell the norms of layers count: one in ``watch.every`` steps, and each step whose gradient is not finite.  What is known
-so far is a value, :class:`Health`, and each commit replaces it.  So a coordinator that takes over, and a run that is resumed, go on where
-the last one was.  A step that is computed again after a loss is not judged again.  Each warning is said once in a run for each condition
-and layer.
+Only commits that tell the norms of layers count: one in ``watch.every`` steps, and each step whose gradient
+is not finite.  What is known so far is a value, :class:`Health`, and each commit replaces it.  So a
+coordinator that takes over, and a run that is resumed, go on where the last one was.  A step that is computed
+again after a loss is not judged again.  Each warning is said once in a run for each condition and layer.
 
-The usual norm of a layer is known to a power of two, which moves by at most one in each commit.  So one wild step hardly moves it (as in
-the streaming median of Ma, Muthukrishnan and Sandler 2013), and in most commits nothing changes that the journal would have to tell.
+The usual norm of a layer is known to a power of two, which moves by at most one in each commit.  So one wild
+step hardly moves it (as in the streaming median of Ma, Muthukrishnan and Sandler 2013), and in most commits
+nothing changes that the journal would have to tell.
 """
 
 from __future__ import annotations
@@ -26,11 +28,16 @@ SHOWN = 12
 EMPTY = "no terms"
 """The condition of a step without terms, as it stands in :attr:`Health.said`."""
 ADVICE: dict[str, str] = {
-    "dead": "the loss does not depend on it: look for a product with zero, a detach() or an activation that is zero everywhere; if that is "
+    "dead": "the loss does not depend on it: look for a product with zero, a detach() or an activation that "
+    "is zero everywhere; if that is "
     "meant, freeze it with requires_grad = False",
-    "vanishing": "it hardly learns: put norms before the parts of a block (pre-norm), add residual connections, or change the "
+    "vanishing": "it hardly learns: put norms before the parts of a block (pre-norm), add residual "
+    "connections, or change the "
     "initialisation",
-    "exploding": "lower optim.lr, or lengthen schedule.warmup_steps; an earlier checkpoint may be the better one to go on from",
+    "exploding": (
+        "lower optim.lr, or lengthen schedule.warmup_steps; an earlier checkpoint may be the "
+        "better one to go on from"
+    ),
 }
 """The meaning of each condition, and what can be done."""
 
@@ -62,8 +69,10 @@ def judge(health: Health, outcome: Outcome, rule: WatchRule) -> tuple[Health, li
     if outcome.applies and not any(outcome.counts) and EMPTY not in health.said:
         samples = ", ".join(map(str, outcome.samples[0][:SHOWN]))
         sentence = (
-            f"step {outcome.step} has nothing to learn from: the loss counted 0 terms in each of its {len(outcome.counts)} microbatches, "
-            f"so nothing but weight decay and the optimizer's moments of earlier steps changes weights; look whether all targets are "
+            f"step {outcome.step} has nothing to learn from: the loss counted 0 terms in each of its "
+            f"{len(outcome.counts)} microbatches, "
+            "so nothing but weight decay and the optimizer's moments of earlier steps changes weights; "
+            "look whether all targets are "
             f"masked (samples {samples})"
         )
         health, more = judge(replace(health, said=(*health.said, EMPTY)), outcome, rule)
@@ -75,17 +84,40 @@ def judge(health: Health, outcome: Outcome, rule: WatchRule) -> tuple[Health, li
         return _with_strange(replace(health, step=outcome.step), outcome)
     largest = max(norms, key=norms.__getitem__)
     dead = _counted(health.dead, (name for name, norm in norms.items() if norm == 0))
-    faint = _counted(health.vanishing, (name for name, norm in norms.items() if 0 < norm < rule.vanishing * norms[largest]))
-    usual = {name: _moved(health.usual.get(name), norm) for name, norm in norms.items() if norm or name in health.usual}
-    after = replace(health, step=outcome.step, records=health.records + 1, dead=dead, vanishing=faint, usual=_same(health.usual, usual))
-    lasts, found = f"in {rule.patience} records in a row, the last of step {outcome.step}", dict[str, tuple[list[str], str]]()
+    faint = _counted(
+        health.vanishing, (name for name, norm in norms.items() if 0 < norm < rule.vanishing * norms[largest])
+    )
+    usual = {
+        name: _moved(health.usual.get(name), norm)
+        for name, norm in norms.items()
+        if norm or name in health.usual
+    }
+    after = replace(
+        health,
+        step=outcome.step,
+        records=health.records + 1,
+        dead=dead,
+        vanishing=faint,
+        usual=_same(health.usual, usual),
+    )
+    lasts, found = (
+        f"in {rule.patience} records in a row, the last of step {outcome.step}",
+        dict[str, tuple[list[str], str]](),
+    )
     found["dead"] = [name for name, times in dead.items() if times >= rule.patience], f"is zero {lasts}"
     found["vanishing"] = (
         [name for name, times in faint.items() if times >= rule.patience],
-        f"is less than watch.vanishing = {rule.vanishing:g} of that of {largest}, {norms[largest]:.3g}, {lasts}",
+        (
+            f"is less than watch.vanishing = {rule.vanishing:g} of that of {largest}, {norms[largest]:.3g}, "
+            f"{lasts}"
+        ),
     )
     found["exploding"] = (
-        [name for name, norm in norms.items() if health.records >= rule.patience and _explodes(health.usual.get(name), norm, rule)],
+        [
+            name
+            for name, norm in norms.items()
+            if health.records >= rule.patience and _explodes(health.usual.get(name), norm, rule)
+        ],
         f"is more than watch.exploding = {rule.exploding:g} times its usual one at step {outcome.step}",
     )
     warnings = list[str]()
@@ -97,10 +129,13 @@ def judge(health: Health, outcome: Outcome, rule: WatchRule) -> tuple[Health, li
     return _with_loss(after, outcome, rule, warnings)
 
 
-def watch(skips: Skips, health: Health, outcome: Outcome, rule: WatchRule, *, ends: bool) -> tuple[Skips, Health, list[str]]:
+def watch(
+    skips: Skips, health: Health, outcome: Outcome, rule: WatchRule, *, ends: bool
+) -> tuple[Skips, Health, list[str]]:
     """Returns what is known of skipped steps and of layers after ``outcome``, and the sentences about it.
 
-    What to do about a gradient that is not finite stands in the sentence about its step.  With ``ends`` no step follows.
+    What to do about a gradient that is not finite stands in the sentence about its step.  With ``ends`` no
+    step follows.
     """
     skips, said = note(skips, outcome, rule, ends=ends)
     health, warnings = judge(health, outcome, rule)
@@ -109,12 +144,15 @@ def watch(skips: Skips, health: Health, outcome: Outcome, rule: WatchRule, *, en
 
 
 def _with_strange(health: Health, outcome: Outcome) -> tuple[Health, list[str]]:
-    """Returns the advice for a gradient that is not finite.  That the step is skipped, and its samples, say :mod:`skips` just before."""
+    """Returns the advice for a gradient that is not finite.  That the step is skipped, and its samples, say
+    :mod:`skips` just before.
+    """
     ((layer, norm),) = outcome.layer_norms.items()
     if math.isfinite(outcome.loss):
         key = f"not finite {layer}"
         sentence = (
-            f"the gradient of {layer} is the first one in the backward pass of step {outcome.step} that is not finite ({norm}): look there "
+            f"the gradient of {layer} is the first one in the backward pass of step {outcome.step} that is "
+            f"not finite ({norm}): look there "
             f"for a division, a logarithm or an overflow"
         )
     else:
@@ -123,13 +161,17 @@ def _with_strange(health: Health, outcome: Outcome) -> tuple[Health, list[str]]:
     return (health, []) if key in health.said else (replace(health, said=(*health.said, key)), [sentence])
 
 
-def _with_loss(health: Health, outcome: Outcome, rule: WatchRule, warnings: list[str]) -> tuple[Health, list[str]]:
+def _with_loss(
+    health: Health, outcome: Outcome, rule: WatchRule, warnings: list[str]
+) -> tuple[Health, list[str]]:
     """Adds the loss, and the warning if the losses of the last ``rule.stationary`` records do not fall.
 
-    They do not if the line of least squares through their means does not: one lucky window, and one wild one, count for little there.
+    They do not if the line of least squares through their means does not: one lucky window, and one wild one,
+    count for little there.
     """
     losses = (*health.losses, outcome.loss)
-    if not math.isfinite(outcome.loss):  # its gradient is finite: the loss is of the user's code, and may be anything
+    # its gradient is finite: the loss is of the user's code, and may be anything
+    if not math.isfinite(outcome.loss):
         return health, warnings
     if len(losses) < WINDOW:
         return replace(health, losses=losses), warnings
@@ -142,8 +184,10 @@ def _with_loss(health: Health, outcome: Outcome, rule: WatchRule, warnings: list
     half = wanted // 2
     before, now = (math.fsum(some) / half for some in (means[:half], means[-half:]))
     sentence = (
-        f"the loss has not become lower in {wanted * WINDOW} records, the last of step {outcome.step}: its mean was {before:.4g} in the "
-        f"first half of them and is {now:.4g} in the second; lower optim.lr, or end the run here; if the schedule lowers the rate later, "
+        f"the loss has not become lower in {wanted * WINDOW} records, the last of step {outcome.step}: its "
+        f"mean was {before:.4g} in the "
+        f"first half of them and is {now:.4g} in the second; lower optim.lr, or end the run here; if the "
+        "schedule lowers the rate later, "
         f"that may be enough"
     )
     return replace(health, said=(*health.said, "stationary")), [*warnings, sentence]
@@ -154,7 +198,9 @@ def _counted(before: Mapping[str, int], names: Iterable[str]) -> dict[str, int]:
 
 
 def _moved(exponent: int | None, norm: float) -> int:
-    """Returns the exponent of the usual norm after ``norm``.  It stays while the norm is within a factor of two."""
+    """Returns the exponent of the usual norm after ``norm``.  It stays while the norm is within a factor of
+    two.
+    """
     if not norm:
         assert exponent is not None
         return exponent
@@ -173,7 +219,9 @@ def _explodes(exponent: int | None, norm: float, rule: WatchRule) -> bool:
 
 
 def _names(layers: list[str], norms: Mapping[str, float]) -> str:
-    """Returns ``layers.0 (1.2e-9) and layers.1 (3.4e-9)``; of many layers, the first few and the number of the others."""
+    """Returns ``layers.0 (1.2e-9) and layers.1 (3.4e-9)``; of many layers, the first few and the number of
+    the others.
+    """
     shown = [f"{name} ({norms[name]:.3g})" for name in layers[:SHOWN]]
     if len(layers) > SHOWN:
         return f"{', '.join(shown)} and {len(layers) - SHOWN} other layers"

@@ -1,4 +1,6 @@
-"""The inbox of a coordinator: events in the order in which they arrived, and how far the coordinator is behind them."""
+"""The inbox of a coordinator: events in the order in which they arrived, and how far the coordinator is
+behind them.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,9 @@ from typing import Any
 from elastic.protocol.events import Beat, Event, Said, Together
 
 MANY, BEATS, AT_ONCE = 8, 64, 128
-"""Number of workers' messages, and of beats, in line from which on they are taken together, and the most that are taken.  A decision
-about many costs little more than one about a single message; where few speak, a record for each of them is easier to read.
+"""Number of workers' messages, and of beats, in line from which on they are taken together, and the most that
+are taken.  A decision about many costs little more than one about a single message; where few speak, a record
+for each of them is easier to read.
 """
 
 
@@ -20,7 +23,9 @@ class Inbox:
     """Any thread puts events; one thread takes them."""
 
     def __init__(self, clock: Callable[[], float], many: int = MANY) -> None:
-        """Messages of workers, or beats, that follow each other are taken together if there are at least ``many``."""
+        """Messages of workers, or beats, that follow each other are taken together if there are at least
+        ``many``.
+        """
         self._clock, self._many = clock, many
         self._there = threading.Condition()
         self._waiting: deque[tuple[float, Event, Any]] = deque()
@@ -43,7 +48,9 @@ class Inbox:
         with self._there:
             if not self._there.wait_for(lambda: self._waiting, timeout_s):
                 return None
-            if len(said := self._said()) >= self._many and (len(said) >= BEATS or not isinstance(said[0], Beat)):
+            if len(said := self._said()) >= self._many and (
+                len(said) >= BEATS or not isinstance(said[0], Beat)
+            ):
                 for _ in said:
                     self._waiting.popleft()
                 return Together(said), None
@@ -53,14 +60,17 @@ class Inbox:
     def _said(self) -> tuple[Said | Beat, ...]:
         """Returns the messages of workers at the head of the line, or the beats there."""
         alike = Beat if isinstance(self._waiting[0][1], Beat) else Said
-        return tuple(event for _, event, _ in takewhile(lambda each: isinstance(each[1], alike), islice(self._waiting, AT_ONCE)))  # type: ignore[misc]
+        first = takewhile(lambda each: isinstance(each[1], alike), islice(self._waiting, AT_ONCE))
+        return tuple(event for _, event, _ in first)  # type: ignore[misc]
 
     def empty(self) -> bool:
         with self._there:
             return not self._waiting
 
     def heard_until(self) -> tuple[float, float]:
-        """Returns the time, and the time before which nothing has arrived that still waits: the same, if nothing waits."""
+        """Returns the time, and the time before which nothing has arrived that still waits: the same, if
+        nothing waits.
+        """
         with self._there:
             now = self._clock()
             return now, min(now, self._waiting[0][0]) if self._waiting else now

@@ -1,18 +1,20 @@
 """Liveness finds out whether the world moves, and if not, which member holds it up.
 
-Waiting members stand still too, so standing still proves nothing.  The culprit is the member that has *completed* least: all others wait
-for it in a collective.  Keepers read each member's counters in shared memory and send them with their heartbeats, so even a process that
-hangs or is stopped is seen.  Several members may have completed equally little; members that wait for each other inside a backward pass
-always have.  Then the culprit is the one whose process the kernel calls stopped, or else the one that still reads data: it is the only one
-that does not wait in a collective.  If that does not help either, the fence does: a stopped process does not answer it, and a hanging one
-does not follow the next plan.
+Waiting members stand still too, so standing still proves nothing.  The culprit is the member that has
+*completed* least: all others wait for it in a collective.  Keepers read each member's counters in shared
+memory and send them with their heartbeats, so even a process that hangs or is stopped is seen.  Several
+members may have completed equally little; members that wait for each other inside a backward pass always
+have.  Then the culprit is the one whose process the kernel calls stopped, or else the one that still reads
+data: it is the only one that does not wait in a collective.  If that does not help either, the fence does: a
+stopped process does not answer it, and a hanging one does not follow the next plan.
 
-How long standing still is normal, the last steps tell: their time outlives the world.  Before the first step of a run nothing is known,
-and the first microbatch may also compile, so a world of which all members are heard may stand still five times as long.  Only a stopped
-process is blamed sooner.
+How long standing still is normal, the last steps tell: their time outlives the world.  Before the first step
+of a run nothing is known, and the first microbatch may also compile, so a world of which all members are
+heard may stand still five times as long.  Only a stopped process is blamed sooner.
 
-A node whose keeper falls silent is another matter: a dead node looks the same as one that is cut off, and its members cannot be asked.  A
-world that stands still because of it is stopped at once.  If the node does not answer the fence either, the node is given up.
+A node whose keeper falls silent is another matter: a dead node looks the same as one that is cut off, and its
+members cannot be asked.  A world that stands still because of it is stopped at once.  If the node does not
+answer the fence either, the node is given up.
 """
 
 from __future__ import annotations
@@ -27,11 +29,15 @@ from elastic.protocol.events import STOPPED, Progress
 TELLING = (STOPPED, "reads data")
 """Operations of one member that explain why all others wait; the more certain one comes first."""
 FIRST = 5
-"""Factor of ``stall_s`` before the run has committed a step, while all members are heard: nobody knows how long a microbatch takes."""
+"""Factor of ``stall_s`` before the run has committed a step, while all members are heard: nobody knows how
+long a microbatch takes.
+"""
 SHORTEST_S = 1e-6
 """A step counts as at least this many seconds, since 0 means that no step's time is known."""
 EVIDENCE_S = 1.0
-"""Members that stopped moving within this many seconds of each other count as simultaneous: keepers send a beat every half second."""
+"""Members that stopped moving within this many seconds of each other count as simultaneous: keepers send a
+beat every half second.
+"""
 
 
 @dataclass(frozen=True)
@@ -57,7 +63,9 @@ class Heard:
 
 @dataclass(frozen=True)
 class Start:
-    """A worker that is being started was heard at the time ``at``; it had got further, and did what ``doing`` says."""
+    """A worker that is being started was heard at the time ``at``; it had got further, and did what ``doing``
+    says.
+    """
 
     at: float
     doing: str
@@ -71,9 +79,11 @@ class Watch:
     """The time at which any member was last seen to complete something."""
     stepped_at: float = 0.0
     step_s: float = 0.0
-    """Recent time of a step: one half is the last step's time, a quarter that of the step before, and so on.  0 means that none is known.
+    """Recent time of a step: one half is the last step's time, a quarter that of the step before, and so on.
+    0 means that none is known.
 
-    One step counts as at most twice, and at least half, of what is known: it may have hung, or its report may have come late.
+    One step counts as at most twice, and at least half, of what is known: it may have hung, or its report may
+    have come late.
     """
     counters: dict[NodeId, dict[WorkerId, Seen]] = field(default_factory=dict)
     """The counters of the members on each node, so that a beat costs as much as its own members."""
@@ -82,7 +92,9 @@ class Watch:
     beats: dict[NodeId, Heard] = field(default_factory=dict)
     """The keepers that were heard since they came up and since this coordinator began."""
     lease_until: float = 0.0
-    """The time at which the last lease on the generation has run out; after it, silent members have stopped by themselves."""
+    """The time at which the last lease on the generation has run out; after it, silent members have stopped
+    by themselves.
+    """
     uploaded_at: float = 0.0
     """The time of the last beat that said that a part of a save is being written."""
     reform_s: float = 0.0
@@ -99,8 +111,12 @@ class Stall:
     sentence: str
 
 
-def observe(watch: Watch, node: NodeId, progress: Iterable[Progress], now: float) -> tuple[dict[WorkerId, Seen], float]:
-    """Returns the counters of the members on ``node`` after a report of them, and the time at which any member last moved."""
+def observe(
+    watch: Watch, node: NodeId, progress: Iterable[Progress], now: float
+) -> tuple[dict[WorkerId, Seen], float]:
+    """Returns the counters of the members on ``node`` after a report of them, and the time at which any
+    member last moved.
+    """
     seen, moved_at = dict(watch.counters.get(node, {})), watch.moved_at
     for report in progress:
         completed = (report.step, report.microbatch, report.collective)
@@ -129,10 +145,13 @@ def forgotten(watch: Watch, node: NodeId) -> Watch:
     return replace(watch, beats={each: beats for each, beats in watch.beats.items() if each != node})
 
 
-def silent(watch: Watch, nodes: Iterable[NodeId], now: float, for_s: float, silence_s: float) -> tuple[NodeId, ...]:
+def silent(
+    watch: Watch, nodes: Iterable[NodeId], now: float, for_s: float, silence_s: float
+) -> tuple[NodeId, ...]:
     """Returns those of ``nodes`` that were silent for ``for_s``.
 
-    It returns none unless another node was heard all the time; otherwise the coordinator itself may be cut off.
+    It returns none unless another node was heard all the time; otherwise the coordinator itself may be cut
+    off.
     """
     if all(now - beats.at < for_s for beats in watch.beats.values()):  # the usual case, at the least cost
         return ()
@@ -148,11 +167,15 @@ def silence(watch: Watch, nodes: tuple[NodeId, ...], now: float, silence_s: floa
     if still_s < silence_s or not (gone := silent(watch, nodes, now, silence_s, silence_s)):
         return None
     silent_for = f"nothing was heard from node {gone[0][:8]} for {now - watch.beats[gone[0]].at:.1f} s"
-    return Stall(None, f"{silent_for}, though other nodes were heard, and no member moved for {still_s:.1f} s")
+    return Stall(
+        None, (f"{silent_for}, though other nodes were heard, and no member moved for {still_s:.1f} s")
+    )
 
 
 def stepped(watch: Watch, now: float, *, whole: bool = True) -> Watch:
-    """Returns the watch after the commit of a step; a step that is not ``whole`` was ended by a fence, and its time says nothing."""
+    """Returns the watch after the commit of a step; a step that is not ``whole`` was ended by a fence, and
+    its time says nothing.
+    """
     if not whole:
         return evolve(watch, moved_at=now, stepped_at=now)
     step_s = max(now - watch.stepped_at, SHORTEST_S)
@@ -167,20 +190,30 @@ def begun(watch: Watch, now: float) -> Watch:
 
 
 def patience_s(watch: Watch, stall_s: float) -> float:
-    """Returns how many seconds the world may stand still: ``stall_s``, or three recent steps if those take longer."""
+    """Returns how many seconds the world may stand still: ``stall_s``, or three recent steps if those take
+    longer.
+    """
     return max(stall_s, 3 * watch.step_s)
 
 
 def stall(watch: Watch, members: tuple[WorkerId, ...], now: float, stall_s: float) -> Stall | None:
-    """Returns a stall, with the culprit if it is known, or None if the world moves.  A member whose keeper is silent is never blamed."""
+    """Returns a stall, with the culprit if it is known, or None if the world moves.  A member whose keeper is
+    silent is never blamed.
+    """
     still_s = now - watch.moved_at
     if still_s < patience_s(watch, stall_s):
         return None
     seen, still = seen_of(watch), f"no member moved for {still_s:.1f} s"
     unheard = [worker for worker in members if worker not in seen or seen[worker].heard_at <= watch.moved_at]
     if unheard:
-        return Stall(None, f"{still}; no member is blamed, because nothing was heard from the node of {unheard[0]}")
-    if not watch.step_s and still_s < FIRST * stall_s and not any(seen[worker].operation == STOPPED for worker in members):
+        return Stall(
+            None, (f"{still}; no member is blamed, because nothing was heard from the node of {unheard[0]}")
+        )
+    if (
+        not watch.step_s
+        and still_s < FIRST * stall_s
+        and not any(seen[worker].operation == STOPPED for worker in members)
+    ):
         return None
     return _blame(seen, members, still)
 
@@ -189,10 +222,23 @@ def _blame(seen: dict[WorkerId, Seen], members: tuple[WorkerId, ...], still: str
     least = min(seen[worker].completed for worker in members)
     behind = sorted((seen[worker].since, worker) for worker in members if seen[worker].completed == least)
     (first_s, first), (second_s, second) = behind[0], behind[1] if len(behind) > 1 else (float("inf"), "")
-    told = [found[0] for words in TELLING if len(found := [worker for _, worker in behind if seen[worker].operation == words]) == 1]
+    told = [
+        found[0]
+        for words in TELLING
+        if len(found := [worker for _, worker in behind if seen[worker].operation == words]) == 1
+    ]
     culprit = told[0] if told else first
     if not told and second_s - first_s < EVIDENCE_S:
-        return Stall(None, f"{still}; no member is blamed, because {first} and {second} have completed equally little")
+        return Stall(
+            None,
+            (f"{still}; no member is blamed, because {first} and {second} have completed equally little"),
+        )
     step, microbatch, collective = least
     at = f"; it {seen[culprit].operation}" if seen[culprit].operation else ""
-    return Stall(culprit, f"{still}; {culprit} has completed least (step {step}, microbatch {microbatch}, collective {collective}){at}")
+    return Stall(
+        culprit,
+        (
+            f"{still}; {culprit} has completed least (step {step}, microbatch {microbatch}, "
+            f"collective {collective}){at}"
+        ),
+    )

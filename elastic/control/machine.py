@@ -2,11 +2,13 @@
 
     advance(run, event, now, rules, heard_until) -> Transition(run, actions, reason)
 
-Facts and the time go in.  The new knowledge of the run, the actions in their order, and the sentence that explains them come out.  There is
-no clock, no randomness and no I/O, so the same code runs in production, in the simulator and in tests.
+Facts and the time go in.  The new knowledge of the run, the actions in their order, and the sentence that
+explains them come out.  There is no clock, no randomness and no I/O, so the same code runs in production, in
+the simulator and in tests.
 
-Each call has two halves.  First the event is *taken*: knowledge grows.  Then the run *goes on*: it does what knowledge and time now permit.
-So it does not matter in which order facts arrive, or how often an event is repeated.
+Each call has two halves.  First the event is *taken*: knowledge grows.  Then the run *goes on*: it does what
+knowledge and time now permit. So it does not matter in which order facts arrive, or how often an event is
+repeated.
 """
 
 from __future__ import annotations
@@ -70,10 +72,12 @@ __all__ = ["Transition", "advance"]
 
 
 def advance(run: RunState, event: Event, now: float, rules: Rules, heard_until: float = inf) -> Transition:
-    """Returns the run after ``event``, and the actions to perform.  ``now`` is in seconds of any clock that never goes back.
+    """Returns the run after ``event``, and the actions to perform.  ``now`` is in seconds of any clock that
+    never goes back.
 
-    ``heard_until`` is the time before which nothing has arrived that waits behind ``event``.  New deadlines count from ``now``, but a
-    deadline is over only at ``heard_until``: a coordinator that is slow must not give up members whose answers it has not read yet.
+    ``heard_until`` is the time before which nothing has arrived that waits behind ``event``.  New deadlines
+    count from ``now``, but a deadline is over only at ``heard_until``: a coordinator that is slow must not
+    give up members whose answers it has not read yet.
     """
     decision = Decision(run, now, rules, heard_until)
     for each in parts(event):
@@ -164,11 +168,15 @@ def _start_failed(decision: Decision, event: StartFailed) -> None:
     asked = event.worker in decision.run.members.starting
     membership.start_failed(decision, event)
     if asked and event.misset is not None:
-        admission.replaced(decision, event.misset, (event.worker,), f"{event.worker} did not start: {event.reason}")
+        admission.replaced(
+            decision, event.misset, (event.worker,), (f"{event.worker} did not start: {event.reason}")
+        )
 
 
 def _go_on(decision: Decision) -> None:
-    """Lets the run do what knowledge and time now permit: ask for manifests, act in its present state, start workers."""
+    """Lets the run do what knowledge and time now permit: ask for manifests, act in its present state, start
+    workers.
+    """
     if decision.run.saves.pending:
         saves.ask_for_manifests(decision)
         saves.give_up_the_silent(decision)
@@ -195,7 +203,9 @@ def _lost(decision: Decision, event: Lost) -> None:
     if event.worker not in run.workers and not expelled:
         return decision.refuse(f"{event.worker} is no worker of the run any more")
     membership.remove(decision, (event.worker,))
-    stopping.members_lost(decision, (event.worker,), f"{event.worker} is lost ({event.reason})", certain=event.certain)
+    stopping.members_lost(
+        decision, (event.worker,), f"{event.worker} is lost ({event.reason})", certain=event.certain
+    )
 
 
 def _keeper_up(decision: Decision, event: KeeperUp) -> None:
@@ -230,10 +240,15 @@ def _renewed(decision: Decision, event: Renewed) -> None:
 
 def _beat(decision: Decision, event: Beat) -> None:
     run, now, watch = decision.run, decision.now, decision.run.watch
-    if event.node in run.copies.hosts or event.node in run.cluster.keepers:  # the first is faster, and nearly always enough
+    # the first is faster, and nearly always enough
+    if event.node in run.copies.hosts or event.node in run.cluster.keepers:
         decision.open("watch", "beats")[event.node] = heard(watch, event.node, now, decision.rules.silence_s)
     plan = run.plan
-    progress = [each for each in event.progress if plan and each.generation == plan.generation and each.worker in plan.ranks]
+    progress = [
+        each
+        for each in event.progress
+        if plan and each.generation == plan.generation and each.worker in plan.ranks
+    ]
     if progress:
         seen, moved_at = observe(watch, event.node, progress, now)
         forming.get_further(decision, moved_at, event.node, progress)

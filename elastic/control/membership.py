@@ -22,7 +22,9 @@ from elastic.protocol.events import Capacity, KeeperUp, StartFailed, Starting
 
 
 def start_failed(decision: Decision, event: StartFailed) -> None:
-    """Frees the worker's place.  The next attempt waits ``grow_debounce_s``, so that repeated failures do not spin."""
+    """Frees the worker's place.  The next attempt waits ``grow_debounce_s``, so that repeated failures do not
+    spin.
+    """
     if event.worker not in decision.run.members.starting:
         return decision.refuse(f"{event.worker} is not being started")
     no_longer_starting(decision, event.worker)
@@ -49,15 +51,24 @@ def no_longer_starting(decision: Decision, worker: WorkerId) -> None:
 
 
 def get_further(decision: Decision, asked_before: float) -> bool:
-    """Returns whether a worker that was asked for before that time is slow to start, but does not stand still."""
+    """Returns whether a worker that was asked for before that time is slow to start, but does not stand
+    still.
+    """
     asked, form_s = decision.run.members.starting, decision.rules.form_s
     starts = decision.run.watch.starts.items()
-    return any(asked.get(worker, asked_before) < asked_before and not decision.due(known.at + form_s) for worker, known in starts)
+    return any(
+        asked.get(worker, asked_before) < asked_before and not decision.due(known.at + form_s)
+        for worker, known in starts
+    )
 
 
 def capacity(decision: Decision, event: Capacity) -> None:
-    """Notes the free slots, less those of workers that are starting and have not taken their slot yet: no slot is given away twice."""
-    coming = 0 if event.placed is None else len(decision.run.members.starting.keys() - frozenset(event.placed))
+    """Notes the free slots, less those of workers that are starting and have not taken their slot yet: no
+    slot is given away twice.
+    """
+    coming = (
+        0 if event.placed is None else len(decision.run.members.starting.keys() - frozenset(event.placed))
+    )
     decision.know("cluster", slots=max(0, event.slots - coming))
 
 
@@ -74,10 +85,14 @@ def start_workers(decision: Decision) -> None:
     asked = {**starting, **dict.fromkeys(new, decision.now)}
     decision.know("members", starting=asked, next_worker=run.members.next_worker + number)
     decision.know("cluster", slots=run.cluster.slots - number)
-    avoid = (*run.cluster.refused, *silent(run.watch, run.cluster.keepers, decision.heard_until, rules.silence_s, rules.silence_s))
+    avoid = (
+        *run.cluster.refused,
+        *silent(run.watch, run.cluster.keepers, decision.heard_until, rules.silence_s, rules.silence_s),
+    )
     decision.do(StartWorkers(new, tuple(dict.fromkeys(avoid))))
     decision.say(
-        f"start {names(new)}: {count(len(run.workers), 'worker')} of at most {rules.max_workers}{f' and {spares}' if rules.spares else ''}"
+        f"start {names(new)}: {count(len(run.workers), 'worker')} of at most "
+        f"{rules.max_workers}{f' and {spares}' if rules.spares else ''}"
     )
 
 
@@ -86,7 +101,9 @@ def _forget_the_late(decision: Decision) -> None:
     form_s, starts = decision.rules.form_s, decision.run.watch.starts
     asked = decision.run.members.starting.items()  # who was asked for first comes first
     slow = [worker for worker, _ in takewhile(lambda each: decision.due(each[1] + form_s), asked)]
-    late = tuple(worker for worker in slow if worker not in starts or decision.due(starts[worker].at + form_s))
+    late = tuple(
+        worker for worker in slow if worker not in starts or decision.due(starts[worker].at + form_s)
+    )
     for worker in late:
         no_longer_starting(decision, worker)
     if late:
@@ -116,7 +133,8 @@ def remove(decision: Decision, workers: tuple[WorkerId, ...]) -> None:
 
 
 def expel(decision: Decision, workers: tuple[WorkerId, ...], why: str, *, examine: bool = False) -> None:
-    """Kills the workers.  An order to kill proves nothing, so everything that they say from now on is refused.
+    """Kills the workers.  An order to kill proves nothing, so everything that they say from now on is
+    refused.
 
     ``examine`` says that they stand still; where they stand is found out before they are killed.
     """
@@ -144,27 +162,39 @@ def unfit(decision: Decision, worker: WorkerId, why: str) -> None:
 def keeper_up(decision: Decision, event: KeeperUp) -> None:
     cluster, hosts, node = decision.run.cluster, decision.run.copies.hosts, event.node
     if node not in cluster.keepers:
-        decision.know("cluster", keepers=tuple(sorted((*cluster.keepers, node))), nodes={**cluster.nodes, node: True})
+        decision.know(
+            "cluster", keepers=tuple(sorted((*cluster.keepers, node))), nodes={**cluster.nodes, node: True}
+        )
     known = hosts.get(node, Host())
     if node not in hosts or (known.address, known.zone) != (event.address, event.zone):
         decision.know("copies", hosts={**hosts, node: replace(known, address=event.address, zone=event.zone)})
 
 
 def keeper_lost(decision: Decision, node: NodeId, *, with_its_node: bool = False) -> None:
-    """Removes a keeper that is gone, with all copies in its memory, including those that it had not uploaded yet."""
+    """Removes a keeper that is gone, with all copies in its memory, including those that it had not uploaded
+    yet.
+    """
     saves.without_keepers(decision, (node,))
     run = decision.run
     decision.know("cluster", keepers=tuple(keeper for keeper in run.cluster.keepers if keeper != node))
-    decision.know("copies", hosts={keeper: host for keeper, host in run.copies.hosts.items() if keeper != node})
+    decision.know(
+        "copies", hosts={keeper: host for keeper, host in run.copies.hosts.items() if keeper != node}
+    )
     decision.know(watch=forgotten(run.watch, node))
     _note_leaving(decision, node, surely=with_its_node)
 
 
 def _note_leaving(decision: Decision, node: NodeId, *, surely: bool = False) -> None:
-    """Notes that a node without workers and keeper has left.  The length of its machine's stay predicts the next stay."""
+    """Notes that a node without workers and keeper has left.  The length of its machine's stay predicts the
+    next stay.
+    """
     run, cluster = decision.run, decision.run.cluster
     alone = node not in cluster.keepers and all(known.node != node for known in run.workers.values())
     left = surely or (alone and cluster.nodes.get(node, True))
     if left and (home := cluster.homes.get(node)) is not None:
         stays = growth.after_leaving(cluster.stays, home.host, decision.now - home.since)
-        decision.know("cluster", stays=stays, homes={each: known for each, known in cluster.homes.items() if each != node})
+        decision.know(
+            "cluster",
+            stays=stays,
+            homes={each: known for each, known in cluster.homes.items() if each != node},
+        )

@@ -13,7 +13,9 @@ SLOWEST = 1.05
 
 @dataclass(frozen=True)
 class WatchRule:
-    """The limits by which gradients and the loss are judged (``health.py``, ``skips.py``).  A record is a commit that tells layers."""
+    """The limits by which gradients and the loss are judged (``health.py``, ``skips.py``).  A record is a
+    commit that tells layers.
+    """
 
     patience: int = 5
     """Number of records in a row for which a gradient must be zero, or vanish, until that is said."""
@@ -31,7 +33,8 @@ class WatchRule:
 class Rules:
     """The budgets and deadlines of one run.
 
-    Names that end in ``_s`` are seconds.  A deadline is the last resort: it decides only where no message came.
+    Names that end in ``_s`` are seconds.  A deadline is the last resort: it decides only where no message
+    came.
     """
 
     min_workers: int
@@ -40,13 +43,18 @@ class Rules:
     target_step: int
     save_every: int
     form_s: float = 120.0
-    """Time limit from sending a plan until every member is ready; also the time limit for a new process to join."""
+    """Time limit from sending a plan until every member is ready; also the time limit for a new process to
+    join.
+    """
     fence_s: float = 10.0
     """Time from a fence until a member that has not answered is expelled."""
     stall_s: float = 60.0
-    """Time without progress of any member after which the culprit is blamed; three recent steps if they take longer."""
+    """Time without progress of any member after which the culprit is blamed; three recent steps if they take
+    longer.
+    """
     silence_s: float = 5.0
-    """Time without a beat of a node's keeper after which a world that stands still is stopped, if other nodes are heard.
+    """Time without a beat of a node's keeper after which a world that stands still is stopped, if other nodes
+    are heard.
 
     After half of this time more, members there that have not answered the fence are expelled.
     """
@@ -63,7 +71,9 @@ class Rules:
     spares: int = 0
     """Number of workers beyond ``max_workers`` that are kept warm."""
     refused_s: float = 10.0
-    """Time for which a run that has not begun waits for better nodes, if it has too few workers and the only room is on refused nodes."""
+    """Time for which a run that has not begun waits for better nodes, if it has too few workers and the only
+    room is on refused nodes.
+    """
     copy_every: int = 0
     """Least number of steps from one copy of the state in host memory to the next; 0 means no copies."""
     buddy_every: int = 0
@@ -75,7 +85,8 @@ class Rules:
     patience: int = 0
     """Number of validations in a row without a better one that end the run; 0 means that none do."""
     min_delta: float = 0.0
-    """The difference by which a loss must be smaller than the best one so far to be better, for ``patience``."""
+    """The difference by which a loss must be smaller than the best one so far to be better, for ``patience``.
+    """
     reproducible: bool = True
     """True if only workers of one kind may be members, because other kinds do not give equal bits."""
 
@@ -85,7 +96,9 @@ class Rules:
 
     @property
     def leave_s(self) -> float:
-        """Time from the first member that takes a plan until a member that has not is expelled: it cannot leave its old world."""
+        """Time from the first member that takes a plan until a member that has not is expelled: it cannot
+        leave its old world.
+        """
         return min(2 * self.fence_s, self.form_s)
 
     @property
@@ -95,7 +108,9 @@ class Rules:
 
     @property
     def coordinator_lease_s(self) -> float:
-        """Time for which a coordinator may act on its keepers' answers after it last learned that no other coordinator had taken over."""
+        """Time for which a coordinator may act on its keepers' answers after it last learned that no other
+        coordinator had taken over.
+        """
         return self.lease_s / 2
 
     @property

@@ -6,7 +6,8 @@
              ├─ history    what was committed, saved and given up   ├─ takeover  what coordinators before this one left open
              └─ saves      checkpoints on their way to the bucket   └─ health, skips  gradients, loss (``health.py``, ``skips.py``)
 
-Values are immutable; dictionaries are replaced, and only the decision that made one changes it.  ``edges.py`` has the order of states.
+Values are immutable; dictionaries are replaced, and only the decision that made one changes it.  ``edges.py``
+has the order of states.
 """
 
 from __future__ import annotations
@@ -51,7 +52,9 @@ class Forming:
     here_at: float = NEVER
     ready_at: float = NEVER
     since: float = NEVER
-    """The times at which the first member had the plan, the first was ready, and the plan was sent; older journals know the first only."""
+    """The times at which the first member had the plan, the first was ready, and the plan was sent; older
+    journals know the first only.
+    """
 
 
 @dataclass(frozen=True)
@@ -91,7 +94,9 @@ class Stopping:
     lost: tuple[WorkerId, ...] = ()
     """The members that have certainly ended."""
     expelled: tuple[WorkerId, ...] = ()
-    """The members that were killed or are taken for dead: they may still live, but nothing that they say counts any more."""
+    """The members that were killed or are taken for dead: they may still live, but nothing that they say
+    counts any more.
+    """
     save: bool = False
     """True if the state at the boundary is also saved."""
     job_error: str = ""
@@ -108,7 +113,9 @@ class Finishing:
 
 @dataclass(frozen=True)
 class Finished:
-    """The last step is in the bucket: the target step, or ``step`` if the loop ended the run before, for the reason ``why``."""
+    """The last step is in the bucket: the target step, or ``step`` if the loop ended the run before, for the
+    reason ``why``.
+    """
 
     step: int = 0
     why: str = ""
@@ -152,7 +159,9 @@ class Worker:
     states: float = 0.0
     """The number of states of which its node has room for all copies; 0 if that is not known."""
     least_whole: int = 0
-    """The smallest shard degree at which its device also has room for whole weights to compute with; 0 if it must not have them."""
+    """The smallest shard degree at which its device also has room for whole weights to compute with; 0 if it
+    must not have them.
+    """
     device: str = ""  # the UUID of its accelerator; "" if that is not known
 
 
@@ -170,9 +179,13 @@ class Members:
     """The build that the job was checked with; every worker must have the same."""
     classes: tuple[Tensor, ...] = ()
     class_bytes: tuple[int, ...] = ()
-    """One tensor of the state for each class of tensors that all axes cut alike, and the bytes of the class; empty if not known."""
+    """One tensor of the state for each class of tensors that all axes cut alike, and the bytes of the class;
+    empty if not known.
+    """
     kind: str = ""
-    """The first member's kind.  It never changes: with ``reproducible`` only workers of this kind may be members."""
+    """The first member's kind.  It never changes: with ``reproducible`` only workers of this kind may be
+    members.
+    """
     mixed: tuple[int, ...] = ()
     """The generations whose members were of several kinds; their steps are marked."""
     seats: tuple[WorkerId, ...] = ()
@@ -183,7 +196,9 @@ class Members:
     def without(self, workers: Iterable[WorkerId]) -> Members:
         """Returns the members without ``workers``, which are no longer part of the run."""
         gone = frozenset(workers)
-        return evolve(self, workers={worker: known for worker, known in self.workers.items() if worker not in gone})
+        return evolve(
+            self, workers={worker: known for worker, known in self.workers.items() if worker not in gone}
+        )
 
 
 @dataclass(frozen=True)
@@ -202,7 +217,9 @@ class Refusal:
     at: float
     shared: bool
     by_job: bool = False
-    """The reason is that the node sees another bucket, or other data, than others (``shared``), or that it lacks what the job asks for."""
+    """The reason is that the node sees another bucket, or other data, than others (``shared``), or that it
+    lacks what the job asks for.
+    """
 
 
 @dataclass(frozen=True)
@@ -210,15 +227,21 @@ class Cluster:
     """The nodes and their keepers."""
 
     nodes: dict[NodeId, bool] = field(default_factory=dict)
-    """The nodes that were found, and whether the keeper of each has come up; before that, no worker of the node is a member."""
+    """The nodes that were found, and whether the keeper of each has come up; before that, no worker of the
+    node is a member.
+    """
     refused: dict[NodeId, Refusal] = field(default_factory=dict)
     keepers: tuple[NodeId, ...] = ()
     """The nodes whose keepers are up."""
     slots: int = 0  # the number of workers that the cluster could still start, on nodes that are not refused
     blamed: tuple[NodeId, ...] = ()
-    """The nodes whose store is blamed for a failed forming, although every member was there, since the last world was formed."""
+    """The nodes whose store is blamed for a failed forming, although every member was there, since the last
+    world was formed.
+    """
     replaced: tuple[tuple[NodeId, int], ...] = ()
-    """The nodes on which a process was replaced for how it is set up, each with the occasion (see ``admission.replaced``)."""
+    """The nodes on which a process was replaced for how it is set up, each with the occasion (see
+    ``admission.replaced``).
+    """
     homes: dict[NodeId, Home] = field(default_factory=dict)  # the nodes from which workers have joined
     stays: dict[str, float] = field(default_factory=dict)
     """Expected stay in seconds of each host that has left before: see ``growth.py``."""
@@ -244,17 +267,25 @@ class History:
     lineage: Lineage = ()
     saved: tuple[Version, ...] = ()
     """The versions on the lineage that are in the bucket, oldest first."""
-    written: tuple[tuple[Version, float], ...] = ()  # when they were, as far as it is known; empty unless a rule asks for their age
+    # when they were, as far as it is known; empty unless a rule asks for their age
+    written: tuple[tuple[Version, float], ...] = ()
     last: Outcome | None = None
     """The newest commit."""
     untold: tuple[int, ...] = ()
-    """Steps that the present generation committed but whose outcome is unknown here: only a coordinator that died was told."""
+    """Steps that the present generation committed but whose outcome is unknown here: only a coordinator that
+    died was told.
+    """
     furthest: Version = field(default_factory=lambda: Version(0, 0))
-    """The greatest step ever committed, even if it was given up since, with the generation that committed it first."""
+    """The greatest step ever committed, even if it was given up since, with the generation that committed it
+    first.
+    """
     fruitless: int = 0
-    """The number of generations in a row that ended without a commit, or got no further than an earlier one."""
+    """The number of generations in a row that ended without a commit, or got no further than an earlier one.
+    """
     settled: Settle | None = None
-    """The latest settlement; it is repeated to members that may not have heard it from a coordinator that died."""
+    """The latest settlement; it is repeated to members that may not have heard it from a coordinator that
+    died.
+    """
     failures: tuple[JobFailure, ...] = ()
     """Errors of the user's code at steps that are not committed yet."""
     validated: Score | None = None
@@ -269,7 +300,9 @@ class History:
 
     @property
     def recorded_step(self) -> int:
-        """The step up to which the outcome of every commit is known, so that members need not keep those commits."""
+        """The step up to which the outcome of every commit is known, so that members need not keep those
+        commits.
+        """
         return min(self.untold) - 1 if self.untold else self.version.step
 
     def contains(self, version: Version) -> bool:
@@ -277,7 +310,9 @@ class History:
         return lineage.contains(self.lineage, version)
 
     def is_news(self, outcome: Outcome) -> bool:
-        """Returns whether this commit of the present generation tells anything new; most commits are reported by several members."""
+        """Returns whether this commit of the present generation tells anything new; most commits are reported
+        by several members.
+        """
         return outcome.step > self.version.step or outcome.step in self.untold
 
 
@@ -304,9 +339,13 @@ class Saving:
     asked: bool = False
     """True once the manifest was asked for."""
     by: int = 0
-    """The generation of the world that writes the checkpoint; 0 means the generation that committed the version."""
+    """The generation of the world that writes the checkpoint; 0 means the generation that committed the
+    version.
+    """
     failed: str = ""
-    """The reason why the checkpoint can never be complete, if it was reported before the commit of its version."""
+    """The reason why the checkpoint can never be complete, if it was reported before the commit of its
+    version.
+    """
     refused_at: float | None = None
     """The time since which the bucket refuses what it is given of the checkpoint; None if it does not."""
     refused: tuple[WorkerId, ...] = ()
@@ -317,22 +356,31 @@ class Saving:
         return not self.failed and len(self.reported) >= len(self.members)
 
     def is_of(self, generation: int) -> bool:
-        """Returns whether a part written in ``generation`` belongs to this checkpoint; 0 is the generation that committed the version."""
+        """Returns whether a part written in ``generation`` belongs to this checkpoint; 0 is the generation
+        that committed the version.
+        """
         return (generation or self.version.generation) == (self.by or self.version.generation)
 
     def report(self, worker: WorkerId, now: float) -> Saving:
         """Returns the saving after the part of ``worker`` has reached the bucket."""
         reported, refused = {*self.reported, worker}, tuple(each for each in self.refused if each != worker)
-        return evolve(self, reported=tuple(each for each in self.members if each in reported), refused=refused).heard(now)
+        return evolve(
+            self, reported=tuple(each for each in self.members if each in reported), refused=refused
+        ).heard(now)
 
     def heard(self, now: float) -> Saving:
-        """Returns the saving after something was heard of it, so that its silence and its refusal count from ``now`` on."""
+        """Returns the saving after something was heard of it, so that its silence and its refusal count from
+        ``now`` on.
+        """
         return evolve(self, heard_at=now, refused_at=now if self.refused else None)
 
     def needs(self, node: NodeId) -> bool:
         """Returns whether the keeper of ``node`` has still to report a part."""
         reported = frozenset(self.reported)
-        return any(where == node and member not in reported for member, where in zip(self.members, self.nodes, strict=False))
+        return any(
+            where == node and member not in reported
+            for member, where in zip(self.members, self.nodes, strict=False)
+        )
 
 
 @dataclass(frozen=True)
@@ -347,7 +395,9 @@ class Saves:
 
     def put(self, saving: Saving) -> Saves:
         """Returns the saves with ``saving`` instead of the present one of its version."""
-        return Saves(tuple(sorted((*self.without(saving.version).pending, saving), key=lambda each: each.version)))
+        return Saves(
+            tuple(sorted((*self.without(saving.version).pending, saving), key=lambda each: each.version))
+        )
 
     def without(self, version: Version) -> Saves:
         return Saves(tuple(saving for saving in self.pending if saving.version != version))
@@ -389,7 +439,9 @@ class CopyInventory:
     unreadable: tuple[NodeId, ...] = ()
     """The keepers whose copies a member could not read since the last commit."""
     unreported: int = 0
-    """The generation before, if none of its members is left to report its commits, so that only copies may prove them; 0 otherwise."""
+    """The generation before, if none of its members is left to report its commits, so that only copies may
+    prove them; 0 otherwise.
+    """
     buddies: dict[NodeId, NodeId] = field(default_factory=dict)
     """Maps each node to its buddy, the node whose keeper also holds its copies."""
     alone: tuple[NodeId, ...] = ()
@@ -408,11 +460,15 @@ class Takeover:
     startups: int = 0
     """The number of coordinators in a row that recorded nothing but their own start."""
     stumbles: tuple[str, ...] = ()
-    """The events that coordinators could not handle, as :class:`~elastic.protocol.events.Stumbled` names them."""
+    """The events that coordinators could not handle, as :class:`~elastic.protocol.events.Stumbled` names
+    them.
+    """
     blind_until: float = 0.0
     """The time until which a world that no readable journal mentions may still commit."""
     unread: int = 0
-    """Lower bound for the next generation, which is greater than this; coordinators with unreadable journals may have used smaller ones."""
+    """Lower bound for the next generation, which is greater than this; coordinators with unreadable journals
+    may have used smaller ones.
+    """
 
 
 # ---- the run
@@ -436,20 +492,31 @@ class RunState:
     gave_up: str = ""  # the reason why the run ends as failed once it has stopped; "" if it does not
     health: Health = field(default_factory=Health)
     skips: Skips = field(default_factory=Skips)
-    enough: int = 0  # the last step of a run that ends before the target step, since its loop or its patience is over; 0: it does not
-    mark: Score | None = None  # the validation by which the patience is measured: the last one that was better by ``min_delta``
+    # the last step of a run that ends before the target step, since its loop or its patience is over; 0: it
+    # does not
+    enough: int = 0
+    # the validation by which the patience is measured: the last one that was better by ``min_delta``
+    mark: Score | None = None
     worse: tuple[Version, ...] | None = None  # the validations after that one
     why: str = ""  # the reason why the loop ended the run; "" if it has not
-    asked: str = ""  # the reason for which a loop of this generation asks for the end; it counts once a commit says so
-    left: tuple[WorkerId, ...] | None = None  # the members whose loops have left that step behind, if any: they make no later one
+    # the reason for which a loop of this generation asks for the end; it counts once a commit says so
+    asked: str = ""
+    # the members whose loops have left that step behind, if any: they make no later one
+    left: tuple[WorkerId, ...] | None = None
 
     @staticmethod
     def begin(
-        incarnation: int, now: float, saved: tuple[Version, ...] = (), lineage: Lineage = (), generation: int = 0, next_worker: int = 1
+        incarnation: int,
+        now: float,
+        saved: tuple[Version, ...] = (),
+        lineage: Lineage = (),
+        generation: int = 0,
+        next_worker: int = 1,
     ) -> RunState:
         """Returns a new run, or the run that the bucket describes.
 
-        The next generation is greater than ``generation`` and than all of ``lineage``.  Versions in ``saved`` off the lineage are left out.
+        The next generation is greater than ``generation`` and than all of ``lineage``.  Versions in ``saved``
+        off the lineage are left out.
         """
         known, used = History(lineage), max(generation, *(each for each, _ in lineage), 0)
         history = evolve(known, saved=tuple(sorted(filter(known.contains, saved))))
@@ -486,10 +553,14 @@ class RunState:
         return max(self.generation, self.takeover.unread) + 1
 
     def knows(self, worker: WorkerId) -> bool:
-        """Returns whether ``worker`` is part of the run or on its way to it.  Any other worker that asks is told to leave."""
+        """Returns whether ``worker`` is part of the run or on its way to it.  Any other worker that asks is
+        told to leave.
+        """
         return worker in self.members.workers or worker in self.members.starting
 
     def grants_lease(self, generation: int) -> bool:
-        """Returns whether a member's lease on ``generation`` may be prolonged: only the present world's, until it is fenced."""
+        """Returns whether a member's lease on ``generation`` may be prolonged: only the present world's,
+        until it is fenced.
+        """
         planned = isinstance(self.state, Stopping) and self.state.planned
         return generation == self.generation and (planned or isinstance(self.state, Running | Finishing))

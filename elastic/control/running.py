@@ -26,12 +26,20 @@ def go_on(decision: Decision, state: Running) -> None:
 
 
 def _all_end_or(decision: Decision, stalled: Stall) -> None:
-    """Ends a world that stands still.  If some loops have ended the run and others wait for them, the next world ends it for all."""
+    """Ends a world that stands still.  If some loops have ended the run and others wait for them, the next
+    world ends it for all.
+    """
     run = decision.run
     if not run.left or not run.enough:
         return stopping.unblock(decision, stalled)
     fix = "all end there; `ctx.stop(reason)` before `step.commit()` ends all loops at once"
-    edges.stop(decision, f"the loop of {names(run.left)} ended the run after step {run.enough} and the others wait for it: {fix}")
+    edges.stop(
+        decision,
+        (
+            f"the loop of {names(run.left)} ended the run after step {run.enough} and the "
+            f"others wait for it: {fix}"
+        ),
+    )
 
 
 def _grow(decision: Decision, plan: Plan) -> None:
@@ -41,12 +49,21 @@ def _grow(decision: Decision, plan: Plan) -> None:
         return
     there = candidates(run, rules)
     layout = layout_of(run, there, rules)
-    if layout is None or layout.world <= plan.layout.world or growth.expects_more(run, there, decision.now, rules):
+    if (
+        layout is None
+        or layout.world <= plan.layout.world
+        or growth.expects_more(run, there, decision.now, rules)
+    ):
         return
-    verdict = growth.judge(run, plan.members, [worker for worker in there if worker not in plan.ranks], decision.now)
+    verdict = growth.judge(
+        run, plan.members, [worker for worker in there if worker not in plan.ranks], decision.now
+    )
     layout = layout_of(run, tuple(worker for worker in there if worker not in verdict.declined), rules)
     if layout is not None and layout.world > plan.layout.world:
         edges.pause(decision, f"grow from {plan.layout} to {layout} ({verdict.why_welcome})", save=False)
     elif frozenset(verdict.declined) - frozenset(run.members.declined):
         decision.know("members", declined=verdict.declined)
-        decision.say(f"{names(verdict.declined)} would cost more time than they save; they wait as spares ({verdict.why_declined})")
+        decision.say(
+            f"{names(verdict.declined)} would cost more time than they save; they wait as spares "
+            f"({verdict.why_declined})"
+        )

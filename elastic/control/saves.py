@@ -1,12 +1,14 @@
 """Saves: the checkpoints on their way to the bucket, and the moment from which one counts.
 
-The members copy the version, and the keepers of their nodes upload the copies.  The manifest is written only when the version is on the
-lineage and the bucket has the parts of all members of the world that began the save.  A checkpoint does not exist before its manifest does,
-and a manifest counts only if it was asked for.  A member may die meanwhile: its keeper says whether its copy was complete.  If a keeper is
-lost that still had a part to upload, the save can never be complete and is given up.
+The members copy the version, and the keepers of their nodes upload the copies.  The manifest is written only
+when the version is on the lineage and the bucket has the parts of all members of the world that began the
+save.  A checkpoint does not exist before its manifest does, and a manifest counts only if it was asked for.
+A member may die meanwhile: its keeper says whether its copy was complete.  If a keeper is lost that still had
+a part to upload, the save can never be complete and is given up.
 
-Whenever the saves on their way change, the keepers are told all of them (:class:`Upload`).  A save that is not in this list is over: its
-copies may be overwritten.  A save is therefore given up durably, or else the next coordinator would wait for parts that are gone.
+Whenever the saves on their way change, the keepers are told all of them (:class:`Upload`).  A save that is
+not in this list is over: its copies may be overwritten.  A save is therefore given up durably, or else the
+next coordinator would wait for parts that are gone.
 """
 
 from __future__ import annotations
@@ -29,11 +31,15 @@ from elastic.protocol.plan import Plan
 
 
 def begin(decision: Decision, outcome: Outcome) -> None:
-    """Begins a save: the members copy the version that ``outcome`` commits, and their keepers upload the copies."""
+    """Begins a save: the members copy the version that ``outcome`` commits, and their keepers upload the
+    copies.
+    """
     run, plan, version = decision.run, decision.plan, Version(outcome.step, outcome.generation)
     keepers = frozenset(run.cluster.keepers)
     if lacking := tuple(node for node in dict.fromkeys(plan.nodes) if node not in keepers):
-        decision.say(f"{version} is not saved: there is no keeper on node {', '.join(node[:8] for node in lacking)}")
+        decision.say(
+            f"{version} is not saved: there is no keeper on node {', '.join(node[:8] for node in lacking)}"
+        )
         decision.durable = True
     elif version not in run.history.saved:
         _put(decision, Saving(version, plan.members, plan.nodes, plan.layout, decision.now))
@@ -41,10 +47,15 @@ def begin(decision: Decision, outcome: Outcome) -> None:
 
 
 def begin_again(decision: Decision, plan: Plan, version: Version) -> None:
-    """Begins the save of ``version`` again, with the members of ``plan``.  A manifest that was asked for still counts."""
+    """Begins the save of ``version`` again, with the members of ``plan``.  A manifest that was asked for
+    still counts.
+    """
     known = decision.run.saves.find(version)
     asked = known is not None and known.asked
-    _put(decision, Saving(version, plan.members, plan.nodes, plan.layout, decision.now, asked=asked, by=plan.generation))
+    _put(
+        decision,
+        Saving(version, plan.members, plan.nodes, plan.layout, decision.now, asked=asked, by=plan.generation),
+    )
     tell(decision)
 
 
@@ -60,14 +71,18 @@ def tell(decision: Decision) -> None:
 
 
 def without_keepers(decision: Decision, nodes: Iterable[NodeId]) -> None:
-    """Gives up the saves of which a keeper of ``nodes`` had still to report a part; these keepers are gone or silent.
+    """Gives up the saves of which a keeper of ``nodes`` had still to report a part; these keepers are gone or
+    silent.
 
-    A save whose manifest was asked for is kept: :func:`ask_for_manifests` finds out whether the manifest exists.
+    A save whose manifest was asked for is kept: :func:`ask_for_manifests` finds out whether the manifest
+    exists.
     """
     for each in decision.run.saves.pending:
         lacking = next((node for node in nodes if each.needs(node)), None)
         if lacking is not None and not each.asked:
-            _forget(decision, each.version, f"the keeper of node {lacking[:8]} had still to report a part of it")
+            _forget(
+                decision, each.version, (f"the keeper of node {lacking[:8]} had still to report a part of it")
+            )
 
 
 def _put(decision: Decision, saving: Saving) -> None:
@@ -92,39 +107,48 @@ def _wait_on(decision: Decision) -> None:
 def ask_for_manifests(decision: Decision) -> None:
     """Asks for the manifests of all saves that are complete and on the lineage.
 
-    An earlier coordinator may have asked for a manifest, and then a keeper that had uploaded a part may be gone, so that nobody will report
-    that part again, or cannot find its copy any more.  Then the manifest is asked for too: the answer says that it exists, or why it cannot
-    be written.
+    An earlier coordinator may have asked for a manifest, and then a keeper that had uploaded a part may be
+    gone, so that nobody will report that part again, or cannot find its copy any more.  Then the manifest is
+    asked for too: the answer says that it exists, or why it cannot be written.
     """
     run = decision.run
     for each in run.saves.pending:
         if decision.now < each.ask_at or not run.history.contains(each.version):
             continue
-        if each.complete or (each.asked and (each.failed or any(map(each.needs, {*each.nodes}.difference(run.cluster.keepers))))):
+        if each.complete or (
+            each.asked
+            and (each.failed or any(map(each.needs, {*each.nodes}.difference(run.cluster.keepers))))
+        ):
             decision.do(CommitManifest(each.version, lineage.cut(run.history.lineage, each.version), each.by))
             _put(decision, replace(each, asked=True, ask_at=decision.now + decision.rules.stop_s))
 
 
 def give_up_the_silent(decision: Decision) -> None:
-    """Gives up the saves of which nothing was heard for ``stop_s``, or which the bucket refused for ``wait_s``.
+    """Gives up the saves of which nothing was heard for ``stop_s``, or which the bucket refused for
+    ``wait_s``.
 
-    A manifest may take ``wait_s``.  No cause of such a silence is known; but while a save is on its way no other one begins.  The last
-    save of a run or of a stop is waited for in its state, and with it one that the bucket refuses: the last would be refused too.
+    A manifest may take ``wait_s``.  No cause of such a silence is known; but while a save is on its way no
+    other one begins.  The last save of a run or of a stop is waited for in its state, and with it one that
+    the bucket refuses: the last would be refused too.
     """
     run, rules = decision.run, decision.rules
     for each in run.saves.pending:
         heard_at = max(each.heard_at, run.watch.uploaded_at)
         until = max([heard_at + rules.stop_s, *refused_until(rules, [each]), *manifests_until(rules, [each])])
-        waited_for = isinstance(run.state, Finishing | Stopping) and (each.version == run.version or each.refused_at is not None)
+        waited_for = isinstance(run.state, Finishing | Stopping) and (
+            each.version == run.version or each.refused_at is not None
+        )
         if decision.due(until) and not waited_for:
             _forget(decision, each.version, f"nothing was heard of it for {decision.now - heard_at:.0f} s")
 
 
 def patient_until(decision: Decision, deadline: float) -> float:
-    """Returns the time until which the end of the run waits for the save of its present version, no less than ``deadline``.
+    """Returns the time until which the end of the run waits for the save of its present version, no less than
+    ``deadline``.
 
-    That is ``stop_s`` after something was last heard of a save, and at least ``wait_s`` after the bucket began to refuse one, or after the
-    last part was there and the manifest was asked for.  The save before counts too: where only saves are copied, its slot is waited for.
+    That is ``stop_s`` after something was last heard of a save, and at least ``wait_s`` after the bucket
+    began to refuse one, or after the last part was there and the manifest was asked for.  The save before
+    counts too: where only saves are copied, its slot is waited for.
     """
     run, rules = decision.run, decision.rules
     until = refused_until(rules, run.saves.pending) + manifests_until(rules, run.saves.pending)
@@ -132,12 +156,20 @@ def patient_until(decision: Decision, deadline: float) -> float:
 
 
 def manifests_until(rules: Rules, pending: Iterable[Saving]) -> list[float]:
-    """Returns the times until which the manifests of ``pending`` may be written, if the bucket does not refuse them."""
-    return [each.heard_at + rules.wait_s for each in pending if each.asked and each.complete and each.refused_at is None]
+    """Returns the times until which the manifests of ``pending`` may be written, if the bucket does not
+    refuse them.
+    """
+    return [
+        each.heard_at + rules.wait_s
+        for each in pending
+        if each.asked and each.complete and each.refused_at is None
+    ]
 
 
 def refused_until(rules: Rules, pending: Iterable[Saving]) -> list[float]:
-    """Returns the time until which the bucket may refuse what it is given of ``pending``, as a list; empty if it refuses nothing."""
+    """Returns the time until which the bucket may refuse what it is given of ``pending``, as a list; empty if
+    it refuses nothing.
+    """
     since = [each.refused_at for each in pending if each.refused_at is not None]
     return [min(since) + rules.wait_s] if since else []
 
@@ -162,11 +194,16 @@ def saved(decision: Decision, event: Saved) -> None:
 
 
 def save_failed(decision: Decision, event: SaveFailed) -> None:
-    """Notes that a part or a manifest was not written.  If only the bucket is at fault it is tried again, else the save is given up."""
+    """Notes that a part or a manifest was not written.  If only the bucket is at fault it is tried again,
+    else the save is given up.
+    """
     known, committed = decision.run.saves.find(event.version), decision.run.history.contains(event.version)
     if known is None or not known.is_of(event.by):
         return decision.refuse(f"nobody saves {event.version}")
-    what = f"{'the manifest' if event.manifest else 'a part'} of {event.version} was not written ({event.reason})"
+    what = (
+        f"{'the manifest' if event.manifest else 'a part'} of {event.version} was not written "
+        f"({event.reason})"
+    )
     if event.again:
         ask_at = decision.now + decision.rules.fence_s if known.asked else known.ask_at
         since = decision.now if known.refused_at is None else known.refused_at
@@ -177,10 +214,12 @@ def save_failed(decision: Decision, event: SaveFailed) -> None:
             retain(decision, at_once=True)
         if event.manifest:
             decision.say(f"{what}; again in {decision.rules.fence_s:g} s{_until(decision)}")
-        elif event.worker not in known.refused or not event.worker:  # of a bucket that stays full each worker's first word is enough
+        # of a bucket that stays full each worker's first word is enough
+        elif event.worker not in known.refused or not event.worker:
             decision.say(f"{what}; its keeper tries again until the bucket takes it{_until(decision)}")
     elif known.asked and not event.manifest:
-        _put(decision, replace(known, failed=event.reason))  # an earlier coordinator's manifest may be there: it is asked for once more
+        # an earlier coordinator's manifest may be there: it is asked for once more
+        _put(decision, replace(known, failed=event.reason))
         tell(decision)
         decision.durable = True
     elif committed:
@@ -190,12 +229,17 @@ def save_failed(decision: Decision, event: SaveFailed) -> None:
 
 
 def _until(decision: Decision) -> str:
-    """Returns the part of a sentence that says how long a stop waits for a save that the bucket refuses, and what comes then."""
+    """Returns the part of a sentence that says how long a stop waits for a save that the bucket refuses, and
+    what comes then.
+    """
     run, rules = decision.run, decision.rules
     if not (isinstance(run.state, Stopping) and run.state.planned and run.state.save):
         return ""
     saved = run.history.saved[-1].step if run.history.saved else 0
-    return f", for {rules.wait_s:g} s in all (deadlines.wait_s); then the run stops without it, and resumes from step {saved}"
+    return (
+        f", for {rules.wait_s:g} s in all (deadlines.wait_s); then the run stops without it, and resumes "
+        f"from step {saved}"
+    )
 
 
 def _forget(decision: Decision, version: Version, why: str) -> None:
@@ -213,14 +257,18 @@ def _forget(decision: Decision, version: Version, why: str) -> None:
 
 
 def retain(decision: Decision, *, at_once: bool = False) -> None:
-    """Forgets the checkpoints that no rule keeps, durably, and has them deleted: no later world goes on from them."""
+    """Forgets the checkpoints that no rule keeps, durably, and has them deleted: no later world goes on from
+    them.
+    """
     asked, keep = retained(decision.run), decision.rules.keep
     written = dict(decision.run.history.written)
     young = retention.young(asked.saved, written, keep, decision.now)
     kept = {*retention.reasons(asked.saved, keep, asked.best, (), young), *asked.spared}
     decision.know("history", saved=tuple(each for each in asked.saved if each in kept))
     if written:
-        decision.know("history", written=tuple((version, at) for version, at in written.items() if version in kept))
+        decision.know(
+            "history", written=tuple((version, at) for version, at in written.items() if version in kept)
+        )
     decision.durable = True
     decision.do(replace(asked, saved=decision.run.history.saved, at_once=at_once))
 
@@ -229,7 +277,9 @@ def retained(run: RunState) -> Retain:
     """Returns what the run knows of its checkpoints."""
     pending, best = tuple(each.version for each in run.saves.pending), run.history.best
     reads = (run.plan.version,) if run.plan is not None else ()
-    return Retain(run.history.saved, run.history.lineage, best.version if best is not None else None, (*pending, *reads))
+    return Retain(
+        run.history.saved, run.history.lineage, best.version if best is not None else None, (*pending, *reads)
+    )
 
 
 def target_is_saved(run: RunState, rules: Rules) -> bool:
@@ -238,12 +288,16 @@ def target_is_saved(run: RunState, rules: Rules) -> bool:
 
 
 def last_step(run: RunState, rules: Rules) -> int:
-    """Returns the last step of the run: the target step, or the one at which its loop or its patience ends it before."""
+    """Returns the last step of the run: the target step, or the one at which its loop or its patience ends it
+    before.
+    """
     return min(rules.target_step, run.enough or rules.target_step)
 
 
 def damaged(decision: Decision, version: Version, detail: str) -> None:
-    """Quarantines a damaged checkpoint, so that it is never read again; the good one before it takes its place."""
+    """Quarantines a damaged checkpoint, so that it is never read again; the good one before it takes its
+    place.
+    """
     if version in decision.run.history.saved:
         left = tuple(each for each in decision.run.history.saved if each != version)
         decision.know("history", saved=left)

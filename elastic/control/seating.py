@@ -1,8 +1,8 @@
 """Seating decides the members of the next generation, their order, and the state from which they begin.
 
-Replicas lie within nodes if they can, and survivors keep their cells if that allows it: see ``plan/seats.py``.  The state is the newest
-version on the lineage that is complete in the bucket, or in what the chosen members and the keepers' copies hold together.  Versions are
-never mixed.
+Replicas lie within nodes if they can, and survivors keep their cells if that allows it: see
+``plan/seats.py``.  The state is the newest version on the lineage that is complete in the bucket, or in what
+the chosen members and the keepers' copies hold together.  Versions are never mixed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ from elastic.protocol.plan import Plan
 from storage.slices import Tensor
 
 PADDING = 0.05
-"""Largest share of the state that may be padding if the coordinator chooses the shard degree: memory and bytes that nobody needs."""
+"""Largest share of the state that may be padding if the coordinator chooses the shard degree: memory and
+bytes that nobody needs.
+"""
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,9 @@ class Source:
 
 @dataclass(frozen=True)
 class _Same:
-    """Makes a value that is never changed the key of a cache: it equals itself alone, which costs nothing to find out."""
+    """Makes a value that is never changed the key of a cache: it equals itself alone, which costs nothing to
+    find out.
+    """
 
     value: Any
 
@@ -70,9 +74,14 @@ def _candidates(known: _Same, approved: _Same, reproducible: bool) -> tuple[Work
 def _kind_of(members: Members) -> str:
     """Returns the kind that all members must have.
 
-    It is the first world's kind.  Before there was a world, it is the most common kind; of equally common ones, the one that came first.
+    It is the first world's kind.  Before there was a world, it is the most common kind; of equally common
+    ones, the one that came first.
     """
-    kinds = Counter(worker.kind for worker in members.workers.values() if not worker.unfit) if not members.kind else Counter[str]()
+    kinds = (
+        Counter(worker.kind for worker in members.workers.values() if not worker.unfit)
+        if not members.kind
+        else Counter[str]()
+    )
     return members.kind or max(kinds, key=kinds.__getitem__, default="")
 
 
@@ -83,7 +92,8 @@ def _fit(worker: Worker, kind: str, approved: Mapping[NodeId, bool]) -> bool:
 def layout_of(run: RunState, workers: tuple[WorkerId, ...], rules: Rules) -> Layout | None:
     """Returns the layout of ``workers``, or None if they are too few.
 
-    A world with spares asks it at every event.  So it looks at the workers again only if something about them has changed.
+    A world with spares asks it at every event.  So it looks at the workers again only if something about them
+    has changed.
     """
     return _world_of(_Same(run.members), _Same(workers), rules)[0]
 
@@ -92,7 +102,8 @@ def layout_of(run: RunState, workers: tuple[WorkerId, ...], rules: Rules) -> Lay
 def _world_of(known: _Same, workers: _Same, rules: Rules) -> tuple[Layout | None, tuple[WorkerId, ...]]:
     """Returns the layout of ``workers``, and those of them whose devices have room for it.
 
-    A device with little memory asks for many shards.  If there are not enough workers for these, or more could train without it, it waits.
+    A device with little memory asks for many shards.  If there are not enough workers for these, or more
+    could train without it, it waits.
     """
     members, there = known.value, workers.value
     best, fitting = _layout_of(members, there, rules), there
@@ -122,10 +133,12 @@ def least_shard(members: Members, workers: Sequence[WorkerId]) -> int:
 
 
 def _may_gather_once(members: Members, seated: Sequence[WorkerId], layout: Layout) -> bool:
-    """Returns whether every member's device has room for whole weights to compute with: they are gathered once a step then, not for each
-    microbatch.
+    """Returns whether every member's device has room for whole weights to compute with: they are gathered
+    once a step then, not for each microbatch.
     """
-    return layout.dp_shard > 1 and all(0 < members.workers[worker].least_whole <= layout.dp_shard for worker in seated)
+    return layout.dp_shard > 1 and all(
+        0 < members.workers[worker].least_whole <= layout.dp_shard for worker in seated
+    )
 
 
 def _least_copied(members: Members, workers: Sequence[WorkerId], nodes: Mapping[NodeId, int]) -> int:
@@ -135,7 +148,9 @@ def _least_copied(members: Members, workers: Sequence[WorkerId], nodes: Mapping[
 
 
 def make_plan(run: RunState, rules: Rules) -> Plan | None:
-    """Returns the plan of the next generation; None if there are too few workers, or no keeper to host its store."""
+    """Returns the plan of the next generation; None if there are too few workers, or no keeper to host its
+    store.
+    """
     layout, there = _world_of(_Same(run.members), _Same(candidates(run, rules)), rules)
     if layout is None or not run.cluster.keepers:
         return None
@@ -167,14 +182,22 @@ def make_plan(run: RunState, rules: Rules) -> Plan | None:
         lineage=copy_inventory.line_of(run, source.version),
         ends=run.enough,
         best=(best := _best(run, source.version) if rules.patience else None),
-        worse=sum(each < source.version and run.history.contains(each) for each in run.worse or ()) if best is not None else 0,
+        worse=sum(each < source.version and run.history.contains(each) for each in run.worse or ())
+        if best is not None
+        else 0,
     )
 
 
 def _best(run: RunState, version: Version) -> Score | None:
-    """Returns the validation up to ``version`` by which patience is measured, on the samples that are held out now."""
+    """Returns the validation up to ``version`` by which patience is measured, on the samples that are held
+    out now.
+    """
     best = run.mark or run.history.best
-    known = best is not None and best.held_out == run.members.reference.held_out and run.history.contains(best.version)
+    known = (
+        best is not None
+        and best.held_out == run.members.reference.held_out
+        and run.history.contains(best.version)
+    )
     return best if known and best is not None and best.version.step <= version.step else None
 
 
@@ -189,7 +212,9 @@ def held_by(run: RunState, members: Sequence[WorkerId]) -> list[Holding]:
 
 
 def newest_source(run: RunState, members: Sequence[WorkerId], kept: Sequence[Holding] = ()) -> Source:
-    """Returns the newest version that ``members`` can begin from, with the copies ``kept`` or the bucket, and its nearest source."""
+    """Returns the newest version that ``members`` can begin from, with the copies ``kept`` or the bucket, and
+    its nearest source.
+    """
     held = held_by(run, members)
     live = newest_covered(held, run.members.classes)
     host = newest_covered([*held, *kept], run.members.classes) if kept else live
@@ -202,8 +227,12 @@ def newest_source(run: RunState, members: Sequence[WorkerId], kept: Sequence[Hol
     return Source(version, tier, tuple(each for each in holders if each.version == version))
 
 
-def _seated(run: RunState, there: tuple[WorkerId, ...], layout: Layout, kept: Sequence[Holding]) -> tuple[WorkerId, ...]:
-    """Returns the members by world rank.  The nodes decide who is left out, unless the newest version is incomplete without them."""
+def _seated(
+    run: RunState, there: tuple[WorkerId, ...], layout: Layout, kept: Sequence[Holding]
+) -> tuple[WorkerId, ...]:
+    """Returns the members by world rank.  The nodes decide who is left out, unless the newest version is
+    incomplete without them.
+    """
     nodes = {worker: run.workers[worker].node for worker in there}
     best = newest_source(run, there, kept)
     members = seat(there, nodes, layout, best.holders)
@@ -218,10 +247,12 @@ def _seated(run: RunState, there: tuple[WorkerId, ...], layout: Layout, kept: Se
 def _without_loss(
     run: RunState, rules: Rules, layout: Layout, there: tuple[WorkerId, ...], kept: Sequence[Holding]
 ) -> tuple[Layout, tuple[WorkerId, ...]]:
-    """Returns ``layout`` and its members; or those of the layout that the rule gives for the most shards, if only that loses no steps.
+    """Returns ``layout`` and its members; or those of the layout that the rule gives for the most shards, if
+    only that loses no steps.
 
-    ``layout`` may have fewer seats than the step has holders, or too large shards for the device of one, and a spare gives nobody what it
-    holds.  The other one has no fewer members: growth would end its world at once.
+    ``layout`` may have fewer seats than the step has holders, or too large shards for the device of one, and
+    a spare gives nobody what it holds.  The other one has no fewer members: growth would end its world at
+    once.
     """
     members, everyone = _seated(run, there, layout, kept), candidates(run, rules)
     newest = newest_source(run, everyone, kept).version
@@ -237,17 +268,22 @@ def _without_loss(
 
 
 def _passed_on(run: RunState, members: tuple[WorkerId, ...]) -> tuple[WorkerId, ...]:
-    """Returns the members after those of a node have moved up by one seat, if one of them has the seat in which the user's code failed.
+    """Returns the members after those of a node have moved up by one seat, if one of them has the seat in
+    which the user's code failed.
 
-    Another worker then runs the microbatch that failed, and its error tells whether the job is at fault.  If the node has no other member,
-    all members move.
+    Another worker then runs the microbatch that failed, and its error tells whether the job is at fault.  If
+    the node has no other member, all members move.
     """
     failed = {each.worker for each in run.history.failures if each.generation == run.generation}
     before = run.plan.members if run.plan is not None else run.members.seats
-    first = next((each for each, at in zip(before, members, strict=False) if each == at and each in failed), None)
+    first = next(
+        (each for each, at in zip(before, members, strict=False) if each == at and each in failed), None
+    )
     if first is None:
         return members
-    there = [rank for rank, member in enumerate(members) if run.workers[member].node == run.workers[first].node]
+    there = [
+        rank for rank, member in enumerate(members) if run.workers[member].node == run.workers[first].node
+    ]
     moving = there if len(there) > 1 else range(len(members))
     seats = list(members)
     for rank, after in zip(moving, (*moving[1:], *moving[:1]), strict=True):
@@ -255,10 +291,13 @@ def _passed_on(run: RunState, members: tuple[WorkerId, ...]) -> tuple[WorkerId, 
     return tuple(seats)
 
 
-def _choose_members(run: RunState, there: tuple[WorkerId, ...], world: int, kept: Sequence[Holding] = ()) -> tuple[WorkerId, ...]:
+def _choose_members(
+    run: RunState, there: tuple[WorkerId, ...], world: int, kept: Sequence[Holding] = ()
+) -> tuple[WorkerId, ...]:
     """Returns ``world`` of the workers in ``there``.
 
-    It leaves out those that hold least, the last ones first, but keeps every worker without which the newest version is incomplete.
+    It leaves out those that hold least, the last ones first, but keeps every worker without which the newest
+    version is incomplete.
     """
     members = list(there)
     while len(members) > world:
@@ -274,7 +313,9 @@ def _choose_members(run: RunState, there: tuple[WorkerId, ...], world: int, kept
         ranked = sorted(reversed(members), key=lambda worker: len(own[worker]))
         surplus, left_out = len(members) - world, set[WorkerId]()
         for worker in ranked:
-            if len(left_out) < surplus and (newest is None or _spared(copies, own[worker], newest, run.members.classes)):
+            if len(left_out) < surplus and (
+                newest is None or _spared(copies, own[worker], newest, run.members.classes)
+            ):
                 left_out.add(worker)
                 copies.subtract(own[worker])
         left_out = left_out or {ranked[0]}
@@ -282,8 +323,12 @@ def _choose_members(run: RunState, there: tuple[WorkerId, ...], world: int, kept
     return tuple(members)
 
 
-def _spared(copies: Counter[Cell], own: Sequence[Cell], version: Version, classes: tuple[Tensor, ...]) -> bool:
-    """Returns whether ``version`` stays complete without one worker's cells ``own``; ``copies`` counts the holders of each cell."""
+def _spared(
+    copies: Counter[Cell], own: Sequence[Cell], version: Version, classes: tuple[Tensor, ...]
+) -> bool:
+    """Returns whether ``version`` stays complete without one worker's cells ``own``; ``copies`` counts the
+    holders of each cell.
+    """
     if all(copies[cell] > 1 for cell in own):
         return True
     left = [cell for cell in copies if copies[cell] > own.count(cell)]
@@ -291,7 +336,9 @@ def _spared(copies: Counter[Cell], own: Sequence[Cell], version: Version, classe
 
 
 def _store_node(run: RunState, members: tuple[WorkerId, ...]) -> NodeId:
-    """Returns the node whose keeper hosts the store: one of those blamed least, and among these a member's node if possible."""
+    """Returns the node whose keeper hosts the store: one of those blamed least, and among these a member's
+    node if possible.
+    """
     keepers = frozenset(run.cluster.keepers)
     near = dict.fromkeys(node for member in members if (node := run.workers[member].node) in keepers)
     return min((*near, *run.cluster.keepers), key=run.cluster.blamed.count)

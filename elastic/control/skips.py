@@ -1,12 +1,13 @@
-"""Skipped steps: their gradient is not finite, or they are spikes, so no member changes weights or moments; training goes on with the next
-samples.  Beside them stand the samples that are in quarantine because of such steps, and the steps that ``spikes.action = "warn"`` only
-warned of.
+"""Skipped steps: their gradient is not finite, or they are spikes, so no member changes weights or moments;
+training goes on with the next samples.  Beside them stand the samples that are in quarantine because of such
+steps, and the steps that ``spikes.action = "warn"`` only warned of.
 
-Which steps were skipped is a value, :class:`Skips`, and each commit that tells of one replaces it.  So a coordinator that takes over, and a
-run that is resumed, go on where the last one was.  Steps that are given up are taken out again, and count anew when they are computed anew.
+Which steps were skipped is a value, :class:`Skips`, and each commit that tells of one replaces it.  So a
+coordinator that takes over, and a run that is resumed, go on where the last one was.  Steps that are given up
+are taken out again, and count anew when they are computed anew.
 
-fp16 finds the scale of its loss by steps that overflow.  Such a step does not count, unless a loss itself is not finite, which no scale
-changes, or the scale is already the least one (``engine/loss_scale.py``).
+fp16 finds the scale of its loss by steps that overflow.  Such a step does not count, unless a loss itself is
+not finite, which no scale changes, or the scale is already the least one (``engine/loss_scale.py``).
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from elastic.control.rules import WatchRule
 from elastic.protocol.commit_record import Outcome, Spike
 
 KEPT = 32
-"""Number of stretches of skipped steps that are kept, the newest; of those before, only the number of steps is."""
+"""Number of stretches of skipped steps that are kept, the newest; of those before, only the number of steps
+is.
+"""
 SHOWN = 8
 """Largest number of microbatches, of samples of one, and of stretches, that a sentence names one by one."""
 
@@ -51,7 +54,9 @@ class Steps:
 
     def cut(self, step: int) -> Self:
         """Returns the steps up to ``step``; those after it were given up."""
-        return replace(self, stretches=tuple((first, min(last, step)) for first, last in self.stretches if first <= step))
+        return replace(
+            self, stretches=tuple((first, min(last, step)) for first, last in self.stretches if first <= step)
+        )
 
     def with_step(self, step: int) -> Self:
         """Returns the steps with one more."""
@@ -74,8 +79,8 @@ class Skips(Steps):
     quarantined: tuple[tuple[int, int], ...] = ()
     """The samples in quarantine, oldest first, each with the step that put it there: no later step reads it.
 
-    Members read by the list that is part of the state; this one is for those who ask.  It may lack what was lost with a coordinator until
-    the next step is reported.
+    Members read by the list that is part of the state; this one is for those who ask.  It may lack what was
+    lost with a coordinator until the next step is reported.
     """
     resumed: int = 0
     """The step at which the run was resumed last: a row of steps that ends the run begins after it."""
@@ -84,7 +89,9 @@ class Skips(Steps):
     warned: Steps = Steps()
     """The steps that were spikes and counted all the same."""
     would_leave_out: Steps = Steps()
-    """The steps that counted with all their microbatches, some of which would have been left out if the run did more than warn."""
+    """The steps that counted with all their microbatches, some of which would have been left out if the run
+    did more than warn.
+    """
 
     @property
     def summary(self) -> str:
@@ -93,8 +100,13 @@ class Skips(Steps):
         warned, kept = self.warned.total, self.would_leave_out.total
         told = [
             f"{_number(self.total)} skipped, {why}: {self.named}" if self.total else "",
-            f"{_number(warned)} {'a spike' if warned == 1 else 'spikes'} (warned): {self.warned.named}" if warned else "",
-            f"{kept} {'step' if kept == 1 else 'steps'} had microbatches that would be left out (warned): {self.would_leave_out.named}"
+            f"{_number(warned)} {'a spike' if warned == 1 else 'spikes'} (warned): {self.warned.named}"
+            if warned
+            else "",
+            (
+                f"{kept} {'step' if kept == 1 else 'steps'} had microbatches that would be left out (warned): "
+                f"{self.would_leave_out.named}"
+            )
             if kept
             else "",
             f"{_samples(len(self.quarantined))} in quarantine" if self.quarantined else "",
@@ -103,7 +115,15 @@ class Skips(Steps):
 
     def cut(self, step: int) -> Skips:
         """Returns the skips up to ``step``; the steps after it were given up."""
-        if max(self.last, self.warned.last, self.would_leave_out.last, *(since for _, since in self.quarantined)) <= step:
+        if (
+            max(
+                self.last,
+                self.warned.last,
+                self.would_leave_out.last,
+                *(since for _, since in self.quarantined),
+            )
+            <= step
+        ):
             return self
         return replace(
             super().cut(step),
@@ -114,10 +134,11 @@ class Skips(Steps):
         )
 
     def completed(self, listed: Sequence[tuple[int, int]], applied: Sequence[int] = ()) -> Skips:
-        """Returns the skips with those samples in quarantine that only the state knows, which members have ``listed``.
+        """Returns the skips with those samples in quarantine that only the state knows, which members have
+        ``listed``.
 
-        The steps that put them there were skipped, but for those that were ``applied``, so they count, too.  Why is not known, so they may
-        have been spikes.
+        The steps that put them there were skipped, but for those that were ``applied``, so they count, too.
+        Why is not known, so they may have been spikes.
         """
         known, found = dict(self.quarantined), self
         missing = tuple((sample, since) for sample, since in listed if sample not in known)
@@ -137,7 +158,8 @@ class Skips(Steps):
 
 
 def note(skips: Skips, outcome: Outcome, rule: WatchRule, *, ends: bool) -> tuple[Skips, str]:
-    """Returns what is known after ``outcome``, and the sentence about it if its step counts as skipped, else "".
+    """Returns what is known after ``outcome``, and the sentence about it if its step counts as skipped, else
+    "".
 
     With ``ends`` no step follows, so that the run cannot be failed any more.
     """
@@ -151,13 +173,17 @@ def note(skips: Skips, outcome: Outcome, rule: WatchRule, *, ends: bool) -> tupl
         skips = replace(skips, warned=skips.warned.with_step(outcome.step)) if outcome.spike else skips
         if outcome.left_out:
             parts.append(
-                f"leaves out {_bad(outcome, outcome.left_out)}: above {outcome.most_loss:.4g} no loss counts (spikes.microbatch_z)"
+                f"leaves out {_bad(outcome, outcome.left_out)}: above {outcome.most_loss:.4g} no loss "
+                "counts (spikes.microbatch_z)"
             )
         if warned := outcome.warned:
             skips = replace(skips, would_leave_out=skips.would_leave_out.with_step(outcome.step))
             whole = "be skipped, since it would " if 2 * len(warned) > len(outcome.losses) else ""
             limit = f"above {outcome.warned_loss:.4g} no loss would count (spikes.microbatch_z)"
-            parts.append(f"would {whole}leave out {_bad(outcome, warned)}: {limit}, but spikes.action = 'warn' changes nothing")
+            parts.append(
+                f"would {whole}leave out {_bad(outcome, warned)}: {limit}, but spikes.action = "
+                "'warn' changes nothing"
+            )
         return skips, f"step {outcome.step} {' and '.join(parts)}{apart}" if parts else ""
     skips = skips.with_step(outcome.step)
     if outcome.spike is not None:
@@ -180,15 +206,23 @@ def _cause(outcome: Outcome, strange: list[int]) -> str:
         return f"every loss is finite, but the gradient is not (its norm is {outcome.norm:g})"
     if len(strange) == len(outcome.losses) > 1:
         whole = f"no loss of its {len(strange)} microbatches is finite"
-        return f"{whole}; that of microbatch 0 is {outcome.losses[0]:g} (samples {_listed(outcome.samples[0])})"
-    named = [f"microbatch {index} is {outcome.losses[index]:g} (samples {_listed(outcome.samples[index])})" for index in strange[:SHOWN]]
+        return (
+            f"{whole}; that of microbatch 0 is {outcome.losses[0]:g} (samples {_listed(outcome.samples[0])})"
+        )
+    named = [
+        f"microbatch {index} is {outcome.losses[index]:g} (samples {_listed(outcome.samples[index])})"
+        for index in strange[:SHOWN]
+    ]
     more = f", and {len(strange) - SHOWN} more are not finite" if len(strange) > SHOWN else ""
     return f"the loss of {', of '.join(named)}{more}"
 
 
 def _bad(outcome: Outcome, which: Sequence[int]) -> str:
     means = {index: outcome.losses[index] / max(outcome.counts[index], 1) for index in which[:SHOWN]}
-    named = ", ".join(f"microbatch {index} (loss {mean:.4g}, samples {_listed(outcome.samples[index])})" for index, mean in means.items())
+    named = ", ".join(
+        f"microbatch {index} (loss {mean:.4g}, samples {_listed(outcome.samples[index])})"
+        for index, mean in means.items()
+    )
     more = f" and {len(which) - SHOWN} more" if len(which) > SHOWN else ""
     return f"{named}{more} of {len(outcome.losses)}"
 
@@ -196,16 +230,24 @@ def _bad(outcome: Outcome, which: Sequence[int]) -> str:
 def _height(outcome: Outcome, spike: Spike) -> str:
     if spike.what == "microbatches":
         number = f"{spike.z:g} of its {len(outcome.losses)} microbatches"
-        return f"the losses of {number} are above {spike.usual:.4g}, the largest that counts (spikes.microbatch_z)"
+        return (
+            f"the losses of {number} are above {spike.usual:.4g}, the largest that counts "
+            "(spikes.microbatch_z)"
+        )
     what, value = ("loss", outcome.loss) if spike.what == "loss" else ("norm of the gradient", outcome.norm)
-    return f"its {what}, {value:.4g}, is {spike.z:.1f} robust standard deviations above the usual {spike.usual:.4g}"
+    return (
+        f"its {what}, {value:.4g}, is {spike.z:.1f} robust standard deviations above the usual "
+        f"{spike.usual:.4g}"
+    )
 
 
 def _failure(first: int, last: int, most: int) -> str:
     good = f"the last good step is {first - 1}" if first > 1 else "no step was good"
     return (
-        f"{_number(last - first + 1)} skipped in a row, {_steps(first, last)}, and watch.max_skipped is {most}: {good}, and no weight has "
-        f"changed since; look at the samples that the sentences about these steps name, or lower optim.lr and go on with --branch"
+        f"{_number(last - first + 1)} skipped in a row, {_steps(first, last)}, and watch.max_skipped is "
+        f"{most}: {good}, and no weight has "
+        "changed since; look at the samples that the sentences about these steps name, or lower optim.lr "
+        "and go on with --branch"
     )
 
 

@@ -1,11 +1,11 @@
 """Stopping: how a world is ended, and how its last step is decided.
 
-A stop is *planned* when the members agree on a boundary in a commit: nothing is lost.  Otherwise the members are fenced, then the outcome
-of the broken step is decided, and only then is anything aborted.  Members answer both kinds in the same way, so a planned stop becomes an
-unplanned one when a member is lost.
+A stop is *planned* when the members agree on a boundary in a commit: nothing is lost.  Otherwise the members
+are fenced, then the outcome of the broken step is decided, and only then is anything aborted.  Members answer
+both kinds in the same way, so a planned stop becomes an unplanned one when a member is lost.
 
-Nothing is aborted before every member has answered or is certainly gone.  Then the outcome is decided once, from all evidence.  What each
-survivor holds is known from its answer.
+Nothing is aborted before every member has answered or is certainly gone.  Then the outcome is decided once,
+from all evidence.  What each survivor holds is known from its answer.
 """
 
 from __future__ import annotations
@@ -14,14 +14,26 @@ from elastic.control import admission, commits, copy_inventory, edges, membershi
 from elastic.control.commits import Settlement, newest, settle
 from elastic.control.decision import Decision, names
 from elastic.control.liveness import Stall, silence, silent, stall
-from elastic.control.run import Answer, Failed, Finishing, Forming, JobFailure, Running, RunState, Stopping, Waiting
+from elastic.control.run import (
+    Answer,
+    Failed,
+    Finishing,
+    Forming,
+    JobFailure,
+    Running,
+    RunState,
+    Stopping,
+    Waiting,
+)
 from elastic.ids import NodeId, WorkerId
 from elastic.protocol.actions import Fence, Pause, Settle
 from elastic.protocol.events import DIFFER, Broken, Fenced, StopRequested
 from elastic.protocol.plan import Plan
 
 LONGER = 1.5
-"""Factor of ``silence_s``: a node without a beat for that long is given up if only its answers to the fence are missing."""
+"""Factor of ``silence_s``: a node without a beat for that long is given up if only its answers to the fence
+are missing.
+"""
 
 SAYS = (": its library says: ", "; the library says: ", "(setup: ")
 """Parts of the cause of a stop by which it is known that the words of a library are in it."""
@@ -30,7 +42,9 @@ SAYS = (": its library says: ", "; the library says: ", "(setup: ")
 
 
 def stop_requested(decision: Decision, event: StopRequested) -> None:
-    """Notes that a clean stop with a save is wanted.  A waiting or running world begins it when the run goes on, and says so then."""
+    """Notes that a clean stop with a save is wanted.  A waiting or running world begins it when the run goes
+    on, and says so then.
+    """
     decision.know(stop=event.reason or "asked for")
     state = decision.run.state
     if isinstance(state, Stopping) and state.planned and state.pending and not state.save:
@@ -41,10 +55,14 @@ def stop_requested(decision: Decision, event: StopRequested) -> None:
 
 
 def broken(decision: Decision, event: Broken) -> None:
-    """Notes that a member stands still.  The member must still answer the fence, because the last commit that it saw counts."""
+    """Notes that a member stands still.  The member must still answer the fence, because the last commit that
+    it saw counts.
+    """
     state = decision.run.state
     blamed = _blamed(decision, event) if event.cause == "setup" else None
-    job_error = _note_failure(decision, event) if event.cause in ("job", "device", "replicas") or blamed == () else ""
+    job_error = (
+        _note_failure(decision, event) if event.cause in ("job", "device", "replicas") or blamed == () else ""
+    )
     if event.cause == "replicas":
         job_error = event.detail  # whoever went on would choose one of them
     what = event.signature if event.cause == "device" else event.detail.strip().rpartition("\n")[2]
@@ -67,11 +85,13 @@ def broken(decision: Decision, event: Broken) -> None:
 
 
 def _blamed(decision: Decision, event: Broken) -> tuple[WorkerId, ...] | None:
-    """Returns the members to replace, since a library forms no world with them as their processes are set up; () if none is new.
+    """Returns the members to replace, since a library forms no world with them as their processes are set up;
+    () if none is new.
 
-    A newcomer, which holds no state, answers for itself.  Other members formed worlds before, so they stay, whatever NCCL tells them of
-    newcomers, and their word counts against all newcomers.  It returns None after a death, when nobody is to blame, and once such members
-    have spoken: hundreds say the same, and each would be compared with all.
+    A newcomer, which holds no state, answers for itself.  Other members formed worlds before, so they stay,
+    whatever NCCL tells them of newcomers, and their word counts against all newcomers.  It returns None after
+    a death, when nobody is to blame, and once such members have spoken: hundreds say the same, and each would
+    be compared with all.
     """
     run, state, generation = decision.run, decision.run.state, event.generation
     if isinstance(state, Stopping) and (state.lost or state.expelled):
@@ -81,11 +101,15 @@ def _blamed(decision: Decision, event: Broken) -> tuple[WorkerId, ...] | None:
     spoken = (admission.ANY_NODE, generation) in run.cluster.replaced
     if spoken or sum(failure.generation == generation for failure in run.history.failures) > 1:
         return None
-    return tuple(each for each in decision.plan.members if each in run.workers and not run.workers[each].holdings)
+    return tuple(
+        each for each in decision.plan.members if each in run.workers and not run.workers[each].holdings
+    )
 
 
 def _replace(decision: Decision, event: Broken, newcomers: tuple[WorkerId, ...], what: str) -> None:
-    """Replaces ``newcomers``.  It counts against their node if it is one, since it is not known which of several is to blame."""
+    """Replaces ``newcomers``.  It counts against their node if it is one, since it is not known which of
+    several is to blame.
+    """
     workers = decision.run.workers
     if event.worker not in newcomers:
         admission.note(decision, admission.ANY_NODE, event.generation)
@@ -98,9 +122,11 @@ def _replace(decision: Decision, event: Broken, newcomers: tuple[WorkerId, ...],
 
 
 def _told(decision: Decision, event: Broken, what: str) -> str:
-    """Returns the sentence about a member that stands still: because of another one, or of an error, which others may have had before.
+    """Returns the sentence about a member that stands still: because of another one, or of an error, which
+    others may have had before.
 
-    The words of a library are told once for each world, since hundreds of members may say them, and after a death not at all.
+    The words of a library are told once for each world, since hundreds of members may say them, and after a
+    death not at all.
     """
     state, worker = decision.run.state, event.worker
     if isinstance(state, Stopping) and event.cause in ("peer", "setup"):
@@ -110,37 +136,57 @@ def _told(decision: Decision, event: Broken, what: str) -> str:
         decision.amend(cause=f"{state.cause}; {worker}{SAYS[0]}{words}")
     if event.cause == "peer":
         return f"{worker} waits, because its world broke (peer: {what})"
-    before = [each.worker for each in decision.run.history.failures if (each.signature, each.step) == (event.signature, event.step)]
-    also = next((f", as {each} before it" for each in before if each != worker), "") if event.cause == "job" else ""
+    before = [
+        each.worker
+        for each in decision.run.history.failures
+        if (each.signature, each.step) == (event.signature, event.step)
+    ]
+    also = (
+        next((f", as {each} before it" for each in before if each != worker), "")
+        if event.cause == "job"
+        else ""
+    )
     return f"{worker} cannot go on ({event.cause}: {what}){also}"
 
 
 def _note_failure(decision: Decision, event: Broken) -> str:
-    """Returns the user's traceback if the job is at fault: the same error came back at the same step, on another worker.
+    """Returns the user's traceback if the job is at fault: the same error came back at the same step, on
+    another worker.
 
-    A device's error may be the job's fault too: an index out of range breaks one device after the other.  The next plan gives the
-    microbatch to another worker.  A single worker tries twice.
+    A device's error may be the job's fault too: an index out of range breaks one device after the other.  The
+    next plan gives the microbatch to another worker.  A single worker tries twice.
     """
     failures, members = decision.run.history.failures, decision.plan.members
     same = [each for each in failures if (each.signature, each.step) == (event.signature, event.step)]
-    again = any(each.generation < event.generation and (each.worker != event.worker or len(members) == 1) for each in same)
+    again = any(
+        each.generation < event.generation and (each.worker != event.worker or len(members) == 1)
+        for each in same
+    )
     failure = JobFailure(event.signature, event.step, event.worker, event.generation)
     decision.know("history", failures=(*failures, *((failure,) if failure not in failures else ())))
     return event.detail or event.signature if again else ""
 
 
 def stands_still(decision: Decision, plan: Plan) -> Stall | None:
-    """Returns the stall of the world of ``plan``, with its cause as far as that is known; None while the world moves."""
+    """Returns the stall of the world of ``plan``, with its cause as far as that is known; None while the
+    world moves.
+    """
     watch, rules, until = decision.run.watch, decision.rules, decision.heard_until
-    return silence(watch, plan.nodes, until, rules.silence_s) or stall(watch, plan.members, until, rules.stall_s)
+    return silence(watch, plan.nodes, until, rules.silence_s) or stall(
+        watch, plan.members, until, rules.stall_s
+    )
 
 
 def unblock(decision: Decision, stalled: Stall) -> None:
-    """Ends a world that stands still.  A known culprit is expelled; otherwise the fence shows which member does not answer."""
+    """Ends a world that stands still.  A known culprit is expelled; otherwise the fence shows which member
+    does not answer.
+    """
     state = decision.run.state
     culprit = (stalled.culprit,) if stalled.culprit else ()
     if not isinstance(state, Stopping):
-        return expel(decision, culprit, stalled.sentence) if culprit else edges.stop(decision, stalled.sentence)
+        return (
+            expel(decision, culprit, stalled.sentence) if culprit else edges.stop(decision, stalled.sentence)
+        )
     membership.expel(decision, culprit, stalled.sentence, examine=True)
     pending = tuple(worker for worker in state.pending if worker not in culprit)
     decision.amend(pending=pending, expelled=(*state.expelled, *culprit))
@@ -154,7 +200,9 @@ def expel(decision: Decision, workers: tuple[WorkerId, ...], cause: str) -> None
     edges.stop(decision, f"{cause}: expel {names(workers)}", expelled=workers)
 
 
-def members_lost(decision: Decision, workers: tuple[WorkerId, ...], sentence: str, *, certain: bool = True) -> None:
+def members_lost(
+    decision: Decision, workers: tuple[WorkerId, ...], sentence: str, *, certain: bool = True
+) -> None:
     """Notes that ``workers`` are gone; they are already removed from the run.
 
     If that is not ``certain`` they count as expelled, because they may still act on their leases.
@@ -191,11 +239,14 @@ def give_up_the_boundary(decision: Decision) -> None:
 
 
 def fenced(decision: Decision, event: Fenced) -> None:
-    """Takes a member's answer to the fence: it applies nothing more in this generation, so what it holds is certain now."""
+    """Takes a member's answer to the fence: it applies nothing more in this generation, so what it holds is
+    certain now.
+    """
     state = decision.run.state
     if isinstance(state, Finishing):
         return
-    if event.heeds is not None and event.heeds < decision.run.incarnation:  # it may have gone on since; asked again, it answers again
+    # it may have gone on since; asked again, it answers again
+    if event.heeds is not None and event.heeds < decision.run.incarnation:
         return commits.all_committed(decision, event.outcomes)
     if isinstance(state, Forming | Running):
         edges.stop(decision, f"{event.worker} takes no more part")
@@ -203,7 +254,8 @@ def fenced(decision: Decision, event: Fenced) -> None:
     assert isinstance(state, Stopping)
     if event.generation < state.plan.generation:  # it was left out of this generation
         return membership.hold(decision, {event.worker: event.held})
-    if event.worker not in decision.run.workers:  # it died while its answer was on the way: what it saw counts, what it held is gone
+    # it died while its answer was on the way: what it saw counts, what it held is gone
+    if event.worker not in decision.run.workers:
         return commits.all_committed(decision, event.outcomes)
     if event.worker not in state.pending:
         return decision.refuse(f"{event.worker} has answered already")
@@ -236,19 +288,31 @@ def go_on(decision: Decision, state: Stopping) -> None:
 
 
 def _knows_more(run: RunState, state: Stopping) -> WorkerId | None:
-    """Returns a living member that has seen a commit which nobody has brought, because the members that bring them are gone."""
+    """Returns a living member that has seen a commit which nobody has brought, because the members that bring
+    them are gone.
+    """
     history, generation = run.history, state.plan.generation
     known = max((each.seen.step for each in state.answers if each.seen and each.whole), default=0)
-    known = max(known, history.version.step if history.version.generation == generation and not history.untold else 0)
-    more = [each for each in state.answers if each.seen and not each.whole and each.seen.step > known and each.worker in run.workers]
+    known = max(
+        known, history.version.step if history.version.generation == generation and not history.untold else 0
+    )
+    more = [
+        each
+        for each in state.answers
+        if each.seen and not each.whole and each.seen.step > known and each.worker in run.workers
+    ]
     return max(more, key=lambda each: each.seen.step if each.seen else 0).worker if more else None
 
 
 def ask_again(decision: Decision, state: Stopping, worker: WorkerId, *, whole: bool = False) -> None:
-    """Asks a member again that has answered already: it may have applied the prepared step since, or it has seen more than is known."""
+    """Asks a member again that has answered already: it may have applied the prepared step since, or it has
+    seen more than is known.
+    """
     answers = tuple(answer for answer in state.answers if answer.worker != worker)
     if answers != state.answers:
-        decision.amend(answers=answers, pending=(*state.pending, worker), deadline=decision.now + decision.rules.fence_s)
+        decision.amend(
+            answers=answers, pending=(*state.pending, worker), deadline=decision.now + decision.rules.fence_s
+        )
         decision.do(Fence(state.plan.generation, (worker,), whole))
 
 
@@ -258,7 +322,9 @@ def _certain(decision: Decision, state: Stopping) -> bool:
     If no member can be reached, that is certain only once every lease has run out.
     """
     run = decision.run
-    return decision.due(run.takeover.blind_until) and (bool(state.answers or state.lost) or decision.due(run.watch.lease_until))
+    return decision.due(run.takeover.blind_until) and (
+        bool(state.answers or state.lost) or decision.due(run.watch.lease_until)
+    )
 
 
 def _expel_the_silent(decision: Decision, state: Stopping) -> Stopping:
@@ -287,12 +353,22 @@ def _expel_silent_nodes(decision: Decision, state: Stopping) -> Stopping:
     gone = silent(run.watch, state.plan.nodes, decision.heard_until, LONGER * silence_s, silence_s)
     if not gone:
         return state
-    elsewhere = [worker for worker in state.pending if worker not in run.workers or run.workers[worker].node not in gone]
-    if elsewhere or not _certain(decision, state):  # a worker may be fenced whose join was never read, so its node is unknown
+    elsewhere = [
+        worker
+        for worker in state.pending
+        if worker not in run.workers or run.workers[worker].node not in gone
+    ]
+    # a worker may be fenced whose join was never read, so its node is unknown
+    if elsewhere or not _certain(decision, state):
         return state
     answered = frozenset(answer.worker for answer in state.answers)
-    there = tuple(worker for worker, known in run.workers.items() if known.node in gone and worker not in answered)
-    why = f"nothing was heard from node {', '.join(node[:8] for node in gone)} for {LONGER * silence_s:g} s, nor an answer to the fence"
+    there = tuple(
+        worker for worker, known in run.workers.items() if known.node in gone and worker not in answered
+    )
+    why = (
+        f"nothing was heard from node {', '.join(node[:8] for node in gone)} for {LONGER * silence_s:g} "
+        "s, nor an answer to the fence"
+    )
     membership.expel(decision, there, why)
     saves.without_keepers(decision, gone)
     decision.amend(pending=(), expelled=(*state.expelled, *state.pending))
@@ -303,7 +379,12 @@ def _expel_silent_nodes(decision: Decision, state: Stopping) -> Stopping:
 
 def _awaits_save(decision: Decision, state: Stopping) -> bool:
     on_its_way = decision.run.saves.find(decision.run.version) is not None
-    return state.planned and state.save and on_its_way and not decision.due(saves.patient_until(decision, state.deadline))
+    return (
+        state.planned
+        and state.save
+        and on_its_way
+        and not decision.due(saves.patient_until(decision, state.deadline))
+    )
 
 
 # ---- the outcome, and what comes next
@@ -322,18 +403,25 @@ def _settle(decision: Decision, state: Stopping) -> None:
     unusable = tuple(worker for worker in survivors if run.workers[worker].unfit)
     membership.expel(decision, unusable, "its process is unusable")
     decision.know("copies", unreported=0 if survivors else plan.generation)
-    if run.version.generation != plan.generation or (not state.planned and _as_far_as_another(run, plan.generation)):
+    if run.version.generation != plan.generation or (
+        not state.planned and _as_far_as_another(run, plan.generation)
+    ):
         decision.know("history", fruitless=run.history.fruitless + 1)
 
 
 def _as_far_as_another(run: RunState, generation: int) -> bool:
-    """Returns whether ``generation`` only repeated what was given up: it got no further than the generation that committed it first."""
+    """Returns whether ``generation`` only repeated what was given up: it got no further than the generation
+    that committed it first.
+    """
     return run.step >= run.history.furthest.step and run.history.furthest.generation != generation
 
 
 def _say_outcome(decision: Decision, settlement: Settlement, prepared: set[int]) -> None:
     if settlement.outcome is not None:
-        decision.say(f"step {settlement.outcome.step} was committed: it is applied by {names(settlement.applied_by)} too")
+        decision.say(
+            f"step {settlement.outcome.step} was committed: it is applied by "
+            f"{names(settlement.applied_by)} too"
+        )
     elif prepared:
         decision.say(f"nobody saw step {max(prepared)} committed: it is dropped")
 
@@ -345,7 +433,11 @@ def _next(decision: Decision, state: Stopping) -> None:
         step = failures[-1].step
         who = names(tuple(dict.fromkeys(failure.worker for failure in failures if failure.step == step)))
         found = f"{failures[-1].signature} at step {step}"
-        reason = f"{found}, as {who} found" if failures[-1].signature == DIFFER else f"job error: {found}, again on {who}"
+        reason = (
+            f"{found}, as {who} found"
+            if failures[-1].signature == DIFFER
+            else f"job error: {found}, again on {who}"
+        )
         edges.end(decision, Failed(reason, state.job_error))
     elif saves.target_is_saved(run, rules):
         edges.finished(decision, f"finished at step {run.history.saved[-1].step}")

@@ -1,14 +1,15 @@
 """Takeover: a coordinator continues the run of an earlier one.
 
-It reads the run from the journal and decides nothing again.  A recorded decision may not have been performed, so its actions are performed
-once more; performing one twice does no harm.  What was told to the dead coordinator may not have been recorded, so the workers repeat it.
-So no world ends because a coordinator dies.
+It reads the run from the journal and decides nothing again.  A recorded decision may not have been performed,
+so its actions are performed once more; performing one twice does no harm.  What was told to the dead
+coordinator may not have been recorded, so the workers repeat it. So no world ends because a coordinator dies.
 
-The journal itself may end too early, when its disk and the keepers are gone.  Then a worker that is or was in a later generation proves
-that generation, which is fenced.  Its plan says what was committed before it.  The holdings of its members, and of workers that it left
-out, say where the run stands.  A member of that generation whose answer is in the journal is asked again, because the generation may have
-been settled since.  A still later generation may be cut off together with its coordinator, so that nobody can report it.  So no world
-begins until its leases have run out, and the next generation gets a number that it cannot have.
+The journal itself may end too early, when its disk and the keepers are gone.  Then a worker that is or was in
+a later generation proves that generation, which is fenced.  Its plan says what was committed before it.  The
+holdings of its members, and of workers that it left out, say where the run stands.  A member of that
+generation whose answer is in the journal is asked again, because the generation may have been settled since.
+A still later generation may be cut off together with its coordinator, so that nobody can report it.  So no
+world begins until its leases have run out, and the next generation gets a number that it cannot have.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ from elastic.protocol.events import (
 )
 
 MAX_DEATHS = 3
-"""Number of coordinators that may die of the same event, or before they made any progress, before the run gives up."""
+"""Number of coordinators that may die of the same event, or before they made any progress, before the run
+gives up.
+"""
 STOOD_S = 1.0
 """Delay in seconds above which deadlines are moved; a shorter one makes no difference to them."""
 UNREAD = 100
@@ -73,7 +76,9 @@ def _later(save: Saving, by_s: float) -> Saving:
 
 
 def stood(decision: Decision, event: Tick) -> None:
-    """Moves all deadlines by ``event.stood_s``: during that time nobody was asked anything, and nobody was heard."""
+    """Moves all deadlines by ``event.stood_s``: during that time nobody was asked anything, and nobody was
+    heard.
+    """
     run, later_s = decision.run, event.stood_s
     if later_s <= STOOD_S:
         return
@@ -89,27 +94,40 @@ def stood(decision: Decision, event: Tick) -> None:
         starts={worker: replace(known, at=known.at + later_s) for worker, known in run.watch.starts.items()},
     )
     decision.know(saves=Saves(tuple(_later(each, later_s) for each in run.saves.pending)))
-    decision.know("members", starting={worker: asked_at + later_s for worker, asked_at in run.members.starting.items()})
+    decision.know(
+        "members", starting={worker: asked_at + later_s for worker, asked_at in run.members.starting.items()}
+    )
     decision.know("copies", answers_until=run.copies.answers_until + later_s)
     match run.state:
         case Waiting(since):
             decision.amend(since=since + later_s)
         case Forming() as state:
-            times = {name: getattr(state, name) + later_s for name in ("deadline", "here_at", "ready_at", "since")}
+            times = {
+                name: getattr(state, name) + later_s for name in ("deadline", "here_at", "ready_at", "since")
+            }
             decision.amend(**times)
         case Stopping() | Finishing() as state:
             decision.amend(deadline=state.deadline + later_s)
 
 
 def _forgive_the_silence(decision: Decision) -> None:
-    """Restarts all deadlines: without a coordinator nobody was heard, and the dead one may have granted leases that are not in the
-    journal.
+    """Restarts all deadlines: without a coordinator nobody was heard, and the dead one may have granted
+    leases that are not in the journal.
     """
     run, now, rules = decision.run, decision.now, decision.rules
-    lease_until = now + rules.coordinator_lease_over_s + rules.lease_over_s if run.plan is not None else run.watch.lease_until
+    lease_until = (
+        now + rules.coordinator_lease_over_s + rules.lease_over_s
+        if run.plan is not None
+        else run.watch.lease_until
+    )
     starts = {worker: Start(now, "was not heard yet by this coordinator") for worker in run.members.starting}
     watch = Watch(
-        moved_at=now, stepped_at=now, step_s=run.watch.step_s, lease_until=lease_until, reform_s=run.watch.reform_s, starts=starts
+        moved_at=now,
+        stepped_at=now,
+        step_s=run.watch.step_s,
+        lease_until=lease_until,
+        reform_s=run.watch.reform_s,
+        starts=starts,
     )
     # the keepers know which parts are uploaded
     again = tuple(replace(each, reported=(), refused=(), ask_at=0.0).heard(now) for each in run.saves.pending)
@@ -117,7 +135,12 @@ def _forgive_the_silence(decision: Decision) -> None:
     match run.state:
         case Forming():
             ready_at = now if any(run.state.there.values()) else NEVER
-            decision.amend(deadline=now + rules.form_s, here_at=now if run.state.there else NEVER, ready_at=ready_at, since=now)
+            decision.amend(
+                deadline=now + rules.form_s,
+                here_at=now if run.state.there else NEVER,
+                ready_at=ready_at,
+                since=now,
+            )
         case Stopping(planned=False):
             decision.amend(deadline=now + rules.fence_s)
         case Finishing():
@@ -127,7 +150,8 @@ def _forgive_the_silence(decision: Decision) -> None:
 
 
 def _forget_who_is_gone(decision: Decision, event: Recovered) -> None:
-    """Removes workers and keepers that do not exist any more, and kills workers that the journal does not know.
+    """Removes workers and keepers that do not exist any more, and kills workers that the journal does not
+    know.
 
     The decisions to start or expel the latter were never recorded, or not yet performed.
     """
@@ -137,21 +161,31 @@ def _forget_who_is_gone(decision: Decision, event: Recovered) -> None:
         membership.start_failed(decision, StartFailed(worker, "there is no such actor"))
     gone, nodes = tuple(worker for worker in run.workers if worker not in found), frozenset(event.keepers)
     membership.remove(decision, gone)
-    for certain in (True, False):  # if the node lives, the process has certainly ended; otherwise the node may only look dead
+    # if the node lives, the process has certainly ended; otherwise the node may only look dead
+    for certain in (True, False):
         if lost := tuple(worker for worker in gone if (run.workers[worker].node in nodes) is certain):
             stopping.members_lost(decision, lost, f"lost (not found): {names(lost)}", certain=certain)
     for keeper in [keeper for keeper in run.cluster.keepers if keeper not in event.keepers]:
         membership.keeper_lost(decision, keeper)
     writers = {node: None for save in decision.run.saves.pending for node in save.nodes}
     saves.without_keepers(decision, [node for node in writers if node not in nodes])
-    strangers = tuple(worker for worker in event.workers if worker not in run.workers and worker not in run.members.starting)
+    strangers = tuple(
+        worker for worker in event.workers if worker not in run.workers and worker not in run.members.starting
+    )
     if strangers:
         decision.do(Kill(strangers, "nobody waits for them"))
-    decision.know("members", next_worker=max([run.members.next_worker, *(membership.number_of(worker) + 1 for worker in strangers)]))
+    decision.know(
+        "members",
+        next_worker=max(
+            [run.members.next_worker, *(membership.number_of(worker) + 1 for worker in strangers)]
+        ),
+    )
 
 
 def _expect_the_unread(decision: Decision) -> None:
-    """Prepares for coordinators that went on out of reach: no world runs beside theirs, and none gets a number that they may have used."""
+    """Prepares for coordinators that went on out of reach: no world runs beside theirs, and none gets a
+    number that they may have used.
+    """
     run = decision.run
     # ``UNREAD`` ids for each coordinator, because earlier ones may have missed as many
     blind_until, skipped = decision.now + decision.rules.lease_over_s, UNREAD * run.incarnation
@@ -167,8 +201,8 @@ def _expect_the_unread(decision: Decision) -> None:
 
 
 def _settle_again(decision: Decision, there: Collection[WorkerId]) -> None:
-    """Repeats the latest settlement before anything else: a member's answer about a later generation includes what it applies because of
-    it.
+    """Repeats the latest settlement before anything else: a member's answer about a later generation includes
+    what it applies because of it.
     """
     settled = decision.run.history.settled
     if settled is not None and (members := tuple(each for each in settled.members if each in there)):
@@ -206,10 +240,12 @@ def attached(decision: Decision, event: Attached) -> None:
         edges.go(decision, plan)
     elif decision.now < run.takeover.blind_until and isinstance(run.state, Stopping):
         if plan.generation == run.generation and event.worker in run.state.pending:
-            decision.do(Fence(plan.generation, (event.worker,)))  # who is within reach only now has not been asked yet
+            # who is within reach only now has not been asked yet
+            decision.do(Fence(plan.generation, (event.worker,)))
         elif plan.generation == run.generation:
             stopping.ask_again(decision, run.state, event.worker)
-        elif event.worker not in run.state.plan.ranks:  # a later generation left it out, perhaps before it was fenced
+        # a later generation left it out, perhaps before it was fenced
+        elif event.worker not in run.state.plan.ranks:
             decision.do(Fence(plan.generation, (event.worker,)))
 
 

@@ -1,7 +1,8 @@
 """Generators of random numbers for code that must leave those of the model alone.
 
-``torch.manual_seed(id)`` is what many datasets do, and torchvision's transforms draw from torch's default generator.  A model draws its
-dropout from the same one, and a thread that reads ahead would change it in the middle of a forward pass.
+``torch.manual_seed(id)`` is what many datasets do, and torchvision's transforms draw from torch's default
+generator.  A model draws its dropout from the same one, and a thread that reads ahead would change it in the
+middle of a forward pass.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ def seed_of(ids: tuple[int, ...]) -> int:
 
 @contextmanager
 def apart(seed: int) -> Iterator[Callable[[], bool]]:
-    """Seeds the generators of torch's CPU, Python and numpy, and puts them back at the end.  No other thread may draw meanwhile.
+    """Seeds the generators of torch's CPU, Python and numpy, and puts them back at the end.  No other thread
+    may draw meanwhile.
 
     Yields a call that returns whether anybody has drawn from them since, or has seeded them.
     """
@@ -43,15 +45,25 @@ def apart(seed: int) -> Iterator[Callable[[], bool]]:
 
 def _states() -> tuple[Hashable, ...]:
     name, keys, *rest = numpy.random.get_state(legacy=True)
-    return torch.get_rng_state().numpy().tobytes(), random.getstate(), name, numpy.asarray(keys).tobytes(), *rest
+    return (
+        torch.get_rng_state().numpy().tobytes(),
+        random.getstate(),
+        name,
+        numpy.asarray(keys).tobytes(),
+        *rest,
+    )
 
 
 class Draws(BaseException):
-    """An operation would draw from a default generator.  It is no Exception, so that a dataset does not catch it."""
+    """An operation would draw from a default generator.  It is no Exception, so that a dataset does not catch
+    it.
+    """
 
 
 class NoDraws(TorchDispatchMode):
-    """Raises :class:`Draws` in place of an operation of this thread that draws from a default generator of torch."""
+    """Raises :class:`Draws` in place of an operation of this thread that draws from a default generator of
+    torch.
+    """
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

@@ -1,27 +1,32 @@
-"""The position in the data is a function of the step.  Nothing is remembered, so no sample can be lost, repeated or swapped.
+"""The position in the data is a function of the step.  Nothing is remembered, so no sample can be lost,
+repeated or swapped.
 
-Step s, with a global batch of B, uses the positions (s-1)·B … s·B-1 of an endless stream; where the batch grows, each step uses those that
-follow the step before (``plan/ramp.py``).  Position p is slot ``p mod n`` of epoch ``p
-div n``, and the order of an epoch is a permutation that is *computed*, not stored.  It is a Feistel network on the two digits (row,
-column) of a slot in a grid just larger than n; a result outside of n is permuted again until it lies inside (Black and Rogaway 2002,
-"Ciphers with Arbitrary Finite Domains", method 3).  So every epoch contains each sample exactly once, and the samples of any step take a
-few hashes.  This costs about 10 µs a sample, outside of the training thread.
+Step s, with a global batch of B, uses the positions (s-1)·B … s·B-1 of an endless stream; where the batch
+grows, each step uses those that follow the step before (``plan/ramp.py``).  Position p is slot ``p mod n`` of
+epoch ``p div n``, and the order of an epoch is a permutation that is *computed*, not stored.  It is a Feistel
+network on the two digits (row, column) of a slot in a grid just larger than n; a result outside of n is
+permuted again until it lies inside (Black and Rogaway 2002, "Ciphers with Arbitrary Finite Domains", method
+3).  So every epoch contains each sample exactly once, and the samples of any step take a few hashes.  This
+costs about 10 µs a sample, outside of the training thread.
 
-A run may be cut into stretches (``plan/stretches.py``).  Each goes on at the position at which the one before ends, whatever its batch.
-With another seed, the samples that are left of the epoch are permuted once more, and later epochs have the permutations of that seed.
-Another ``sampling`` counts from the next beginning of an epoch on, since an epoch is either a permutation or not.  So every permuted
-epoch contains each sample exactly once, also if changes fall into it.
+A run may be cut into stretches (``plan/stretches.py``).  Each goes on at the position at which the one before
+ends, whatever its batch. With another seed, the samples that are left of the epoch are permuted once more,
+and later epochs have the permutations of that seed. Another ``sampling`` counts from the next beginning of an
+epoch on, since an epoch is either a permutation or not.  So every permuted epoch contains each sample exactly
+once, also if changes fall into it.
 
-In a mixture each part has a sequence of its own, with its own epochs, and the weights say whose turn it is (``plan/mixture.py``).  Other
-weights take up the sequence of each part where it stands.
+In a mixture each part has a sequence of its own, with its own epochs, and the weights say whose turn it is
+(``plan/mixture.py``).  Other weights take up the sequence of each part where it stands.
 
-The samples of a step may be put in order of their lengths, the longest first, before they are cut into microbatches.  Then a microbatch
-has samples of like length, and so have the microbatches that the data ranks run at the same time.  No other order of the step has less
-padding, or less waiting of ranks for each other in each round, whatever their number: a sum of maxima over groups of one size is least if
-the groups are cut from the sorted list.
+The samples of a step may be put in order of their lengths, the longest first, before they are cut into
+microbatches.  Then a microbatch has samples of like length, and so have the microbatches that the data ranks
+run at the same time.  No other order of the step has less padding, or less waiting of ranks for each other in
+each round, whatever their number: a sum of maxima over groups of one size is least if the groups are cut from
+the sorted list.
 
-Samples may be avoided from some step on.  Then another sample, drawn by a hash of the position, stands at each of their positions, and all
-other positions stay as they are.  In a mixture with weights it is one of the same part, so that the shares stay exact.
+Samples may be avoided from some step on.  Then another sample, drawn by a hash of the position, stands at
+each of their positions, and all other positions stay as they are.  In a mixture with weights it is one of the
+same part, so that the shares stay exact.
 """
 
 from __future__ import annotations
@@ -42,7 +47,9 @@ from elastic.plan.ramp import Batches
 from elastic.plan.stretches import Stretches, batches
 
 ROUNDS = 8
-"""Rounds of the Feistel network.  Four are enough for a large range; a small range needs more to look random, and a round is cheap."""
+"""Rounds of the Feistel network.  Four are enough for a large range; a small range needs more to look random,
+and a round is cheap.
+"""
 
 SAMPLINGS = ("permutation", "with_replacement")
 """Values of ``data.sampling``."""
@@ -67,8 +74,9 @@ class Draw(NamedTuple):
 class Cursor:
     """Names the samples of every step.
 
-    ``samples`` is the length of the dataset, and ``global_batch`` the number of samples of each step.  ``sampling`` is "permutation" (each
-    sample once an epoch) or "with_replacement".  With ``lengths`` the longest samples of a step come first.
+    ``samples`` is the length of the dataset, and ``global_batch`` the number of samples of each step.
+    ``sampling`` is "permutation" (each sample once an epoch) or "with_replacement".  With ``lengths`` the
+    longest samples of a step come first.
     """
 
     def __init__(
@@ -82,11 +90,15 @@ class Cursor:
         draws: Sequence[Draw] = (),
         sizes: Sequence[int] = (),
     ) -> None:
-        """``draws`` are used in place of seed and sampling.  If they have weights, ``sizes`` are the lengths of the weighted parts."""
+        """``draws`` are used in place of seed and sampling.  If they have weights, ``sizes`` are the lengths
+        of the weighted parts.
+        """
         self.batches = global_batch if isinstance(global_batch, Batches) else Batches(global_batch)
         self.global_batch = self.batches.final
         if samples < 1 or self.global_batch < 1:
-            raise ValueError(f"samples = {samples} and global_batch = {self.global_batch} must both be at least 1")
+            raise ValueError(
+                f"samples = {samples} and global_batch = {self.global_batch} must both be at least 1"
+            )
         draws = draws or (Draw(0, seed, sampling),)
         for each in draws:
             if each.sampling not in SAMPLINGS:
@@ -96,7 +108,9 @@ class Cursor:
         self._ends = list(accumulate(sizes)) if draws[0].weights else [samples]
         self._by_length = lru_cache(maxsize=SORTED)(self._sorted)
         self.sizes = tuple(sizes) if draws[0].weights else (samples,)
-        """The lengths of the sources of samples: of the parts of a mixture with weights, else of the one dataset."""
+        """The lengths of the sources of samples: of the parts of a mixture with weights, else of the one
+        dataset.
+        """
         self.avoided: Mapping[int, int] = {}
         self.anywhere: Collection[int] = ()
         self._seed = draws[0].seed
@@ -104,39 +118,52 @@ class Cursor:
     def avoid(self, samples: Mapping[int, int], anywhere: Collection[int] = ()) -> None:
         """Replaces each of ``samples`` by another one of its source, from the step on that it is given with.
 
-        Those in ``anywhere`` are replaced by samples of any source.  At least one sample must be left to choose from.
+        Those in ``anywhere`` are replaced by samples of any source.  At least one sample must be left to
+        choose from.
         """
         self.avoided, self.anywhere = dict(samples), frozenset(anywhere)
         self._by_length.cache_clear()
 
     @classmethod
-    def of(cls, stretches: Stretches, samples: int, lengths: Lengths | None = None, sizes: Sequence[int] = ()) -> Cursor:
+    def of(
+        cls, stretches: Stretches, samples: int, lengths: Lengths | None = None, sizes: Sequence[int] = ()
+    ) -> Cursor:
         """Returns the cursor of a run with these stretches."""
         steps, last = batches(stretches), stretches[-1]
         firsts = (1, *(each.until + 1 for each in stretches[:-1]))
-        draws = [Draw(steps.before(first), each.seed, each.sampling, each.weights) for first, each in zip(firsts, stretches, strict=True)]
+        draws = [
+            Draw(steps.before(first), each.seed, each.sampling, each.weights)
+            for first, each in zip(firsts, stretches, strict=True)
+        ]
         return cls(samples, steps, last.seed, last.sampling, lengths, draws=draws, sizes=sizes)
 
     def microbatches(self, step: int, microbatch: int) -> int:
         """Returns the number of microbatches of ``step``.
 
-        Raises :class:`JobError` if its samples cannot be cut so, which can only be in a step before the newest branch.
+        Raises :class:`JobError` if its samples cannot be cut so, which can only be in a step before the
+        newest branch.
         """
         whole, rest = divmod(self.batches.of(step), microbatch)
         if rest:
             raise JobError(
-                f"microbatch = {microbatch}: step {step} is done again, from before this branch, and has {self.batches.of(step)} samples, "
-                f"which cannot be cut into such microbatches; set microbatch to a number that divides them, too, until step "
+                f"microbatch = {microbatch}: step {step} is done again, from before this branch, and has "
+                f"{self.batches.of(step)} samples, "
+                "which cannot be cut into such microbatches; set microbatch to a number that divides them, "
+                "too, until step "
                 f"{self.batches.since} is past"
             )
         return whole
 
     def some_ids(self, microbatch: int) -> tuple[int, ...]:
-        """Returns the sample ids of a microbatch with which code can be tried out: the first one of the newest branch."""
+        """Returns the sample ids of a microbatch with which code can be tried out: the first one of the
+        newest branch.
+        """
         return self.microbatch_ids(self.batches.since + 1, 0, microbatch)
 
     def ids(self, step: int) -> tuple[int, ...]:
-        """Returns the sample ids of ``step`` (from 1), in order.  A step that reaches the end of an epoch continues with the next one."""
+        """Returns the sample ids of ``step`` (from 1), in order.  A step that reaches the end of an epoch
+        continues with the next one.
+        """
         return self.microbatch_ids(step, 0, self.batches.of(step))
 
     def microbatch_ids(self, step: int, index: int, microbatch: int) -> tuple[int, ...]:
@@ -146,17 +173,23 @@ class Cursor:
         return self._drawn(step, index * microbatch, microbatch)
 
     def idle_ids(self, step: int, microbatch: int) -> tuple[int, ...]:
-        """Returns the sample ids that a rank without a microbatch runs along with: short ones if the lengths are known."""
+        """Returns the sample ids that a rank without a microbatch runs along with: short ones if the lengths
+        are known.
+        """
         last = self.batches.of(step) // microbatch - 1
         return self.microbatch_ids(step, 0 if self.lengths is None else last, microbatch)
 
     def _drawn(self, step: int, first: int, count: int) -> tuple[int, ...]:
         """Returns so many sample ids of ``step`` in the order in which they are drawn."""
         begin = self.batches.before(step) + first
-        return tuple(self._sound(step, position, self.at(position)) for position in range(begin, begin + count))
+        return tuple(
+            self._sound(step, position, self.at(position)) for position in range(begin, begin + count)
+        )
 
     def _sound(self, step: int, position: int, sample: int) -> int:
-        """Returns ``sample``, or if it is avoided, the first one that is not of those that are drawn for its position."""
+        """Returns ``sample``, or if it is avoided, the first one that is not of those that are drawn for its
+        position.
+        """
         if step < self.avoided.get(sample, step + 1):
             return sample
         attempts, first, size = itertools.count(), 0, self.samples
@@ -171,7 +204,10 @@ class Cursor:
         """Returns the sample ids of ``step``, the longest first, and those of one length as they are drawn."""
         assert self.lengths is not None
         ids = self._drawn(step, 0, self.batches.of(step))
-        return tuple(sample for _, sample in sorted(zip(self.lengths(ids), ids, strict=True), key=lambda pair: -pair[0]))
+        return tuple(
+            sample
+            for _, sample in sorted(zip(self.lengths(ids), ids, strict=True), key=lambda pair: -pair[0])
+        )
 
     def at(self, position: int) -> int:
         """Returns the sample id at ``position`` (from 0) of the endless stream."""
@@ -179,11 +215,14 @@ class Cursor:
 
 
 class _Stream:
-    """The endless sequence of one dataset, or of one part of a mixture, which ``tag`` then tells from other parts."""
+    """The endless sequence of one dataset, or of one part of a mixture, which ``tag`` then tells from other
+    parts.
+    """
 
     def __init__(self, samples: int, draws: Sequence[Draw], *tag: object) -> None:
         self.samples, self.tag = samples, tag
-        self.draws = list({each.since: each for each in draws}.values())  # of several at one position the last one counts
+        # of several at one position the last one counts
+        self.draws = list({each.since: each for each in draws}.values())
 
     def at(self, position: int) -> int:
         epoch, slot = divmod(position, self.samples)
@@ -193,7 +232,9 @@ class _Stream:
         for before, each in reversed(list(pairwise(self.draws[begun : now + 1]))):
             if each.seed != before.seed:
                 first = each.since - epoch * self.samples
-                slot = first + permuted(slot - first, self.samples - first, _key(each.seed, *self.tag, epoch, first))
+                slot = first + permuted(
+                    slot - first, self.samples - first, _key(each.seed, *self.tag, epoch, first)
+                )
         return permuted(slot, self.samples, _key(self.draws[begun].seed, *self.tag, epoch))
 
     def _number(self, position: int) -> int:
@@ -206,7 +247,10 @@ class _Mixed:
     def __init__(self, sizes: Sequence[int], draws: Sequence[Draw]) -> None:
         self.deals, streams = list[MixtureTurns](), list[list[Draw]]([] for _ in sizes)
         for draw in draws:
-            had, whole = self.deals[-1].before(draw.since) if self.deals else (0,) * len(sizes), shares(draw.weights)
+            had, whole = (
+                self.deals[-1].before(draw.since) if self.deals else (0,) * len(sizes),
+                shares(draw.weights),
+            )
             if not self.deals or self.deals[-1].whole != whole:  # turns that go on stay exact
                 self.deals.append(MixtureTurns(draw.since, had, whole))
             for each, since in zip(streams, had, strict=True):
@@ -253,11 +297,15 @@ def _finished(begun: hashlib.blake2b, value: int) -> int:
 
 @lru_cache(maxsize=KEYS)
 def _rounds(key: bytes) -> list[tuple[hashlib.blake2b, hashlib.blake2b]]:
-    """Returns what :func:`permuted` hashes with: for each two of its rounds, the hash of a column and that of a row."""
+    """Returns what :func:`permuted` hashes with: for each two of its rounds, the hash of a column and that of
+    a row.
+    """
     return [(_begun(key, tweak), _begun(key, tweak + 1)) for tweak in range(0, ROUNDS, 2)]
 
 
 @lru_cache(maxsize=ROUNDS * KEYS)
 def _begun(key: bytes, tweak: int) -> hashlib.blake2b:
-    """Returns a hash that has taken in the key, which takes longer than any value.  Nobody may change it: a copy takes the value."""
+    """Returns a hash that has taken in the key, which takes longer than any value.  Nobody may change it: a
+    copy takes the value.
+    """
     return hashlib.blake2b(key=key, salt=tweak.to_bytes(2, "little"), digest_size=16)

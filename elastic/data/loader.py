@@ -1,13 +1,16 @@
 """Reads the microbatches of a data rank ahead of the step that needs them.
 
-The next microbatch is a function of the step, the data rank and the deal.  So there is nothing to save or restore, and a move to another
-step, rank or world only drops what was read ahead.  One thread does all the reading, that of :meth:`Loader.read` too, so a dataset
-need not be thread-safe.  An exception of the dataset is raised where the microbatch is asked for, with the ids of its samples.
+The next microbatch is a function of the step, the data rank and the deal.  So there is nothing to save or
+restore, and a move to another step, rank or world only drops what was read ahead.  One thread does all the
+reading, that of :meth:`Loader.read` too, so a dataset need not be thread-safe.  An exception of the dataset
+is raised where the microbatch is asked for, with the ids of its samples.
 
-The first microbatches are read by the caller, who looks whether the dataset draws from the generators from which the model draws, too
-(``apart.py``).  If it does, the caller reads all of them, with generators that are seeded by their ids.
+The first microbatches are read by the caller, who looks whether the dataset draws from the generators from
+which the model draws, too (``apart.py``).  If it does, the caller reads all of them, with generators that are
+seeded by their ids.
 
-With ``readers`` a thread for each of these processes waits for what it reads (``readers.py``), and generators are always seeded so.
+With ``readers`` a thread for each of these processes waits for what it reads (``readers.py``), and generators
+are always seeded so.
 """
 
 from __future__ import annotations
@@ -33,17 +36,21 @@ Batch = dict[str, Any]
 """Tensors by name, each of shape [microbatch, ...]."""
 Ids = tuple[int, ...]
 LOOKED_AT = 8
-"""Number of reads by which a loader finds out whether its dataset draws random numbers from the model's generators."""
+"""Number of reads by which a loader finds out whether its dataset draws random numbers from the model's
+generators.
+"""
 Round = tuple[int, int | None, Ids, Batch | None]
-"""One round: (round, microbatch that the rank runs in it, its sample ids, their batch).  An idle round has None, () and None."""
+"""One round: (round, microbatch that the rank runs in it, its sample ids, their batch).  An idle round has
+None, () and None.
+"""
 
 
 class Dataset(Protocol):
     """Gives random access to samples.  These three methods are all that a user's own class needs.
 
-    ``read(ids)`` returns a batch of those samples, whatever was read before.  ``fingerprint()`` returns a text that changes when any
-    sample changes, and stays the same when the data only moves to another place.  A run remembers the fingerprint and refuses to
-    continue on other data.
+    ``read(ids)`` returns a batch of those samples, whatever was read before.  ``fingerprint()`` returns a
+    text that changes when any sample changes, and stays the same when the data only moves to another place.
+    A run remembers the fingerprint and refuses to continue on other data.
     """
 
     def __len__(self) -> int: ...
@@ -65,8 +72,8 @@ class Reading(NamedTuple):
 class Loader:
     """Yields the microbatches of one data rank.
 
-    ``prefetch`` is the number of microbatches that are read ahead, across steps.  With 0 the loader has no thread and reads when asked.
-    ``clock`` returns seconds, by which waiting is measured.
+    ``prefetch`` is the number of microbatches that are read ahead, across steps.  With 0 the loader has no
+    thread and reads when asked. ``clock`` returns seconds, by which waiting is measured.
     """
 
     def __init__(
@@ -80,8 +87,16 @@ class Loader:
         reads: Callable[[Ids], object] = len,
         readers: Readers | None = None,
     ) -> None:
-        """``named`` is the setting of the dataset, for errors.  ``reads`` is told the samples before each read, and then none."""
-        self.dataset, self.cursor, self.microbatch, self.prefetch, self.named = dataset, cursor, microbatch, prefetch, named
+        """``named`` is the setting of the dataset, for errors.  ``reads`` is told the samples before each
+        read, and then none.
+        """
+        self.dataset, self.cursor, self.microbatch, self.prefetch, self.named = (
+            dataset,
+            cursor,
+            microbatch,
+            prefetch,
+            named,
+        )
         self._clock, self._reads, self._readers = clock, reads, readers
         self._final = cursor.batches.final // microbatch
         self._reader = ThreadPoolExecutor(readers.count if readers else 1, "loader") if prefetch else None
@@ -99,8 +114,8 @@ class Loader:
     def microbatches(self, step: int, data_rank: int, deal: Deal) -> Iterator[Round]:
         """Yields every round of ``step`` for ``data_rank``.
 
-        Raises :class:`DataError` for any exception of the dataset except :class:`Unavailable`: a store that does not answer is not the
-        job's error.
+        Raises :class:`DataError` for any exception of the dataset except :class:`Unavailable`: a store that
+        does not answer is not the job's error.
         """
         deal, dealt = deal.of(self._final), self._dealt(deal, step)
         for round_ in range(dealt.rounds):
@@ -127,7 +142,8 @@ class Loader:
         self._top_up()
 
     def avoid(self, samples: Mapping[int, int], anywhere: Collection[int] = ()) -> None:
-        """Reads none of ``samples`` from the step on that each is given with, and drops what was read ahead if these are others.
+        """Reads none of ``samples`` from the step on that each is given with, and drops what was read ahead
+        if these are others.
 
         Those in ``anywhere`` are replaced by samples of any source, the others by some of their own.
         """
@@ -161,7 +177,9 @@ class Loader:
             self._reader.shutdown(cancel_futures=True)
 
     def _take(self, step: int, index: int) -> tuple[Ids, Batch]:
-        """Returns the sample ids of the microbatch, and its samples; both are there already if they are read ahead."""
+        """Returns the sample ids of the microbatch, and its samples; both are there already if they are read
+        ahead.
+        """
         ids, future = self._ahead.popleft() if self._reader is not None else (self._ids(step, index), None)
         self._top_up()
         return ids, self._await(future, ids)
@@ -175,7 +193,8 @@ class Loader:
             return future.result() if future is not None else self._read_here(ids)
         except Draws:
             assert self._reader is not None
-            self._reader.submit(int).result()  # what is read ahead ends first: the dataset need not be thread-safe
+            # what is read ahead ends first: the dataset need not be thread-safe
+            self._reader.submit(int).result()
             return self._read_here(ids)
         finally:
             self.waited_s += self._clock() - began
@@ -187,7 +206,9 @@ class Loader:
         return self._reader.submit(self._read_ahead, ids)
 
     def _read_ahead(self, ids: Ids) -> Batch:
-        """Reads in the thread, where no operation may draw.  The first that does ends the reading ahead, before it has drawn."""
+        """Reads in the thread, where no operation may draw.  The first that does ends the reading ahead,
+        before it has drawn.
+        """
         if self._readers is not None:
             return self._known(self._readers.read(ids), ids)
         try:
@@ -203,8 +224,10 @@ class Loader:
             if self._readers is not None:  # this process reads only to check the job
                 return
             print(
-                f"{self.named}: {_maker(self.dataset)[0]} draws from the default generators of torch, Python or numpy, or seeds them, as "
-                f"the model does: it is called when samples are needed, and not ahead; a generator of its own "
+                f"{self.named}: {_maker(self.dataset)[0]} draws from the default generators of torch, "
+                "Python or numpy, or seeds them, as "
+                "the model does: it is called when samples are needed, and not ahead; a generator of its "
+                "own "
                 f"(torch.Generator().manual_seed(id)) is faster, and so is data.readers",
                 flush=True,
             )
@@ -222,11 +245,17 @@ class Loader:
         return batch
 
     def _top_up(self) -> None:
-        while self._reader is not None and len(self._ahead) < self.prefetch and (ids := next(self._unread, None)) is not None:
+        while (
+            self._reader is not None
+            and len(self._ahead) < self.prefetch
+            and (ids := next(self._unread, None)) is not None
+        ):
             self._ahead.append((ids, self._submitted(ids)))
 
     def _work(self, reading: Reading) -> Iterator[Ids]:
-        """Yields the sample ids of every microbatch of the rank from ``reading`` on, without end; none for a rank that always idles."""
+        """Yields the sample ids of every microbatch of the rank from ``reading`` on, without end; none for a
+        rank that always idles.
+        """
         first = reading.round
         for step in itertools.count(reading.step):
             dealt = self._dealt(reading.deal, step)
@@ -251,14 +280,17 @@ class Loader:
             self._reads(())
 
     def _known(self, batch: Batch, ids: Ids) -> Batch:
-        """Raises :class:`DataError` if the model does not know a token of ``batch``: a GPU would end the process, and name nothing."""
+        """Raises :class:`DataError` if the model does not know a token of ``batch``: a GPU would end the
+        process, and name nothing.
+        """
         tokens = batch.get("tokens") if self.vocab is not None else None
         if self.vocab is None or tokens is None or tokens.device.type != "cpu" or not tokens.numel():
             return batch
         if (largest := int(tokens.numpy().max())) < self.vocab:
             return batch
         raise DataError(
-            f"{self.named}: samples {list(ids)} have the token {largest}, and the model knows those below {self.vocab}; set its "
+            f"{self.named}: samples {list(ids)} have the token {largest}, and the model knows those below "
+            f"{self.vocab}; set its "
             f"vocabulary in model_args to {largest + 1} or more, or let the dataset give other tokens"
         )
 
@@ -266,13 +298,16 @@ class Loader:
 def batch_of(dataset: Dataset, ids: Ids, named: str) -> Batch:
     """Returns a copy of what ``dataset.read(ids)`` returned, since the dataset may use its memory again.
 
-    Raises :class:`DataError` if it fails, or unless it has a row of each tensor for each id; and :class:`Unavailable`.
+    Raises :class:`DataError` if it fails, or unless it has a row of each tensor for each id; and
+    :class:`Unavailable`.
     """
     try:
         batch = dataset.read(ids)
-    except Unavailable:  # a store that does not answer, after all retries, is a fault of the platform and not of the job
+    # a store that does not answer, after all retries, is a fault of the platform and not of the job
+    except Unavailable:
         raise
-    except Exception as error:  # the user's dataset may raise anything; without this nobody would see for which samples
+    # the user's dataset may raise anything; without this nobody would see for which samples
+    except Exception as error:
         raise DataError(f"{named}: samples {list(ids)} cannot be read: {failure(error)}") from error
     return {name: value.clone() for name, value in _checked(batch, ids, named, *_maker(dataset)).items()}
 
@@ -299,5 +334,6 @@ def _checked(batch: object, ids: Ids, named: str, maker: str, mend: str) -> Batc
         return batch  # type: ignore[return-value]
     raise DataError(
         f"{named}: {maker} returned {came} for the {len(ids)} ids {list(ids)}; "
-        f"it must return a dictionary of tensors of shape [{len(ids)}, ...], with one row for each id{mend and f': {mend}'}"
+        f"it must return a dictionary of tensors of shape [{len(ids)}, ...], with one row for each "
+        f"id{mend and f': {mend}'}"
     )

@@ -1,7 +1,8 @@
 """A dataset of several datasets.  The samples of a part follow those of the parts before it.
 
-``data.weights`` says how many samples of each part a run draws (``elastic/plan/mixture.py``).  They are no argument here: which samples
-there are, and with them the fingerprint, does not depend on them, so a branch may change them.
+``data.weights`` says how many samples of each part a run draws (``elastic/plan/mixture.py``).  They are no
+argument here: which samples there are, and with them the fingerprint, does not depend on them, so a branch
+may change them.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ PART = {"dataset": "elastic.data.tokens:TokenDataset", "args": {}}
 class Mixture:
     """Reads the samples of several datasets.
 
-    Each of ``parts`` is a table with ``dataset``, the class as ``pkg.module:Class`` (by default that of prepared tokens), and ``args``, its
-    arguments.  All must give tensors of the same names and shapes.  Raises :class:`DataError` for parts that are none.
+    Each of ``parts`` is a table with ``dataset``, the class as ``pkg.module:Class`` (by default that of
+    prepared tokens), and ``args``, its arguments.  All must give tensors of the same names and shapes.
+    Raises :class:`DataError` for parts that are none.
     """
 
     def __init__(self, parts: Sequence[Mapping[str, Any]]) -> None:
@@ -38,7 +40,9 @@ class Mixture:
         self.sizes = [len(part) for part in self.parts]
         """Number of samples of each part."""
         if 0 in self.sizes:
-            raise DataError(f"data.args.parts[{self.sizes.index(0)}] has no samples; give it some, or leave it out")
+            raise DataError(
+                f"data.args.parts[{self.sizes.index(0)}] has no samples; give it some, or leave it out"
+            )
         self._firsts = list(accumulate(self.sizes, initial=0))
         vocabularies = [part.vocabulary for part in self.parts if hasattr(part, "vocabulary")]
         if vocabularies:
@@ -51,21 +55,35 @@ class Mixture:
     def read(self, ids: Ids) -> Batch:
         """Returns the samples, each read from its part, in the order of ``ids``.
 
-        Raises :class:`IndexError` if there is no such sample, and :class:`DataError` if parts give other tensors.
+        Raises :class:`IndexError` if there is no such sample, and :class:`DataError` if parts give other
+        tensors.
         """
         found = [(rows, self.parts[part].read(own)) for part, rows, own in self._by_part(ids)]
         if len(found) == 1:
             return found[0][1]
-        shapes = [{name: (list(value.shape[1:]), str(value.dtype)) for name, value in batch.items()} for _, batch in found]
+        shapes = [
+            {name: (list(value.shape[1:]), str(value.dtype)) for name, value in batch.items()}
+            for _, batch in found
+        ]
         if other := next((shape for shape in shapes if shape != shapes[0]), None):
-            raise DataError(f"data.args.parts: a sample of one part has {shapes[0]}, and one of another has {other}; make them alike")
+            raise DataError(
+                f"data.args.parts: a sample of one part has {shapes[0]}, and one of another has "
+                f"{other}; make them alike"
+            )
         order = torch.tensor([row for rows, _ in found for row in rows]).argsort()
         return {name: torch.cat([batch[name] for _, batch in found])[order] for name in shapes[0]}
 
     def lengths(self, ids: Ids) -> list[int]:
-        """Returns the length of each sample, as its part tells it.  Raises :class:`DataError` if a part does not tell it."""
-        if silent := [number for number, part in enumerate(self.parts) if not callable(getattr(part, "lengths", None))]:
-            raise DataError(f"data.group_by_length = true, and data.args.parts[{silent[0]}] has no lengths(); give it one, or leave it out")
+        """Returns the length of each sample, as its part tells it.  Raises :class:`DataError` if a part does
+        not tell it.
+        """
+        if silent := [
+            number for number, part in enumerate(self.parts) if not callable(getattr(part, "lengths", None))
+        ]:
+            raise DataError(
+                f"data.group_by_length = true, and data.args.parts[{silent[0]}] has no "
+                "lengths(); give it one, or leave it out"
+            )
         found = [0] * len(ids)
         for part, rows, own in self._by_part(ids):
             for row, length in zip(rows, self.parts[part].lengths(own), strict=True):  # type: ignore[attr-defined]
@@ -78,20 +96,31 @@ class Mixture:
         return f"mixture-{hashlib.sha256(told.encode()).hexdigest()}"
 
     def _by_part(self, ids: Ids) -> list[tuple[int, list[int], Ids]]:
-        """Returns each part that has some of ``ids``, the places of these in ``ids``, and their ids in the part."""
+        """Returns each part that has some of ``ids``, the places of these in ``ids``, and their ids in the
+        part.
+        """
         found: dict[int, list[int]] = {}
         for row, sample in enumerate(ids):
             if not 0 <= sample < len(self):
                 raise IndexError(f"sample {sample} of a mixture of {len(self)}")
             found.setdefault(bisect_right(self._firsts, sample) - 1, []).append(row)
-        return [(part, rows, tuple(ids[row] - self._firsts[part] for row in rows)) for part, rows in sorted(found.items())]
+        return [
+            (part, rows, tuple(ids[row] - self._firsts[part] for row in rows))
+            for part, rows in sorted(found.items())
+        ]
 
 
 def _opened(number: int, part: object) -> Dataset:
     if not isinstance(part, Mapping) or (unknown := sorted(part.keys() - PART.keys())):
         what = f"has {unknown[0]!r}" if isinstance(part, Mapping) else f"is {part!r}"
-        hint = "; weights are in data.weights, a number for each part" if isinstance(part, Mapping) and "weight" in part else ""
-        raise DataError(f"data.args.parts[{number}] {what}; a part is a table with {' and '.join(PART)}{hint}")
+        hint = (
+            "; weights are in data.weights, a number for each part"
+            if isinstance(part, Mapping) and "weight" in part
+            else ""
+        )
+        raise DataError(
+            f"data.args.parts[{number}] {what}; a part is a table with {' and '.join(PART)}{hint}"
+        )
     kind, args = (part.get(name, value) for name, value in PART.items())
     named = f"data.args.parts[{number}]"
     try:

@@ -1,7 +1,9 @@
-"""Makes a token dataset from text: every document of the sources in order, each followed by an end-of-document token.
+"""Makes a token dataset from text: every document of the sources in order, each followed by an
+end-of-document token.
 
-The same text, prepared with the same options, always gives the same bytes.  Documents may be held out for validation.  The digest of its
-text says whether a document is one of them, so equal documents are on one side, whatever else there is, and stay there when text is added.
+The same text, prepared with the same options, always gives the same bytes.  Documents may be held out for
+validation.  The digest of its text says whether a document is one of them, so equal documents are on one
+side, whatever else there is, and stay there when text is added.
 """
 
 from __future__ import annotations
@@ -38,12 +40,21 @@ class Summary:
 
     @classmethod
     def of(cls, store: ObjectStore, made: Description, held_out: Summary | None = None) -> Summary:
-        return cls(store.url, made.documents, made.tokens, len(made.files), made.vocabulary, made.fingerprint, held_out)
+        return cls(
+            store.url,
+            made.documents,
+            made.tokens,
+            len(made.files),
+            made.vocabulary,
+            made.fingerprint,
+            held_out,
+        )
 
     def __str__(self) -> str:
         said = (
             f"{self.documents:,} {'document' if self.documents == 1 else 'documents'}, "
-            f"{self.tokens:,} {'token' if self.tokens == 1 else 'tokens'} in {self.files} {'file' if self.files == 1 else 'files'}, "
+            f"{self.tokens:,} {'token' if self.tokens == 1 else 'tokens'} in {self.files} "
+            f"{'file' if self.files == 1 else 'files'}, "
             f"vocabulary {self.vocabulary:,}: {self.url} (fingerprint {self.fingerprint[:12]})"
         )
         return said if self.held_out is None else f"{said}\nheld out: {self.held_out}"
@@ -61,18 +72,23 @@ def prepare(
     held_out: float = 0.0,
     unique: bool = False,
 ) -> Summary:
-    """Writes the text in ``source`` (folders, files or URLs) as a dataset at the URL or folder ``destination``.
+    """Writes the text in ``source`` (folders, files or URLs) as a dataset at the URL or folder
+    ``destination``.
 
-    The tokens are the bytes of the text by default.  ``tokenizer`` is the path of a tokenizer.json to use instead, or of a folder with one;
-    ``bpe`` is the largest number of entries of a BPE tokenizer to train on the text; ``end_of_document`` is the token that ends documents,
-    if one of these is used.  About the part ``held_out`` of the documents goes to a dataset of its own, in a folder below.  ``unique``
-    leaves out documents whose text came before.  Preparing the same text again changes nothing and is no error.
+    The tokens are the bytes of the text by default.  ``tokenizer`` is the path of a tokenizer.json to use
+    instead, or of a folder with one; ``bpe`` is the largest number of entries of a BPE tokenizer to train on
+    the text; ``end_of_document`` is the token that ends documents, if one of these is used.  About the part
+    ``held_out`` of the documents goes to a dataset of its own, in a folder below.  ``unique`` leaves out
+    documents whose text came before.  Preparing the same text again changes nothing and is no error.
 
-    Raises :class:`DataError` if there is no text, if some of it cannot be read, if another dataset is there already, or a file of
-    somebody else that would be overwritten; then nothing new is left behind, but perhaps what was held out.
+    Raises :class:`DataError` if there is no text, if some of it cannot be read, if another dataset is there
+    already, or a file of somebody else that would be overwritten; then nothing new is left behind, but
+    perhaps what was held out.
     """
     if not 0 <= held_out < 1:
-        raise DataError(f"--held-out {held_out:g} must be a part of the documents: at least 0, and less than 1")
+        raise DataError(
+            f"--held-out {held_out:g} must be a part of the documents: at least 0, and less than 1"
+        )
     sources = [source] if isinstance(source, str | Path) else list(source)
     files = text_files(sources, suffixes)
 
@@ -89,7 +105,9 @@ def prepare(
 
     for out in (False, True)[: 2 if held_out else 1]:
         if not any(document.text for document in texts(out)):
-            raise DataError(_nothing(sources, suffixes, len(files)) if not held_out else _one_sided(held_out, out))
+            raise DataError(
+                _nothing(sources, suffixes, len(files)) if not held_out else _one_sided(held_out, out)
+            )
     store = ObjectStore.open(destination)
     beside = ObjectStore.open(f"{store.url}/{HELD_OUT}") if held_out else None
     for each in filter(None, (store, beside)):  # before a tokenizer is trained, which takes long
@@ -100,7 +118,9 @@ def prepare(
     return _written(store, encoder, texts(), aside)
 
 
-def _written(store: ObjectStore, encoder: Encoder, texts: Iterator[Document], held_out: Summary | None = None) -> Summary:
+def _written(
+    store: ObjectStore, encoder: Encoder, texts: Iterator[Document], held_out: Summary | None = None
+) -> Summary:
     with _refused(store):
         return Summary.of(store, write_dataset(store, encoder.encode(texts), encoder.coding), held_out)
 
@@ -112,14 +132,19 @@ def _refused(store: ObjectStore) -> Iterator[None]:
         yield
     except Exists as error:
         if error.args[0] == DESCRIPTION:
-            raise DataError(f"{store.url} holds another dataset already; give another destination, or delete it first") from None
+            raise DataError(
+                f"{store.url} holds another dataset already; give another destination, or delete it first"
+            ) from None
         raise DataError(
-            f"{error.object} is there already, and would be overwritten although no {DESCRIPTION} says that it is of a dataset; "
+            f"{error.object} is there already, and would be overwritten although no {DESCRIPTION} says that "
+            "it is of a dataset; "
             f"give another destination"
         ) from None
 
 
-def _encoder(texts: Callable[[], Iterator[Document]], tokenizer: str | Path | None, bpe: int | None, end: str | None) -> Encoder:
+def _encoder(
+    texts: Callable[[], Iterator[Document]], tokenizer: str | Path | None, bpe: int | None, end: str | None
+) -> Encoder:
     if tokenizer is not None:
         return read_tokenizer(tokenizer, end)
     if bpe is not None:
@@ -130,13 +155,24 @@ def _encoder(texts: Callable[[], Iterator[Document]], tokenizer: str | Path | No
 def _nothing(sources: Sequence[str | Path], suffixes: Sequence[str], files: int) -> str:
     shown = " and ".join(repr(str(source)) for source in sources)
     if files:
-        return f"the {files} text {'file' if files == 1 else 'files'} in {shown} {'is' if files == 1 else 'are all'} empty"
+        return (
+            f"the {files} text {'file' if files == 1 else 'files'} in {shown} "
+            f"{'is' if files == 1 else 'are all'} empty"
+        )
     ends = " or ".join(suffixes)
     if len(sources) == 1 and Path(sources[0]).is_dir():
-        return f"{shown} is a folder without a file whose name ends in {ends}; give another source, or --suffix"
-    return f"{shown}: no such file, nor a folder with one whose name ends in {ends}; give another source, or --suffix"
+        return (
+            f"{shown} is a folder without a file whose name ends in {ends}; give another source, or --suffix"
+        )
+    return (
+        f"{shown}: no such file, nor a folder with one whose name ends in {ends}; give another source, "
+        "or --suffix"
+    )
 
 
 def _one_sided(held_out: float, out: bool) -> str:
     side = "would be held out" if out else "would be left to train on"
-    return f"--held-out {held_out:g}: no document {side}; give another part, or more documents (a file is one, and so is a line of JSON)"
+    return (
+        f"--held-out {held_out:g}: no document {side}; give another part, or more documents (a file is "
+        "one, and so is a line of JSON)"
+    )

@@ -22,7 +22,9 @@ from storage.errors import Unavailable
 
 
 def serve(descriptor: int) -> None:
-    """Opens the dataset, and then reads what is asked for.  Generators of random numbers are seeded by ids, as where the worker reads."""
+    """Opens the dataset, and then reads what is asked for.  Generators of random numbers are seeded by ids,
+    as where the worker reads.
+    """
     connection, asked = Connection(descriptor), SimpleQueue[Any]()
     Thread(target=_listen, args=(connection, asked), daemon=True).start()
     code, args, section, threads, deterministic = asked.get()
@@ -47,11 +49,15 @@ def _opened(code: str, args: Mapping[str, Any], section: str, named: str) -> Dat
     except (ElasticError, Unavailable):
         raise
     except Exception as error:  # the user's class may raise anything, also where the worker has opened it
-        raise DataError(f"{named} cannot be opened by a reader, as data.readers asks: {failure(error)}") from error
+        raise DataError(
+            f"{named} cannot be opened by a reader, as data.readers asks: {failure(error)}"
+        ) from error
 
 
 def _listen(connection: Connection, asked: SimpleQueue[Any]) -> None:
-    """Hands on what the worker asks for, and ends this process when the worker has ended, also in the middle of a read."""
+    """Hands on what the worker asks for, and ends this process when the worker has ended, also in the middle
+    of a read.
+    """
     with suppress(EOFError, OSError):
         while True:
             asked.put(connection.recv())

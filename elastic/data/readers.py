@@ -1,9 +1,11 @@
-"""Lets other processes read the samples of a worker, so that slow code of a dataset does not hold the lock of Python in which it trains.
+"""Lets other processes read the samples of a worker, so that slow code of a dataset does not hold the lock of
+Python in which it trains.
 
-A worker has ``data.readers`` of them.  Each is a new program that opens the dataset by itself (``reader.py``): nothing is forked, and no
-main module is imported again.  It gets ids and gives tensors over a socket, of which both ends are in these two processes alone, so it ends
-with its worker, however that ends.  Tensors travel as their bytes: that needs no shared memory, of which containers have little, and no
-open file for each tensor.
+A worker has ``data.readers`` of them.  Each is a new program that opens the dataset by itself
+(``reader.py``): nothing is forked, and no main module is imported again.  It gets ids and gives tensors over
+a socket, of which both ends are in these two processes alone, so it ends with its worker, however that ends.
+Tensors travel as their bytes: that needs no shared memory, of which containers have little, and no open file
+for each tensor.
 """
 
 from __future__ import annotations
@@ -34,18 +36,28 @@ TRIES = 2
 
 
 class Readers:
-    """The processes that read for one loader.  As many threads as ``count`` may read at a time; each process starts when one needs it."""
+    """The processes that read for one loader.  As many threads as ``count`` may read at a time; each process
+    starts when one needs it.
+    """
 
     def __init__(self, count: int, dataset: str, args: Mapping[str, Any], section: str) -> None:
         """``section`` has the settings of the dataset, for errors."""
         self.count, self._named = count, f"{section}.dataset = {dataset!r}"
-        self._begins = dataset, dict(args), section, torch.get_num_threads(), torch.get_deterministic_debug_mode()
+        self._begins = (
+            dataset,
+            dict(args),
+            section,
+            torch.get_num_threads(),
+            torch.get_deterministic_debug_mode(),
+        )
         self._all: list[_Reader] = []
         self._idle: list[_Reader] = []
         self._closed, self._lock = False, threading.Lock()
 
     def read(self, ids: tuple[int, ...]) -> dict[str, Any]:
-        """Returns the samples.  Raises what the dataset raises, and :class:`DataError` if two processes die of them."""
+        """Returns the samples.  Raises what the dataset raises, and :class:`DataError` if two processes die
+        of them.
+        """
         for _ in range(TRIES):
             reader, how = self._taken(), ""
             try:
@@ -58,7 +70,8 @@ class Readers:
                 if not how:
                     self._idle.append(reader)
         raise DataError(
-            f"{self._named}: samples {[*ids]} cannot be read: {TRIES} readers died of them, the last one {how}; read these alone to see "
+            f"{self._named}: samples {[*ids]} cannot be read: {TRIES} readers died of them, the last one "
+            f"{how}; read these alone to see "
             f"why, or lower data.readers = {self.count} if the node has too little memory"
         )
 
@@ -80,18 +93,24 @@ class Readers:
 
 
 class _Reader:
-    """One process.  It is in a session of its own, so that Ctrl-C in a terminal ends only the worker, which ends it."""
+    """One process.  It is in a session of its own, so that Ctrl-C in a terminal ends only the worker, which
+    ends it.
+    """
 
     def __init__(self, begins: tuple[Any, ...]) -> None:
         self._connection, theirs = Pipe()
         command = [sys.executable, "-c", PROGRAM, json.dumps(sys.path), str(theirs.fileno())]
         with theirs:
-            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True)
+            self._process = subprocess.Popen(
+                command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
+            )
         with suppress(OSError):  # it has died, and the first read says so
             self._connection.send(begins)
 
     def read(self, ids: tuple[int, ...]) -> dict[str, Any]:
-        """Returns the samples, or raises what reading them raised.  Raises :class:`EOFError` or :class:`OSError` if the process died."""
+        """Returns the samples, or raises what reading them raised.  Raises :class:`EOFError` or
+        :class:`OSError` if the process died.
+        """
         self._connection.send(ids)
         error, trace, tensors = self._connection.recv()
         if error is not None:

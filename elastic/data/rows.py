@@ -1,7 +1,9 @@
-"""Reads datasets that others define by their rows: map-style ones of torch, and those of Hugging Face's ``datasets``.
+"""Reads datasets that others define by their rows: map-style ones of torch, and those of Hugging Face's
+``datasets``.
 
-Such a dataset has ``len()`` and ``dataset[i]``.  :class:`SelectedRows` makes a batch of its rows as torch's ``DataLoader`` does: by the
-``collate_fn`` that the dataset has as an attribute, or else by torch's ``default_collate``.
+Such a dataset has ``len()`` and ``dataset[i]``.  :class:`SelectedRows` makes a batch of its rows as torch's
+``DataLoader`` does: by the ``collate_fn`` that the dataset has as an attribute, or else by torch's
+``default_collate``.
 """
 
 from __future__ import annotations
@@ -21,15 +23,20 @@ from elastic.errors import DataError
 METHODS = {"__len__": "len()", "read": "read(ids)", "fingerprint": "fingerprint()"}
 """The methods that a dataset must have, and how each is called."""
 WRONG_ROWS = (
-    'let each row hold tensors, arrays or numbers alone, as with_format("torch", columns=[...]) of Hugging Face makes them, or give the '
+    'let each row hold tensors, arrays or numbers alone, as with_format("torch", columns=[...]) of Hugging '
+    "Face makes them, or give the "
     "dataset a collate_fn"
 )
 SAMPLED = 64
-"""Number of rows by which a dataset is known again that does not say itself which rows it has: so many images take about a second."""
+"""Number of rows by which a dataset is known again that does not say itself which rows it has: so many images
+take about a second.
+"""
 
 
 class SelectedRows:
-    """A dataset that reads the rows of another one by their indices.  Other attributes, as ``lengths``, are those of that one."""
+    """A dataset that reads the rows of another one by their indices.  Other attributes, as ``lengths``, are
+    those of that one.
+    """
 
     def __init__(self, rows: Any, named: str) -> None:
         """``named`` is the setting of the dataset, for errors."""
@@ -48,23 +55,34 @@ class SelectedRows:
         return getattr(self.rows, name)
 
     def read(self, ids: Ids) -> Batch:
-        """Returns the collated rows.  A batch that is a tuple, a list or one tensor gets the names "0", "1", …."""
+        """Returns the collated rows.  A batch that is a tuple, a list or one tensor gets the names "0", "1",
+        ….
+        """
         several = getattr(self.rows, "__getitems__", None)
         batch = self._collate(several([*ids]) if callable(several) else [self.rows[i] for i in ids])
         if callable(named := getattr(batch, "_asdict", None)):
             return dict(named())
         if isinstance(batch, torch.Tensor):
             batch = [batch]
-        return {str(place): each for place, each in enumerate(batch)} if isinstance(batch, tuple | list) else batch
+        return (
+            {str(place): each for place, each in enumerate(batch)}
+            if isinstance(batch, tuple | list)
+            else batch
+        )
 
     def fingerprint(self) -> str:
-        """Returns the fingerprint that the dataset tells, or else a digest of its length and of :data:`SAMPLED` rows."""
+        """Returns the fingerprint that the dataset tells, or else a digest of its length and of
+        :data:`SAMPLED` rows.
+        """
         return self._known_by[0]
 
     @property
     def note(self) -> str:
         """The sentence that says how samples are made, and by what they are known again."""
-        return f"{self._named}: samples are its rows, made a batch by {self._by}, and the run knows them again by {self._known_by[1]}"
+        return (
+            f"{self._named}: samples are its rows, made a batch by {self._by}, and the run knows them "
+            f"again by {self._known_by[1]}"
+        )
 
     @property
     def _known_by(self) -> tuple[str, str]:
@@ -85,24 +103,36 @@ class SelectedRows:
                 for name, value in batch_of(self, (i,), self._named).items():
                     digest.update(f"{i} {name} {value.dtype} {list(value.shape)}".encode())
                     digest.update(value.cpu().contiguous().flatten().view(torch.uint8).numpy())
-        rest = "" if len(some) == count else f" of its {count}: give it a fingerprint(), or a change of the others is not noticed"
+        rest = (
+            ""
+            if len(some) == count
+            else (f" of its {count}: give it a fingerprint(), or a change of the others is not noticed")
+        )
         return f"rows-{digest.hexdigest()}", f"a digest of {len(some)} rows{rest}"
 
 
 def notes_of(dataset: Dataset) -> list[str]:
     """Returns the sentences about the datasets of rows in ``dataset``, which may be a mixture."""
     parts = getattr(dataset, "parts", ())
-    return [each.note for each in (dataset, *(parts if isinstance(parts, list) else ())) if isinstance(each, SelectedRows)]
+    return [
+        each.note
+        for each in (dataset, *(parts if isinstance(parts, list) else ()))
+        if isinstance(each, SelectedRows)
+    ]
 
 
 def dataset_of(code: Any, args: Mapping[str, Any], named: str) -> Dataset:
-    """Returns the dataset that ``code`` makes of ``args``, or that it is.  One that has rows by index is a :class:`SelectedRows` then.
+    """Returns the dataset that ``code`` makes of ``args``, or that it is.  One that has rows by index is a
+    :class:`SelectedRows` then.
 
     Raises :class:`DataError` for what gives no sample by its number, and whatever ``code`` raises.
     """
     is_one = not callable(code) or hasattr(type(code), "__getitem__")
     if is_one and args:
-        raise DataError(f"{named} is a {type(code).__name__} already, and takes no arguments: leave {sorted(args)} out of args")
+        raise DataError(
+            f"{named} is a {type(code).__name__} already, and takes no arguments: leave "
+            f"{sorted(args)} out of args"
+        )
     made = code if is_one else code(**args)
     lacks = [name for name in METHODS if not callable(getattr(made, name, None))]
     if not lacks:
@@ -110,7 +140,8 @@ def dataset_of(code: Any, args: Mapping[str, Any], named: str) -> Dataset:
     kind = type(made).__name__
     if isinstance(made, DataLoader):
         raise DataError(
-            f"{named} gives a {kind}; give its dataset, with the collate_fn as an attribute, since the order of samples and the size of a "
+            f"{named} gives a {kind}; give its dataset, with the collate_fn as an attribute, since the "
+            "order of samples and the size of a "
             f"batch are settings of the job"
         )
     if isinstance(made, Mapping):
@@ -118,8 +149,10 @@ def dataset_of(code: Any, args: Mapping[str, Any], named: str) -> Dataset:
     by_index = hasattr(made, "__getitem__")
     if isinstance(made, IterableDataset) or (hasattr(made, "__iter__") and not by_index):
         raise DataError(
-            f"{named}: the samples of {kind} come one after the other, and a worker reads any sample by its number: prepare text with "
-            f"`elastic data prepare`, give list(...) of samples that fit into memory, or write them to files with "
+            f"{named}: the samples of {kind} come one after the other, and a worker reads any sample by its "
+            "number: prepare text with "
+            "`elastic data prepare`, give list(...) of samples that fit into memory, or write them to "
+            "files with "
             f"datasets.Dataset.from_generator(...)"
         )
     if not by_index or "read" not in lacks or "__len__" in lacks:

@@ -27,7 +27,9 @@ def show(path: str) -> dict[str, str]:
     first = files.read(0, min(SHOWN_TOKENS, about.tokens))
     return {
         "dataset": store.url,
-        "tokenizer": about.tokenizer if about.definition is None else f"{about.tokenizer} (blake3 {about.definition.blake3[:12]})",
+        "tokenizer": about.tokenizer
+        if about.definition is None
+        else (f"{about.tokenizer} (blake3 {about.definition.blake3[:12]})"),
         "vocabulary": f"{about.vocabulary:,} ({about.dtype.name}), {about.end_of_document} ends a document",
         "tokens": f"{about.tokens:,}",
         "documents": f"{about.documents:,}",
@@ -41,7 +43,9 @@ def show(path: str) -> dict[str, str]:
 def encoder_of(store: ObjectStore, about: Description) -> Encoder:
     """Returns the encoder that turned the text into these tokens."""
     definition = store.get(about.definition.name) if about.definition is not None else None
-    return open_encoder(Coding(about.tokenizer, about.vocabulary, about.end_of_document, definition), store.url)
+    return open_encoder(
+        Coding(about.tokenizer, about.vocabulary, about.end_of_document, definition), store.url
+    )
 
 
 def open_tokens(path: str) -> TokenFiles:
@@ -58,5 +62,11 @@ def _not_prepared(path: str) -> str:
     texts = len(text_files([path]))
     if texts:
         command = f"elastic data prepare {shlex.quote(path)} {shlex.quote(os.path.abspath(path) + '-tokens')}"
-        return f"data.args.path = {path!r} is a folder of text ({texts} files), no dataset; run `{command}` and set path to that"
-    return f"data.args.path = {path!r} holds no dataset; run `elastic data prepare FOLDER_OF_TEXT {shlex.quote(path)}`"
+        return (
+            f"data.args.path = {path!r} is a folder of text ({texts} files), no dataset; run `{command}` "
+            "and set path to that"
+        )
+    return (
+        f"data.args.path = {path!r} holds no dataset; run `elastic data prepare FOLDER_OF_TEXT "
+        f"{shlex.quote(path)}`"
+    )

@@ -1,8 +1,8 @@
 """Reads text from text files, JSON lines and parquet, in folders, single files or buckets, compressed or not.
 
-Documents come in the order of the sources as named, then of the paths, then of the rows; so the same text always gives the same dataset.
-Everything is read as a stream: one document, a piece of one file, or a few rows are in memory at a time.  An error names the file and the
-line or row, counted from 1.
+Documents come in the order of the sources as named, then of the paths, then of the rows; so the same text
+always gives the same dataset. Everything is read as a stream: one document, a piece of one file, or a few
+rows are in memory at a time.  An error names the file and the line or row, counted from 1.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from storage.objects import ObjectStore
 
 SUFFIXES = (".txt", ".md", ".rst", ".py", ".jsonl", ".parquet")
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
-"""Compressions by suffix.  Each may follow any suffix of :data:`SUFFIXES` except .parquet, which compresses by itself."""
+"""Compressions by suffix.  Each may follow any suffix of :data:`SUFFIXES` except .parquet, which compresses
+by itself.
+"""
 BUFFER_BYTES = 4 * 2**20
 """Size of one read from a store in bytes.  A large read makes a file of a bucket take few requests."""
 ROWS = 128
@@ -31,7 +33,9 @@ ROWS = 128
 
 
 class Document(NamedTuple):
-    """One document.  ``name`` is the path of its file, followed by ``:line`` or ``:row`` if the file holds many; ``text`` is its bytes."""
+    """One document.  ``name`` is the path of its file, followed by ``:line`` or ``:row`` if the file holds
+    many; ``text`` is its bytes.
+    """
 
     name: str
     text: bytes
@@ -49,9 +53,11 @@ class TextFile(NamedTuple):
 
 
 def text_files(sources: Iterable[str | Path], suffixes: Sequence[str] = SUFFIXES) -> list[TextFile]:
-    """Returns the files that ``sources`` name, and the files with one of ``suffixes`` in the folders that they name.
+    """Returns the files that ``sources`` name, and the files with one of ``suffixes`` in the folders that
+    they name.
 
-    Files of a folder are sorted by path; hidden files are left out, and so are the files of datasets, but not what lies beside them.
+    Files of a folder are sorted by path; hidden files are left out, and so are the files of datasets, but not
+    what lies beside them.
     """
     return [file for source in sources for file in (_itself(str(source)) or _below(str(source), suffixes))]
 
@@ -70,7 +76,11 @@ def _below(source: str, suffixes: Sequence[str]) -> list[TextFile]:
     keys = store.list()
     prepared = files_of_datasets(store, keys)  # a dataset's own parquet is no text
     ends = (*suffixes, *(f"{suffix}{packed}" for suffix in suffixes for packed in COMPRESSIONS))
-    return [TextFile(store, key) for key in keys if key.endswith(ends) and "/." not in f"/{key}" and key not in prepared]
+    return [
+        TextFile(store, key)
+        for key in keys
+        if key.endswith(ends) and "/." not in f"/{key}" and key not in prepared
+    ]
 
 
 def documents(files: Iterable[TextFile], text_field: str = "text") -> Iterator[Document]:
@@ -101,18 +111,28 @@ def _lines(file: TextFile, field: str) -> Iterator[Document]:
         except ValueError as error:
             raise DataError(f"{place} is not JSON in UTF-8: {error}") from None
         if not isinstance(value, dict):
-            raise DataError(f"{place} is a JSON {type(value).__name__}, not an object with the field {field!r}")
+            raise DataError(
+                f"{place} is a JSON {type(value).__name__}, not an object with the field {field!r}"
+            )
         if field not in value:
-            raise DataError(f"{place} has no field {field!r}, only {', '.join(map(repr, value)) or 'none'}; name another with --text-field")
+            raise DataError(
+                f"{place} has no field {field!r}, only {', '.join(map(repr, value)) or 'none'}; "
+                "name another with --text-field"
+            )
         yield Document(f"{file.key}:{number}", _utf8(value[field], place, field))
 
 
 def _rows(file: TextFile, field: str) -> Iterator[Document]:
     # with pre_buffer, or with all groups at once, arrow would fetch the column of the whole file first
-    with pq.ParquetFile(pa.PythonFile(_Raw(file), mode="r"), pre_buffer=False, buffer_size=BUFFER_BYTES) as table:
+    with pq.ParquetFile(
+        pa.PythonFile(_Raw(file), mode="r"), pre_buffer=False, buffer_size=BUFFER_BYTES
+    ) as table:
         names = table.schema_arrow.names
         if field not in names:
-            raise DataError(f"{file.place} has no column {field!r}, only {', '.join(map(repr, names))}; name another with --text-field")
+            raise DataError(
+                f"{file.place} has no column {field!r}, only {', '.join(map(repr, names))}; "
+                "name another with --text-field"
+            )
         groups = (table.iter_batches(ROWS, [group], [field]) for group in range(table.num_row_groups))
         cells = (cell for batches in groups for batch in batches for cell in batch.column(0))
         for number, cell in enumerate(cells, 1):
@@ -120,24 +140,32 @@ def _rows(file: TextFile, field: str) -> Iterator[Document]:
             try:
                 text = cell.as_py()
             except UnicodeDecodeError as error:
-                raise DataError(f"{place} {field!r} is not UTF-8: {error}; convert the text to UTF-8") from None
+                raise DataError(
+                    f"{place} {field!r} is not UTF-8: {error}; convert the text to UTF-8"
+                ) from None
             yield Document(f"{file.key}:{number}", _utf8(text, place, field))
 
 
 def _checked(text: bytes, file: TextFile) -> bytes:
-    """Returns ``text``, without the mark of UTF-8 at its beginning that some editors write.  Raises :class:`DataError` unless it is UTF-8.
+    """Returns ``text``, without the mark of UTF-8 at its beginning that some editors write.  Raises
+    :class:`DataError` unless it is UTF-8.
 
-    Letters in UTF-16 are valid UTF-8, too, with a zero after each; so no text has zeros in more than a quarter of its bytes.
+    Letters in UTF-16 are valid UTF-8, too, with a zero after each; so no text has zeros in more than a
+    quarter of its bytes.
     """
     if text.count(0) * 4 > len(text):
         line = text.count(b"\n", 0, text.index(0)) + 1
-        raise DataError(f"{file.place}, line {line}: many bytes are 0x00, as in UTF-16; convert the file to UTF-8, or leave it out")
+        raise DataError(
+            f"{file.place}, line {line}: many bytes are 0x00, as in UTF-16; convert the file to "
+            "UTF-8, or leave it out"
+        )
     try:
         text.decode()
     except UnicodeDecodeError as error:
         line = text.count(b"\n", 0, error.start) + 1
         raise DataError(
-            f"{file.place}, line {line}: byte {text[error.start]:#04x} is not UTF-8; convert the file to UTF-8, or leave it out"
+            f"{file.place}, line {line}: byte {text[error.start]:#04x} is not UTF-8; convert the file to "
+            "UTF-8, or leave it out"
         ) from None
     return text.removeprefix(codecs.BOM_UTF8)
 

@@ -1,11 +1,14 @@
-"""The dataset that most jobs use: each sample is ``seq_len`` + 1 consecutive tokens, and shares one token with the next sample.
+"""The dataset that most jobs use: each sample is ``seq_len`` + 1 consecutive tokens, and shares one token
+with the next sample.
 
-So every token but the first is predicted exactly once an epoch.  Tokens left over at the end, too few for a sample, are not used.
+So every token but the first is predicted exactly once an epoch.  Tokens left over at the end, too few for a
+sample, are not used.
 
-Samples are packed: they begin and end anywhere in a document, and have no padding.  With ``documents`` a batch also says to which document
-of its sample each token belongs, so that a model can keep them apart; first tokens of documents are then not predicted.  A document ends
-with its end-of-document token, as with ``reset_attention_mask`` and ``eod_mask_loss`` of Megatron-LM.  If a sample cuts a document, the
-rest is a document of the next sample.
+Samples are packed: they begin and end anywhere in a document, and have no padding.  With ``documents`` a
+batch also says to which document of its sample each token belongs, so that a model can keep them apart; first
+tokens of documents are then not predicted.  A document ends with its end-of-document token, as with
+``reset_attention_mask`` and ``eod_mask_loss`` of Megatron-LM.  If a sample cuts a document, the rest is a
+document of the next sample.
 """
 
 from __future__ import annotations
@@ -22,8 +25,9 @@ from storage.objects import ObjectStore
 class TokenDataset:
     """Reads the samples of a prepared dataset.
 
-    ``path`` is the folder or URL that ``elastic data prepare`` wrote.  With ``documents`` the tokens of a sample attend only to their own
-    document, if model and loss know of documents, as ours do.  Raises :class:`DataError` if ``path`` holds no sample.
+    ``path`` is the folder or URL that ``elastic data prepare`` wrote.  With ``documents`` the tokens of a
+    sample attend only to their own document, if model and loss know of documents, as ours do.  Raises
+    :class:`DataError` if ``path`` holds no sample.
     """
 
     def __init__(self, path: str, seq_len: int, documents: bool = False) -> None:
@@ -39,7 +43,8 @@ class TokenDataset:
         self._samples = (tokens - 1) // seq_len
         if self._samples < 1:
             raise DataError(
-                f"data.args.path = {path!r} has {tokens} tokens, too few for one sample of seq_len + 1 = {seq_len + 1}; "
+                f"data.args.path = {path!r} has {tokens} tokens, too few for one sample of seq_len + 1 = "
+                f"{seq_len + 1}; "
                 f"prepare more text, or lower data.args.seq_len"
             )
 
@@ -47,7 +52,8 @@ class TokenDataset:
         return self._samples
 
     def read(self, ids: tuple[int, ...]) -> dict[str, torch.Tensor]:
-        """Returns ``{"tokens": int64 [samples, seq_len + 1]}``, and ``"documents"``, int32 of the same shape, if they are asked for.
+        """Returns ``{"tokens": int64 [samples, seq_len + 1]}``, and ``"documents"``, int32 of the same shape,
+        if they are asked for.
 
         Documents are counted from 0 in each sample.  Raises :class:`IndexError` if there is no such sample.
         """
@@ -66,5 +72,7 @@ class TokenDataset:
         return encoder_of(ObjectStore.open(self.path), self._files.description)
 
     def fingerprint(self) -> str:
-        """Returns a digest of all tokens, the sample length, and whether documents are told.  It does not depend on where the data lies."""
+        """Returns a digest of all tokens, the sample length, and whether documents are told.  It does not
+        depend on where the data lies.
+        """
         return f"{self._files.description.fingerprint}/{self.seq_len}{'/documents' if self.documents else ''}"

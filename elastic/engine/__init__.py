@@ -1,1 +1,3 @@
-"""COMPUTES: process groups, sharded models, reductions of gradients, optimizers.  It uses torch, and never Ray."""
+"""COMPUTES: process groups, sharded models, reductions of gradients, optimizers.  It uses torch, and never
+Ray.
+"""

@@ -1,11 +1,13 @@
 """Moves what blocks keep for the backward pass to the host's memory, or keeps it with eight bits a number.
 
-Autograd calls hooks where it keeps a tensor, and where it needs it again.  Here they act on whole memory, whatever views of it are kept, so
-strides stay as they were, and nothing is stored twice.  Weights stay where they are, and so does what is not the block's own, such as
-positions and masks, and what is small, such as the statistics of norms and of attention.
+Autograd calls hooks where it keeps a tensor, and where it needs it again.  Here they act on whole memory,
+whatever views of it are kept, so strides stay as they were, and nothing is stored twice.  Weights stay where
+they are, and so does what is not the block's own, such as positions and masks, and what is small, such as the
+statistics of norms and of attention.
 
 * Offload.  A stream of its own copies what a block keeps to pinned memory, while the next block runs; then the device's memory is free.  In
-  the backward pass the memory of a block comes back while the block after it goes back.  The host waits for nothing, and the bits stay.
+  the backward pass the memory of a block comes back while the block after it goes back.  The host waits for
+  nothing, and the bits stay.
 * Compression to int8 (blockwise: Dettmers and others 2022, section 2.1) or to fp8, for the backward pass only.  The forward pass is exact.
   The result is a function of one microbatch, so all layouts give the same bits.
 """
@@ -55,7 +57,9 @@ Hold = Callable[[Tensor], Restore | None]
 
 
 def apply_activations(model: nn.Module, table: ShardingTable, policy: str) -> None:
-    """Lets each block of ``model`` keep in another form what its backward pass needs, by the setting ``activations``."""
+    """Lets each block of ``model`` keep in another form what its backward pass needs, by the setting
+    ``activations``.
+    """
     if policy == "keep":
         return
     run = _Offload().run if policy == "offload" else partial(_run, _FORMATS[policy])
@@ -68,7 +72,12 @@ def _run(hold: Hold, block: nn.Module, forward: Any, *args: Any, **kwargs: Any) 
     own = [each.untyped_storage().nbytes() for each in given if each.requires_grad]
     if not own or not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    others = (*parameters_of(block), *block.buffers(), *fp8.held_by(block), *(each for each in given if not each.requires_grad))
+    others = (
+        *parameters_of(block),
+        *block.buffers(),
+        *fp8.held_by(block),
+        *(each for each in given if not each.requires_grad),
+    )
     kept = _Kept(hold, {each.untyped_storage()._cdata for each in others}, own[0] // SMALL)
     with torch.autograd.graph.saved_tensors_hooks(kept.pack, _unpack):
         return forward(*args, **kwargs)
@@ -106,18 +115,26 @@ class _Kept:
     """The memory that is not the block's own."""
     small: int
     known: dict[tuple[StorageWeakRef, int], _Held | None] = field(default_factory=dict)
-    """The form in which memory is held, by the memory and the number of changes to it.  None: it stays as it is."""
+    """The form in which memory is held, by the memory and the number of changes to it.  None: it stays as it
+    is.
+    """
 
     def pack(self, tensor: Tensor) -> Tensor | _View:
         memory = tensor.untyped_storage()
-        if type(tensor) not in (Tensor, FakeTensor) or memory.nbytes() < self.small or memory._cdata in self.others:
+        if (
+            type(tensor) not in (Tensor, FakeTensor)
+            or memory.nbytes() < self.small
+            or memory._cdata in self.others
+        ):
             return tensor
         key = StorageWeakRef(memory), tensor._version
         if key not in self.known:
             restore = self.hold(tensor.detach() if tensor._base is None else tensor._base.detach())
             self.known[key] = None if restore is None else _Held(restore)
         held, place = self.known[key], (tensor.storage_offset(), tensor.shape, tensor.stride())
-        return tensor if held is None else _View(held, {"dtype": tensor.dtype, "device": tensor.device}, place)
+        return (
+            tensor if held is None else _View(held, {"dtype": tensor.dtype, "device": tensor.device}, place)
+        )
 
 
 def _unpack(kept: Tensor | _View) -> Tensor:
@@ -132,7 +149,8 @@ def _unpack(kept: Tensor | _View) -> Tensor:
 def _flat(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns all memory of ``tensor`` in one dimension."""
     memory = tensor.untyped_storage()
-    if isinstance(tensor, FakeTensor):  # ``set_`` would leave it in a cycle, and who counts memory would count it too long
+    # ``set_`` would leave it in a cycle, and who counts memory would count it too long
+    if isinstance(tensor, FakeTensor):
         return tensor.as_strided((memory.nbytes() // tensor.element_size(),), (1,), 0).view(dtype)
     return torch.empty(0, dtype=dtype, device=tensor.device).set_(memory)
 
@@ -141,11 +159,16 @@ def _flat(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _compressed(compress: Callable[[Tensor, Tensor], Restore], tensor: Tensor) -> Restore | None:
-    """Holds memory that is one tensor.  A kernel may leave gaps in memory, and what is in gaps must not decide about scales.
+    """Holds memory that is one tensor.  A kernel may leave gaps in memory, and what is in gaps must not
+    decide about scales.
 
-    Attention may keep a mask of -inf, which stays.  Other numbers that are not finite become some that are not finite.
+    Attention may keep a mask of -inf, which stays.  Other numbers that are not finite become some that are
+    not finite.
     """
-    if tensor.dtype not in LOSSY or tensor.numel() * tensor.element_size() != tensor.untyped_storage().nbytes():
+    if (
+        tensor.dtype not in LOSSY
+        or tensor.numel() * tensor.element_size() != tensor.untyped_storage().nbytes()
+    ):
         return None
     flat = _flat(tensor, tensor.dtype)
     masked = flat == -torch.inf
@@ -197,7 +220,9 @@ class _Offload:
 
 
 class _Copies:
-    """The memory that one run of a block keeps, on its way to the host and back.  It lives as long as one of its copies."""
+    """The memory that one run of a block keeps, on its way to the host and back.  It lives as long as one of
+    its copies.
+    """
 
     def __init__(self, before: _Copies | None) -> None:
         self.before = before
@@ -206,7 +231,9 @@ class _Copies:
         """The end of the last transfer, on a GPU."""
         self._fetched = False
         self._backs: list[Tensor] = []
-        """Memory that the last transfer fills; until the stream that allocated it has waited, nobody else may get it."""
+        """Memory that the last transfer fills; until the stream that allocated it has waited, nobody else may
+        get it.
+        """
 
     def hold(self, tensor: Tensor) -> Restore | None:
         if not tensor.is_floating_point() and tensor.dtype != torch.bool:
@@ -216,7 +243,9 @@ class _Copies:
         return copy.restore
 
     def leave(self) -> None:
-        """Begins the copies to the host, and frees the device's memory of the block before, whose copies had the time of this one."""
+        """Begins the copies to the host, and frees the device's memory of the block before, whose copies had
+        the time of this one.
+        """
         copies = self._used()
         with self._transfer(copies):
             for copy in copies:
@@ -259,7 +288,9 @@ class _Copies:
 
 
 class _Copy:
-    """One memory on its way to the host and back.  All transfers are on one stream, so host memory may be taken again at once."""
+    """One memory on its way to the host and back.  All transfers are on one stream, so host memory may be
+    taken again at once.
+    """
 
     def __init__(self, copies: _Copies, source: Tensor) -> None:
         self.copies, self.device, self.version = copies, source.device, source._version
@@ -267,17 +298,24 @@ class _Copy:
         """The memory itself, until the next block has run."""
         self.back: Tensor | None = None
         hosts, size = host_memory(pinned=source.is_cuda), source.untyped_storage().nbytes()
-        # A power of two: microbatches of other lengths take other sizes, each of which would stay for ever.  It costs nothing more, since
-        # torch pins memory in powers of two anyway, and memory that is not pinned is there only once it is written.
+        # A power of two: microbatches of other lengths take other sizes, each of which would stay for ever.
+        # It costs nothing more, since
+        # torch pins memory in powers of two anyway, and memory that is not pinned is there only once it is
+        # written.
         whole = hosts.take(1 << (size - 1).bit_length())
         self.host = whole[:size]
         weakref.finalize(self, hosts.give, whole)
 
     def found(self) -> Tensor:
-        """Returns the memory itself.  Raises RuntimeError if it was changed; without hooks autograd raises it in the backward pass."""
+        """Returns the memory itself.  Raises RuntimeError if it was changed; without hooks autograd raises it
+        in the backward pass.
+        """
         assert self.source is not None
         if self.source._version != self.version:
-            raise RuntimeError(f"a tensor of shape {list(self.source.shape)} is needed for the gradient, and was changed in place")
+            raise RuntimeError(
+                f"a tensor of shape {list(self.source.shape)} is needed for the gradient, "
+                "and was changed in place"
+            )
         return _flat(self.source, torch.uint8)
 
     def free(self) -> None:

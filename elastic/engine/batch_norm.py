@@ -1,13 +1,14 @@
 """Batch normalisation whose running statistics depend on no layout.
 
-Each microbatch is normalised by its own mean and variance (Ioffe and Szegedy 2015), as on one device, and forward changes no buffer.  The
-running statistics r change once a step, with the parameters.  For M microbatches one after the other, with statistics s_0 … s_{M-1} and
-momentum μ, torch computes
+Each microbatch is normalised by its own mean and variance (Ioffe and Szegedy 2015), as on one device, and
+forward changes no buffer.  The running statistics r change once a step, with the parameters.  For M
+microbatches one after the other, with statistics s_0 … s_{M-1} and momentum μ, torch computes
 
     r' = (1-μ)^M · r + μ · Σ_m (1-μ)^(M-1-m) · s_m
 
-so members exchange only the sum, and the scheme adds it as it adds gradients: in the order of the microbatches if runs are reproducible.
-The running statistics are buffers, whole on every member, so nothing else in the platform knows of them.
+so members exchange only the sum, and the scheme adds it as it adds gradients: in the order of the
+microbatches if runs are reproducible. The running statistics are buffers, whole on every member, so nothing
+else in the platform knows of them.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ ONE_VALUE = "Expected more than 1 value per channel"
 
 
 class NormStatistics:
-    """The statistics of the newest microbatch in one norm, at least in float32, and how often its forward pass used the norm."""
+    """The statistics of the newest microbatch in one norm, at least in float32, and how often its forward
+    pass used the norm.
+    """
 
     def __init__(self, norm: _BatchNorm, device: torch.device) -> None:
         assert norm.running_mean is not None
@@ -43,8 +46,11 @@ class NormStatistics:
         self.uses = 0
 
 
-def apply_batch_norm(model: nn.Module, table: ShardingTable, device: torch.device, job: Job) -> dict[str, _BatchNorm]:
-    """Lets the norms of ``model`` that track running statistics leave these alone, and returns the norms by name.
+def apply_batch_norm(
+    model: nn.Module, table: ShardingTable, device: torch.device, job: Job
+) -> dict[str, _BatchNorm]:
+    """Lets the norms of ``model`` that track running statistics leave these alone, and returns the norms by
+    name.
 
     Raises :class:`ModelError` as :func:`tracking`.
     """
@@ -56,41 +62,51 @@ def apply_batch_norm(model: nn.Module, table: ShardingTable, device: torch.devic
 
 
 def tracking(model: nn.Module, table: ShardingTable, job: Job) -> dict[str, _BatchNorm]:
-    """Returns the norms of ``model`` that track running statistics by name: those that compute as torch's BatchNorm1d, 2d and 3d do.
+    """Returns the norms of ``model`` that track running statistics by name: those that compute as torch's
+    BatchNorm1d, 2d and 3d do.
 
     Raises :class:`ModelError` if the job has settings with which their statistics would be wrong.
     """
     norms = {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, _BatchNorm) and type(module).forward is _BatchNorm.forward and module.num_batches_tracked is not None
+        if isinstance(module, _BatchNorm)
+        and type(module).forward is _BatchNorm.forward
+        and module.num_batches_tracked is not None
     }
     for name in norms:
         if job.spikes.leaves_out:
             raise ModelError(
-                f"{name!r} of {job.model!r} keeps running statistics, which would count a microbatch that is left out of its step: "
-                f"spikes.microbatch_z = {job.spikes.microbatch_z:g}; set it to 0, or give the norm track_running_stats=False"
+                f"{name!r} of {job.model!r} keeps running statistics, which would count a microbatch that "
+                "is left out of its step: "
+                f"spikes.microbatch_z = {job.spikes.microbatch_z:g}; set it to 0, or give the norm "
+                "track_running_stats=False"
             )
         if job.compile and job.recompute not in ("none", "auto") and table.block_of(name):
             raise ModelError(
-                f"{name!r} of {job.model!r} keeps running statistics, which a compiled block cannot do if it is also computed again: "
+                f"{name!r} of {job.model!r} keeps running statistics, which a compiled block cannot do if "
+                "it is also computed again: "
                 f"compile = true, recompute = {job.recompute!r}; set recompute = 'none' or compile = false"
             )
     return norms
 
 
 def about_one_value(error: Exception, job: Job) -> str:
-    """Returns what to do about the error of a norm that gets a single sample, because a microbatch has no more; "" for any other one."""
+    """Returns what to do about the error of a norm that gets a single sample, because a microbatch has no
+    more; "" for any other one.
+    """
     if ONE_VALUE not in str(error) or job.microbatch_size > 1:
         return ""
     return (
-        "microbatch = 1: a batch norm takes its mean and variance from one microbatch, and gets one value here; set microbatch to 2 or "
+        "microbatch = 1: a batch norm takes its mean and variance from one microbatch, and gets one value "
+        "here; set microbatch to 2 or "
         "more, or take a norm that needs no other samples, such as LayerNorm or GroupNorm"
     )
 
 
 def _forward(norm: Any, x: Tensor) -> Tensor:
-    """Normalises a microbatch by its own statistics, and keeps them: with a momentum of 1 torch writes them over the older ones.
+    """Normalises a microbatch by its own statistics, and keeps them: with a momentum of 1 torch writes them
+    over the older ones.
 
     A norm that is frozen normalises by its running statistics.
     """
@@ -99,7 +115,8 @@ def _forward(norm: Any, x: Tensor) -> Tensor:
     if norm.training:
         seen.uses += 1  # compiled code is made for its value, so whoever runs the model begins each round
     mean, variance = (seen.mean, seen.variance) if norm.training else (norm.running_mean, norm.running_var)
-    weight, bias = (each if each is None else each.to(mean.dtype) for each in (norm.weight, norm.bias))  # torch takes no other dtype
+    # torch takes no other dtype
+    weight, bias = (each if each is None else each.to(mean.dtype) for each in (norm.weight, norm.bias))
     return batch_norm(x, mean, variance, weight, bias, norm.training, 1.0, norm.eps)
 
 
@@ -128,7 +145,8 @@ class Statistics:
     def add(self, microbatch: int | None) -> None:
         """Adds what the forward pass of ``microbatch`` has seen; nothing for None, an idle round.
 
-        It comes before the backward pass, which may compute norms again.  Raises :class:`ModelError` unless each norm was used once.
+        It comes before the backward pass, which may compute norms again.  Raises :class:`ModelError` unless
+        each norm was used once.
         """
         if self.norms:
             self._add(microbatch)
@@ -138,11 +156,20 @@ class Statistics:
         for (name, norm), seen in zip(self.norms.items(), self.seen, strict=True):
             if norm.training and seen.uses != 1:
                 raise ModelError(
-                    f"the forward pass used {name!r} of {self.model!r} {seen.uses} times; running statistics need one use for each "
-                    f"microbatch.  Use the norm once, call its eval() in the model's train(), or give it track_running_stats=False"
+                    f"the forward pass used {name!r} of {self.model!r} {seen.uses} times; running "
+                    "statistics need one use for each "
+                    "microbatch.  Use the norm once, call its eval() in the model's train(), or give it "
+                    "track_running_stats=False"
                 )
-        after, shards = self.scheme.deal.microbatches - 1 - (microbatch or 0), self.scheme.world.layout.dp_shard
-        weights = [0.0 if microbatch is None else _kept(norm) ** after for norm in self.norms.values() for _ in range(2)]
+        after, shards = (
+            self.scheme.deal.microbatches - 1 - (microbatch or 0),
+            self.scheme.world.layout.dp_shard,
+        )
+        weights = [
+            0.0 if microbatch is None else _kept(norm) ** after
+            for norm in self.norms.values()
+            for _ in range(2)
+        ]
         mine = torch.cat(torch._foreach_mul(self.values, weights))
         if microbatch is None:
             mine.zero_()  # 0 × NaN is NaN
@@ -156,7 +183,8 @@ class Statistics:
             self.total = part
 
     def guard(self, norm: Tensor) -> Tensor:
-        """Returns the ``norm`` of the gradient, or NaN if a statistic is not finite, although the gradient may be: the step is skipped.
+        """Returns the ``norm`` of the gradient, or NaN if a statistic is not finite, although the gradient
+        may be: the step is skipped.
 
         A variance that overflows, for one, makes the norm's output zero.
         """
@@ -173,7 +201,11 @@ class Statistics:
         for norm, mean, variance in zip(self.norms.values(), sums[::2], sums[1::2], strict=True):
             if not norm.training:  # frozen
                 continue
-            assert norm.num_batches_tracked is not None and norm.running_mean is not None and norm.running_var is not None
+            assert (
+                norm.num_batches_tracked is not None
+                and norm.running_mean is not None
+                and norm.running_var is not None
+            )
             norm.num_batches_tracked.add_(count)
             if norm.momentum is None:  # the mean of all microbatches so far
                 share: Tensor | float = 1 / norm.num_batches_tracked.double()

@@ -15,16 +15,19 @@ INDUCTOR = "inductor"
 
 
 VARIANTS = 8
-"""Number of compilations of each block that torch permits at most: a number that differs between blocks, as that of a layer, is compiled
-into each of them, and each is compiled with gradients and without.
+"""Number of compilations of each block that torch permits at most: a number that differs between blocks, as
+that of a layer, is compiled into each of them, and each is compiled with gradients and without.
 """
 
 
-def apply_compile(model: nn.Module, table: ShardingTable, *, forward_alone: bool = False, backend: str = INDUCTOR) -> None:
-    """Compiles each block by itself, before it is wrapped, so that all blocks and all later worlds of this process share one
-    compilation.
+def apply_compile(
+    model: nn.Module, table: ShardingTable, *, forward_alone: bool = False, backend: str = INDUCTOR
+) -> None:
+    """Compiles each block by itself, before it is wrapped, so that all blocks and all later worlds of this
+    process share one compilation.
 
-    With ``forward_alone`` what is put around ``forward`` later stays outside of the compiled code.  ``backend`` is one of torch's.
+    With ``forward_alone`` what is put around ``forward`` later stays outside of the compiled code.
+    ``backend`` is one of torch's.
     """
     config: Any = torch._dynamo.config
     config.recompile_limit = max(config.recompile_limit, VARIANTS * len(table.blocks))
@@ -40,7 +43,7 @@ def apply_compile(model: nn.Module, table: ShardingTable, *, forward_alone: bool
 
 
 def _forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Runs the block's own ``forward``: torch compiles no function that is its own, such as that of ``nn.Sequential``, unless another one
-    calls it.
+    """Runs the block's own ``forward``: torch compiles no function that is its own, such as that of
+    ``nn.Sequential``, unless another one calls it.
     """
     return type(block).forward(block, *args, **kwargs)

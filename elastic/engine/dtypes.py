@@ -1,7 +1,8 @@
 """Describes the number formats that a job may compute with, keep, or send, as torch defines them.
 
-A format has a sign, an exponent and a mantissa.  The exponent sets its range, and the mantissa the distance to the next number: bf16 has
-the range of fp32 and 8 bits of precision; fp16 has 11 bits of precision, and overflows beyond 65,504.  E4M3 has no infinity.
+A format has a sign, an exponent and a mantissa.  The exponent sets its range, and the mantissa the distance
+to the next number: bf16 has the range of fp32 and 8 bits of precision; fp16 has 11 bits of precision, and
+overflows beyond 65,504.  E4M3 has no infinity.
 """
 
 from __future__ import annotations

@@ -1,17 +1,20 @@
-"""Matrix products in fp8 (Micikevicius and others 2022): E4M3 for inputs and weights, E5M2 for gradients, each with a scale.
+"""Matrix products in fp8 (Micikevicius and others 2022): E4M3 for inputs and weights, E5M2 for gradients,
+each with a scale.
 
-The linear layers of the blocks multiply so; everything else computes in bf16.  A scale is the largest power of two with which the largest
-element that it belongs to fits.  So scaling changes no bits, and a scale depends on no order.  There are two recipes:
+The linear layers of the blocks multiply so; everything else computes in bf16.  A scale is the largest power
+of two with which the largest element that it belongs to fits.  So scaling changes no bits, and a scale
+depends on no order.  There are two recipes:
 
 * ``tensor``: a tensor has one scale, and all three products of a layer are in fp8.  A tensor is the whole input of a microbatch, or a whole
   weight, whatever members hold of it.
 * ``row``: each row of an input, of a gradient and of a weight (an output of the layer) has a scale, so an outlier costs precision in its
-  own row only.  The product for the gradient of the input sums over the rows of the weight, and no product takes scales there; so that
-  gradient is multiplied by them before it gets scales of its own, and the same fp8 values of the weight serve both products.  The
-  gradient of the weight sums over the rows of inputs, so it is a product in bf16 (as in torchao's recipe ``rowwise_with_gw_hp``).
+  own row only.  The product for the gradient of the input sums over the rows of the weight, and no product
+  takes scales there; so that gradient is multiplied by them before it gets scales of its own, and the same
+  fp8 values of the weight serve both products.  The gradient of the weight sums over the rows of inputs, so
+  it is a product in bf16 (as in torchao's recipe ``rowwise_with_gw_hp``).
 
-So the products have the same bits in every layout.  If an element is not finite, no element that its scale belongs to is.
-``fp8_weights.py`` casts weights once a step.
+So the products have the same bits in every layout.  If an element is not finite, no element that its scale
+belongs to is. ``fp8_weights.py`` casts weights once a step.
 """
 
 from __future__ import annotations
@@ -34,7 +37,10 @@ LEAST = 2.0**-100
 """Largest element that counts as zero."""
 EXPONENT = 0x7F800000
 """The bits of a float32 that hold its exponent."""
-ONCE = "a product in fp8 has no second derivative, as of torch.autograd.grad(…, create_graph=True); take precision = 'bf16' for that"
+ONCE = (
+    "a product in fp8 has no second derivative, as of torch.autograd.grad(…, create_graph=True); take "
+    "precision = 'bf16' for that"
+)
 Recipe = Literal["tensor", "row"]
 """The names of the recipes."""
 
@@ -49,13 +55,19 @@ def apply_fp8(model: nn.Module, table: ShardingTable, recipe: Recipe = "tensor")
 def layers_of(model: nn.Module, table: ShardingTable) -> list[nn.Linear]:
     """Returns the linear layers of the blocks whose sizes fit."""
     found = [module for name in table.blocks for module in model.get_submodule(name).modules()]
-    return [each for each in found if type(each) is nn.Linear and not each.in_features % MULTIPLE and not each.out_features % MULTIPLE]
+    return [
+        each
+        for each in found
+        if type(each) is nn.Linear and not each.in_features % MULTIPLE and not each.out_features % MULTIPLE
+    ]
 
 
 def hold(layer: nn.Linear, values: Tensor | None, inverse: Tensor | None) -> None:
-    """Lets ``layer`` multiply by fp8 ``values`` with their ``inverse`` scale or scales, in place of its weight.
+    """Lets ``layer`` multiply by fp8 ``values`` with their ``inverse`` scale or scales, in place of its
+    weight.
 
-    None: it casts its weight in each pass.  They are attributes and no buffers, because buffers are part of the state.
+    None: it casts its weight in each pass.  They are attributes and no buffers, because buffers are part of
+    the state.
     """
     layer.fp8_values, layer.fp8_inverse = values, inverse  # type: ignore[assignment]
 
@@ -85,16 +97,20 @@ def _forward(kind: type[torch.autograd.Function], layer: nn.Linear, x: Tensor) -
 
 
 class _Product(torch.autograd.Function):
-    """The product x @ w.T: x [..., in], w [out, in] -> [..., out].  Of the input it keeps the fp8 values alone.
+    """The product x @ w.T: x [..., in], w [out, in] -> [..., out].  Of the input it keeps the fp8 values
+    alone.
 
-    ``values`` and ``inverse`` are those of ``w``, which has none of its own then; None: they are computed here.
+    ``values`` and ``inverse`` are those of ``w``, which has none of its own then; None: they are computed
+    here.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, values: Tensor | None, inverse: Tensor | None) -> Tensor:
         rows, by_x = scaled(x.reshape(-1, x.shape[-1]), FORWARD)
         ctx.save_for_backward(rows, by_x, w if values is None else None, values, inverse)
-        weights, by_w = (values, inverse) if values is not None and inverse is not None else scaled(w, FORWARD)
+        weights, by_w = (
+            (values, inverse) if values is not None and inverse is not None else scaled(w, FORWARD)
+        )
         return _multiply(rows, by_x, weights.t(), by_w, w.dtype, fast=True).view(*x.shape[:-1], -1)
 
     @staticmethod
@@ -121,8 +137,14 @@ class _RowProduct(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, w: Tensor, values: Tensor | None, inverse: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, w if values is None else None, values, inverse)
         rows, by_x = scaled(x.reshape(-1, x.shape[-1]), FORWARD, by_row=True)
-        weights, by_w = (values, inverse) if values is not None and inverse is not None else scaled(w, FORWARD, by_row=True)
-        return _multiply(rows, by_x, weights.t(), by_w.view(1, -1), w.dtype, fast=True).view(*x.shape[:-1], -1)
+        weights, by_w = (
+            (values, inverse)
+            if values is not None and inverse is not None
+            else scaled(w, FORWARD, by_row=True)
+        )
+        return _multiply(rows, by_x, weights.t(), by_w.view(1, -1), w.dtype, fast=True).view(
+            *x.shape[:-1], -1
+        )
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -130,7 +152,8 @@ class _RowProduct(torch.autograd.Function):
         flat, of_x, of_w = grad.reshape(-1, grad.shape[-1]), None, None
         if ctx.needs_input_grad[0]:
             weights, by_w = (values, inverse) if w is None else scaled(w, FORWARD, by_row=True)
-            grads, by_grad = scaled(flat * by_w.view(1, -1).to(flat.dtype), BACKWARD, by_row=True)  # exact: powers of two
+            # exact: powers of two
+            grads, by_grad = scaled(flat * by_w.view(1, -1).to(flat.dtype), BACKWARD, by_row=True)
             ones = torch.ones(1, weights.shape[1], dtype=torch.float32, device=grad.device)
             of_x = _multiply(grads, by_grad, _columns(weights), ones, grad.dtype).view(*grad.shape[:-1], -1)
         if ctx.needs_input_grad[1]:
@@ -139,7 +162,8 @@ class _RowProduct(torch.autograd.Function):
 
 
 def scaled(values: Tensor, dtype: torch.dtype, *, by_row: bool = False) -> tuple[Tensor, Tensor]:
-    """Returns ``values`` times powers of two in the fp8 ``dtype``, and the inverse of these powers, float32: a scalar, or [rows, 1].
+    """Returns ``values`` times powers of two in the fp8 ``dtype``, and the inverse of these powers, float32:
+    a scalar, or [rows, 1].
 
     The maximum is taken of rows first also for a scalar: the compiler can do that where it computes the rows.
     """
@@ -149,17 +173,23 @@ def scaled(values: Tensor, dtype: torch.dtype, *, by_row: bool = False) -> tuple
 
 
 def power_of(largest: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns the largest powers of two with which ``largest``, float32, fit the ``dtype``; NaN for those that are not finite."""
+    """Returns the largest powers of two with which ``largest``, float32, fit the ``dtype``; NaN for those
+    that are not finite.
+    """
     fits = torch.finfo(dtype).max / largest.clamp_min(LEAST)
     return (fits.view(torch.int32) & EXPONENT).view(torch.float32) + (largest - largest)
 
 
 def _columns(matrix: Tensor) -> Tensor:
-    """Returns ``matrix`` with neighbouring rows next to each other in memory, as the product wants its second factor."""
+    """Returns ``matrix`` with neighbouring rows next to each other in memory, as the product wants its second
+    factor.
+    """
     return matrix.t().contiguous().t()
 
 
-def _multiply(a: Tensor, by_a: Tensor, b: Tensor, by_b: Tensor, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
+def _multiply(
+    a: Tensor, by_a: Tensor, b: Tensor, by_b: Tensor, dtype: torch.dtype, *, fast: bool = False
+) -> Tensor:
     """Returns a @ b times both scales.  ``fast`` adds in the tensor cores alone, with fewer bits."""
     multiply: Callable[..., Tensor] = torch._scaled_mm
     return multiply(a, b, scale_a=by_a, scale_b=by_b, out_dtype=dtype, use_fast_accum=fast)

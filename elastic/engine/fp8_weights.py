@@ -1,13 +1,15 @@
 """Weights in fp8: cast once a step, and held and gathered as single bytes.
 
-A weight goes from the member's part of it (the master) to bf16, as all weights do, and from there to fp8 by the scale of ``fp8.py``.  So
-the bits are those of casting the whole weight in bf16.  The scale needs the largest element of all parts: one all-reduce of the maxima of
-all weights together, at the start of a step.  The maxima travel as integers, with the bits of the float32: for numbers of 0 and more the
-order is the same, and infinity and NaN come last.  So one maximum also says what is not finite, and it depends on no order.
+A weight goes from the member's part of it (the master) to bf16, as all weights do, and from there to fp8 by
+the scale of ``fp8.py``.  So the bits are those of casting the whole weight in bf16.  The scale needs the
+largest element of all parts: one all-reduce of the maxima of all weights together, at the start of a step.
+The maxima travel as integers, with the bits of the float32: for numbers of 0 and more the order is the same,
+and infinity and NaN come last.  So one maximum also says what is not finite, and it depends on no order.
 
-The model computes with the fp8 values.  The parameter of such a layer only carries the gradient: its values are NaN, in memory that all
-of them share.  So code of a model that reads the ``weight`` of such a layer by itself gets NaN.  A weight that a second module has as well
-stays in bf16, and its layer casts it in each pass.
+The model computes with the fp8 values.  The parameter of such a layer only carries the gradient: its values
+are NaN, in memory that all of them share.  So code of a model that reads the ``weight`` of such a layer by
+itself gets NaN.  A weight that a second module has as well stays in bf16, and its layer casts it in each
+pass.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ UNSIGNED = 0x7FFFFFFF
 
 
 def weights_of(model: nn.Module, table: ShardingTable) -> dict[str, nn.Linear]:
-    """Returns, by the name of the weight, the layers whose weights may be held in fp8: no other module has them."""
+    """Returns, by the name of the weight, the layers whose weights may be held in fp8: no other module has
+    them.
+    """
     owners = Counter(id(each) for module in model.modules() for each in module._parameters.values())
     layers = {id(layer.weight): layer for layer in layers_of(model, table) if owners[id(layer.weight)] == 1}
     return {name: layers[id(weight)] for name, weight in model.named_parameters() if id(weight) in layers}
@@ -45,19 +49,24 @@ class Fp8Weights:
         self.rows = {name: chunk(layer.out_features, shards, index) for name, layer in layers.items()}
         """The rows [first, last) of each weight that this member holds."""
         self.parts = {
-            name: torch.zeros(chunk_size(layer.out_features, shards), layer.in_features, dtype=FORWARD, device=world.device)
+            name: torch.zeros(
+                chunk_size(layer.out_features, shards), layer.in_features, dtype=FORWARD, device=world.device
+            )
             for name, layer in layers.items()
         }
         """This member's rows of each weight, and as many more as the longest part has."""
         self.inverse = {
-            name: torch.empty(layer.out_features if recipe == "row" else (), device=world.device) for name, layer in layers.items()
+            name: torch.empty(layer.out_features if recipe == "row" else (), device=world.device)
+            for name, layer in layers.items()
         }
         """The inverse scales of each whole weight."""
         largest = max((layer.weight.numel() for layer in layers.values()), default=0)
         self._nan = torch.full((largest,), math.nan, dtype=torch.bfloat16, device=world.device)
 
     def carrier(self, name: str) -> Tensor:
-        """Returns what stands in the place of a whole weight, and carries its gradient: NaN, bfloat16 [out, in]."""
+        """Returns what stands in the place of a whole weight, and carries its gradient: NaN, bfloat16 [out,
+        in].
+        """
         layer = self.layers[name]
         return self._nan[: layer.out_features * layer.in_features].view(layer.out_features, layer.in_features)
 
@@ -68,17 +77,24 @@ class Fp8Weights:
             return
         power = power_of(self._largest(masters), FORWARD)
         sizes = [each.numel() for each in self.inverse.values()]
-        inverse = [each.view_as(own) for each, own in zip((1 / power).split(sizes), self.inverse.values(), strict=True)]
+        inverse = [
+            each.view_as(own)
+            for each, own in zip((1 / power).split(sizes), self.inverse.values(), strict=True)
+        ]
         torch._foreach_copy_([*self.inverse.values()], inverse)
         for each, (name, (first, last)) in zip(power.split(sizes), self.rows.items(), strict=True):
             factor = each[first:last, None] if self.recipe == "row" else each
             half = torch.empty_like(masters[name], dtype=torch.bfloat16)
-            torch.mul(masters[name], factor, out=half)  # rounds as if it multiplied after rounding, because factors are powers of two
+            # rounds as if it multiplied after rounding, because factors are powers of two
+            torch.mul(masters[name], factor, out=half)
             self.parts[name][: last - first].copy_(half)
 
     def _largest(self, masters: Mapping[str, Tensor]) -> Tensor:
         """Returns the largest element behind each scale of each weight, one after the other, float32."""
-        found = [torch.zeros(each.numel(), dtype=torch.bfloat16, device=each.device) for each in self.inverse.values()]
+        found = [
+            torch.zeros(each.numel(), dtype=torch.bfloat16, device=each.device)
+            for each in self.inverse.values()
+        ]
         for into, (name, (first, last)) in zip(found, self.rows.items(), strict=True):
             if first < last and self.recipe == "row":
                 into[first:last].copy_(torch.linalg.vector_norm(masters[name], math.inf, dim=1))

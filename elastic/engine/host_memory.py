@@ -12,9 +12,11 @@ from torch import Tensor
 
 
 class HostMemory:
-    """Pieces of host memory by their size.  Steps, and worlds, take the same sizes again, so after the first one nothing is allocated.
+    """Pieces of host memory by their size.  Steps, and worlds, take the same sizes again, so after the first
+    one nothing is allocated.
 
-    Allocating pinned memory waits for the device, where a collective may hang: see :class:`elastic.engine.world.Staging`.
+    Allocating pinned memory waits for the device, where a collective may hang: see
+    :class:`elastic.engine.world.Staging`.
     """
 
     def __init__(self, pinned: bool) -> None:

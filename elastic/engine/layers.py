@@ -1,7 +1,8 @@
 """The gradient norms of single layers, from the norms of the tensors that the global norm is made of.
 
-Every member knows the squared norm of each whole tensor, with the same bits in every layout (``norm.py``).  They go to the host with the
-commit records, in the same copy, so nothing is launched, sent or waited for because of a layer.  The host adds them exactly (``fsum``).
+Every member knows the squared norm of each whole tensor, with the same bits in every layout (``norm.py``).
+They go to the host with the commit records, in the same copy, so nothing is launched, sent or waited for
+because of a layer.  The host adds them exactly (``fsum``).
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ LayerSquares = tuple[tuple[str, float], ...]
 class Layers:
     """The layers of a model.
 
-    A layer is a block, or a module outside of the blocks that has trained parameters of its own; its name is the path of the module.
+    A layer is a block, or a module outside of the blocks that has trained parameters of its own; its name is
+    the path of the module.
     """
 
     places: dict[str, list[int]]
@@ -39,11 +41,15 @@ class Layers:
         return Layers(places, tuple(block for block in table.blocks if block in places))
 
     def recorded(self, squares: Sequence[float], scale: float, *, finite: bool) -> LayerSquares:
-        """Returns what a commit tells of the layers: all of them, or, if the step is not ``finite``, only the one in which that began.
+        """Returns what a commit tells of the layers: all of them, or, if the step is not ``finite``, only the
+        one in which that began.
 
         ``squares`` are those of the tensors of the gradient of a loss that was multiplied by ``scale``.
         """
-        found = {name: math.fsum(squares[place] for place in places) / scale**2 for name, places in self.places.items()}
+        found = {
+            name: math.fsum(squares[place] for place in places) / scale**2
+            for name, places in self.places.items()
+        }
         if finite:
             return tuple(found.items())
         first = self._first(name for name, square in found.items() if not math.isfinite(square))
@@ -52,8 +58,9 @@ class Layers:
     def _first(self, strange: Iterable[str]) -> str:
         """Returns which of the layers that are not finite was so first; "" if there is none.
 
-        The backward pass goes through the blocks from the last to the first, and what is not finite stays so.  If all blocks are strange,
-        the first may be a layer behind them, which is the last one of the model if its layers are declared in the order of their use.
+        The backward pass goes through the blocks from the last to the first, and what is not finite stays so.
+        If all blocks are strange, the first may be a layer behind them, which is the last one of the model if
+        its layers are declared in the order of their use.
         """
         names = tuple(strange)
         blocks = [block for block in self.blocks if block in names]

@@ -1,4 +1,6 @@
-"""Losses.  Each returns a sum over valid tokens and their number, never a mean, so the number of members cannot change the scale."""
+"""Losses.  Each returns a sum over valid tokens and their number, never a mean, so the number of members
+cannot change the scale.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,13 @@ from elastic.errors import ModelError
 
 
 def next_token(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Returns the cross-entropy of each next token: (sum as float32 scalar, number of valid targets as int64 scalar).
+    """Returns the cross-entropy of each next token: (sum as float32 scalar, number of valid targets as int64
+    scalar).
 
-    ``batch["tokens"]`` is int64 [batch, seq + 1]; negative targets are masked, and negative inputs read as token 0.  If the batch has
-    ``"documents"`` of the same shape, the model gets those of its inputs, and a target in another document than its input is masked.
-    Raises :class:`ModelError` if the model takes none, or returns something other than logits.
+    ``batch["tokens"]`` is int64 [batch, seq + 1]; negative targets are masked, and negative inputs read as
+    token 0.  If the batch has ``"documents"`` of the same shape, the model gets those of its inputs, and a
+    target in another document than its input is masked. Raises :class:`ModelError` if the model takes none,
+    or returns something other than logits.
     """
     tokens, documents = batch["tokens"], batch.get("documents")
     inputs, targets = tokens[:, :-1].clamp_min(0), tokens[:, 1:].clamp_min(-1)
@@ -32,22 +36,32 @@ def next_token(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tens
         loss = model(inputs, targets, **more)
     else:
         loss = F.cross_entropy(
-            _logits(model(inputs, **more), inputs).float().flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="sum"
+            _logits(model(inputs, **more), inputs).float().flatten(0, 1),
+            targets.flatten(),
+            ignore_index=-1,
+            reduction="sum",
         )
     return loss, torch.count_nonzero(targets >= 0)
 
 
 def _logits(returned: Any, inputs: Tensor) -> Tensor:
-    """Returns the logits if that is what the model returned.  With batch and sequence exchanged there are as many, for other targets."""
+    """Returns the logits if that is what the model returned.  With batch and sequence exchanged there are as
+    many, for other targets.
+    """
     if isinstance(returned, Tensor):
         if returned.dim() == 3 and returned.shape[:2] == inputs.shape and returned.is_floating_point():
             return returned
-        came = f"tensor of shape {list(returned.shape)} and {str(returned.dtype).removeprefix('torch.')} for tokens {list(inputs.shape)}"
+        came = (
+            f"tensor of shape {list(returned.shape)} and {str(returned.dtype).removeprefix('torch.')} "
+            f"for tokens {list(inputs.shape)}"
+        )
     else:
         came = type(returned).__name__
     raise ModelError(
-        f"the model returned a {came}, and the loss elastic.engine.loss:next_token wants a tensor of logits, [batch, "
-        f"seq, vocabulary]; return that, or name a loss of yours; a model of transformers is built by elastic.models.transformers_lm:build"
+        f"the model returned a {came}, and the loss elastic.engine.loss:next_token wants a tensor of "
+        "logits, [batch, "
+        "seq, vocabulary]; return that, or name a loss of yours; a model of transformers is built by "
+        "elastic.models.transformers_lm:build"
     )
 
 
@@ -57,7 +71,9 @@ def expect_documents(model: Any) -> None:
     known = inspect.signature(model.forward).parameters.values()
     if not any(each.name == "documents" or each.kind is each.VAR_KEYWORD for each in known):
         raise ModelError(
-            f"the dataset tells the documents of its samples, and forward() of {model.__name__} has no argument 'documents'; "
-            f"add one and let tokens attend to their own document only, take a model of elastic.models.llama or gpt2, or set "
+            f"the dataset tells the documents of its samples, and forward() of {model.__name__} has no "
+            "argument 'documents'; "
+            "add one and let tokens attend to their own document only, take a model of "
+            "elastic.models.llama or gpt2, or set "
             f"data.args.documents = false"
         )

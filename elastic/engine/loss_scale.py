@@ -1,8 +1,10 @@
-"""Loss scaling for fp16 (Micikevicius and others 2018, section 3.2): small gradients would become zero without it.
+"""Loss scaling for fp16 (Micikevicius and others 2018, section 3.2): small gradients would become zero
+without it.
 
-The loss is multiplied before the backward pass, and the sums of the gradients are divided by the same number.  A scale that is too large
-makes some gradient infinite; then no member applies the step, as the commit says, and the scale is halved.  After ``GROWS_AFTER`` steps in
-a row that were applied it is doubled.  The scale and the number of these steps are scalars of the state, the same on every member.
+The loss is multiplied before the backward pass, and the sums of the gradients are divided by the same number.
+A scale that is too large makes some gradient infinite; then no member applies the step, as the commit says,
+and the scale is halved.  After ``GROWS_AFTER`` steps in a row that were applied it is doubled.  The scale and
+the number of these steps are scalars of the state, the same on every member.
 """
 
 from __future__ import annotations
@@ -16,9 +18,9 @@ from elastic.job import Job
 SCALARS = ("loss_scale", "good_steps")
 """The scalars of the state; a ``loss_scale`` of 0 stands for ``FIRST``."""
 FIRST = 2.0**4
-"""First scale.  Our losses are sums over tokens, so that a gradient of the logits is at most the scale itself, and that of a weight
-grows with the tokens of a microbatch.  With 16,384 of them 2 is as much as works (99.5 M parameters, one H200), and each halving costs a
-step.
+"""First scale.  Our losses are sums over tokens, so that a gradient of the logits is at most the scale
+itself, and that of a weight grows with the tokens of a microbatch.  With 16,384 of them 2 is as much as works
+(99.5 M parameters, one H200), and each halving costs a step.
 """
 LEAST = 2.0**-14
 """Least scale: a loss that overflows even then is not a matter of its scale."""
@@ -43,7 +45,11 @@ class LossScale:
     @property
     def value(self) -> float:
         """The number by which the loss of the next step is multiplied."""
-        return float(self._scalars["loss_scale"]) or FIRST if self._setting == "dynamic" else float(self._setting)
+        return (
+            float(self._scalars["loss_scale"]) or FIRST
+            if self._setting == "dynamic"
+            else float(self._setting)
+        )
 
     @property
     def shrinks(self) -> bool:

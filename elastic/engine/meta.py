@@ -23,7 +23,8 @@ def without_memory() -> Iterator[None]:
 class _Unfilled(TorchFunctionMode):
     """Leaves tensors on the meta device as they are where a module draws normal numbers.
 
-    They have no values, and torch imports its compiler for these calls (2.13), which takes a second in each command and worker.
+    They have no values, and torch imports its compiler for these calls (2.13), which takes a second in each
+    command and worker.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

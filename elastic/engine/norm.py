@@ -1,12 +1,13 @@
 """The norm of the whole gradient, with the same bits in every layout.
 
-Library reductions add in an order that depends on the number of rows and threads.  Here a fixed binary tree (pad to a power of two, add the
-halves) sums the elements of each row, another one the rows of each whole tensor, and a third one the tensors.  Members split tensors
-between rows and never inside a row, so the trees are the same for every distribution of the rows.
+Library reductions add in an order that depends on the number of rows and threads.  Here a fixed binary tree
+(pad to a power of two, add the halves) sums the elements of each row, another one the rows of each whole
+tensor, and a third one the tensors.  Members split tensors between rows and never inside a row, so the trees
+are the same for every distribution of the rows.
 
-The result of a tree does not change if zeros are appended, or if other trees grow beside it.  So tensors of equal shape are added together,
-which takes few kernels, and all tensors take turns, which takes memory for the rows of the largest one and not of all: a mixture of experts
-has 36,000 tensors, and 86 million rows.
+The result of a tree does not change if zeros are appended, or if other trees grow beside it.  So tensors of
+equal shape are added together, which takes few kernels, and all tensors take turns, which takes memory for
+the rows of the largest one and not of all: a mixture of experts has 36,000 tensors, and 86 million rows.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from elastic.engine.world import World, all_gather
 from elastic.plan.axes import chunk_size
 
 TURN_ROWS = 1 << 20
-"""Number of rows that take one turn, if no tensor has more: 8 MiB as float64.  Each turn costs one collective."""
+"""Number of rows that take one turn, if no tensor has more: 8 MiB as float64.  Each turn costs one
+collective.
+"""
 WIDEST = 1 << 15
 """Number of elements of the widest row that a kernel of our own adds on a GPU."""
 SQUARED = 1 << 24
@@ -29,7 +32,9 @@ SQUARED = 1 << 24
 
 
 def tree_sum(values: Tensor) -> Tensor:
-    """Returns the sum over the last dimension by a fixed binary tree: [..., n] -> [...].  The order depends on n alone."""
+    """Returns the sum over the last dimension by a fixed binary tree: [..., n] -> [...].  The order depends
+    on n alone.
+    """
     count = values.shape[-1]
     if count == 0:
         return values.new_zeros(values.shape[:-1])
@@ -51,29 +56,40 @@ def squared_norm(grads: Sequence[Tensor], rows: Sequence[int], world: World) -> 
 
 
 def squared_norms(grads: Sequence[Tensor], rows: Sequence[int], world: World) -> Tensor:
-    """Returns the squared 2-norm of each tensor of the whole gradient: float64 [tensors], with the same bits in every layout.
+    """Returns the squared 2-norm of each tensor of the whole gradient: float64 [tensors], with the same bits
+    in every layout.
 
-    The elements are squared as float32, so those below 1e-23 count as zero.  ``grads[i]`` is this member's shard [its rows, ...] of a
-    tensor that has ``rows[i]`` rows.
+    The elements are squared as float32, so those below 1e-23 count as zero.  ``grads[i]`` is this member's
+    shard [its rows, ...] of a tensor that has ``rows[i]`` rows.
     """
     shards, totals = world.layout.dp_shard, dict[int, Tensor]()
     sizes = [chunk_size(count, shards) for count in rows]
     for turn in _turns(rows, shards):
         mine: dict[int, Tensor] = {}
         for alike in _alike(turn, lambda number: (sizes[number], grads[number].shape, grads[number].dtype)):
-            mine.update(zip(alike, _row_sums([grads[number] for number in alike], sizes[alike[0]]), strict=True))
+            mine.update(
+                zip(alike, _row_sums([grads[number] for number in alike], sizes[alike[0]]), strict=True)
+            )
         everyone = _gathered(torch.cat([mine[number] for number in turn]), world)
         first = 0
-        for alike in _alike(turn, lambda number: rows[number]):  # one after the other, because a turn is sorted by them
+        # one after the other, because a turn is sorted by them
+        for alike in _alike(turn, lambda number: rows[number]):
             count, size = rows[alike[0]], sizes[alike[0]]
-            columns = everyone[:, first : first + len(alike) * size].unflatten(1, (len(alike), size)).transpose(0, 1).flatten(1)
+            columns = (
+                everyone[:, first : first + len(alike) * size]
+                .unflatten(1, (len(alike), size))
+                .transpose(0, 1)
+                .flatten(1)
+            )
             totals.update(zip(alike, tree_sum(columns[:, :count]), strict=True))
             first += len(alike) * size
     return torch.stack([totals[number] for number in range(len(rows))])
 
 
 def _turns(rows: Sequence[int], shards: int) -> Iterator[list[int]]:
-    """Yields the numbers of the tensors that are added in one turn, in order of their rows: the same lists on every member."""
+    """Yields the numbers of the tensors that are added in one turn, in order of their rows: the same lists on
+    every member.
+    """
     padded = [chunk_size(count, shards) * shards for count in rows]
     most, turn, taken = max([TURN_ROWS, *padded]), list[int](), 0
     for number in sorted(range(len(rows)), key=rows.__getitem__):
@@ -103,7 +119,8 @@ def _gathered(mine: Tensor, world: World) -> Tensor:
 
 
 def _row_sums(grads: Sequence[Tensor], size: int) -> Tensor:
-    """Returns the sums of squares of the rows of tensors of equal shape, padded with zeros: float64 [tensors, size].
+    """Returns the sums of squares of the rows of tensors of equal shape, padded with zeros: float64 [tensors,
+    size].
 
     They are added in float32, and squared in portions of at most ``SQUARED`` elements.
     """

@@ -1,16 +1,19 @@
 """Runs a model's own initialisation for real, on any device, without ever holding the whole model.
 
-The user's constructor and ``init_weights()`` run as they are.  A dispatch mode sees every operation: the storage of a parameter or buffer
-is a *page*, which exists only while it is touched, as in FSDP.  A page that leaves is handed to ``keep``, which cuts out what this process
-needs, and its memory is freed.  So the values are those of plain torch on one device, whatever the code does with them, and the memory is
-that of the largest tensors in use at once.  (Recording on the meta device and replaying does not work: ``trunc_normal_`` looks at values,
-and does nothing on meta tensors.)
+The user's constructor and ``init_weights()`` run as they are.  A dispatch mode sees every operation: the
+storage of a parameter or buffer is a *page*, which exists only while it is touched, as in FSDP.  A page that
+leaves is handed to ``keep``, which cuts out what this process needs, and its memory is freed.  So the values
+are those of plain torch on one device, whatever the code does with them, and the memory is that of the
+largest tensors in use at once.  (Recording on the meta device and replaying does not work: ``trunc_normal_``
+looks at values, and does nothing on meta tensors.)
 
-Most pages are written anew when they come back, since constructors draw values that ``init_weights()`` replaces.  If the old values are
-read instead, they are gone, because nobody can foresee that.  Then the pass is lost, and another one begins from the same seed; it knows
-which pages are read again, and lays those aside in host memory until then.  A lost pass goes on in order to learn of more such pages, up to
-the point at which values decide what the code does.  The last pass lays aside everything, so there are never more than ``PASSES``.  (Slices
-at other members are no help: a page that comes back is needed whole, by all members at the same time, in the middle of an operation.)
+Most pages are written anew when they come back, since constructors draw values that ``init_weights()``
+replaces.  If the old values are read instead, they are gone, because nobody can foresee that.  Then the pass
+is lost, and another one begins from the same seed; it knows which pages are read again, and lays those aside
+in host memory until then.  A lost pass goes on in order to learn of more such pages, up to the point at which
+values decide what the code does.  The last pass lays aside everything, so there are never more than
+``PASSES``.  (Slices at other members are no help: a page that comes back is needed whole, by all members at
+the same time, in the middle of an operation.)
 """
 
 from __future__ import annotations
@@ -38,29 +41,54 @@ from elastic.engine.meta import without_memory
 from elastic.errors import ModelError
 
 RESIDENT = 2**28
-"""Bytes of pages that may stay in memory although no operation touches them.  The page that was touched last stays in any case."""
+"""Bytes of pages that may stay in memory although no operation touches them.  The page that was touched last
+stays in any case.
+"""
 PASSES = 4
-"""Largest number of passes.  Two are enough unless values decide what the code does, or where it raises, after values were lost."""
+"""Largest number of passes.  Two are enough unless values decide what the code does, or where it raises,
+after values were lost.
+"""
 FILLS = frozenset(
     f"aten::{name}_"
-    for name in ("bernoulli", "cauchy", "copy", "exponential", "fill", "geometric", "log_normal", "normal", "random", "uniform", "zero")
+    for name in (
+        "bernoulli",
+        "cauchy",
+        "copy",
+        "exponential",
+        "fill",
+        "geometric",
+        "log_normal",
+        "normal",
+        "random",
+        "uniform",
+        "zero",
+    )
 )
 """Operations that write every element of their first argument and read none of it."""
-EMPTY = frozenset({"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided"})
+EMPTY = frozenset(
+    {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided"}
+)
 """Operations whose result has no values yet."""
-OUTSIDE = frozenset({"numpy", "__array__", "__dlpack__", "data_ptr", "tolist", "untyped_storage", "storage", "share_memory_"})
+OUTSIDE = frozenset(
+    {"numpy", "__array__", "__dlpack__", "data_ptr", "tolist", "untyped_storage", "storage", "share_memory_"}
+)
 """Methods of a tensor that give its memory away, so that its page must stay."""
 TAGS = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
 """Tags of operations whose results decide what the code does next."""
 
 Keep = Callable[[str, Tensor], None]
-"""``keep(name, whole)`` takes what it needs of a tensor before its memory is freed; it may be called again with later values."""
+"""``keep(name, whole)`` takes what it needs of a tensor before its memory is freed; it may be called again
+with later values.
+"""
 Lay = Callable[[str, int], None]
-"""``lay(name, nbytes)`` is called before values are laid aside in host memory; it raises if there is no room."""
+"""``lay(name, nbytes)`` is called before values are laid aside in host memory; it raises if there is no room.
+"""
 
 
 class _Lost(BaseException):
-    """The pass cannot go on: values that it would look at are lost.  It is no Exception, so that the user's code does not catch it."""
+    """The pass cannot go on: values that it would look at are lost.  It is no Exception, so that the user's
+    code does not catch it.
+    """
 
 
 @dataclass
@@ -69,11 +97,15 @@ class _Page:
     storage: torch.UntypedStorage
     size: int
     tensors: list[tuple[str, Tensor]] = field(default_factory=list)
-    """The registered tensors in this storage, with their names; "" stands for one that is not part of the model in the end."""
+    """The registered tensors in this storage, with their names; "" stands for one that is not part of the
+    model in the end.
+    """
     written: bool = True
     """False as long as the memory is as ``torch.empty`` gave it; then there is nothing to lose."""
     values: bool = True
-    """True if the memory has the values that it has in plain torch; False once it was freed, until the values are back or written anew."""
+    """True if the memory has the values that it has in plain torch; False once it was freed, until the values
+    are back or written anew.
+    """
     visit: int = 0
     """Number of times that the page left with values."""
     kept: set[tuple[str, int]] = field(default_factory=set)
@@ -82,11 +114,15 @@ class _Page:
 
 
 Order = Sequence[tuple[str, torch.Size]]
-"""The name and the shape of every parameter and buffer in the order in which they are registered; "" if it is replaced later."""
+"""The name and the shape of every parameter and buffer in the order in which they are registered; "" if it is
+replaced later.
+"""
 
 
 class Fact(NamedTuple):
-    """The engine takes these from a parameter or buffer beside its values when the model is built, and never later."""
+    """The engine takes these from a parameter or buffer beside its values when the model is built, and never
+    later.
+    """
 
     trained: bool
     kind: type
@@ -97,18 +133,28 @@ class Fact(NamedTuple):
 def facts_of(model: nn.Module) -> dict[str, Fact]:
     """Returns the facts of each parameter and buffer, by name."""
     tensors = (*model.named_parameters(), *model.named_buffers())
-    return {name: Fact(each.requires_grad, type(each), len(each._backward_hooks or ())) for name, each in tensors}
+    return {
+        name: Fact(each.requires_grad, type(each), len(each._backward_hooks or ())) for name, each in tensors
+    }
 
 
 def sharing(model: nn.Module) -> tuple[str, str] | None:
-    """Returns the names of a parameter and of another tensor of ``model`` that has part of the same memory; None if there is none."""
+    """Returns the names of a parameter and of another tensor of ``model`` that has part of the same memory;
+    None if there is none.
+    """
     ends = dict[int, list[tuple[int, int, str, bool]]]()
     parameters = dict(model.named_parameters())
     for name, each in (*parameters.items(), *model.named_buffers()):
         if not is_lazy(each) and each.numel():
             first = int(each.storage_offset()) * each.element_size()
-            last = first + int(1 + sum((n - 1) * step for n, step in zip(each.shape, each.stride(), strict=True))) * each.element_size()
-            ends.setdefault(torch.Tensor.untyped_storage(each)._cdata, []).append((first, last, name, name in parameters))
+            last = (
+                first
+                + int(1 + sum((n - 1) * step for n, step in zip(each.shape, each.stride(), strict=True)))
+                * each.element_size()
+            )
+            ends.setdefault(torch.Tensor.untyped_storage(each)._cdata, []).append(
+                (first, last, name, name in parameters)
+            )
     for there in ends.values():
         for (_, last, name, is_parameter), (first, _, other, other_is) in pairwise(sorted(there)):
             if first < last and (is_parameter or other_is):
@@ -117,7 +163,9 @@ def sharing(model: nn.Module) -> tuple[str, str] | None:
 
 
 def names_of(build: Callable[[], nn.Module]) -> tuple[Order, dict[str, Fact]]:
-    """Builds the model on the meta device; returns its :data:`Order`, and the facts of its parameters and buffers by name."""
+    """Builds the model on the meta device; returns its :data:`Order`, and the facts of its parameters and
+    buffers by name.
+    """
     order: list[Tensor] = []
     with _registering(order.append), without_memory():
         model = build()
@@ -128,32 +176,43 @@ def names_of(build: Callable[[], nn.Module]) -> tuple[Order, dict[str, Fact]]:
 def refuse_other_than_values(before: Mapping[str, Fact], built: Collection[str], model: nn.Module) -> None:
     """Raises :class:`ModelError` if ``init_weights()`` has done more to ``model`` than to give values.
 
-    ``before`` is of the model on the meta device, and ``built`` has the names of the tensors before ``init_weights()``.
+    ``before`` is of the model on the meta device, and ``built`` has the names of the tensors before
+    ``init_weights()``.
     """
     after = facts_of(model)
     if more := next((name for name in built if name not in before), ""):
         raise ModelError(
-            f"the constructor makes {more!r} on a device, and does not where the model has no values (the meta device); make the same "
+            f"the constructor makes {more!r} on a device, and does not where the model has no values (the "
+            "meta device); make the same "
             f"tensors on every device: nn.utils.parametrizations.orthogonal needs use_trivialization=False"
         )
     if more := next((name for name in after if name not in before), ""):
         raise ModelError(
-            f"init_weights() added {more!r} to the model, or put it in the place of a tied or empty one; register it in the constructor, "
+            f"init_weights() added {more!r} to the model, or put it in the place of a tied or empty one; "
+            "register it in the constructor, "
             f"since each worker builds the model again and calls init_weights() in a new run only"
         )
     for name, fact in before.items():
         if (now := after.get(name, fact)).trained != fact.trained:
             done, word = ("froze", "freeze") if fact.trained else ("unfroze", "unfreeze")
             raise ModelError(
-                f"init_weights() {done} {name!r}; {word} it where the model is built, in the constructor or in build(), since each worker "
+                f"init_weights() {done} {name!r}; {word} it where the model is built, in the constructor or "
+                "in build(), since each worker "
                 f"builds it again and calls init_weights() in a new run only"
             )
         if now[1:] != fact[1:]:
-            what = f"made {name!r} a {now.kind.__name__}" if now.kind != fact.kind else f"changed the hooks on the gradient of {name!r}"
-            raise ModelError(f"init_weights() {what}; do that where the model is built, in the constructor or in build()")
+            what = (
+                f"made {name!r} a {now.kind.__name__}"
+                if now.kind != fact.kind
+                else f"changed the hooks on the gradient of {name!r}"
+            )
+            raise ModelError(
+                f"init_weights() {what}; do that where the model is built, in the constructor or in build()"
+            )
     if names := sharing(model):
         raise ModelError(
-            f"after init_weights() {names[0]!r} and {names[1]!r} are in the same memory; make them one parameter where the model is built, "
+            f"after init_weights() {names[0]!r} and {names[1]!r} are in the same memory; make them one "
+            "parameter where the model is built, "
             f"as self.head.weight = self.embed.weight does, or copy the values"
         )
 
@@ -167,10 +226,11 @@ def initialise(
     moved: Callable[[], None],
     resident: int = RESIDENT,
 ) -> tuple[int, int]:
-    """Builds and initialises the model on ``device``, page by page; each of its tensors has been kept with its final values at the end.
+    """Builds and initialises the model on ``device``, page by page; each of its tensors has been kept with
+    its final values at the end.
 
-    ``moved`` is called before each operation.  Returns the number of passes, and the largest number of bytes of pages at once.  Raises what
-    the user's code and the callbacks raise.
+    ``moved`` is called before each operation.  Returns the number of passes, and the largest number of bytes
+    of pages at once.  Raises what the user's code and the callbacks raise.
     """
     (order, facts), needed, peak = names_of(build), set[tuple[int, int]](), 0
     for number in range(1, PASSES + 1):
@@ -246,7 +306,9 @@ class _Outside(TorchFunctionMode):
 
 
 class Pages(TorchDispatchMode):
-    """One pass.  ``needed`` names the pages, with the number of the visit, whose values are read again after that visit."""
+    """One pass.  ``needed`` names the pages, with the number of the visit, whose values are read again after
+    that visit.
+    """
 
     def __init__(
         self,
@@ -311,7 +373,9 @@ class Pages(TorchDispatchMode):
         }
         for name in self.facts:
             if name not in final:
-                raise ModelError(f"init_weights() removed {name!r} from the model; leave it, since a checkpoint has it")
+                raise ModelError(
+                    f"init_weights() removed {name!r} from the model; leave it, since a checkpoint has it"
+                )
             self._add(name, final[name])
         refuse_other_than_values(self.facts, built, model)
         for page in list(self.live.values()):
@@ -342,7 +406,9 @@ class Pages(TorchDispatchMode):
         storage = tensor.untyped_storage()
         found = self.pages.get(storage._cdata)
         if found is None and tensor.device.type != "meta" and storage.nbytes() and storage.resizable():
-            found = _Page(len(self.pages), storage, storage.nbytes(), written=storage._cdata not in self.empty)
+            found = _Page(
+                len(self.pages), storage, storage.nbytes(), written=storage._cdata not in self.empty
+            )
             self.pages[storage._cdata] = self.live[storage._cdata] = found
             self._arrived(found.size)
             self._make_room(1, 0)
@@ -379,14 +445,20 @@ class Pages(TorchDispatchMode):
         if self.again and TAGS.intersection(func.tags):
             raise _Lost
 
-    def _overwritten(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], tensors: Sequence[Tensor]) -> _Page | None:
+    def _overwritten(
+        self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], tensors: Sequence[Tensor]
+    ) -> _Page | None:
         """Returns the page that the operation writes wholly, without reading any of it."""
         target = args[0] if func._schema.name in FILLS else kwargs.get("out")
         if not isinstance(target, Tensor) or not target.is_contiguous():
             return None
         key = target.untyped_storage()._cdata
         page = self.pages.get(key)
-        if page is None or target.nbytes != page.size or sum(each.untyped_storage()._cdata == key for each in tensors) > 1:
+        if (
+            page is None
+            or target.nbytes != page.size
+            or sum(each.untyped_storage()._cdata == key for each in tensors) > 1
+        ):
             return None
         return page
 
@@ -400,7 +472,9 @@ class Pages(TorchDispatchMode):
                 raise _Lost
 
     def moved_to_other_memory(self, tensor: Tensor) -> None:
-        """Makes a page of the memory that ``tensor``, registered before, was given by an assignment to its ``data``."""
+        """Makes a page of the memory that ``tensor``, registered before, was given by an assignment to its
+        ``data``.
+        """
         name = self.name_of.get(id(tensor))
         page = self._page_of(tensor) if name is not None else None
         if page is not None and name is not None:
@@ -424,7 +498,9 @@ class Pages(TorchDispatchMode):
             self._arrived(page.size)
 
     def _touch(self, pages: Sequence[_Page], overwritten: _Page | None = None) -> None:
-        """Prepares for an operation that reads and writes ``pages``.  Values that are gone are lost, unless the page is ``overwritten``."""
+        """Prepares for an operation that reads and writes ``pages``.  Values that are gone are lost, unless
+        the page is ``overwritten``.
+        """
         self._bring(pages)
         for page in pages:
             if not page.values and page.written and page is not overwritten:
@@ -437,7 +513,8 @@ class Pages(TorchDispatchMode):
         self.peak = max(self.peak, self.there)
 
     def _make_room(self, touched: int, coming: int) -> None:
-        """Lets pages leave, those first that were not touched for the longest time, until the rest is small or is but one.
+        """Lets pages leave, those first that were not touched for the longest time, until the rest is small
+        or is but one.
 
         The last ``touched`` pages of ``live`` are in use.
         """
@@ -452,8 +529,16 @@ class Pages(TorchDispatchMode):
                     page.kept.add((name, id(tensor)))
         if page.values and page.written:
             if self.everything or (page.number, page.visit) in self.needed:
-                self.lay(next((name for name, _ in page.tensors), "a tensor that is no part of the model in the end"), page.size)
-                page.aside = torch.UntypedStorage(page.size, device="cpu").copy_(page.storage, non_blocking=False)
+                self.lay(
+                    next(
+                        (name for name, _ in page.tensors),
+                        ("a tensor that is no part of the model in the end"),
+                    ),
+                    page.size,
+                )
+                page.aside = torch.UntypedStorage(page.size, device="cpu").copy_(
+                    page.storage, non_blocking=False
+                )
             page.visit += 1
         page.values = False
         page.storage.resize_(0)

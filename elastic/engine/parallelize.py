@@ -1,7 +1,8 @@
 """Applies all axes to a model, in their order, on one page.
 
-The process group of a wrapped model cannot be replaced, so no generation uses the model of an earlier one.  Each wraps a new blueprint that
-is made on the meta device, and its shards are filled from the members, keepers or checkpoints that hold them.
+The process group of a wrapped model cannot be replaced, so no generation uses the model of an earlier one.
+Each wraps a new blueprint that is made on the meta device, and its shards are filled from the members,
+keepers or checkpoints that hold them.
 """
 
 from __future__ import annotations
@@ -19,7 +20,15 @@ from elastic.engine.fp8 import apply_fp8
 from elastic.engine.loss_scale import is_scaled
 from elastic.engine.parameters.base import Parameters
 from elastic.engine.parameters.gathers import COLLECTIVES
-from elastic.engine.parameters.split import Split, apply_fp8_gather, apply_fsdp, apply_sync, keep_streams, keep_their_kind, settle
+from elastic.engine.parameters.split import (
+    Split,
+    apply_fp8_gather,
+    apply_fsdp,
+    apply_sync,
+    keep_streams,
+    keep_their_kind,
+    settle,
+)
 from elastic.engine.parameters.visits import Visits
 from elastic.engine.parameters.whole import Whole
 from elastic.engine.precision import precision_of
@@ -37,17 +46,20 @@ from elastic.models.spec import ShardingTable
 from elastic.plan.batch import deal_of
 
 ALONE = 1 << 20
-"""Number of elements up to which blocks of a member without others are joined: 4 MiB of gradients in float32.  Nothing travels there that
-could begin earlier, and a GPU sums such a bucket in less time than the host takes to launch that.
+"""Number of elements up to which blocks of a member without others are joined: 4 MiB of gradients in float32.
+Nothing travels there that could begin earlier, and a GPU sums such a bucket in less time than the host takes
+to launch that.
 """
 
 
 def parallelize(
     blueprint: nn.Module, world: World, job: Job, *, backend: str = INDUCTOR
 ) -> tuple[nn.Module, Parameters, Scheme, Statistics]:
-    """Wraps ``blueprint`` (on meta) for ``world`` and gives it memory, but no values yet.  ``backend`` compiles its blocks, if it may.
+    """Wraps ``blueprint`` (on meta) for ``world`` and gives it memory, but no values yet.  ``backend``
+    compiles its blocks, if it may.
 
-    Returns the wrapped model, this member's parts of its parameters, the scheme that sums their gradients, and the running statistics.
+    Returns the wrapped model, this member's parts of its parameters, the scheme that sums their gradients,
+    and the running statistics.
     """
     if world.device.type == "cuda":  # an earlier world may still use memory there that is free again
         torch.cuda.current_stream().wait_stream(stream(COLLECTIVES, world.device))
@@ -62,7 +74,9 @@ def parallelize(
         apply_fp8(blueprint, table, precision.fp8)
     apply_recompute(blueprint, table, job.recompute)
     norms = apply_batch_norm(blueprint, table, world.device, job)
-    statistics = Statistics(norms, scheme if scheme.keeps_sums else scheme_of(job)(world, deal, deferred=True), job.model)
+    statistics = Statistics(
+        norms, scheme if scheme.keeps_sums else scheme_of(job)(world, deal, deferred=True), job.model
+    )
     if job.compile:
         alone = job.recompute == "sqrt" or job.activations != "keep" or job.offload == "weights"
         apply_compile(blueprint, table, forward_alone=alone, backend=backend)
@@ -72,7 +86,9 @@ def parallelize(
     apply_activations(blueprint, table, job.activations)
     if world.layout.dp_shard == 1 or job.zero in (1, 2):
         bucket = job.parallel.elements or (ALONE if world.size == 1 and visits is None else 0)
-        parameters = Whole(blueprint, world, table, precision, scheme, offloads=job.offloads, bucket=bucket, visits=visits)
+        parameters = Whole(
+            blueprint, world, table, precision, scheme, offloads=job.offloads, bucket=bucket, visits=visits
+        )
         for module in blueprint.modules():
             for name, buffer in list(module.named_buffers(recurse=False)):
                 module._buffers[name] = torch.empty_like(buffer, device=world.device)
@@ -97,7 +113,9 @@ def parallelize(
 
 
 def apply_kernels(model: nn.Module, device: torch.device, job: Job) -> None:
-    """Sets how ``model`` attends and computes its loss, if it lets the engine choose (as :class:`elastic.models.llama.Llama` does)."""
+    """Sets how ``model`` attends and computes its loss, if it lets the engine choose (as
+    :class:`elastic.models.llama.Llama` does).
+    """
     flex = Kernel.FLEX if job.compile and device.type == "cuda" and not has_dropout(model) else Kernel.TORCH
     plain = flex if job.reproducible else Kernel.TORCH
     if job.attention == "flash-4" and device.type == "cuda":
@@ -116,9 +134,19 @@ def has_dropout(model: nn.Module) -> bool:
 def _open_flash_4() -> None:
     try:
         open_flash_4()
-    except (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, RuntimeError, TypeError, ValueError) as error:
+    except (
+        ArithmeticError,
+        AssertionError,
+        AttributeError,
+        ImportError,
+        LookupError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ) as error:
         raise JobError(
-            f"attention = 'flash-4': {failure(error)}; install {PACKAGE} on every node, with GPUs of compute capability 9.0 or 10.0, or "
+            f"attention = 'flash-4': {failure(error)}; install {PACKAGE} on every node, with GPUs of "
+            "compute capability 9.0 or 10.0, or "
             f"set attention to 'auto'"
         ) from error
 
@@ -131,9 +159,9 @@ def scheme_of(job: Job) -> type[Scheme]:
 def sharding_table(model: nn.Module) -> ShardingTable:
     """Returns the model's own table.  If it has none, the blocks are the children of its largest ModuleList.
 
-    A block is a module that is called: what acts on a block goes round its ``forward``.  A container is none, such as a ModuleList of the
-    parts of a layer; in the place of one that a list holds, its children are blocks.  Raises :class:`ModelError` for one in the own
-    table.
+    A block is a module that is called: what acts on a block goes round its ``forward``.  A container is none,
+    such as a ModuleList of the parts of a layer; in the place of one that a list holds, its children are
+    blocks.  Raises :class:`ModelError` for one in the own table.
     """
     own: Callable[[], ShardingTable] | None = getattr(model, "sharding", None)
     if own is not None:
@@ -141,11 +169,17 @@ def sharding_table(model: nn.Module) -> ShardingTable:
         for name in table.blocks:
             if not _is_called(block := model.get_submodule(name)):
                 raise ModelError(
-                    f"sharding() of {type(model).__name__} names {name!r}, a {type(block).__name__}, which is never called, for it has no "
-                    f"forward(); name modules that are called, such as its children, or give it a forward() and call it"
+                    f"sharding() of {type(model).__name__} names {name!r}, a {type(block).__name__}, which "
+                    "is never called, for it has no "
+                    "forward(); name modules that are called, such as its children, or give it a forward() "
+                    "and call it"
                 )
         return table
-    lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList) and len(module)]
+    lists = [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module)
+    ]
     if not lists:
         return ShardingTable(blocks=())
     name, largest = max(lists, key=lambda item: sum(p.numel() for p in item[1].parameters()))
@@ -169,13 +203,17 @@ def _called(name: str, container: nn.Module) -> Iterator[str]:
 def matrices_of(model: nn.Module) -> frozenset[str]:
     """Returns the names of the weights with two dimensions inside the blocks."""
     table = sharding_table(model)
-    return frozenset(name for name, parameter in model.named_parameters() if parameter.dim() == 2 and table.block_of(name))
+    return frozenset(
+        name for name, parameter in model.named_parameters() if parameter.dim() == 2 and table.block_of(name)
+    )
 
 
 def shared_across(model: nn.Module) -> tuple[str, str] | None:
-    """Returns two names of one parameter that is in two blocks, or in one and in the rest of the model; None if there is none.
+    """Returns two names of one parameter that is in two blocks, or in one and in the rest of the model; None
+    if there is none.
 
-    FSDP2 gathers and frees the parameters of a block for that block alone, so such a model cannot be wrapped in stage 3 of ZeRO.
+    FSDP2 gathers and frees the parameters of a block for that block alone, so such a model cannot be wrapped
+    in stage 3 of ZeRO.
     """
     found = dict[int, tuple[str, str]]()
     for unit, name, parameter in _units(model):
@@ -186,25 +224,35 @@ def shared_across(model: nn.Module) -> tuple[str, str] | None:
 
 
 def without_dimensions(model: nn.Module) -> str:
-    """Returns the name of a parameter without dimensions, or "".  FSDP2 cannot cut it, so such a model cannot be in stage 3 of ZeRO."""
+    """Returns the name of a parameter without dimensions, or "".  FSDP2 cannot cut it, so such a model cannot
+    be in stage 3 of ZeRO.
+    """
     return next((name for name, parameter in model.named_parameters() if not parameter.dim()), "")
 
 
 def unlike_within(model: nn.Module) -> tuple[str, str] | None:
-    """Returns two trained parameters with different dtypes in one block, or in the rest of the model; None if there are none.
+    """Returns two trained parameters with different dtypes in one block, or in the rest of the model; None if
+    there are none.
 
-    FSDP2 sums the gradients of a block, and of the rest, in one memory, so such a model cannot be wrapped in stage 3 of ZeRO either.
+    FSDP2 sums the gradients of a block, and of the rest, in one memory, so such a model cannot be wrapped in
+    stage 3 of ZeRO either.
     """
     found = dict[str, tuple[torch.dtype, str]]()
     for unit, name, parameter in _units(model):
-        dtype, first = found.setdefault(unit, (parameter.dtype, name)) if parameter.requires_grad else (parameter.dtype, name)
+        dtype, first = (
+            found.setdefault(unit, (parameter.dtype, name))
+            if parameter.requires_grad
+            else (parameter.dtype, name)
+        )
         if parameter.dtype != dtype:
             return first, name
     return None
 
 
 def _units(model: nn.Module) -> Iterator[tuple[str, str, nn.Parameter]]:
-    """Yields each parameter by each of its names, after the block that has it there; "" is the rest of the model."""
+    """Yields each parameter by each of its names, after the block that has it there; "" is the rest of the
+    model.
+    """
     table = sharding_table(model)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         yield table.block_of(name), name, parameter

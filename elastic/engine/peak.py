@@ -1,8 +1,9 @@
 """Counts the bytes that a step takes on the device beside the state, without computing anything.
 
-Forward and backward run on fake tensors, which have shapes and a device but no memory.  So every setting of ``recompute`` can be tried
-before a world forms, in seconds, however large the model is.  Blocks are wrapped as in a run (:func:`parallelize`), and a mode of torch
-sees each tensor that an operation makes, and whether it still lives.
+Forward and backward run on fake tensors, which have shapes and a device but no memory.  So every setting of
+``recompute`` can be tried before a world forms, in seconds, however large the model is.  Blocks are wrapped
+as in a run (:func:`parallelize`), and a mode of torch sees each tensor that an operation makes, and whether
+it still lives.
 
 Compiled blocks are traced and split into forward and backward as for kernels, but no kernels are made.
 """
@@ -35,7 +36,9 @@ from elastic.kernels.attention import causal_mask
 from elastic.plan.layout import Layout
 
 WITH_STATE = torch.ops.higher_order.run_and_save_rng_state
-"""The operation that traced blocks use for dropout.  It returns the state of the generator too; kernels keep a seed of 8 bytes instead."""
+"""The operation that traced blocks use for dropout.  It returns the state of the generator too; kernels keep
+a seed of 8 bytes instead.
+"""
 TRACED = "aot_eager_decomp_partition"
 """The backend of torch's compiler that splits a block as for kernels, and runs its operations one by one."""
 
@@ -48,22 +51,26 @@ def peak_bytes(
     device: torch.device,
     shards: int = 1,
 ) -> int:
-    """Returns the most bytes that live at once on the device in the microbatches of a step, of what the step itself makes.
+    """Returns the most bytes that live at once on the device in the microbatches of a step, of what the step
+    itself makes.
 
-    A member of a world with so many shards runs forward and backward on fake tensors, round after round, with the engine's own hooks.  So
-    the number has all that a step makes in their course: what the forward pass leaves and the backward pass computes again, the gradients
-    of activations, the weights that stage 3 of ZeRO gathers, the gradients of the parameters of a unit in the dtype in which the model
-    computes, their flat copy, and the sums of all gradients, which stay from one round to the next.  The state, and copies of weights,
-    are there before and are not in it.  Nor is the memory of the host to which ``activations = "offload"`` moves what blocks keep.
+    A member of a world with so many shards runs forward and backward on fake tensors, round after round, with
+    the engine's own hooks.  So the number has all that a step makes in their course: what the forward pass
+    leaves and the backward pass computes again, the gradients of activations, the weights that stage 3 of
+    ZeRO gathers, the gradients of the parameters of a unit in the dtype in which the model computes, their
+    flat copy, and the sums of all gradients, which stay from one round to the next.  The state, and copies of
+    weights, are there before and are not in it.  Nor is the memory of the host to which ``activations =
+    "offload"`` moves what blocks keep.
 
-    Operations of compiled blocks run one by one, as the compiler has split them, and kernels fuse some: the number may be too large then.
+    Operations of compiled blocks run one by one, as the compiler has split them, and kernels fuse some: the
+    number may be too large then.
 
-    ``build()`` returns a new model of the job on the meta device; only shapes and dtypes of ``batch``, a microbatch, matter.  To compare
-    settings, call it with ``job.replace(recompute=...)``.
+    ``build()`` returns a new model of the job on the meta device; only shapes and dtypes of ``batch``, a
+    microbatch, matter.  To compare settings, call it with ``job.replace(recompute=...)``.
 
-    Call it while no world is there, best before the first one: it ends with an empty compiler, and fake tensors stay in whatever cache the
-    model's code keeps for the whole process.  Raises what the model or the loss raises, and torch's DataDependentOutputException if they
-    ask for values of tensors.
+    Call it while no world is there, best before the first one: it ends with an empty compiler, and fake
+    tensors stay in whatever cache the model's code keeps for the whole process.  Raises what the model or the
+    loss raises, and torch's DataDependentOutputException if they ask for values of tensors.
     """
     (job, rounds), model = in_few_rounds(job.replace(offload="none")), build()
     with _imagined(device, shards) as world, _fake(gpu=job.workers.gpus > 0) as fake:
@@ -78,7 +85,8 @@ def peak_bytes(
                 last = number + 1 == rounds
                 parameters.begin_round(number, last=last)
                 statistics.begin_round(number, deal)
-                result = loss(model, moved)[0] if last or isinstance(parameters, Split) else None  # others sum what is not there as zeros
+                # others sum what is not there as zeros
+                result = loss(model, moved)[0] if last or isinstance(parameters, Split) else None
                 parameters.end_forward()
                 if result is not None:
                     result.backward()
@@ -90,10 +98,12 @@ def peak_bytes(
 
 
 def in_few_rounds(job: Job) -> tuple[Job, int]:
-    """Returns a job whose members hold, after so many rounds, as much as those of ``job`` do if one has all microbatches of a step.
+    """Returns a job whose members hold, after so many rounds, as much as those of ``job`` do if one has all
+    microbatches of a step.
 
-    From the second round on a member holds the sum of its gradients during the forward pass.  In blocks of several microbatches it
-    holds that of the blocks before, too, from the second microbatch of the second block on.
+    From the second round on a member holds the sum of its gradients during the forward pass.  In blocks of
+    several microbatches it holds that of the blocks before, too, from the second microbatch of the second
+    block on.
     """
     block = job.reduction.block if job.reproducible else 1
     rounds = 4 if block > 1 and job.microbatches > block + 1 else min(job.microbatches, 2)
@@ -104,13 +114,14 @@ class Calls(NamedTuple):
     """The calls of torch functions in a forward pass."""
 
     of_fp8: tuple[str, str] | None
-    """A weight that is held in fp8 and that the model reads by itself, and the function that it calls; None if there is none.
+    """A weight that is held in fp8 and that the model reads by itself, and the function that it calls; None
+    if there is none.
 
     There it would get NaN (``fp8_weights.py``).
     """
     attention: bool
-    """One is torch's attention, as the setting ``recompute`` sees it: what torch's own modules call inside stays unseen.  It need not be in
-    a block.
+    """One is torch's attention, as the setting ``recompute`` sees it: what torch's own modules call inside
+    stays unseen.  It need not be in a block.
     """
 
 
@@ -132,8 +143,8 @@ def calls_of(
 
 
 class _Calls(TorchFunctionMode):
-    """Notes the first call of a torch function with one of the parameters ``held``, by id, which those of a layer itself are not, and
-    whether one is attention.
+    """Notes the first call of a torch function with one of the parameters ``held``, by id, which those of a
+    layer itself are not, and whether one is attention.
     """
 
     def __init__(self, held: Mapping[int, str]) -> None:
@@ -174,8 +185,9 @@ def _forget() -> None:
 
 
 def _fake(*, gpu: bool) -> FakeTensorMode:
-    """Returns a mode that makes tensors without memory; its attribute ``gpu`` says that they stand for those of a GPU, whose kernels need
-    other memory (``cross_entropy.py``).  A class of our own would lack the rules that torch has for this one, such as for recomputation.
+    """Returns a mode that makes tensors without memory; its attribute ``gpu`` says that they stand for those
+    of a GPU, whose kernels need other memory (``cross_entropy.py``).  A class of our own would lack the rules
+    that torch has for this one, such as for recomputation.
     """
     mode: Any = FakeTensorMode(allow_non_fake_inputs=True)
     mode.gpu = gpu
@@ -186,8 +198,8 @@ def _fake(*, gpu: bool) -> FakeTensorMode:
 class _Peak(TorchDispatchMode):
     """Knows how many bytes of what operations made live at once.
 
-    FSDP2 frees and takes the memory of gathered weights by ``resize_`` of their storage, which is no operation; so that is watched, too, as
-    torch's own ``MemTracker`` does.
+    FSDP2 frees and takes the memory of gathered weights by ``resize_`` of their storage, which is no
+    operation; so that is watched, too, as torch's own ``MemTracker`` does.
     """
 
     supports_higher_order_operators = True
@@ -225,7 +237,9 @@ class _Peak(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         if not self._counts:
             return out
-        given = {each.untyped_storage()._cdata for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)}
+        given = {
+            each.untyped_storage()._cdata for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)
+        }
         for each in tree_leaves(out[1:] if func is WITH_STATE else out):
             if isinstance(each, Tensor) and (memory := each.untyped_storage())._cdata not in given:
                 self._set(memory, memory.nbytes())

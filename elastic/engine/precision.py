@@ -1,8 +1,9 @@
 """Precision policies: the dtypes in which a step computes and sums.
 
-A policy names the dtype in which parameters are gathered and used by forward and backward, and the dtypes in which gradients travel and
-are summed.  In every policy gradients are summed in float32.  The parameters that a member holds (the masters) and the moments keep the
-dtype of the model, which is float32 unless the model says otherwise.
+A policy names the dtype in which parameters are gathered and used by forward and backward, and the dtypes in
+which gradients travel and are summed.  In every policy gradients are summed in float32.  The parameters that
+a member holds (the masters) and the moments keep the dtype of the model, which is float32 unless the model
+says otherwise.
 """
 
 from __future__ import annotations
@@ -27,9 +28,12 @@ class Precision:
     reduce: torch.dtype = torch.float32
     fp8: Recipe | None = None
     wire: torch.dtype | None = None
-    """The dtype to which gradients are rounded before they travel or are added; None leaves them as they are."""
+    """The dtype to which gradients are rounded before they travel or are added; None leaves them as they are.
+    """
     casts_inputs: bool = True
-    """True if floating-point inputs of the model and of its blocks are cast to ``compute``; else the model casts what its layers need."""
+    """True if floating-point inputs of the model and of its blocks are cast to ``compute``; else the model
+    casts what its layers need.
+    """
 
 
 PRECISIONS = {
@@ -47,4 +51,8 @@ WIRES = {"fp32": None, "bf16": torch.bfloat16}
 
 def precision_of(job: Job, model: nn.Module | None = None) -> Precision:
     """Returns the policy of a job.  Its ``model`` may say ``casts_inputs = False``."""
-    return replace(PRECISIONS[job.precision], wire=WIRES[job.reduction.wire], casts_inputs=getattr(model, "casts_inputs", True))
+    return replace(
+        PRECISIONS[job.precision],
+        wire=WIRES[job.reduction.wire],
+        casts_inputs=getattr(model, "casts_inputs", True),
+    )

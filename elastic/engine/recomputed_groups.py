@@ -1,12 +1,15 @@
-"""Groups of blocks of which only the first keeps its input: √L of √L blocks each (Chen and others 2016, section 4).
+"""Groups of blocks of which only the first keeps its input: √L of √L blocks each (Chen and others 2016,
+section 4).
 
-Each block already keeps nothing but its input (``recompute = "block"``).  Where that input is what the block before it returned, it need
-not be kept either: when the backward pass comes to a group, its blocks run once more from the input of the first.  So L blocks keep √L
-inputs, 2 √L in the backward pass, and all but the last block of a group run three times.  Chen's groups run twice, but all their blocks
-keep everything at once.  A block of a transformer needs some twenty times its input, so that would be more than all inputs together.
+Each block already keeps nothing but its input (``recompute = "block"``).  Where that input is what the block
+before it returned, it need not be kept either: when the backward pass comes to a group, its blocks run once
+more from the input of the first.  So L blocks keep √L inputs, 2 √L in the backward pass, and all but the last
+block of a group run three times.  Chen's groups run twice, but all their blocks keep everything at once.  A
+block of a transformer needs some twenty times its input, so that would be more than all inputs together.
 
-The model's own code between blocks stays as it is.  A block joins the group of the one before it only if its input is the same memory,
-unchanged; otherwise it begins a group.  The graph is never touched, so gradients flow as they did.
+The model's own code between blocks stays as it is.  A block joins the group of the one before it only if its
+input is the same memory, unchanged; otherwise it begins a group.  The graph is never touched, so gradients
+flow as they did.
 """
 
 from __future__ import annotations
@@ -29,7 +32,9 @@ from elastic.models.spec import ShardingTable, each_once
 
 
 def apply_groups(model: nn.Module, table: ShardingTable) -> None:
-    """Lets groups of √L blocks keep one input, where one block's result is the next one's input.  The blocks have a policy already."""
+    """Lets groups of √L blocks keep one input, where one block's result is the next one's input.  The blocks
+    have a policy already.
+    """
     chain = _Chain(math.ceil(math.sqrt(len(table.blocks))))
     for block in each_once(model, table.blocks):
         block.forward = partial(chain.run, block, block.forward)
@@ -48,7 +53,9 @@ class _Values(NamedTuple):
     @classmethod
     def of(cls, tensor: Tensor) -> _Values:
         memory = StorageWeakRef(tensor.untyped_storage())
-        return cls(memory, tensor._version, tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride())
+        return cls(
+            memory, tensor._version, tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride()
+        )
 
 
 @dataclass
@@ -71,7 +78,9 @@ class _Run:
         ):
             torch.set_rng_state(state)
             set_device_states(devices, states)
-            return _first(self.forward(x.detach().requires_grad_(x.requires_grad), *self.args, **self.kwargs)).detach()
+            return _first(
+                self.forward(x.detach().requires_grad_(x.requires_grad), *self.args, **self.kwargs)
+            ).detach()
 
 
 @dataclass

@@ -1,7 +1,9 @@
-"""Finds this process's own sockets in ``/proc``, since gloo and NCCL do not tell which sockets they have opened.
+"""Finds this process's own sockets in ``/proc``, since gloo and NCCL do not tell which sockets they have
+opened.
 
-gloo has no abort, so its sockets are shut down.  NCCL has one, and it waits for two of NCCL's threads.  They notice the abort as soon as
-somebody speaks to them, and otherwise twice a second (``ncclProxyService``, ``ncclProxyServiceUDS`` in NCCL's src/proxy.cc, 2.28).
+gloo has no abort, so its sockets are shut down.  NCCL has one, and it waits for two of NCCL's threads.  They
+notice the abort as soon as somebody speaks to them, and otherwise twice a second (``ncclProxyService``,
+``ncclProxyServiceUDS`` in NCCL's src/proxy.cc, 2.28).
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ Service = Endpoint | bytes
 
 TCP_FAMILIES = (socket.AF_INET, socket.AF_INET6)
 NCCL_NAME = b"nccl-socket-"
-"""Part of the name of the Unix socket to which members of a communicator on one machine send descriptors of their memory.
+"""Part of the name of the Unix socket to which members of a communicator on one machine send descriptors of
+their memory.
 
 Source: NCCL's src/misc/ipcsocket.cc.
 """
@@ -33,7 +36,9 @@ def listening() -> set[Endpoint]:
 
 
 def shut_down(ports: Collection[int], peers: Collection[Endpoint]) -> int:
-    """Ends all TCP connections that were accepted at one of our ``ports`` or made to one of ``peers``, and returns their number."""
+    """Ends all TCP connections that were accepted at one of our ``ports`` or made to one of ``peers``, and
+    returns their number.
+    """
     count = 0
     for sock in _all(socket.SOCK_STREAM):
         if sock.family in TCP_FAMILIES and _is_among(sock, ports, peers):
@@ -44,25 +49,31 @@ def shut_down(ports: Collection[int], peers: Collection[Endpoint]) -> int:
 
 
 def services() -> set[Service]:
-    """Returns all places where threads of this process listen: those of NCCL, of any of its communicators, and others."""
+    """Returns all places where threads of this process listen: those of NCCL, of any of its communicators,
+    and others.
+    """
     names = (sock.getsockname() for sock in _all(socket.SOCK_DGRAM) if sock.family == socket.AF_UNIX)
     return {name for name in names if isinstance(name, bytes) and NCCL_NAME in name} | listening()
 
 
 class Waking:
-    """Speaks to NCCL's threads at ``services`` while their communicators are being aborted, so that they look for the abort's flag.
+    """Speaks to NCCL's threads at ``services`` while their communicators are being aborted, so that they look
+    for the abort's flag.
 
-    It speaks to the threads at Unix sockets first.  They end as soon as they hear anything after the flag is set.  When all of them have
-    ended, it calls the threads at TCP addresses; earlier, such a thread would wait for the caller's request and serve nobody.  It calls
-    each twice, because the thread looks for the flag before it listens.  It does not hang up before the abort has ended, because NCCL
-    would look up this machine's address by name to write a warning.
+    It speaks to the threads at Unix sockets first.  They end as soon as they hear anything after the flag is
+    set.  When all of them have ended, it calls the threads at TCP addresses; earlier, such a thread would
+    wait for the caller's request and serve nobody.  It calls each twice, because the thread looks for the
+    flag before it listens.  It does not hang up before the abort has ended, because NCCL would look up this
+    machine's address by name to write a warning.
 
     Nothing blocks.  A thread that is not reached looks for the flag later by itself.
     """
 
     def __init__(self, services: Collection[Service]) -> None:
         self._names = {each for each in services if isinstance(each, bytes)}
-        self._endpoints = {each for each in services if not isinstance(each, bytes)} if self._names else set[Endpoint]()
+        self._endpoints = (
+            {each for each in services if not isinstance(each, bytes)} if self._names else set[Endpoint]()
+        )
         self._callers = contextlib.ExitStack()
 
     def wake(self) -> None:
@@ -74,7 +85,9 @@ class Waking:
             while self._endpoints and not self._names:
                 host, port = self._endpoints.pop()
                 for _ in range(2):
-                    caller = self._callers.enter_context(socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET))
+                    caller = self._callers.enter_context(
+                        socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+                    )
                     caller.setblocking(False)
                     caller.connect_ex((host, port))
 

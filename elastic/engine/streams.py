@@ -1,7 +1,9 @@
-"""Streams of an accelerator, kept for the life of the process, and ways to wait for them without blocking other threads.
+"""Streams of an accelerator, kept for the life of the process, and ways to wait for them without blocking
+other threads.
 
-torch's allocator keeps freed memory for the stream on which it was used.  If every world had its own streams, each would take more memory
-until the device is full.  Then torch gives everything back at once, which takes a second.
+torch's allocator keeps freed memory for the stream on which it was used.  If every world had its own streams,
+each would take more memory until the device is full.  Then torch gives everything back at once, which takes a
+second.
 """
 
 from __future__ import annotations
@@ -12,7 +14,8 @@ from functools import cache
 import torch
 
 POLL_S = 0.0002
-"""Seconds between two queries of an event.  It is short compared with a step and long compared with a query."""
+"""Seconds between two queries of an event.  It is short compared with a step and long compared with a query.
+"""
 
 
 @cache
@@ -22,7 +25,9 @@ def stream(purpose: str, device: torch.device, priority: int = 0) -> torch.cuda.
 
 
 def wait_for(event: torch.cuda.Event) -> None:
-    """Waits by polling, which blocks no other thread.  The work before ``event`` may hang until another thread aborts it."""
+    """Waits by polling, which blocks no other thread.  The work before ``event`` may hang until another
+    thread aborts it.
+    """
     while not event.query():
         time.sleep(POLL_S)
 

@@ -1,17 +1,20 @@
 """Makes and ends process groups and meshes.  No other module does.
 
-A world lives for one generation.  Its members meet in a store that a keeper hosts, under a prefix for the generation, so they never meet
-anything of an older world.  ``abort`` frees a training thread that is stuck in a collective whose peer is gone.  It may be called from
-another thread, but only after every member is fenced or expelled: any other member could apply a commit that the abort broke.
+A world lives for one generation.  Its members meet in a store that a keeper hosts, under a prefix for the
+generation, so they never meet anything of an older world.  ``abort`` frees a training thread that is stuck in
+a collective whose peer is gone.  It may be called from another thread, but only after every member is fenced
+or expelled: any other member could apply a commit that the abort broke.
 
 * NCCL: all communicators are aborted at once, each from its own thread, and NCCL's service threads are woken so that they notice it.
 * gloo has no abort.  A peer that dies frees only the members connected to it; others wait for members that live but no longer answer.
-  So the sockets of the groups, and only these, are shut down: those bound to a port on which gloo listened here, and those connected to a
-  port on which it listened elsewhere (each member publishes its ports through the store while the world forms).
+  So the sockets of the groups, and only these, are shut down: those bound to a port on which gloo listened
+  here, and those connected to a port on which it listened elsewhere (each member publishes its ports through
+  the store while the world forms).
 
-This module is also the place for torch's own ``ProcessGroup.reconfigure`` (2.15).  Other modules know only ``World`` and its groups.  The
-four functions below the line *how groups are made and left* make and end them; a process that kept its groups from one generation to the
-next would replace these four.  ``tests/architecture`` checks that no other module makes or leaves a group.
+This module is also the place for torch's own ``ProcessGroup.reconfigure`` (2.15).  Other modules know only
+``World`` and its groups.  The four functions below the line *how groups are made and left* make and end them;
+a process that kept its groups from one generation to the next would replace these four.
+``tests/architecture`` checks that no other module makes or leaves a group.
 """
 
 from __future__ import annotations
@@ -43,24 +46,29 @@ LEAD = 8
 TO_HOST = "to host"
 """Key of the staging buffer for ``to_host``."""
 ROOM = 2**32
-"""Free memory of the device in bytes, below which a world that forms gives back the memory that torch keeps: NCCL needs memory too."""
+"""Free memory of the device in bytes, below which a world that forms gives back the memory that torch keeps:
+NCCL needs memory too.
+"""
 WAKE_S = (0.005, 0.5)
 """Shortest and longest pause in seconds between two wakings of NCCL's threads in an abort.
 
 The pause doubles each time.  NCCL's threads look by themselves every half second.
 """
 LAUNCH_S = 0.1
-"""Longest time in seconds for which an abort waits for :meth:`World.exchange`.  Queueing takes microseconds; a first message to a peer that
-is gone waits for the abort itself.
+"""Longest time in seconds for which an abort waits for :meth:`World.exchange`.  Queueing takes microseconds;
+a first message to a peer that is gone waits for the abort itself.
 """
 FLIGHT_RECORDERS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
-"""Functions of torch that dump its flight recorder: NCCL's if this torch has it, else that of the other backends (torch 2.13)."""
+"""Functions of torch that dump its flight recorder: NCCL's if this torch has it, else that of the other
+backends (torch 2.13).
+"""
 
 
 class Staging:
     """Pinned host memory by purpose, which is allocated once and used again.
 
-    An allocation while a collective hangs would wait for the device, and would meanwhile hold what an abort from another thread needs.
+    An allocation while a collective hangs would wait for the device, and would meanwhile hold what an abort
+    from another thread needs.
     """
 
     def __init__(self) -> None:
@@ -75,7 +83,9 @@ class Staging:
 
 @dataclass
 class World:
-    """The process groups of one generation, seen from one member.  ``device.type`` "cuda" means NCCL, else gloo."""
+    """The process groups of one generation, seen from one member.  ``device.type`` "cuda" means NCCL, else
+    gloo.
+    """
 
     generation: int
     layout: Layout
@@ -106,12 +116,18 @@ class World:
     formed_ns: int = field(default_factory=time.time_ns)
     """Wall-clock time in nanoseconds at which this world formed."""
     kept: dist.Store | None = None
-    """The store in which the members met.  torch keeps the C++ half of a store only, and part of ours is Python."""
+    """The store in which the members met.  torch keeps the C++ half of a store only, and part of ours is
+    Python.
+    """
 
     def __post_init__(self) -> None:
         everyone = dist.group.WORLD
         assert everyone is not None
-        self.groups = tuple(dict.fromkeys(group for group in (everyone, self.shard_group, self.replicate_group) if group is not None))
+        self.groups = tuple(
+            dict.fromkeys(
+                group for group in (everyone, self.shard_group, self.replicate_group) if group is not None
+            )
+        )
 
     @classmethod
     def form(
@@ -127,23 +143,40 @@ class World:
         replicas: bool = True,
         met: Callable[[], None] = lambda: None,
     ) -> World:
-        """Meets the other members in ``store`` and makes all groups.  Blocks until all are there, or raises after ``form_s``.
+        """Meets the other members in ``store`` and makes all groups.  Blocks until all are there, or raises
+        after ``form_s``.
 
-        No collective runs before ``connect``.  With ``replicas`` the members that hold the same shard get a group.  ``met`` is called after
-        the group of all members is made and before the smaller ones are.
+        No collective runs before ``connect``.  With ``replicas`` the members that hold the same shard get a
+        group.  ``met`` is called after the group of all members is made and before the smaller ones are.
         """
         kept, store = store, dist.PrefixStore(f"g{generation}", store)
         store.set_timeout(datetime.timedelta(seconds=form_s))
         before = sockets.listening()
         with contextlib.ExitStack() as undo:
-            undo.callback(_forget_groups, device)  # after any failure this process must be able to form the next world
+            # after any failure this process must be able to form the next world
+            undo.callback(_forget_groups, device)
             _init_default_group(store, rank, layout.world, device, form_s)
             met()
             shard = _group(layout.ranks_along("dp_shard", rank), layout)
             replicate = _group(layout.ranks_along("dp_replicate", rank), layout) if replicas else None
             listening = sockets.listening() - before
-            peers = _exchange_endpoints(store, rank, layout.world, listening) if device.type == "cpu" else frozenset[Endpoint]()
-            world = cls(generation, layout, rank, device, shard, replicate, store, frozenset(p for _, p in listening), peers, nodes)
+            peers = (
+                _exchange_endpoints(store, rank, layout.world, listening)
+                if device.type == "cpu"
+                else frozenset[Endpoint]()
+            )
+            world = cls(
+                generation,
+                layout,
+                rank,
+                device,
+                shard,
+                replicate,
+                store,
+                frozenset(p for _, p in listening),
+                peers,
+                nodes,
+            )
             world.kept = kept
             undo.pop_all()
         return world
@@ -151,7 +184,9 @@ class World:
     @classmethod
     def alone(cls, device: torch.device, generation: int = 1) -> World:
         """Returns a world of one member in this process, which uses no network."""
-        world = cls.form(dist.HashStore(), generation=generation, layout=Layout(), rank=0, device=device, form_s=60.0)
+        world = cls.form(
+            dist.HashStore(), generation=generation, layout=Layout(), rank=0, device=device, form_s=60.0
+        )
         world.connect(60.0, 3600.0)
         return world
 
@@ -162,7 +197,17 @@ class World:
         Its collectives end at once and their results mean nothing (torch's fake backend).
         """
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=layout.world)
-        return cls(0, layout, 0, device, _group(layout.ranks_along("dp_shard", 0), layout), None, FakeStore(), frozenset(), frozenset())
+        return cls(
+            0,
+            layout,
+            0,
+            device,
+            _group(layout.ranks_along("dp_shard", 0), layout),
+            None,
+            FakeStore(),
+            frozenset(),
+            frozenset(),
+        )
 
     @cached_property
     def size(self) -> int:
@@ -180,11 +225,13 @@ class World:
         return DeviceMesh.from_group(self.shard_group, self.device.type)
 
     def connect(self, form_s: float, run_s: float) -> None:
-        """Runs a tiny collective on every group, so that a backend that connects lazily does so now, within ``form_s``.
+        """Runs a tiny collective on every group, so that a backend that connects lazily does so now, within
+        ``form_s``.
 
-        ``run_s`` is the timeout of collectives afterwards.  It is a last resort, since ``abort`` deals with losses.  But an abort does not
-        reach a thread in ``ncclCommInitRank``, which waits for every member.  So the members meet in the store right before each of these
-        calls: a member that waits there for a dead one is freed when the store ends.
+        ``run_s`` is the timeout of collectives afterwards.  It is a last resort, since ``abort`` deals with
+        losses.  But an abort does not reach a thread in ``ncclCommInitRank``, which waits for every member.
+        So the members meet in the store right before each of these calls: a member that waits there for a
+        dead one is freed when the store ends.
         """
         if self.device.type == "cuda":
             free, _ = torch.cuda.mem_get_info(self.device)
@@ -193,7 +240,8 @@ class World:
         before = sockets.services() if self.device.type == "cuda" else set[Service]()
         one, expected, until = torch.ones((), device=self.device), 1, time.monotonic() + form_s
         for number, group in enumerate(self.groups):
-            if group.size() > 1 or len(self.groups) == 1:  # in a smaller group of one there is nobody to wait for
+            # in a smaller group of one there is nobody to wait for
+            if group.size() > 1 or len(self.groups) == 1:
                 self._meet(f"connects/{number}", until)
                 dist.all_reduce(one, group=group)
                 expected *= group.size()
@@ -204,30 +252,37 @@ class World:
                     raise WorldBroken(f"generation {self.generation} was aborted while it connected")
         found = self.to_host(one, until, self.aborted.is_set).item()
         if found != expected:
-            raise WorldBroken(f"the first all-reduces of generation {self.generation} gave {found} instead of {expected}")
+            raise WorldBroken(
+                f"the first all-reduces of generation {self.generation} gave {found} instead of {expected}"
+            )
         dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=run_s), None)
 
     def _meet(self, where: str, until: float) -> None:
-        """Waits for all members in the store.  Raises ``dist.DistError`` at ``until``, or as soon as the store is gone.
+        """Waits for all members in the store.  Raises ``dist.DistError`` at ``until``, or as soon as the
+        store is gone.
 
-        The last member that comes says so in one key for all: if each waited for a key of each, the store would look at N² keys.
+        The last member that comes says so in one key for all: if each waited for a key of each, the store
+        would look at N² keys.
         """
         if self.store.add(where, 1) == self.size:
             self.store.set(f"{where}/all", "")
         self.store.wait([f"{where}/all"], datetime.timedelta(seconds=max(until - time.monotonic(), 0.001)))
 
     def exchange(self, operations: list[dist.P2POp]) -> list[dist.Work]:
-        """Launches all ``operations`` at once.  If an abort prevents it, this thread can still launch in the next world.
+        """Launches all ``operations`` at once.  If an abort prevents it, this thread can still launch in the
+        next world.
 
-        An abort frees the communicator, and NCCL must not end a group whose operations belong to it.  So nothing is queued after an abort
-        has begun, and an abort waits until what is being queued is launched.  Raises :class:`WorldBroken` after an abort.
+        An abort frees the communicator, and NCCL must not end a group whose operations belong to it.  So
+        nothing is queued after an abort has begun, and an abort waits until what is being queued is launched.
+        Raises :class:`WorldBroken` after an abort.
         """
         with self.launching:
             self._refuse_if_aborted()
             try:
                 return dist.batch_isend_irecv(operations) if operations else []
             except RuntimeError:
-                if self.device.type == "cuda":  # torch leaves NCCL's group open, and nothing that this thread launches later would begin
+                # torch leaves NCCL's group open, and nothing that this thread launches later would begin
+                if self.device.type == "cuda":
                     with contextlib.suppress(RuntimeError):
                         self.groups[0]._end_coalescing(self.device)
                 raise
@@ -236,23 +291,30 @@ class World:
         if self.aborted.is_set():
             raise WorldBroken(f"generation {self.generation} is aborted")
 
-    def all_to_all(self, mine: torch.Tensor, sent: Mapping[int, int], got: Mapping[int, int], size: int) -> torch.Tensor:
-        """Sends the first elements of the flat ``mine``, ``sent[rank] × size`` to each member, and returns what comes from each, flat.
+    def all_to_all(
+        self, mine: torch.Tensor, sent: Mapping[int, int], got: Mapping[int, int], size: int
+    ) -> torch.Tensor:
+        """Sends the first elements of the flat ``mine``, ``sent[rank] × size`` to each member, and returns
+        what comes from each, flat.
 
-        Both are in order of world rank.  Every member must call it, but those that have nothing for each other exchange no message (NCCL),
-        so no smaller group is needed for an exchange among few.
+        Both are in order of world rank.  Every member must call it, but those that have nothing for each
+        other exchange no message (NCCL), so no smaller group is needed for an exchange among few.
         """
         self._refuse_if_aborted()
-        received, given = ([pieces.get(rank, 0) * size for rank in range(self.size)] for pieces in (got, sent))
+        received, given = (
+            [pieces.get(rank, 0) * size for rank in range(self.size)] for pieces in (got, sent)
+        )
         output = mine.new_empty(sum(received))
         dist.all_to_all_single(output, mine[: sum(given)], received, given)
         return output
 
     def begin_all_gather(self, output: torch.Tensor, mine: torch.Tensor) -> Callable[[], None]:
-        """Begins to fill ``output``, flat [shards × n], with every shard's ``mine`` [n], and returns a call that waits for it.
+        """Begins to fill ``output``, flat [shards × n], with every shard's ``mine`` [n], and returns a call
+        that waits for it.
 
-        The wait is this thread's on a CPU.  On CUDA the collective is on the present stream, whose work waits for it by itself.  Both raise
-        :class:`WorldBroken` after an abort, and the wait also if the collective fails.
+        The wait is this thread's on a CPU.  On CUDA the collective is on the present stream, whose work waits
+        for it by itself.  Both raise :class:`WorldBroken` after an abort, and the wait also if the collective
+        fails.
         """
         self._refuse_if_aborted()
         work = all_gather(output, mine, self.shard_group, later=self.device.type == "cpu")
@@ -268,11 +330,16 @@ class World:
         return wait
 
     def to_host(
-        self, tensor: torch.Tensor, until: float = math.inf, given_up: Callable[[], bool] = lambda: False, key: str = TO_HOST
+        self,
+        tensor: torch.Tensor,
+        until: float = math.inf,
+        given_up: Callable[[], bool] = lambda: False,
+        key: str = TO_HOST,
     ) -> torch.Tensor:
         """Returns ``tensor`` in host memory, that of ``key``.
 
-        On an accelerator this polls and never synchronises, because a collective whose peer died does not end.
+        On an accelerator this polls and never synchronises, because a collective whose peer died does not
+        end.
 
         Raises :class:`WorldBroken` at ``until`` (``time.monotonic``), or as soon as ``given_up()``.
         """
@@ -289,12 +356,16 @@ class World:
         return host
 
     def reserve(self, key: str, like: torch.Tensor) -> None:
-        """Allocates the host memory of a later ``to_device`` or ``to_host`` now, while no collective can hang: see :class:`Staging`."""
+        """Allocates the host memory of a later ``to_device`` or ``to_host`` now, while no collective can
+        hang: see :class:`Staging`.
+        """
         if self.device.type != "cpu":
             self.staging.buffer(key, like)
 
     def to_device(self, key: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns ``tensor`` on the device, without waiting for the device.  Each ``key`` may have one copy in flight."""
+        """Returns ``tensor`` on the device, without waiting for the device.  Each ``key`` may have one copy
+        in flight.
+        """
         if self.device.type == "cpu":
             return tensor
         host = self.staging.buffer(key, tensor)
@@ -302,9 +373,11 @@ class World:
         return host.to(self.device, non_blocking=True)
 
     def finish(self) -> None:
-        """Waits, by polling, until the device has done all its work.  A collective that hangs ends when this world is aborted.
+        """Waits, by polling, until the device has done all its work.  A collective that hangs ends when this
+        world is aborted.
 
-        Such a collective looks completed, with garbage as its result.  So the caller must ask afterwards whether this member was fenced.
+        Such a collective looks completed, with garbage as its result.  So the caller must ask afterwards
+        whether this member was fenced.
         """
         if self.device.type == "cuda":
             streams.finish()
@@ -312,8 +385,8 @@ class World:
     def keep_up(self) -> None:
         """Waits, by polling, until the device is at most ``LEAD`` calls of this method behind.
 
-        The reason is that an abort ends only after the device has done all that was launched.  The ordered reduction calls this for each
-        block of a backward pass.  A forward pass is launched as a whole.
+        The reason is that an abort ends only after the device has done all that was launched.  The ordered
+        reduction calls this for each block of a backward pass.  A forward pass is launched as a whole.
         """
         if self.device.type == "cuda":
             event = self.ahead.popleft() if len(self.ahead) == LEAD else torch.cuda.Event()
@@ -322,10 +395,12 @@ class World:
             self.ahead.append(event)
 
     def abort(self) -> int:
-        """Frees every thread of this process that is stuck in a collective, and returns the number of sockets shut down (gloo).
+        """Frees every thread of this process that is stuck in a collective, and returns the number of sockets
+        shut down (gloo).
 
-        Any thread may call it.  Known gap: FSDP2 launches collectives from torch's own threads, which know nothing of ``aborted``.  If one
-        launches at the very moment of an abort, it uses a communicator that is being freed.
+        Any thread may call it.  Known gap: FSDP2 launches collectives from torch's own threads, which know
+        nothing of ``aborted``.  If one launches at the very moment of an abort, it uses a communicator that
+        is being freed.
         """
         self.aborted.set()
         alone = self.launching.acquire(timeout=LAUNCH_S)
@@ -339,15 +414,19 @@ class World:
                 self.launching.release()
 
     def in_flight(self) -> list[str]:
-        """Returns the collectives that have begun here and not ended, by torch's flight recorder; none if it does not record.
+        """Returns the collectives that have begun here and not ended, by torch's flight recorder; none if it
+        does not record.
 
-        It asks the device which collectives have ended and never waits for it.  Collectives of earlier worlds are left out.
+        It asks the device which collectives have ended and never waits for it.  Collectives of earlier worlds
+        are left out.
         """
         known = (getattr(torch._C._distributed_c10d, name, None) for name in FLIGHT_RECORDERS)
         dump = next((each for each in known if each is not None), None)
         entries = json.loads(dump()).get("entries", ()) if dump is not None else ()
         ours = [each for each in entries if not each["retired"] and each["time_created_ns"] >= self.formed_ns]
-        return [f"{each['profiling_name']} #{each['collective_seq_id']} of {each['input_sizes']}" for each in ours]
+        return [
+            f"{each['profiling_name']} #{each['collective_seq_id']} of {each['input_sizes']}" for each in ours
+        ]
 
     def close(self) -> None:
         """Forgets the groups.  It may be called after ``abort``, or when no collective is under way."""
@@ -357,19 +436,25 @@ class World:
 # ---- how groups are made and left
 
 
-def _init_default_group(store: dist.Store, rank: int, world: int, device: torch.device, form_s: float) -> None:
+def _init_default_group(
+    store: dist.Store, rank: int, world: int, device: torch.device, form_s: float
+) -> None:
     """Makes the group of all members.
 
-    It passes no ``device_id``: with one, torch splits groups off NCCL's world, and a split after an abort crashes the process (torch 2.11).
+    It passes no ``device_id``: with one, torch splits groups off NCCL's world, and a split after an abort
+    crashes the process (torch 2.11).
     """
     backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=datetime.timedelta(seconds=form_s))
+    dist.init_process_group(
+        backend, store=store, rank=rank, world_size=world, timeout=datetime.timedelta(seconds=form_s)
+    )
 
 
 def _group(ranks: Sequence[int], layout: Layout) -> dist.ProcessGroup:
     """Returns a group of ``ranks``.
 
-    An axis that spans the whole world uses the group of all members, because each communicator costs time to make and to abort.
+    An axis that spans the whole world uses the group of all members, because each communicator costs time to
+    make and to abort.
     """
     whole = dist.group.WORLD
     if len(ranks) == layout.world and whole is not None:
@@ -378,17 +463,27 @@ def _group(ranks: Sequence[int], layout: Layout) -> dist.ProcessGroup:
 
 
 def _forget_groups(device: torch.device) -> None:
-    """Forgets all groups.  On CUDA it empties torch's registries, because ``destroy_process_group`` may not return after an NCCL abort."""
+    """Forgets all groups.  On CUDA it empties torch's registries, because ``destroy_process_group`` may not
+    return after an NCCL abort.
+    """
     c10d = dist.distributed_c10d
     world = c10d._world
     if not dist.is_initialized():
-        world.group_count = 0  # a failed attempt was counted, and the count is part of the name under which the next members meet
+        # a failed attempt was counted, and the count is part of the name under which the next members meet
+        world.group_count = 0
         return
     if device.type == "cpu":
         dist.destroy_process_group()
         return
     c10d._update_default_pg(None)
-    for registry in (world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config, world.pg_to_tag, world.tags_to_pg):
+    for registry in (
+        world.pg_map,
+        world.pg_names,
+        world.pg_group_ranks,
+        world.pg_backend_config,
+        world.pg_to_tag,
+        world.tags_to_pg,
+    ):
         registry.clear()
     world.pg_coalesce_state.clear()
     c10d._unregister_all_process_groups()
@@ -398,9 +493,9 @@ def _forget_groups(device: torch.device) -> None:
 def _abort_together(groups: Iterable[dist.ProcessGroup], services: Collection[Service]) -> None:
     """Aborts the NCCL communicators of all ``groups`` at the same time.
 
-    Aborting one after the other would hang: ending a communicator frees device memory, which waits for the kernels of the other
-    communicators, and these wait for a dead peer until they are aborted too.  torch's own grouping does not help, because it aborts each
-    communicator from another thread.
+    Aborting one after the other would hang: ending a communicator frees device memory, which waits for the
+    kernels of the other communicators, and these wait for a dead peer until they are aborted too.  torch's
+    own grouping does not help, because it aborts each communicator from another thread.
     """
     threads = [threading.Thread(target=group.abort, daemon=True) for group in groups]
     for thread in threads:
@@ -421,7 +516,8 @@ def _abort_together(groups: Iterable[dist.ProcessGroup], services: Collection[Se
 def all_gather(
     output: torch.Tensor, mine: torch.Tensor, group: dist.ProcessGroup | None = None, *, later: bool = False
 ) -> dist.Work | None:
-    """Fills ``output``, flat [members × n], with every member's ``mine`` [n] in order of rank.  torch 2.13 renamed the call.
+    """Fills ``output``, flat [members × n], with every member's ``mine`` [n] in order of rank.  torch 2.13
+    renamed the call.
 
     ``later``: it returns at once, and ``output`` is filled when the result has been waited for.
     """
@@ -440,9 +536,19 @@ def reduce_scatter(output: torch.Tensor, mine: torch.Tensor, group: dist.Process
 
 
 def _exchange_endpoints(store: dist.Store, rank: int, world: int, mine: set[Endpoint]) -> frozenset[Endpoint]:
-    """Returns the endpoints of the other members.  The last member that comes collects them all, so that each other one reads one key."""
+    """Returns the endpoints of the other members.  The last member that comes collects them all, so that each
+    other one reads one key.
+    """
     store.set(f"listening/{rank}", json.dumps(sorted(mine)))
     if store.add("listening", 1) == world:
-        store.set("listening/all", json.dumps([json.loads(store.get(f"listening/{other}")) for other in range(world)]))
+        store.set(
+            "listening/all",
+            json.dumps([json.loads(store.get(f"listening/{other}")) for other in range(world)]),
+        )
     everyone = json.loads(store.get("listening/all"))
-    return frozenset((address, port) for other, endpoints in enumerate(everyone) for address, port in endpoints if other != rank)
+    return frozenset(
+        (address, port)
+        for other, endpoints in enumerate(everyone)
+        for address, port in endpoints
+        if other != rank
+    )

@@ -1,14 +1,17 @@
 """The codec turns events, decisions and :class:`RunState` into the JSON of the journal, and back, exactly.
 
-A dataclass becomes an object with its name under ``$``, and a tuple becomes an array.  A float is written as ``float.hex()``, because JSON
-readers round, and know neither infinity nor NaN; so the same bits come back.  Reading follows the types that the dataclasses declare.  An
-unknown name is an error that says so: a journal of another version is never guessed at.
+A dataclass becomes an object with its name under ``$``, and a tuple becomes an array.  A float is written as
+``float.hex()``, because JSON readers round, and know neither infinity nor NaN; so the same bits come back.
+Reading follows the types that the dataclasses declare.  An unknown name is an error that says so: a journal
+of another version is never guessed at.
 
-A record holds an event and the decision: the state, the actions, the reason, and what ``changed`` in :class:`RunState`, as a delta
-(``deltas.py``).  It also holds what unrecorded events had changed ``meanwhile``, so that the journal has everything that the decision was
-made from, and the ``commits`` that the event brought.  A commit is written once; elsewhere its step and generation stand for it.  A plan is
-written where it begins; where an event or a change repeats the plan of the state, its generation stands for it.  Recovery reads the
-decisions and does not make them again, so a journal stays readable when the rules have changed.
+A record holds an event and the decision: the state, the actions, the reason, and what ``changed`` in
+:class:`RunState`, as a delta (``deltas.py``).  It also holds what unrecorded events had changed
+``meanwhile``, so that the journal has everything that the decision was made from, and the ``commits`` that
+the event brought.  A commit is written once; elsewhere its step and generation stand for it.  A plan is
+written where it begins; where an event or a change repeats the plan of the state, its generation stands for
+it.  Recovery reads the decisions and does not make them again, so a journal stays readable when the rules
+have changed.
 """
 
 from __future__ import annotations
@@ -55,11 +58,17 @@ PLAN = "PlanOf"
 """The name that stands for the plan that the run had before the record."""
 
 PLAIN = frozenset({type(None), bool, int, str})
-"""Types of values that JSON writes as they are.  They are told apart before anything else: a large world's records hold little else."""
+"""Types of values that JSON writes as they are.  They are told apart before anything else: a large world's
+records hold little else.
+"""
 MICROBATCHES, PACKED = ("losses", "counts", "samples"), "packed"
-"""The fields of a commit with an entry for each microbatch, and the one that stands for them: see ``packed.py``."""
+"""The fields of a commit with an entry for each microbatch, and the one that stands for them: see
+``packed.py``.
+"""
 LAYERS = "layers"
-"""The field of a commit with an entry for each layer.  It is packed, too, and left out where it is empty, as in most commits."""
+"""The field of a commit with an entry for each layer.  It is packed, too, and left out where it is empty, as
+in most commits.
+"""
 
 SELDOM = {
     each.name: each.default
@@ -101,10 +110,11 @@ def snapshot(run: RunState, code: str = "", rules: Rules | None = None) -> dict[
 def worth_recording(event: Event, before: RunState, transition: Transition) -> bool:
     """Returns whether the event gets a record.
 
-    A heartbeat, a tick, a renewal, a capacity or a slow start gets one only if it leads to an action or another state.  What it changed
-    otherwise goes into the next record.
+    A heartbeat, a tick, a renewal, a capacity or a slow start gets one only if it leads to an action or
+    another state.  What it changed otherwise goes into the next record.
     """
-    if isinstance(parts(event)[0], Beat | Tick | Renewed | Capacity | Starting):  # beats are together with beats alone
+    # beats are together with beats alone
+    if isinstance(parts(event)[0], Beat | Tick | Renewed | Capacity | Starting):
         return bool(transition.actions) or transition.run.state is not before.state
     return transition.run is not before or bool(transition.actions)
 
@@ -122,9 +132,11 @@ def record(
 
     ``heard_until`` is what ``advance`` was given, None if that was ``at``.
 
-    ``recorded`` is the run after the last record; it differs from ``before`` if unrecorded events came between.
+    ``recorded`` is the run after the last record; it differs from ``before`` if unrecorded events came
+    between.
 
-    The first record of a coordinator has the run in full: its version may have fields that the one before did not write.
+    The first record of a coordinator has the run in full: its version may have fields that the one before did
+    not write.
     """
     known = recorded or before
     after = transition.run
@@ -136,7 +148,9 @@ def record(
     commits = [each for each in brought if told.get((each.step, each.generation)) != each]
     told.update({(each.step, each.generation): each for each in commits})
     meanwhile = changes(known, before, {**told, **planned})
-    changed = _in_whole(after) if isinstance(event, Recovered) else changes(before, after, {**told, **planned})
+    changed = (
+        _in_whole(after) if isinstance(event, Recovered) else changes(before, after, {**told, **planned})
+    )
     return {
         "n": number,
         "at": at,
@@ -156,15 +170,19 @@ def _in_whole(run: RunState) -> dict[str, Json]:
 
 
 def is_quiet(event: Event, before: RunState, after: RunState) -> bool:
-    """Returns whether the decision cannot depend on who was last heard when: a commit that only continues the world.
+    """Returns whether the decision cannot depend on who was last heard when: a commit that only continues the
+    world.
 
-    The record of such a decision forgets that, or else each step, and each snapshot, would have a line for each worker.
+    The record of such a decision forgets that, or else each step, and each snapshot, would have a line for
+    each worker.
     """
     return isinstance(event, StepDone) and after.state is before.state and after.members is before.members
 
 
 def known_after(event: Event, before: RunState, after: RunState) -> RunState:
-    """Returns the run as a reader knows it after the record of the decision that led from ``before`` to ``after``."""
+    """Returns the run as a reader knows it after the record of the decision that led from ``before`` to
+    ``after``.
+    """
     return _unwatched(after) if is_quiet(event, before, after) else after
 
 
@@ -192,21 +210,27 @@ def _with_news(event: Event, before: RunState) -> tuple[Event, tuple[Outcome, ..
     if not isinstance(event, Together):
         return event, ()
     news = [_news(each, before) for each in event.events]
-    commits = {(each.step, each.generation): each for _, brought in reversed(news) for each in brought}  # the first to bring one counts
+    # the first to bring one counts
+    commits = {(each.step, each.generation): each for _, brought in reversed(news) for each in brought}
     return Together(tuple(each for each, _ in news)), tuple(commits.values())
 
 
 def _news(event: Said | Beat, before: RunState) -> tuple[Said | Beat, tuple[Outcome, ...]]:
     """Returns the fact with only those parts that tell something new, and the commits among them.
 
-    Every member's answer to a fence brings the last commits that the member has seen, and these are the same for all members.  Of a plan
-    before the present generation only the generation matters, so the members that a worker had there are left out.
+    Every member's answer to a fence brings the last commits that the member has seen, and these are the same
+    for all members.  Of a plan before the present generation only the generation matters, so the members that
+    a worker had there are left out.
     """
     if isinstance(event, Attached) and event.plan is not None and event.plan.generation < before.generation:
         return replace(event, plan=replace(event.plan, members=(), holders=(), nodes=(), hosts=())), ()
     if not isinstance(event, Fenced):
         return event, ()
-    news = tuple(each for each in event.outcomes if each.generation == event.generation and before.history.is_news(each))
+    news = tuple(
+        each
+        for each in event.outcomes
+        if each.generation == event.generation and before.history.is_news(each)
+    )
     return replace(event, outcomes=news, seen=event.newest_seen), news
 
 
@@ -220,7 +244,9 @@ def changes(before: RunState, after: RunState, told: Told | None = None) -> dict
 
 
 def fold(snapshot: Mapping[str, Json], records: Iterable[Mapping[str, Json]]) -> RunState:
-    """Returns the run after the last of ``records``, which follow ``snapshot`` without a gap.  Raises :class:`UnknownFormat`."""
+    """Returns the run after the last of ``records``, which follow ``snapshot`` without a gap.  Raises
+    :class:`UnknownFormat`.
+    """
     snapshot, _ = checked((snapshot, ()))
     for each in records:
         snapshot = after(snapshot, each)
@@ -231,7 +257,10 @@ def checked(segment: Segment) -> Segment:
     """Returns ``segment``.  Raises :class:`UnknownFormat` if it has another format than this version writes."""
     if (found := segment[0]["format"]) != FORMAT:
         by = "a version of Elastic before 2026-11-25" if found < FORMAT else "a later version of Elastic"
-        raise UnknownFormat(f"the journal has format {found}, which {by} wrote, and this one reads {FORMAT}; use that version to read it")
+        raise UnknownFormat(
+            f"the journal has format {found}, which {by} wrote, and this one reads "
+            f"{FORMAT}; use that version to read it"
+        )
     return segment
 
 
@@ -256,7 +285,13 @@ def field_after(segment: Segment, part: str, name: str) -> Json:
     for record in records:
         for changed in (record.get("meanwhile", {}), record["changed"]):
             change = changed.get(part, {"~": {}})
-            value = change.get(name, ()) if "$" in change else patched(value, change["~"][name]) if name in change["~"] else value
+            value = (
+                change.get(name, ())
+                if "$" in change
+                else patched(value, change["~"][name])
+                if name in change["~"]
+                else value
+            )
     return value
 
 
@@ -264,7 +299,9 @@ def incarnation_after(segment: Segment) -> int:
     """Returns the incarnation of the run after the last record of a segment; it builds nothing else."""
     snapshot, records = segment
     changes = (changed for record in records for changed in (record.get("meanwhile", {}), record["changed"]))
-    found: int = max([snapshot["run"]["incarnation"], *(each["incarnation"] for each in changes if "incarnation" in each)])
+    found: int = max(
+        [snapshot["run"]["incarnation"], *(each["incarnation"] for each in changes if "incarnation" in each)]
+    )
     return found
 
 
@@ -289,13 +326,16 @@ def _in_full(json: Json, told: Mapping[tuple[int, ...], Json]) -> Json:
         return json
     if json.get("$") == PLAN:
         if (json["generation"],) not in told:
-            raise UnknownFormat(f"the journal refers to the plan of generation {json['generation']}, which it does not hold")
+            raise UnknownFormat(
+                f"the journal refers to the plan of generation {json['generation']}, which it does not hold"
+            )
         return told[json["generation"],]
     if json.get("$") != COMMIT:
         return {key: _in_full(each, told) for key, each in json.items()}
     if (json["step"], json["generation"]) not in told:
         raise UnknownFormat(
-            f"the journal refers to the commit of step {json['step']} of generation {json['generation']}, which it does not hold"
+            f"the journal refers to the commit of step {json['step']} of generation {json['generation']}, "
+            "which it does not hold"
         )
     return told[json["step"], json["generation"]]
 
@@ -322,15 +362,27 @@ def encode(value: object, told: Told | None = None) -> Json:
     if told and isinstance(value, Plan) and told.get((value.generation,)) == value:
         return {"$": PLAN, "generation": value.generation}
     if isinstance(value, Outcome):
-        left_out = (*MICROBATCHES, LAYERS, *(name for name, nothing in SELDOM.items() if getattr(value, name) == nothing))
+        left_out = (
+            *MICROBATCHES,
+            LAYERS,
+            *(name for name, nothing in SELDOM.items() if getattr(value, name) == nothing),
+        )
         rest = {name: encode(getattr(value, name), told) for name in _hints(Outcome) if name not in left_out}
         layers = {LAYERS: packed.pack_layers(value.layers)} if value.layers else {}
-        return {"$": "Outcome", **rest, **layers, PACKED: packed.pack(value.losses, value.counts, value.samples)}
+        return {
+            "$": "Outcome",
+            **rest,
+            **layers,
+            PACKED: packed.pack(value.losses, value.counts, value.samples),
+        }
     if not is_dataclass(kind):
         raise TypeError(f"{kind.__name__} has no form in the journal: {value!r}")
     silent = [name for name in QUIET.get(kind, ()) if getattr(value, name) == getattr(kind, name)]
     parts = {name: getattr(value, name) for name in _hints(kind) if name not in silent}
-    return {"$": kind.__name__, **{name: each if type(each) in PLAIN else encode(each, told) for name, each in parts.items()}}
+    return {
+        "$": kind.__name__,
+        **{name: each if type(each) in PLAIN else encode(each, told) for name, each in parts.items()},
+    }
 
 
 def spelled_out(json: Json) -> Json:
@@ -340,7 +392,10 @@ def spelled_out(json: Json) -> Json:
     rest = {name: each for name, each in json.items() if name != PACKED}
     if LAYERS in rest:
         rest[LAYERS] = encode(packed.unpack_layers(rest[LAYERS]))
-    return {**rest, **{name: encode(each) for name, each in zip(MICROBATCHES, packed.unpack(json[PACKED]), strict=True)}}
+    return {
+        **rest,
+        **{name: encode(each) for name, each in zip(MICROBATCHES, packed.unpack(json[PACKED]), strict=True)},
+    }
 
 
 def parts_of(event: Json) -> Sequence[Json]:
@@ -377,10 +432,16 @@ def decode(hint: Any, json: Json) -> Any:
 
 def _decode_union(options: tuple[Any, ...], json: Json) -> Any:
     if json is None or not isinstance(json, dict):
-        return json if json is None else decode(next(each for each in options if each is not types.NoneType), json)
+        return (
+            json
+            if json is None
+            else decode(next(each for each in options if each is not types.NoneType), json)
+        )
     by_name: dict[str, type] = {each.__name__: each for each in options if isinstance(each, type)}
     if json.get("$") not in by_name:
-        raise UnknownFormat(f"the journal has {json.get('$')!r} where one of {', '.join(sorted(by_name))} is expected")
+        raise UnknownFormat(
+            f"the journal has {json.get('$')!r} where one of {', '.join(sorted(by_name))} is expected"
+        )
     return decode(by_name[json["$"]], json)
 
 

@@ -1,13 +1,14 @@
-"""Packs what a commit says of each microbatch, so that the journal takes few bytes for it: base64 of arrays, little end first.
+"""Packs what a commit says of each microbatch, so that the journal takes few bytes for it: base64 of arrays,
+little end first.
 
     {"losses": "..", "counts": [8192, 4096], "samples": {"each": 1, "ids": "i.."}}
 
-Losses are doubles.  Whole numbers are an array of the narrowest type that holds them, whose name comes first.  If all are the same they
-are [number, how many], and if one is longer than eight bytes {"all": [..]}.  Samples are one list of ids with their number for each
-microbatch, which is one number if it is always the same.
+Losses are doubles.  Whole numbers are an array of the narrowest type that holds them, whose name comes first.
+If all are the same they are [number, how many], and if one is longer than eight bytes {"all": [..]}.  Samples
+are one list of ids with their number for each microbatch, which is one number if it is always the same.
 
-What a commit says of each layer is packed likewise.  Names that end in consecutive numbers are one entry: [what is before, the first
-number, how many].
+What a commit says of each layer is packed likewise.  Names that end in consecutive numbers are one entry:
+[what is before, the first number, how many].
 
     {"names": ["embedding", ["layers.", 0, 80], "norm"], "squares": ".."}
 """
@@ -32,7 +33,11 @@ def pack(losses: Sequence[float], counts: Sequence[int], samples: Sequence[Seque
     """Returns the JSON of the losses, token counts and sample ids of all microbatches of a step."""
     lengths = [len(each) for each in samples]
     each: Json = lengths[0] if lengths and 0 < min(lengths) == max(lengths) else _numbers(lengths)
-    return {"losses": _text(array("d", losses)), "counts": _numbers(counts), "samples": {"each": each, "ids": _numbers([*chain(*samples)])}}
+    return {
+        "losses": _text(array("d", losses)),
+        "counts": _numbers(counts),
+        "samples": {"each": each, "ids": _numbers([*chain(*samples)])},
+    }
 
 
 def unpack(json: Mapping[str, Json]) -> Parts:
@@ -69,7 +74,11 @@ def unpack_layers(json: Mapping[str, Json]) -> tuple[tuple[str, float], ...]:
     """Returns what :func:`pack_layers` was given."""
     names = list[str]()
     for each in json["names"]:
-        names += [each] if isinstance(each, str) else [f"{each[0]}{number}" for number in range(each[1], each[1] + each[2])]
+        names += (
+            [each]
+            if isinstance(each, str)
+            else [f"{each[0]}{number}" for number in range(each[1], each[1] + each[2])]
+        )
     return tuple(zip(names, _array("d", json["squares"]), strict=True))
 
 

@@ -1,8 +1,9 @@
 """The cross-entropy of a head, fused with the head's matrix product, in chunks of tokens.
 
-The logits of a whole microbatch never exist: at 8,192 tokens and a vocabulary of 128,256 they are 2 GB in bf16, and 4 GB in float32.  A
-chunk's gradient replaces its logits at once, and the gradient of the head is added up in float32 over the chunks, in their order.  So the
-number of tokens in a chunk is part of what makes the bits, and the job's ``numerics`` fixes it.
+The logits of a whole microbatch never exist: at 8,192 tokens and a vocabulary of 128,256 they are 2 GB in
+bf16, and 4 GB in float32.  A chunk's gradient replaces its logits at once, and the gradient of the head is
+added up in float32 over the chunks, in their order.  So the number of tokens in a chunk is part of what makes
+the bits, and the job's ``numerics`` fixes it.
 """
 
 from __future__ import annotations
@@ -17,15 +18,18 @@ from elastic.kernels.once import once
 CHUNK = 2048
 """Number of tokens of a chunk."""
 ONCE = (
-    "the loss that is fused with the head has no second derivative, as of torch.autograd.grad(…, create_graph=True); "
+    "the loss that is fused with the head has no second derivative, as of torch.autograd.grad(…, "
+    "create_graph=True); "
     "call the model without targets, and compute the loss from its logits"
 )
 
 
 def cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """Returns the sum of the cross-entropies of ``hidden @ weight.T``, a float32 scalar; the caller takes its gradient once.
+    """Returns the sum of the cross-entropies of ``hidden @ weight.T``, a float32 scalar; the caller takes its
+    gradient once.
 
-    ``hidden`` is [..., dim], ``weight`` [vocab, dim] and ``targets`` int64 [...]; negative targets are masked.
+    ``hidden`` is [..., dim], ``weight`` [vocab, dim] and ``targets`` int64 [...]; negative targets are
+    masked.
     """
     if not torch.is_grad_enabled():  # ``needs_input_grad`` does not know of it
         hidden, weight = hidden.detach(), weight.detach()
@@ -34,7 +38,9 @@ def cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Computes the gradients together with the sum, as if the gradient of the sum were 1; ``backward`` scales them."""
+    """Computes the gradients together with the sum, as if the gradient of the sum were 1; ``backward`` scales
+    them.
+    """
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -64,7 +70,8 @@ def _added(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
     wide = torch.promote_types(left.dtype, torch.float32)
     if _stands_for_a_gpu(left) and left.dtype != wide:
         return left.new_empty(len(left), right.shape[1], dtype=wide) if total is None else total
-    if left.device.type != "cuda" or left.dtype == wide or type(left) is not Tensor:  # torch 2.11 cannot imagine what is below
+    # torch 2.11 cannot imagine what is below
+    if left.device.type != "cuda" or left.dtype == wide or type(left) is not Tensor:
         product = left.to(wide) @ right.to(wide)
         return product if total is None else total.add_(product)
     if total is None:
@@ -73,7 +80,9 @@ def _added(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
 
 
 def _losses_(logits: Tensor, targets: Tensor, losses: Tensor) -> None:
-    """Writes the cross-entropy of each row into ``losses``, and its gradient over the logits.  Masked rows become zeros."""
+    """Writes the cross-entropy of each row into ``losses``, and its gradient over the logits.  Masked rows
+    become zeros.
+    """
     if logits.device.type == "cuda" and type(logits) is Tensor:  # a fake tensor has no memory
         from elastic.kernels.triton_kernels import cross_entropy_
 
@@ -90,5 +99,7 @@ def _losses_(logits: Tensor, targets: Tensor, losses: Tensor) -> None:
 
 
 def _stands_for_a_gpu(tensor: Tensor) -> bool:
-    """Returns whether a fake tensor stands for one of a GPU, whose kernels need no memory but for their results."""
+    """Returns whether a fake tensor stands for one of a GPU, whose kernels need no memory but for their
+    results.
+    """
     return getattr(getattr(tensor, "fake_mode", None), "gpu", False)

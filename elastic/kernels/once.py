@@ -1,7 +1,8 @@
 """Gradients of our own that have no derivative: whoever asks for one gets an error, and no wrong number.
 
-Torch's ``once_differentiable`` is not enough.  It looks at the gradient that a backward pass gets, and that of a loss is the constant 1; so
-what is derived from the saved tensors would count as constant, and a second derivative would lack its terms without a word.
+Torch's ``once_differentiable`` is not enough.  It looks at the gradient that a backward pass gets, and that
+of a loss is the constant 1; so what is derived from the saved tensors would count as constant, and a second
+derivative would lack its terms without a word.
 """
 
 from __future__ import annotations
@@ -13,13 +14,17 @@ from torch import Tensor
 
 
 def once(why: str, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Returns ``grads``, which a backward pass has computed.  A derivative of theirs raises RuntimeError with the words ``why``.
+    """Returns ``grads``, which a backward pass has computed.  A derivative of theirs raises RuntimeError with
+    the words ``why``.
 
     Compiled code needs nothing: torch refuses its second derivatives.
     """
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled():  # only create_graph=True enables gradients in a backward pass
+    # only create_graph=True enables gradients in a backward pass
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return grads
-    found: tuple[Tensor | None, ...] = _Once.apply(why, *(None if grad is None else grad.detach().requires_grad_() for grad in grads))
+    found: tuple[Tensor | None, ...] = _Once.apply(
+        why, *(None if grad is None else grad.detach().requires_grad_() for grad in grads)
+    )
     return found
 
 

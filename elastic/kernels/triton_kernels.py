@@ -1,7 +1,8 @@
 """Kernels of our own for NVIDIA GPUs, in Triton.  Import this module only where there is one.
 
-No result depends on how a tensor is cut: an element or a row is computed by the same instructions wherever it lies.  Fused multiply-adds
-are written out where torch's kernels have them, and forbidden elsewhere, so that :func:`adamw_` has the bits of torch's ``foreach`` update.
+No result depends on how a tensor is cut: an element or a row is computed by the same instructions wherever it
+lies.  Fused multiply-adds are written out where torch's kernels have them, and forbidden elsewhere, so that
+:func:`adamw_` has the bits of torch's ``foreach`` update.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ def _cross_entropy(logits, targets, losses, vocab, stride, COLUMNS: tl.constexpr
     columns = tl.arange(0, COLUMNS)
     top, total = tl.full((), float("-inf"), tl.float32), tl.zeros((), tl.float32)
     for first in range(0, vocab, COLUMNS):
-        some = tl.load(logits + first + columns, mask=first + columns < vocab, other=float("-inf")).to(tl.float32)
+        some = tl.load(logits + first + columns, mask=first + columns < vocab, other=float("-inf")).to(
+            tl.float32
+        )
         higher = tl.maximum(top, tl.max(some, 0))
         total = total * tl.exp(top - higher) + tl.sum(tl.exp(some - higher), 0)
         top = higher
@@ -45,18 +48,24 @@ def _cross_entropy(logits, targets, losses, vocab, stride, COLUMNS: tl.constexpr
 
 
 def cross_entropy_(logits: Tensor, targets: Tensor, losses: Tensor) -> None:
-    """Writes the cross-entropy of each row of ``logits`` [rows, vocab] into ``losses`` (float32), and its gradient over the logits.
+    """Writes the cross-entropy of each row of ``logits`` [rows, vocab] into ``losses`` (float32), and its
+    gradient over the logits.
 
-    Rows whose target is negative are masked: zeros.  Those whose target is beyond the vocabulary are NaN, so that no step applies them.
+    Rows whose target is negative are masked: zeros.  Those whose target is beyond the vocabulary are NaN, so
+    that no step applies them.
     """
     rows, vocab = logits.shape
     if rows:
-        _cross_entropy[(rows,)](logits, targets, losses, vocab, logits.stride(0), COLUMNS=COLUMNS, num_warps=8)
+        _cross_entropy[(rows,)](
+            logits, targets, losses, vocab, logits.stride(0), COLUMNS=COLUMNS, num_warps=8
+        )
 
 
 @dataclass(frozen=True)
 class AdamW:
-    """The scalars of an update by AdamW, as Python computes them in float64.  The kernel rounds each to float32."""
+    """The scalars of an update by AdamW, as Python computes them in float64.  The kernel rounds each to
+    float32.
+    """
 
     divide: float
     """The gradient is multiplied by its reciprocal, as torch divides by a scalar."""
@@ -75,7 +84,8 @@ class AdamW:
 
 @dataclass(frozen=True)
 class Rounding:
-    """Says how two moments are rounded to bfloat16 (``engine/optim/rounding.py``): by the places of elements in the whole tensor.
+    """Says how two moments are rounded to bfloat16 (``engine/optim/rounding.py``): by the places of elements
+    in the whole tensor.
 
     The element ``i`` of the slice is the element ``first + i // run * whole + i % run`` of the tensor.
     """
@@ -124,13 +134,24 @@ def _adamw(  # type: ignore[no-untyped-def]
     tl.store(values + at, value, mask=here)
     if ROUNDS:
         places = first + at // run * whole + at % run
-        average, square = _rounded(average, places, average0, average1), _rounded(square, places, square0, square1)
+        average, square = (
+            _rounded(average, places, average0, average1),
+            _rounded(square, places, square0, square1),
+        )
     tl.store(averages + at, average, mask=here)
     tl.store(squares + at, square, mask=here)
 
 
-def adamw_(values: Tensor, grads: Tensor, averages: Tensor, squares: Tensor, by: AdamW, rounding: Rounding | None = None) -> None:
-    """Divides, clips and applies the gradient of one tensor in one pass over memory.  All are float32 and contiguous.
+def adamw_(
+    values: Tensor,
+    grads: Tensor,
+    averages: Tensor,
+    squares: Tensor,
+    by: AdamW,
+    rounding: Rounding | None = None,
+) -> None:
+    """Divides, clips and applies the gradient of one tensor in one pass over memory.  All are float32 and
+    contiguous.
 
     With ``rounding`` the moments are bfloat16.
     """
@@ -139,8 +160,19 @@ def adamw_(values: Tensor, grads: Tensor, averages: Tensor, squares: Tensor, by:
         place = rounding or Rounding(0, 1, 1, (0,) * 4)
         _adamw[(triton.cdiv(count, BLOCK),)](
             *(values, grads, averages, squares, count),
-            *(1 / by.divide, by.clip, by.keep, 1 - by.beta1, by.beta2, 1 - by.beta2, -by.step_size, by.root, by.eps),
-            *(place.first, place.run, place.whole, *(key - (key >> 31 << 32) for key in place.keys)),  # Triton takes signed words
+            *(
+                1 / by.divide,
+                by.clip,
+                by.keep,
+                1 - by.beta1,
+                by.beta2,
+                1 - by.beta2,
+                -by.step_size,
+                by.root,
+                by.eps,
+            ),
+            # Triton takes signed words
+            *(place.first, place.run, place.whole, *(key - (key >> 31 << 32) for key in place.keys)),
             ROUNDS=rounding is not None,
             BLOCK=BLOCK,
             num_warps=4,
@@ -159,10 +191,18 @@ def _squares(values, sums, columns, WIDE: tl.constexpr, PADDED: tl.constexpr):  
 
 
 def squares_(values: Tensor, sums: Tensor) -> None:
-    """Writes the sum of the squares of each row of ``values`` (float32 [rows, columns], contiguous) into ``sums`` (float64 [rows]).
+    """Writes the sum of the squares of each row of ``values`` (float32 [rows, columns], contiguous) into
+    ``sums`` (float64 [rows]).
 
     It adds as :func:`elastic.engine.norm.tree_sum` does: the halves, then the halves of that, and so on.
     """
     rows, columns = values.shape
     padded = triton.next_power_of_2(columns)
-    _squares[(rows,)](values, sums, columns, WIDE=padded.bit_length() - 1, PADDED=padded, num_warps=max(1, min(8, padded // 512)))
+    _squares[(rows,)](
+        values,
+        sums,
+        columns,
+        WIDE=padded.bit_length() - 1,
+        PADDED=padded,
+        num_warps=max(1, min(8, padded // 512)),
+    )

@@ -1,9 +1,11 @@
-"""Finds out what a language model of the library transformers looks at: later tokens, from which ``next_token`` would learn to copy, or
-other documents of a packed sample, though it was given their mask and positions.
+"""Finds out what a language model of the library transformers looks at: later tokens, from which
+``next_token`` would learn to copy, or other documents of a packed sample, though it was given their mask and
+positions.
 
-Neither a model's class nor its config tells.  So a model runs twice: if other tokens at the end change the logits before them, it looks
-ahead.  That needs weights, so the model is built small: all its widths are divided by one power of two, so that heads still fit them.  All
-of its layers are there, since any may be of another kind, but those of equal shapes share their weights.
+Neither a model's class nor its config tells.  So a model runs twice: if other tokens at the end change the
+logits before them, it looks ahead.  That needs weights, so the model is built small: all its widths are
+divided by one power of two, so that heads still fit them.  All of its layers are there, since any may be of
+another kind, but those of equal shapes share their weights.
 """
 
 from __future__ import annotations
@@ -27,19 +29,37 @@ WORDS = 64
 MOST = 200_000_000
 """Largest number of parameters of a model that is run, where those that layers share count once."""
 SEQ, LAST = 24, 7
-"""Length of the sequence, and number of tokens at its end that change: they begin within a block of any even size."""
-NOISE = 0.05
-"""Standard deviation of what is added to the weights: those that begin at zero would hide what a layer looks at."""
-SAME = 1e-3
-"""Largest change of logits, in parts of the largest logit, that is rounding: 48 layers with experts made 1.4e-4 of it.  One layer of 32
-that looks ahead changes them by 2e-3, a whole model by more than 1e-2.
+"""Length of the sequence, and number of tokens at its end that change: they begin within a block of any even
+size.
 """
-WIDTH = re.compile(r"(hidden|intermediate|embed\w*)_size|\w*_(dim|rank|embd|inner|intermediate_size)|d_(model|ff|kv|inner|embed|head)")
+NOISE = 0.05
+"""Standard deviation of what is added to the weights: those that begin at zero would hide what a layer looks
+at.
+"""
+SAME = 1e-3
+"""Largest change of logits, in parts of the largest logit, that is rounding: 48 layers with experts made
+1.4e-4 of it.  One layer of 32 that looks ahead changes them by 2e-3, a whole model by more than 1e-2.
+"""
+WIDTH = re.compile(
+    r"(hidden|intermediate|embed\w*)_size|\w*_(dim|rank|embd|inner|intermediate_size)|d_(model|ff|kv|inner|embed|head)"
+)
 BLOCKS = {"block_size": 2, "num_random_blocks": 1}
-"""Largest values of settings of attention in blocks that looks both ways in sequences of many blocks, and only there."""
+"""Largest values of settings of attention in blocks that looks both ways in sequences of many blocks, and
+only there.
+"""
 NUMBER = re.compile(r"\d+\.")
 """The part of a parameter's name that says in which of a list of modules it is."""
-FAILURES = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, OSError, RuntimeError, TypeError, ValueError)
+FAILURES = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 """The errors that the library raises for a config whose sizes do not fit each other."""
 REMEDIES: tuple[dict[str, Any], ...] = (
     {"is_decoder": True},
@@ -54,7 +74,8 @@ _FOUND: dict[tuple[str, str], bool | None] = {}
 
 
 def looks_ahead(config: Any, make: Callable[[Any], nn.Module]) -> bool | None:
-    """Returns whether the model that ``make(config)`` builds looks at later tokens; None if that cannot be found out.
+    """Returns whether the model that ``make(config)`` builds looks at later tokens; None if that cannot be
+    found out.
 
     It leaves the generators of random numbers as they were.
     """
@@ -62,14 +83,18 @@ def looks_ahead(config: Any, make: Callable[[Any], nn.Module]) -> bool | None:
 
 
 def keeps_apart(config: Any, make: Callable[[Any], nn.Module]) -> bool | None:
-    """Returns whether a document of a packed sample has the logits that it has alone; None if that cannot be found out.
+    """Returns whether a document of a packed sample has the logits that it has alone; None if that cannot be
+    found out.
 
-    The model gets the mask of the documents and positions within them.  Windows wider than :data:`SEQ` tokens are not seen.
+    The model gets the mask of the documents and positions within them.  Windows wider than :data:`SEQ` tokens
+    are not seen.
     """
     return _answer(config, make, _apart)
 
 
-def _answer(config: Any, make: Callable[[Any], nn.Module], ask: Callable[[Any, Any], bool | None]) -> bool | None:
+def _answer(
+    config: Any, make: Callable[[Any], nn.Module], ask: Callable[[Any, Any], bool | None]
+) -> bool | None:
     known = ask.__name__, config.to_json_string()
     if known not in _FOUND:
         _FOUND[known] = _try(config, make, ask)
@@ -77,19 +102,25 @@ def _answer(config: Any, make: Callable[[Any], nn.Module], ask: Callable[[Any, A
 
 
 def remedy(config: Any, make: Callable[[Any], nn.Module]) -> str:
-    """Returns what to set in the config of a model that looks ahead, as words; other words if no setting is known that helps."""
+    """Returns what to set in the config of a model that looks ahead, as words; other words if no setting is
+    known that helps.
+    """
     for settings in REMEDIES:
         if all(hasattr(config, name) for name in settings):
             other = deepcopy(config)
             for name, value in settings.items():
                 setattr(other, name, value)
             if looks_ahead(other, make) is False:
-                words = (f"{name} = {'true' if value is True else repr(value)}" for name, value in settings.items())
+                words = (
+                    f"{name} = {'true' if value is True else repr(value)}" for name, value in settings.items()
+                )
                 return f"set {' and '.join(words)} in config"
     return "take another model_type, such as 'llama'"
 
 
-def _try(config: Any, make: Callable[[Any], nn.Module], ask: Callable[[Any, Any], bool | None]) -> bool | None:
+def _try(
+    config: Any, make: Callable[[Any], nn.Module], ask: Callable[[Any, Any], bool | None]
+) -> bool | None:
     with _silence(), torch.random.fork_rng([]), torch.device("cpu"), torch.no_grad():
         for version in (_smaller, deepcopy):
             try:
@@ -106,7 +137,8 @@ def _try(config: Any, make: Callable[[Any], nn.Module], ask: Callable[[Any, Any]
 
 
 def _share(model: nn.Module) -> int:
-    """Lets layers of ``model`` use one another's parameters where names and shapes agree.  Returns the number of elements that are left.
+    """Lets layers of ``model`` use one another's parameters where names and shapes agree.  Returns the number
+    of elements that are left.
 
     The library initialises none of them twice.
     """
@@ -114,7 +146,9 @@ def _share(model: nn.Module) -> int:
     for name, module in model.named_modules():
         before = len(known)
         for own, parameter in module.named_parameters(recurse=False):
-            module._parameters[own] = known.setdefault((NUMBER.sub("", f"{name}.{own}"), parameter.shape), parameter)
+            module._parameters[own] = known.setdefault(
+                (NUMBER.sub("", f"{name}.{own}"), parameter.shape), parameter
+            )
         if module._parameters and not module._buffers and len(known) == before:
             module._is_hf_initialized = True
     return sum(parameter.numel() for parameter in model.parameters())
@@ -153,12 +187,16 @@ def _apart(model: Any, config: Any) -> bool | None:
 
 
 def _logits(model: Any, tokens: torch.Tensor, **more: Any) -> torch.Tensor:
-    found: torch.Tensor = model(**{"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "use_cache": False, **more}).logits
+    found: torch.Tensor = model(
+        **{"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "use_cache": False, **more}
+    ).logits
     return found
 
 
 def _tokens(config: Any) -> tuple[torch.Tensor, int]:
-    """Returns two random sequences of a length that the model has positions for, and how many tokens of each come before the last ones."""
+    """Returns two random sequences of a length that the model has positions for, and how many tokens of each
+    come before the last ones.
+    """
     text = config.get_text_config()
     positions = getattr(text, "max_position_embeddings", None) or SEQ
     seq = min(SEQ, positions) if positions > 0 else SEQ  # some have -1, for any number

@@ -1,7 +1,7 @@
 """GPT-2 (Radford and others 2019): learned positions, LayerNorm before each part, GELU, biases.
 
-With ``norm = "post"`` each part is normalised together with its input, as in the first Transformer (Vaswani and others 2017, section 3.1)
-and in GPT (Radford and others 2018).
+With ``norm = "post"`` each part is normalised together with its input, as in the first Transformer (Vaswani
+and others 2017, section 3.1) and in GPT (Radford and others 2018).
 
 It is written for one device, as ``llama.py`` is; ``sharding()`` names the blocks that may be wrapped.
 """
@@ -31,13 +31,16 @@ class Attention(nn.Module):
         self.out = nn.Linear(dim, dim)
 
     def forward(self, x: Tensor, mask: Mask) -> Tensor:
-        q, k, v = (each.unflatten(2, (self.heads, -1)).transpose(1, 2) for each in self.qkv(x).chunk(3, dim=2))
+        q, k, v = (
+            each.unflatten(2, (self.heads, -1)).transpose(1, 2) for each in self.qkv(x).chunk(3, dim=2)
+        )
         found = causal_attention(q, k, v, mask, self.dropout if self.training else 0.0)
         return self.out(found.transpose(1, 2).flatten(2))
 
 
 class Block(nn.Module):
-    """One decoder block: attention and feed-forward, each added to its input.  [batch, seq, dim] -> the same shape.
+    """One decoder block: attention and feed-forward, each added to its input.  [batch, seq, dim] -> the same
+    shape.
 
     The norm is before each part, or after the sum if ``post``.
     """
@@ -62,7 +65,8 @@ class Block(nn.Module):
 
 
 class GPT2(nn.Module):
-    """The decoder: tokens, int64 [batch, seq] -> logits [batch, seq, vocab]; with targets, the sum of their cross-entropies.
+    """The decoder: tokens, int64 [batch, seq] -> logits [batch, seq, vocab]; with targets, the sum of their
+    cross-entropies.
 
     ``documents`` and the three names below are as in :class:`elastic.models.llama.Llama`.
     """
@@ -80,7 +84,9 @@ class GPT2(nn.Module):
         dropout: float = 0.0,
         norm: str = "pre",
     ) -> None:
-        """``length`` is the longest sequence.  ``norm`` is "pre" or "post"; with "post" there is no norm before the output."""
+        """``length`` is the longest sequence.  ``norm`` is "pre" or "post"; with "post" there is no norm
+        before the output.
+        """
         super().__init__()
         if dim % heads:
             raise ValueError(f"dim = {dim} must be a multiple of heads = {heads}")
@@ -97,9 +103,11 @@ class GPT2(nn.Module):
         self._matrices = matrix_parameters(self)
 
     def init_weights(self) -> None:
-        """Sets norms to 1 and biases to 0, and draws all other weights from a normal distribution with standard deviation 0.02.
+        """Sets norms to 1 and biases to 0, and draws all other weights from a normal distribution with
+        standard deviation 0.02.
 
-        For projections into the residual stream the deviation is divided by sqrt(2 × layers) (section 2.3), unless each sum is normalised.
+        For projections into the residual stream the deviation is divided by sqrt(2 × layers) (section 2.3),
+        unless each sum is normalised.
         """
         for name, parameter in self.named_parameters():
             if name.endswith("bias"):
@@ -115,13 +123,20 @@ class GPT2(nn.Module):
         """The longest sequence: positions are learned."""
         return self.length
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
+    def forward(
+        self, tokens: Tensor, targets: Tensor | None = None, documents: Tensor | None = None
+    ) -> Tensor:
         seq = tokens.shape[1]
         if seq > self.length:
-            raise ValueError(f"model_args.length = {self.length} is shorter than a sequence, {seq}; set it to {seq} or more")
+            raise ValueError(
+                f"model_args.length = {self.length} is shorter than a sequence, {seq}; set it "
+                f"to {seq} or more"
+            )
         positions = torch.arange(seq, device=tokens.device) if documents is None else positions_of(documents)
         x = self.dropout(self.embedding(tokens) + self.positions(positions))
-        mask = attention_mask(tokens, documents, self.attends if documents is None else self.attends_in_documents)
+        mask = attention_mask(
+            tokens, documents, self.attends if documents is None else self.attends_in_documents
+        )
         for layer in self.layers:
             x = layer(x, mask)
         x = self.norm(x)
@@ -151,12 +166,19 @@ class GPT2(nn.Module):
             **rates,
         }
         embeddings = ("tokens_embed", "positions_embed") if self.post else ("wte", "wpe")
-        named = dict(zip(("embedding", "positions"), (f"transformer.{each}" for each in embeddings), strict=True))
+        named = dict(
+            zip(("embedding", "positions"), (f"transformer.{each}" for each in embeddings), strict=True)
+        )
         return Equivalent(config, TRANSFORMERS | named, ("qkv", "out", "w1", "w2"))
 
 
 TRANSFORMERS = {
-    **{"layers": "transformer.h", "norm": "transformer.ln_f", "attention_norm": "ln_1", "feed_forward_norm": "ln_2"},
+    **{
+        "layers": "transformer.h",
+        "norm": "transformer.ln_f",
+        "attention_norm": "ln_1",
+        "feed_forward_norm": "ln_2",
+    },
     **{"attention": "attn", "qkv": "c_attn", "out": "c_proj", "w1": "mlp.c_fc", "w2": "mlp.c_proj"},
 }
 """Our words in names of tensors, and those of transformers; both of its models have these."""
@@ -172,5 +194,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 
 
 def build(preset: str | None = None, **args: Any) -> nn.Module:
-    """Builds the model of a job from the keyword arguments of :class:`GPT2`, which replace those of a :data:`PRESETS` entry."""
+    """Builds the model of a job from the keyword arguments of :class:`GPT2`, which replace those of a
+    :data:`PRESETS` entry.
+    """
     return GPT2(**with_preset(preset, PRESETS, args))

@@ -1,7 +1,9 @@
-"""Weights that somebody else has trained, from the ``*.safetensors`` of a folder, as the Hugging Face hub and an export have them.
+"""Weights that somebody else has trained, from the ``*.safetensors`` of a folder, as the Hugging Face hub and
+an export have them.
 
-A model is built without memory, and ``init_weights()`` gives it values.  So that is where weights are read: tensor by tensor, by each
-worker that initialises, and only when a run begins.  The folder must be there on every node.
+A model is built without memory, and ``init_weights()`` gives it values.  So that is where weights are read:
+tensor by tensor, by each worker that initialises, and only when a run begins.  The folder must be there on
+every node.
 """
 
 from __future__ import annotations
@@ -31,33 +33,40 @@ def _files(folder: str) -> Mapping[str, Path]:
             found |= dict.fromkeys(file.keys(), path)
     if not found:
         raise ValueError(
-            f"there are no weights in {folder!r}: it is no folder with *.safetensors; download one to every node, as by "
+            f"there are no weights in {folder!r}: it is no folder with *.safetensors; download one to every "
+            "node, as by "
             f"`hf download <repository> --local-dir <folder>`, and name that"
         )
     return found
 
 
 def check_weights(model: nn.Module, folder: str, rename: Rename = same) -> None:
-    """Raises ValueError, naming a tensor, unless the files have every parameter of the model in its shape.  It reads headers only."""
+    """Raises ValueError, naming a tensor, unless the files have every parameter of the model in its shape.
+    It reads headers only.
+    """
     files = _files(folder)
     for name, parameter in model.named_parameters():
         if not (there := rename(name)):
             continue
         if there not in files:
             raise ValueError(
-                f"the files in {folder!r} have no {there!r}, which the model needs; they have {', '.join(sorted(files)[:4])}, …"
+                f"the files in {folder!r} have no {there!r}, which the model needs; they have "
+                f"{', '.join(sorted(files)[:4])}, …"
             )
         with safe_open(files[there], "pt") as file:
             shape = file.get_slice(there).get_shape()
         if shape != [*parameter.shape]:
             raise ValueError(
-                f"{there!r} has the shape {shape} in {folder!r}, and {[*parameter.shape]} in the model; use the config of that folder"
+                f"{there!r} has the shape {shape} in {folder!r}, and {[*parameter.shape]} in the model; use "
+                "the config of that folder"
             )
 
 
 @torch.no_grad()
 def load_weights(model: nn.Module, folder: str, rename: Rename = same) -> None:
-    """Sets the parameters, and those buffers that are in the files, to what the files have.  The number format stays that of the model."""
+    """Sets the parameters, and those buffers that are in the files, to what the files have.  The number
+    format stays that of the model.
+    """
     files = _files(folder)
     tensors: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     for name, tensor in tensors.items():

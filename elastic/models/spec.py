@@ -1,4 +1,6 @@
-"""Models tell the engine their structure by a sharding table, and users name published ones by a preset.  This file is pure."""
+"""Models tell the engine their structure by a sharding table, and users name published ones by a preset.
+This file is pure.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class ShardingTable:
-    """``blocks`` holds the dotted names of the modules that are wrapped, gathered and freed one at a time, in forward order."""
+    """``blocks`` holds the dotted names of the modules that are wrapped, gathered and freed one at a time, in
+    forward order.
+    """
 
     blocks: tuple[str, ...]
 
@@ -21,7 +25,9 @@ class ShardingTable:
         return frozenset(self.blocks)
 
     def block_of(self, parameter: str) -> str:
-        """Returns the outermost block that has the parameter or module of this name in it; "" if that is outside of the blocks."""
+        """Returns the outermost block that has the parameter or module of this name in it; "" if that is
+        outside of the blocks.
+        """
         words = parameter.split(".")
         return next((path for path in accumulate(words[:-1], "{}.{}".format) if path in self._names), "")
 
@@ -40,19 +46,31 @@ class Equivalent:
     def names(self, ours: Iterable[str]) -> dict[str, tuple[str, bool]]:
         """Maps its name of each tensor to ours, and says whether the tensor is transposed there."""
         endings = tuple(f"{word}.weight" for word in self.transposed)
-        return {".".join(self.words.get(word, word) for word in name.split(".")): (name, name.endswith(endings)) for name in ours}
+        return {
+            ".".join(self.words.get(word, word) for word in name.split(".")): (name, name.endswith(endings))
+            for name in ours
+        }
 
 
 def each_once(model: Any, names: Iterable[str]) -> list[Any]:
-    """Returns the modules of ``model`` with these names, in this order.  One that has several of them comes once."""
+    """Returns the modules of ``model`` with these names, in this order.  One that has several of them comes
+    once.
+    """
     return [*dict.fromkeys(model.get_submodule(name) for name in names)]
 
 
-def with_preset(preset: str | None, presets: Mapping[str, Mapping[str, Any]], args: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the arguments of the preset, if one is named, with those of ``args`` in their place.  Raises ValueError for another name."""
+def with_preset(
+    preset: str | None, presets: Mapping[str, Mapping[str, Any]], args: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Returns the arguments of the preset, if one is named, with those of ``args`` in their place.  Raises
+    ValueError for another name.
+    """
     if preset is None:
         return {**args}
     if preset not in presets:
         near = difflib.get_close_matches(preset, presets, 1)
-        raise ValueError(f"preset = {preset!r} must be one of {', '.join(presets)}{f'; did you mean {near[0]!r}?' if near else ''}")
+        raise ValueError(
+            f"preset = {preset!r} must be one of "
+            f"{', '.join(presets)}{f'; did you mean {near[0]!r}?' if near else ''}"
+        )
     return {**presets[preset], **args}

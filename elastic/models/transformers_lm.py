@@ -1,15 +1,19 @@
-"""Causal language models of the library transformers, built from a config, with the library's initialisation or with weights of a folder.
+"""Causal language models of the library transformers, built from a config, with the library's initialisation
+or with weights of a folder.
 
-Names of parameters, initialisation and logits are the library's.  The engine chooses how a model attends and computes its loss, so our code
-takes the place of two parts.  Facts of the model that was built decide where, not a list of models; elsewhere the library's own code runs:
+Names of parameters, initialisation and logits are the library's.  The engine chooses how a model attends and
+computes its loss, so our code takes the place of two parts.  Facts of the model that was built decide where,
+not a list of models; elsewhere the library's own code runs:
 
 - Attention.  Where the library would call torch's ``scaled_dot_product_attention``, it calls ours.  Its own masks tell which layers attend
-  plainly causally; other masks, such as windows, and biases go on to the library's function.  Models that the library itself keeps from
-  that function, because of soft caps or sinks, stay as they are.
+  plainly causally; other masks, such as windows, and biases go on to the library's function.  Models that the
+  library itself keeps from that function, because of soft caps or sinks, stay as they are.
 - Documents.  Where packed samples keep their documents apart, the library gets positions within documents, and our mask in the place of its
-  own.  That is right if all its own masks are plainly causal, and a small model shows that a document has the logits that it has alone.
+  own.  That is right if all its own masks are plainly causal, and a small model shows that a document has the
+  logits that it has alone.
 - Loss.  The fused loss is right if the product of the head with its input is the logits.  To find out, the model runs on the meta device
-  with a head that returns its input: if that same tensor comes out as the logits, nothing scales, caps or shifts them.
+  with a head that returns its input: if that same tensor comes out as the logits, nothing scales, caps or
+  shifts them.
 """
 
 from __future__ import annotations
@@ -29,7 +33,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
-from elastic.kernels.attention import Kernel, Mask, attention_mask, causal_attention, causal_mask, positions_of
+from elastic.kernels.attention import (
+    Kernel,
+    Mask,
+    attention_mask,
+    causal_attention,
+    causal_mask,
+    positions_of,
+)
 from elastic.kernels.cross_entropy import cross_entropy
 from elastic.models.causal import keeps_apart, looks_ahead, remedy
 from elastic.models.flops import matrix_parameters
@@ -37,19 +48,27 @@ from elastic.models.pretrained import Rename, check_weights, load_weights, same
 from elastic.models.spec import ShardingTable
 
 try:
-    from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+    from transformers import (
+        AttentionInterface,
+        AttentionMaskInterface,
+        AutoConfig,
+        AutoModelForCausalLM,
+        PreTrainedConfig,
+    )
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.masking_utils import sdpa_mask
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as KINDS
 except ImportError as error:
-    raise ImportError(f"transformers 5 is not there ({error}); run `pip install 'elastic-train[hf]'` on every node") from None
+    raise ImportError(
+        f"transformers 5 is not there ({error}); run `pip install 'elastic-train[hf]'` on every node"
+    ) from None
 
 LIBRARY = "transformers"
 """The library whose version makes part of the bits, so that it must be the same for all members."""
 TORCH, FLEX, FLASH_4, PLAIN = "elastic", "elastic_flex", "elastic_flash_4", "elastic_plain"
-"""Names under which the library knows our attention: by torch's default on the device, by FlexAttention, by flash-attention 4, and by the
-default with a check that its own masks are plainly causal.
+"""Names under which the library knows our attention: by torch's default on the device, by FlexAttention, by
+flash-attention 4, and by the default with a check that its own masks are plainly causal.
 """
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 """The names that the hub may know, as ``gpt2`` or ``Qwen/Qwen3-0.6B``."""
@@ -58,34 +77,49 @@ SMALLEST = 16
 SPARE = 2
 """Largest number of rows that tables of learned positions have for other purposes, such as padding."""
 _FUSES: dict[str, bool] = {}
-"""The configs, as JSON, of models that were looked at, and the answers: one takes about 0.5 s for 36 layers, and each world builds anew."""
+"""The configs, as JSON, of models that were looked at, and the answers: one takes about 0.5 s for 36 layers,
+and each world builds anew.
+"""
 
 
-def build(config: Mapping[str, Any] | None = None, path: str | None = None, pretrained: bool = False) -> nn.Module:
+def build(
+    config: Mapping[str, Any] | None = None, path: str | None = None, pretrained: bool = False
+) -> nn.Module:
     """Builds the causal language model that a config of transformers describes, with float32 parameters.
 
-    ``path`` is a folder or a hub id with a ``config.json``; values in ``config`` replace its own.  Without ``path``, ``config`` names the
-    ``model_type``, and rates of dropout that it does not give are 0.  With ``pretrained`` a run begins with the weights that are in the
-    folder ``path`` as ``*.safetensors``.
+    ``path`` is a folder or a hub id with a ``config.json``; values in ``config`` replace its own.  Without
+    ``path``, ``config`` names the ``model_type``, and rates of dropout that it does not give are 0.  With
+    ``pretrained`` a run begins with the weights that are in the folder ``path`` as ``*.safetensors``.
     """
     if pretrained and path is None:
         raise ValueError("pretrained = true needs path, a folder with a config.json and *.safetensors")
     found = config_of(config or {}, path)
     if getattr(found, "output_router_logits", False):
-        raise ValueError("output_router_logits = true asks for the loss of a router, which the loss of a job does not add; set it to false")
+        raise ValueError(
+            "output_router_logits = true asks for the loss of a router, which the loss of a "
+            "job does not add; set it to false"
+        )
     model = _made(found)
     ahead = looks_ahead(found, _made)
-    blind = {type(module).__name__ for module in model.modules() if getattr(module, "is_causal", None) is False}
+    blind = {
+        type(module).__name__ for module in model.modules() if getattr(module, "is_causal", None) is False
+    }
     if ahead or (ahead is None and blind):
         fix = remedy(found, _made) if ahead else "set is_decoder = true in config"
-        raise ValueError(f"this {found.model_type!r} attends to later tokens, so there is nothing to learn but to copy them; {fix}")
+        raise ValueError(
+            f"this {found.model_type!r} attends to later tokens, so there is nothing to learn "
+            f"but to copy them; {fix}"
+        )
     if model._supports_flex_attn and model.config._attn_implementation == TORCH:
         model.attends = Kernel.TORCH
         if _flexes_always(model.config):
             model.attends_in_documents = Kernel.TORCH
     model.__class__ = _fitted(model.__class__)
     if ahead is None:
-        model.doubt = f"whether {found.model_type!r} of transformers attends to later tokens is not known: no small one of its kind runs"
+        model.doubt = (
+            f"whether {found.model_type!r} of transformers attends to later tokens is not known: "
+            "no small one of its kind runs"
+        )
     if not model.sharding().blocks:
         model.sharding = None  # then the engine looks for blocks by itself
     if model.device.type == "meta":
@@ -107,7 +141,9 @@ def _made(config: PreTrainedConfig) -> Any:
 
 
 def with_weights(model: nn.Module, folder: str, rename: Rename = same) -> nn.Module:
-    """Lets ``init_weights()`` of a model of :func:`build` set the weights to those in ``folder`` (``elastic/models/pretrained.py``)."""
+    """Lets ``init_weights()`` of a model of :func:`build` set the weights to those in ``folder``
+    (``elastic/models/pretrained.py``).
+    """
     check_weights(model, folder, rename)
     fitted: Any = model
     fitted.config.name_or_path = folder  # as from_pretrained of the library says it
@@ -116,17 +152,27 @@ def with_weights(model: nn.Module, folder: str, rename: Rename = same) -> nn.Mod
 
 
 def config_of(config: Mapping[str, Any], path: str | None) -> PreTrainedConfig:
-    """Returns the library's config for the arguments of :func:`build`.  Raises ValueError for a name that it does not know."""
+    """Returns the library's config for the arguments of :func:`build`.  Raises ValueError for a name that it
+    does not know.
+    """
     file = None if path is None else deepcopy(_read(path))
     kind = config.get("model_type", getattr(file, "model_type", None))
     if kind not in KINDS:
         near = difflib.get_close_matches(kind or "", KINDS, 1) or ["qwen3"]
-        raise ValueError(f"config.model_type = {kind!r} is no causal language model of transformers; name one, such as {near[0]!r}")
+        raise ValueError(
+            f"config.model_type = {kind!r} is no causal language model of transformers; name "
+            f"one, such as {near[0]!r}"
+        )
     usual = file or AutoConfig.for_model(kind)
-    # the library's code may look for more than its configs have, but from a file all of it has become something else
+    # the library's code may look for more than its configs have, but from a file all of it has become
+    # something else
     more = "" if file else getsource(sys.modules[MODEL_FOR_CAUSAL_LM_MAPPING[type(usual)].__module__])
     for name in config:
-        if name not in ("model_type", "attn_implementation") and not hasattr(usual, name) and name not in more:
+        if (
+            name not in ("model_type", "attn_implementation")
+            and not hasattr(usual, name)
+            and name not in more
+        ):
             near = difflib.get_close_matches(name, usual.to_dict(), 1)
             hint = f"did you mean {near[0]!r}?" if near else "see the library's documentation"
             raise ValueError(f"the config of {kind!r} has no {name!r}; {hint}")
@@ -143,31 +189,37 @@ def config_of(config: Mapping[str, Any], path: str | None) -> PreTrainedConfig:
 def _read(path: str) -> PreTrainedConfig:
     """Returns the config at ``path``, which is read once in a process: each world builds the model anew.
 
-    Raises ValueError if it is no folder, and no name of the hub.  The hub may be asked for a minute if it does not answer, so that is told.
+    Raises ValueError if it is no folder, and no name of the hub.  The hub may be asked for a minute if it
+    does not answer, so that is told.
     """
     if Path(path).exists():
         return AutoConfig.from_pretrained(path)
     absent = f"path = {path!r}: there is no such folder on this machine"
     if not HUB_NAME.fullmatch(path):
-        raise ValueError(f"{absent}, and it is no name of the Hugging Face hub either; name a folder with a config.json")
+        raise ValueError(
+            f"{absent}, and it is no name of the Hugging Face hub either; name a folder with a config.json"
+        )
     print(f"{absent}, so the Hugging Face hub is asked for it", file=sys.stderr, flush=True)
     try:
         return AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as error:
         told = str(error).partition("\n")[0]
         raise ValueError(
-            f"{absent}, and the Hugging Face hub did not give it; name a folder with a config.json ({type(error).__name__}: {told})"
+            f"{absent}, and the Hugging Face hub did not give it; name a folder with a config.json "
+            f"({type(error).__name__}: {told})"
         ) from error
 
 
 class Fitted:
-    """A part of a model's class that has what the engine asks of a model: tokens, int64 [batch, seq] -> logits [batch, seq, vocab].
+    """A part of a model's class that has what the engine asks of a model: tokens, int64 [batch, seq] ->
+    logits [batch, seq, vocab].
 
-    With targets, int64 [batch, seq], it returns the sum of their cross-entropies instead, a float32 scalar, and never makes the logits.
-    With ``documents``, integers [batch, seq], a token attends to its own document only, and its position is that within it.  A model has
-    the attributes ``fuses_loss``, ``attends`` and ``attends_in_documents``, by which the engine chooses, only if it can do so.  The
-    library's own ``init_weights()`` serves: it leaves alone what the constructor initialised, which is everything unless the model was
-    built on meta.  Weights from a folder come after it.
+    With targets, int64 [batch, seq], it returns the sum of their cross-entropies instead, a float32 scalar,
+    and never makes the logits. With ``documents``, integers [batch, seq], a token attends to its own document
+    only, and its position is that within it.  A model has the attributes ``fuses_loss``, ``attends`` and
+    ``attends_in_documents``, by which the engine chooses, only if it can do so.  The library's own
+    ``init_weights()`` serves: it leaves alone what the constructor initialised, which is everything unless
+    the model was built on meta.  Weights from a folder come after it.
     """
 
     pretrained: Callable[[nn.Module], None] | None = None
@@ -175,9 +227,15 @@ class Fitted:
     doubt = ""
     """A sentence for the user about a check that was not possible."""
 
-    def forward(self: Any, tokens: Tensor, targets: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
+    def forward(
+        self: Any, tokens: Tensor, targets: Tensor | None = None, documents: Tensor | None = None
+    ) -> Tensor:
         if hasattr(self, "attends"):
-            named = TORCH if documents is not None else {Kernel.FLEX: FLEX, Kernel.FLASH_4: FLASH_4}.get(self.attends, TORCH)
+            named = (
+                TORCH
+                if documents is not None
+                else {Kernel.FLEX: FLEX, Kernel.FLASH_4: FLASH_4}.get(self.attends, TORCH)
+            )
             self.config._attn_implementation = named
         inputs = _inputs(tokens)
         if documents is not None:
@@ -199,23 +257,40 @@ class Fitted:
 
     def sharding(self: Any) -> ShardingTable:
         lists = [(name, module) for name, module in self.named_modules() if isinstance(module, nn.ModuleList)]
-        blocks = (f"{name}.{n}" for name, each in lists for n, block in enumerate(each) if type(block).__name__ in self._no_split_modules)
+        blocks = (
+            f"{name}.{n}"
+            for name, each in lists
+            for n, block in enumerate(each)
+            if type(block).__name__ in self._no_split_modules
+        )
         return ShardingTable(blocks=tuple(blocks))
 
     def mixes_documents(self: Any) -> str:
-        """Returns a sentence that says why the model, on the meta device, cannot keep the documents of a sample apart; "" if it can."""
+        """Returns a sentence that says why the model, on the meta device, cannot keep the documents of a
+        sample apart; "" if it can.
+        """
         if _is_plain(self) and keeps_apart(self.config, _made):
             return ""
         return (
-            f"the documents of a sample cannot be kept apart in this {self.config.model_type!r} of transformers, which has windows, or "
+            f"the documents of a sample cannot be kept apart in this {self.config.model_type!r} of "
+            "transformers, which has windows, or "
             f"masks, positions or layers of its own"
         )
 
     @property
     def most_positions(self: Any) -> int | None:
-        """The longest sequence of a model that learns positions; None if it has none of them.  Some have a few rows more, as OPT."""
-        most, words = getattr(self.config.get_text_config(), "max_position_embeddings", None) or 0, self.get_input_embeddings()
-        tables = [each.num_embeddings for each in self.modules() if isinstance(each, nn.Embedding) and each is not words]
+        """The longest sequence of a model that learns positions; None if it has none of them.  Some have a
+        few rows more, as OPT.
+        """
+        most, words = (
+            getattr(self.config.get_text_config(), "max_position_embeddings", None) or 0,
+            self.get_input_embeddings(),
+        )
+        tables = [
+            each.num_embeddings
+            for each in self.modules()
+            if isinstance(each, nn.Embedding) and each is not words
+        ]
         return most if most > 0 and any(most <= rows <= most + SPARE for rows in tables) else None
 
     def flops_per_token(self: Any, seq: float, causal: bool) -> float:
@@ -224,8 +299,12 @@ class Fitted:
         Of the experts of a layer, which are in one tensor, only those count to which a token goes.
         """
         used = getattr(self.config.get_text_config(), "num_experts_per_tok", None) or 0
-        experts = [each for name, each in self.named_parameters() if used and ".experts." in name and each.dim() > 2]
-        return 6 * (matrix_parameters(self) - sum(each.numel() * max(1 - used / len(each), 0) for each in experts))
+        experts = [
+            each for name, each in self.named_parameters() if used and ".experts." in name and each.dim() > 2
+        ]
+        return 6 * (
+            matrix_parameters(self) - sum(each.numel() * max(1 - used / len(each), 0) for each in experts)
+        )
 
     @property
     def vocab(self: Any) -> int:
@@ -241,13 +320,16 @@ def _fitted(cls: Any) -> Any:
 def _inputs(tokens: Tensor) -> dict[str, Any]:
     """Returns the arguments of the library's ``forward``.
 
-    Without a mask it would look at the values of positions for packed sequences, and the host would wait for the device.
+    Without a mask it would look at the values of positions for packed sequences, and the host would wait for
+    the device.
     """
     return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "use_cache": False}
 
 
 class FusedHead(nn.Linear):
-    """The head of a model that fuses its loss.  While it is ``passing``, it keeps its input, and returns that in place of the logits."""
+    """The head of a model that fuses its loss.  While it is ``passing``, it keeps its input, and returns that
+    in place of the logits.
+    """
 
     passes = False
     input: Tensor | None = None
@@ -275,7 +357,8 @@ def _multiplies_last(model: Any) -> bool:
     head, tokens = model.get_output_embeddings(), torch.zeros(1, 2, dtype=torch.int64, device="meta")
     if type(head) is not nn.Linear or head.bias is not None:
         return False
-    usual, model.config._experts_implementation = model.config._experts_implementation, "batched_mm"  # others need values, or bf16
+    # others need values, or bf16
+    usual, model.config._experts_implementation = model.config._experts_implementation, "batched_mm"
     head.__class__ = FusedHead
     try:
         with torch.no_grad(), torch.device("meta"), head.passing():
@@ -287,7 +370,9 @@ def _multiplies_last(model: Any) -> bool:
 
 
 def _is_plain(model: Any) -> bool:
-    """Returns whether ``model``, on the meta device, attends by our function, and all its masks are plainly causal at any length."""
+    """Returns whether ``model``, on the meta device, attends by our function, and all its masks are plainly
+    causal at any length.
+    """
     usual, experts = model.config._attn_implementation, model.config._experts_implementation
     if usual not in (TORCH, FLEX, FLASH_4):
         return False
@@ -307,15 +392,23 @@ def _flexes_always(config: PreTrainedConfig) -> bool:
     text = config.get_text_config()
     heads = getattr(text, "num_attention_heads", None)
     head = getattr(text, "head_dim", None) or (text.hidden_size // heads if isinstance(heads, int) else 0)
-    return head >= SMALLEST and not any("drop" in name and isinstance(rate, float) and rate for name, rate in text.to_dict().items())
+    return head >= SMALLEST and not any(
+        "drop" in name and isinstance(rate, float) and rate for name, rate in text.to_dict().items()
+    )
 
 
 def _attends_by_torch(model: Any) -> bool:
-    """Returns whether ``model`` attends by torch's function through the library's registry, and never asks whether it does."""
+    """Returns whether ``model`` attends by torch's function through the library's registry, and never asks
+    whether it does.
+    """
     if model.config._attn_implementation != "sdpa" or not model._supports_attention_backend:
         return False
     modules = {type(module).__module__ for module in model.modules()}
-    return not any('"sdpa"' in getsource(sys.modules[name]) for name in modules if name.startswith("transformers.models."))
+    return not any(
+        '"sdpa"' in getsource(sys.modules[name])
+        for name in modules
+        if name.startswith("transformers.models.")
+    )
 
 
 def attend(
@@ -331,8 +424,9 @@ def attend(
 ) -> tuple[Tensor, None]:
     """Attends as the library asks, by :func:`causal_attention` where that is the same.
 
-    ``query``, ``key`` and ``value`` are [batch, heads, seq, dim], and the first result is [batch, seq, heads, dim].  A :class:`BlockMask`
-    comes from :func:`flex_mask`, which gives it where the library has no mask, or is that of documents.
+    ``query``, ``key`` and ``value`` are [batch, heads, seq, dim], and the first result is [batch, seq, heads,
+    dim].  A :class:`BlockMask` comes from :func:`flex_mask`, which gives it where the library has no mask, or
+    is that of documents.
     """
     chosen: Mask = attention_mask if isinstance(attention_mask, BlockMask) else None
     if module.config._attn_implementation == FLASH_4:
@@ -342,7 +436,9 @@ def attend(
     others = [name for name in ("position_bias", "softcap") if more.get(name) is not None]
     own = mask is not None or not causal or query.shape[2] != key.shape[2] or bool(others)
     if isinstance(attention_mask, BlockMask) and module.config._attn_implementation == TORCH:
-        assert not own and not dropout and query.shape[3] >= SMALLEST, "FlexAttention keeps documents apart only where it serves all layers"
+        assert not own and not dropout and query.shape[3] >= SMALLEST, (
+            "FlexAttention keeps documents apart only where it serves all layers"
+        )
     if own:
         return sdpa_attention_forward(module, query, key, value, mask, dropout, scaling, is_causal, **more)
     if dropout or query.shape[3] < SMALLEST:
@@ -351,15 +447,23 @@ def attend(
 
 
 def torch_mask(*, attention_mask: Tensor | None = None, **facts: Any) -> Tensor | None:
-    """Returns the library's mask, None where attention is plainly causal.  All tokens are valid, so ``attention_mask`` does not count."""
+    """Returns the library's mask, None where attention is plainly causal.  All tokens are valid, so
+    ``attention_mask`` does not count.
+    """
     return sdpa_mask(**facts)
 
 
-def flex_mask(*, q_length: int, kv_length: int, device: torch.device, **facts: Any) -> Tensor | BlockMask | None:
-    """Returns FlexAttention's causal mask where attention is plainly causal, and otherwise the library's mask."""
+def flex_mask(
+    *, q_length: int, kv_length: int, device: torch.device, **facts: Any
+) -> Tensor | BlockMask | None:
+    """Returns FlexAttention's causal mask where attention is plainly causal, and otherwise the library's
+    mask.
+    """
     found = torch_mask(q_length=q_length, kv_length=kv_length, device=device, **facts)
     both_ways = facts.get("allow_is_bidirectional_skip", False)
-    return causal_mask(q_length, device) if found is None and q_length == kv_length and not both_ways else found
+    return (
+        causal_mask(q_length, device) if found is None and q_length == kv_length and not both_ways else found
+    )
 
 
 class NotPlain(Exception):
@@ -367,8 +471,14 @@ class NotPlain(Exception):
 
 
 def plain_mask(*, local_size: int | None = None, **facts: Any) -> None:
-    """Raises :class:`NotPlain` for a window, also one that is wider than the tokens, and for any mask that torch would need."""
-    if local_size is not None or facts.get("allow_is_bidirectional_skip", False) or torch_mask(**facts) is not None:
+    """Raises :class:`NotPlain` for a window, also one that is wider than the tokens, and for any mask that
+    torch would need.
+    """
+    if (
+        local_size is not None
+        or facts.get("allow_is_bidirectional_skip", False)
+        or torch_mask(**facts) is not None
+    ):
         raise NotPlain
 
 

@@ -1,12 +1,14 @@
 """The table of axes: one row for each axis, which says how the axis cuts the state and the work.
 
-A world is a grid of members with one dimension for each axis.  Along a *data* axis members run different microbatches; along any other
-axis they run one microbatch together.  Along some axes members hold different parts of the state, along others they hold the same part.
-The rule of an axis *cuts* what a member holds: it takes what the inner axes have left, and returns what the member at one index keeps.
-Everything else follows from the rows: the place of a world rank, the part of a tensor that a member holds (``placement.py``), the members
-that can send it (``transfer.py``), and the members that know the losses of a microbatch.
+A world is a grid of members with one dimension for each axis.  Along a *data* axis members run different
+microbatches; along any other axis they run one microbatch together.  Along some axes members hold different
+parts of the state, along others they hold the same part. The rule of an axis *cuts* what a member holds: it
+takes what the inner axes have left, and returns what the member at one index keeps. Everything else follows
+from the rows: the place of a world rank, the part of a tensor that a member holds (``placement.py``), the
+members that can send it (``transfer.py``), and the members that know the losses of a microbatch.
 
-A new axis of the state is a new row here.  An axis that also changes the computation needs more: see ``examples/guide/extending.md``.
+A new axis of the state is a new row here.  An axis that also changes the computation needs more: see
+``examples/guide/extending.md``.
 """
 
 from __future__ import annotations
@@ -53,7 +55,8 @@ class HeldPart:
 
 
 Cut = Callable[[Tensor, HeldPart, int, int], HeldPart]
-"""``cut(tensor, held, degree, index)`` returns what the member at ``index`` of ``degree`` keeps of ``held``."""
+"""``cut(tensor, held, degree, index)`` returns what the member at ``index`` of ``degree`` keeps of ``held``.
+"""
 
 
 def _first(degree: int) -> int:
@@ -77,12 +80,15 @@ class Axis:
     cut: Cut | None = None
     """The rule by which it cuts what a member holds, or None if all members along it hold the same."""
     key: Callable[[Tensor], Hashable] = _nothing
-    """Returns all that ``cut`` uses of a tensor, with every dimension of its shape that it cuts along or looks at.
+    """Returns all that ``cut`` uses of a tensor, with every dimension of its shape that it cuts along or
+    looks at.
 
-    One of the tensors with equal keys stands for all of them: members that hold all of it together must hold all of each other one too.
+    One of the tensors with equal keys stands for all of them: members that hold all of it together must hold
+    all of each other one too.
     """
     reaches: Callable[[Tensor, HeldPart, int, Slice], Iterable[int]] = _all
-    """``reaches(tensor, held, degree, part)`` returns the indices whose share of ``held`` can have elements of ``part``.
+    """``reaches(tensor, held, degree, part)`` returns the indices whose share of ``held`` can have elements
+    of ``part``.
 
     It may return too many: they only cost time.
     """
@@ -91,12 +97,16 @@ class Axis:
 
 
 def chunk_size(length: int, count: int) -> int:
-    """Returns the rows of a full chunk of ``count`` by torch's chunk rule; a shorter one is padded to it where all must be equal."""
+    """Returns the rows of a full chunk of ``count`` by torch's chunk rule; a shorter one is padded to it
+    where all must be equal.
+    """
     return -(-length // count)
 
 
 def chunk(length: int, count: int, index: int) -> tuple[int, int]:
-    """Returns the rows ``[first, last)`` of chunk ``index`` of ``count``: torch's chunk rule, so the last chunks may be short or empty."""
+    """Returns the rows ``[first, last)`` of chunk ``index`` of ``count``: torch's chunk rule, so the last
+    chunks may be short or empty.
+    """
     size = chunk_size(length, count)
     return min(index * size, length), min((index + 1) * size, length)
 
@@ -109,7 +119,9 @@ def cut_rows(tensor: Tensor, held: HeldPart, degree: int, index: int) -> HeldPar
 
 
 def reaches_rows(tensor: Tensor, held: HeldPart, degree: int, part: Slice) -> Iterable[int]:
-    """Returns the indices of :func:`cut_rows` that can have rows of ``part``, and perhaps more: all, unless ``held`` is one box."""
+    """Returns the indices of :func:`cut_rows` that can have rows of ``part``, and perhaps more: all, unless
+    ``held`` is one box.
+    """
     size = chunk_size(held.shape[0], degree) if is_cut(tensor) else 0
     if not size or len(held.boxes) != 1:
         return range(degree)
@@ -132,4 +144,6 @@ AXES: dict[str, Axis] = {
     "dp_replicate": Axis(data=True),
     "dp_shard": Axis(data=True, cut=cut_rows, key=rows_key, reaches=reaches_rows),
 }
-"""All axes by name, the outermost first.  Members that are neighbours along the last axis have neighbouring world ranks."""
+"""All axes by name, the outermost first.  Members that are neighbours along the last axis have neighbouring
+world ranks.
+"""

@@ -1,13 +1,15 @@
-"""Deals the microbatches of a step out to the data ranks in rounds.  It is exact for any number of microbatches and of ranks.
+"""Deals the microbatches of a step out to the data ranks in rounds.  It is exact for any number of
+microbatches and of ranks.
 
-The ordered reduction adds ``block`` consecutive microbatches at a time, and then the sums of the blocks.  Both orders are left folds, so
-a node may add a whole block, or the first microbatches of one, before it sends anything; any other sum of a part would be another sum of
-the whole.  So whole blocks go to nodes that have ``block`` free ranks, and the rest goes to the ranks that are left over.  Each round runs
-the next consecutive microbatches, so an owner of the sum waits for the rest of one block at most.
+The ordered reduction adds ``block`` consecutive microbatches at a time, and then the sums of the blocks.
+Both orders are left folds, so a node may add a whole block, or the first microbatches of one, before it sends
+anything; any other sum of a part would be another sum of the whole.  So whole blocks go to nodes that have
+``block`` free ranks, and the rest goes to the ranks that are left over.  Each round runs the next consecutive
+microbatches, so an owner of the sum waits for the rest of one block at most.
 
-A step has as few rounds as the number of data ranks allows.  As far as these rounds have room, each of them ends with the end of a block,
-or even has whole blocks on single nodes only; leftover ranks then have nothing to do.  Ranks without a microbatch run along with weight
-zero, so that every collective finds all members.
+A step has as few rounds as the number of data ranks allows.  As far as these rounds have room, each of them
+ends with the end of a block, or even has whole blocks on single nodes only; leftover ranks then have nothing
+to do.  Ranks without a microbatch run along with weight zero, so that every collective finds all members.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ from elastic.plan.placement import data_ranks, reporters
 
 @dataclass(frozen=True)
 class Unit:
-    """Consecutive microbatches of one block whose sum, or the gradient of the only one, leaves its node as one tensor.
+    """Consecutive microbatches of one block whose sum, or the gradient of the only one, leaves its node as
+    one tensor.
 
     ``ranks`` are the data ranks that run them, in order; all are on one node.
     """
@@ -65,7 +68,8 @@ class Deal:
     def _bounds(self) -> list[int]:
         """Returns the first microbatch of each round, and the number of all.
 
-        A round ends where whole blocks on single nodes do, or at least where a block does, if later rounds can run all the rest.
+        A round ends where whole blocks on single nodes do, or at least where a block does, if later rounds
+        can run all the rest.
         """
         ranks, block = len(self.nodes), self.block
         on_single_nodes = sum(len(each) // block for each in self._ranks_by_node()) * block
@@ -74,7 +78,9 @@ class Deal:
             begun = -bounds[-1] % block  # microbatches of a block that the round before began
             widths = (begun + on_single_nodes, begun + (ranks - begun) // block * block, ranks)
             ends = [bounds[-1] + width for width in widths if 0 < width <= ranks]
-            bounds.append(min(next(end for end in ends if self.microbatches - end <= later * ranks), self.microbatches))
+            bounds.append(
+                min(next(end for end in ends if self.microbatches - end <= later * ranks), self.microbatches)
+            )
         return bounds
 
     def microbatch_of(self, round_: int, data_rank: int) -> int | None:
@@ -84,7 +90,10 @@ class Deal:
     @cached_property
     def _table(self) -> tuple[dict[int, int], ...]:
         """The microbatch of each data rank that has one, by round."""
-        return tuple({rank: unit.first + i for unit in units for i, rank in enumerate(unit.ranks)} for units in self.units)
+        return tuple(
+            {rank: unit.first + i for unit in units for i, rank in enumerate(unit.ranks)}
+            for units in self.units
+        )
 
     def _ranks_by_node(self) -> list[list[int]]:
         found: dict[Hashable, list[int]] = defaultdict(list)
@@ -95,7 +104,8 @@ class Deal:
     def _dealt(self, first: int, last: int) -> list[Unit]:
         """Deals the microbatches ``first`` … ``last`` - 1 of one round.
 
-        A piece of a block that begins it goes to one node if any has room.  If not, as much of its beginning as possible does.
+        A piece of a block that begins it goes to one node if any has room.  If not, as much of its beginning
+        as possible does.
         """
         free, starts = _Free(self._ranks_by_node(), self.block), [first]
         starts += range((first // self.block + 1) * self.block, last, self.block)
@@ -104,7 +114,9 @@ class Deal:
         for start, stop in sorted(pieces, key=lambda piece: piece[0] - piece[1]):  # whole blocks first
             if start % self.block:
                 single += range(start, stop)
-            elif (ranks := free.take_whole() if stop - start == self.block else free.take_fitting(stop - start)) is not None:
+            elif (
+                ranks := free.take_whole() if stop - start == self.block else free.take_fitting(stop - start)
+            ) is not None:
                 units.append(self._unit(start, ranks))
             else:
                 split.append((start, stop))
@@ -117,21 +129,29 @@ class Deal:
 
     def _unit(self, first: int, ranks: Sequence[int]) -> Unit:
         after = first + len(ranks)
-        return Unit(first, tuple(ranks), first % self.block == 0, after % self.block == 0 or after == self.microbatches)
+        return Unit(
+            first,
+            tuple(ranks),
+            first % self.block == 0,
+            after % self.block == 0 or after == self.microbatches,
+        )
 
 
 class _Free:
     """The ranks that have no microbatch yet in a round."""
 
     def __init__(self, nodes: list[list[int]], block: int) -> None:
-        self._nodes, self._block = [ranks[::-1] for ranks in nodes], block  # the next rank of a node is its last element
+        # the next rank of a node is its last element
+        self._nodes, self._block = [ranks[::-1] for ranks in nodes], block
         self._whole = [(ranks[0], node) for node, ranks in enumerate(nodes) if len(ranks) >= block]
         self._most = [(-len(ranks), ranks[0], node) for node, ranks in enumerate(nodes)]
         heapq.heapify(self._whole)
         heapq.heapify(self._most)
 
     def take_whole(self) -> list[int] | None:
-        """Takes ranks for a whole block from the first node that has enough.  Nothing else may have been taken before."""
+        """Takes ranks for a whole block from the first node that has enough.  Nothing else may have been
+        taken before.
+        """
         if not self._whole:
             return None
         _, node = heapq.heappop(self._whole)
@@ -142,7 +162,9 @@ class _Free:
 
     def take_fitting(self, count: int) -> list[int] | None:
         """Takes ``count`` ranks of the node that has the fewest more."""
-        fits = [(len(ranks), ranks[-1], node) for node, ranks in enumerate(self._nodes) if len(ranks) >= count]
+        fits = [
+            (len(ranks), ranks[-1], node) for node, ranks in enumerate(self._nodes) if len(ranks) >= count
+        ]
         return self._take(min(fits)[2], count) if fits else None
 
     def take_most(self, count: int) -> list[int]:
@@ -166,13 +188,16 @@ class _Free:
 def resized(value: Any, microbatches: int) -> Any:
     """Returns ``value``, a dataclass, for steps of so many microbatches.
 
-    What the newest of them compute is kept for later steps: a batch that grows has the same size for many of them.
+    What the newest of them compute is kept for later steps: a batch that grows has the same size for many of
+    them.
     """
     return replace(value, microbatches=microbatches)
 
 
 def deal_of(microbatches: int, block: int, layout: Layout, nodes: Sequence[Hashable] = ()) -> Deal:
-    """Returns the deal of a world.  ``nodes[i]`` is the node of world rank i; without ``nodes`` all members are on one."""
+    """Returns the deal of a world.  ``nodes[i]`` is the node of world rank i; without ``nodes`` all members
+    are on one.
+    """
     if not nodes:
         return Deal(microbatches, block, (None,) * data_ranks(layout))
     return Deal(microbatches, block, tuple(nodes[rank] for rank in reporters(layout)))

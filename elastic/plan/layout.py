@@ -1,14 +1,15 @@
 """Layouts: the degrees of all axes, the place of a world rank in them, and the layout that n workers form.
 
-Axes are ordered as in ``axes.py``: replicas are outside of shards, so that the shards of one replica have neighbouring world ranks.
+Axes are ordered as in ``axes.py``: replicas are outside of shards, so that the shards of one replica have
+neighbouring world ranks.
 
-A :class:`LayoutRule` says which degrees may be used.  The shard degree has a smallest value, because every worker that leaves makes the
-shards of the others larger, and their memory is limited.  Below that value there is no layout: the run waits and does not run out of
-memory.
+A :class:`LayoutRule` says which degrees may be used.  The shard degree has a smallest value, because every
+worker that leaves makes the shards of the others larger, and their memory is limited.  Below that value there
+is no layout: the run waits and does not run out of memory.
 
-Members of one replica exchange every weight in every step, so a replica should have its shards on one node.  A world over several nodes
-therefore leaves a few workers over as spares before it takes a shard degree that fits no node: after the loss of one worker of 1,024, all
-replicas but one stay as they are.
+Members of one replica exchange every weight in every step, so a replica should have its shards on one node.
+A world over several nodes therefore leaves a few workers over as spares before it takes a shard degree that
+fits no node: after the loss of one worker of 1,024, all replicas but one stay as they are.
 """
 
 from __future__ import annotations
@@ -24,13 +25,15 @@ from elastic.plan.axes import AXES
 USES = ("all", "fit")
 """Values of ``LayoutRule.use``."""
 SPARED = 8
-"""Less than one worker of so many may be left over.  It is a balance: a replica over several nodes slows every step, and so does a worker
-that waits.  So up to this many workers, nobody is left over."""
+"""Less than one worker of so many may be left over.  It is a balance: a replica over several nodes slows
+every step, and so does a worker that waits.  So up to this many workers, nobody is left over."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A layout gives each axis its degree.  ``more`` has (axis, degree) of the axes besides the two data axes."""
+    """A layout gives each axis its degree.  ``more`` has (axis, degree) of the axes besides the two data
+    axes.
+    """
 
     dp_replicate: int = 1
     dp_shard: int = 1
@@ -43,10 +46,14 @@ class Layout:
 
     @property
     def degrees(self) -> tuple[tuple[str, int], ...]:
-        """Pairs of (axis, degree) of every axis, the outermost first.  Raises ValueError for an axis that is not in the table."""
+        """Pairs of (axis, degree) of every axis, the outermost first.  Raises ValueError for an axis that is
+        not in the table.
+        """
         known = {"dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard, **dict(self.more)}
         if unknown := known.keys() - AXES.keys():
-            raise ValueError(f"a layout has the axes {', '.join(sorted(unknown))}, which plan/axes.py does not know")
+            raise ValueError(
+                f"a layout has the axes {', '.join(sorted(unknown))}, which plan/axes.py does not know"
+            )
         return tuple((name, known[name]) for name in AXES if name in known)
 
     @property
@@ -62,22 +69,28 @@ class Layout:
         return dict(reversed(found.items()))
 
     def ranks_along(self, axis: str, world_rank: int) -> range:
-        """Returns the world ranks that differ from ``world_rank`` along ``axis`` alone, and ``world_rank`` itself."""
-        inner = math.prod(degree for _, degree in self.degrees[[name for name, _ in self.degrees].index(axis) + 1 :])
+        """Returns the world ranks that differ from ``world_rank`` along ``axis`` alone, and ``world_rank``
+        itself.
+        """
+        inner = math.prod(
+            degree for _, degree in self.degrees[[name for name, _ in self.degrees].index(axis) + 1 :]
+        )
         first = world_rank - self.coordinates(world_rank)[axis] * inner
         return range(first, first + inner * dict(self.degrees)[axis], inner)
 
     def __str__(self) -> str:
-        return "×".join([f"{self.dp_replicate}×{self.dp_shard}", *(f"{degree} {name}" for name, degree in self.more)])
+        return "×".join(
+            [f"{self.dp_replicate}×{self.dp_shard}", *(f"{degree} {name}" for name, degree in self.more)]
+        )
 
 
 @dataclass(frozen=True)
 class LayoutRule:
     """A rule says which layouts are allowed.  A degree of None is chosen by :func:`choose`.
 
-    With ``use`` "all" the shard degree becomes larger if that uses workers that would be left over, except a few (:data:`SPARED`).
-    With "fit" it stays the smallest, and those workers become spares.  Raises ValueError, which names the setting as the job file does, if
-    no number of workers can meet the rule.
+    With ``use`` "all" the shard degree becomes larger if that uses workers that would be left over, except a
+    few (:data:`SPARED`). With "fit" it stays the smallest, and those workers become spares.  Raises
+    ValueError, which names the setting as the job file does, if no number of workers can meet the rule.
     """
 
     dp_replicate: int | None = None
@@ -100,10 +113,14 @@ class LayoutRule:
 
     def at_least(self, shards: int) -> LayoutRule:
         """Returns the rule without shard degrees below ``shards``, unless it fixes the degree."""
-        return self if self.dp_shard is not None or shards <= self.min_shard else replace(self, min_shard=shards)
+        return (
+            self if self.dp_shard is not None or shards <= self.min_shard else replace(self, min_shard=shards)
+        )
 
     def check(self, min_workers: int, max_workers: int) -> None:
-        """Raises ValueError if no number of workers from min to max forms a world of at least ``min_workers`` members."""
+        """Raises ValueError if no number of workers from min to max forms a world of at least ``min_workers``
+        members.
+        """
         worlds = [layout.world for _, layout in table(self, max_workers, min_workers) if layout is not None]
         if any(world >= min_workers for world in worlds):
             return
@@ -117,7 +134,9 @@ class LayoutRule:
         )
 
     def _smallest(self, workers: int) -> int | None:
-        """Returns the smallest number, from ``workers`` up, that forms a world of at least ``workers`` members, or None."""
+        """Returns the smallest number, from ``workers`` up, that forms a world of at least ``workers``
+        members, or None.
+        """
         period = (self.dp_replicate or 1) * (self.dp_shard or self.min_shard)
         for n in range(workers, workers + period + 1):
             layout = choose(n, self, least=workers)
@@ -138,19 +157,21 @@ def _any(shards: int) -> bool:
     return True
 
 
-def choose(workers: int, rule: LayoutRule, nodes: Sequence[int] = (), *, least: int = 1, fits: Test = _any) -> Layout | None:
+def choose(
+    workers: int, rule: LayoutRule, nodes: Sequence[int] = (), *, least: int = 1, fits: Test = _any
+) -> Layout | None:
     """Returns the layout that ``workers`` form; None means that they wait.
 
-    ``nodes`` has the number of workers on each node; without it, each worker counts as a node.  ``fits(shards)`` says whether the state may
-    be cut into so many parts.  Of the layouts for which it may, and that use all workers but a few and at least ``least`` of them, the
-    first of these is taken:
+    ``nodes`` has the number of workers on each node; without it, each worker counts as a node.
+    ``fits(shards)`` says whether the state may be cut into so many parts.  Of the layouts for which it may,
+    and that use all workers but a few and at least ``least`` of them, the first of these is taken:
 
     1. every replica lies within one node: most members, then the smallest shard degree;
     2. every replica has whole nodes: most replicas, then most members;
     3. any: most replicas, then most members.
 
-    If there is none, it is the layout with most members, and of these the one with the smallest shard degree: workers that wait cost more
-    than padding.  Degrees that the rule fixes are as it says.
+    If there is none, it is the layout with most members, and of these the one with the smallest shard degree:
+    workers that wait cost more than padding.  Degrees that the rule fixes are as it says.
     """
     lowest, replicas = rule.dp_shard or rule.min_shard, rule.dp_replicate
     if workers < lowest * (replicas or 1):
@@ -163,13 +184,18 @@ def choose(workers: int, rule: LayoutRule, nodes: Sequence[int] = (), *, least: 
 
     if replicas is not None:
         most = workers // replicas
-        return Layout(replicas, next((d for d in range(most, lowest - 1, -1) if enough(replicas * d) and fits(d)), most))
+        return Layout(
+            replicas, next((d for d in range(most, lowest - 1, -1) if enough(replicas * d) and fits(d)), most)
+        )
     sizes = Counter(nodes or [1] * workers)
     return (
         _within_nodes(workers, lowest, sizes, enough, fits)
         or _of_whole_nodes(workers, lowest, sizes, enough, fits)
         or _most_replicas(range(lowest, workers + 1), workers, enough, fits)
-        or max((Layout(workers // d, d) for d in range(lowest, workers + 1)), key=lambda layout: (layout.world, -layout.dp_shard))
+        or max(
+            (Layout(workers // d, d) for d in range(lowest, workers + 1)),
+            key=lambda layout: (layout.world, -layout.dp_shard),
+        )
     )
 
 
@@ -184,20 +210,35 @@ def _within_nodes(workers: int, lowest: int, sizes: Counter[int], enough: Test, 
     return best
 
 
-def _of_whole_nodes(workers: int, lowest: int, sizes: Counter[int], enough: Test, fits: Test) -> Layout | None:
+def _of_whole_nodes(
+    workers: int, lowest: int, sizes: Counter[int], enough: Test, fits: Test
+) -> Layout | None:
     """Applies rule 2 of :func:`choose`, with nodes of the usual size and larger ones."""
     usual = max(sizes, key=lambda size: (sizes[size], size))
     room = usual * sum(count for size, count in sizes.items() if size >= usual)
-    return _most_replicas(range(-(-lowest // usual) * usual, workers + 1, usual), min(workers, room), enough, fits) if usual > 1 else None
+    return (
+        _most_replicas(
+            range(-(-lowest // usual) * usual, workers + 1, usual), min(workers, room), enough, fits
+        )
+        if usual > 1
+        else None
+    )
 
 
 def _most_replicas(degrees: range, workers: int, enough: Test, fits: Test) -> Layout | None:
-    """Returns the layout with most replicas, then with most members, whose shard degree is one of ``degrees``."""
-    smallest = next((shards for shards in degrees if enough(workers // shards * shards) and fits(shards)), None)
+    """Returns the layout with most replicas, then with most members, whose shard degree is one of
+    ``degrees``.
+    """
+    smallest = next(
+        (shards for shards in degrees if enough(workers // shards * shards) and fits(shards)), None
+    )
     if smallest is None:
         return None
     replicas = workers // smallest
-    return Layout(replicas, max(shards for shards in degrees if smallest <= shards <= workers // replicas and fits(shards)))
+    return Layout(
+        replicas,
+        max(shards for shards in degrees if smallest <= shards <= workers // replicas and fits(shards)),
+    )
 
 
 def table(rule: LayoutRule, n_max: int, least: int = 1) -> tuple[tuple[int, Layout | None], ...]:
@@ -206,7 +247,8 @@ def table(rule: LayoutRule, n_max: int, least: int = 1) -> tuple[tuple[int, Layo
 
 
 def after_a_loss(layout: Layout, nodes: Sequence[str], rule: LayoutRule, min_workers: int) -> Layout | None:
-    """Returns the layout that follows ``layout`` if the node with most members is lost, or one worker where there is only one node.
+    """Returns the layout that follows ``layout`` if the node with most members is lost, or one worker where
+    there is only one node.
 
     ``nodes[i]`` is the node of world rank i.  The result is None if too few workers are left then.
     """

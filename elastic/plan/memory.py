@@ -1,11 +1,14 @@
-"""The memory that a member needs on its device and its copies on their node, and the smallest shard degree at which both fit.
+"""The memory that a member needs on its device and its copies on their node, and the smallest shard degree at
+which both fit.
 
-Per parameter, a member of a world with S shards holds 1/S of the weights, of their moments, and of the sum of the gradients in float32;
-with deferred sums, all of that sum.  It also holds the copy of the weights with which it computes: with one shard if that has another
-dtype, and with more unless they are gathered block by block (stage 3 of ZeRO).  Where these copies live on the host, only those of two
-blocks, and of what is in no block, count.  What comes and goes in a step, such as activations, does not depend on the number of shards, if
-there are several; an estimate has it from a step on tensors without memory, and a worker measures it before it joins.  While a world
-forms, a member holds its old part beside the new one, and no gradients; the old part is not larger than that at the smallest degree.
+Per parameter, a member of a world with S shards holds 1/S of the weights, of their moments, and of the sum of
+the gradients in float32; with deferred sums, all of that sum.  It also holds the copy of the weights with
+which it computes: with one shard if that has another dtype, and with more unless they are gathered block by
+block (stage 3 of ZeRO).  Where these copies live on the host, only those of two blocks, and of what is in no
+block, count.  What comes and goes in a step, such as activations, does not depend on the number of shards, if
+there are several; an estimate has it from a step on tensors without memory, and a worker measures it before
+it joins.  While a world forms, a member holds its old part beside the new one, and no gradients; the old part
+is not larger than that at the smallest degree.
 """
 
 from __future__ import annotations
@@ -16,14 +19,20 @@ from typing import NamedTuple, TypeVar
 
 Policy = TypeVar("Policy", bound=str | float)
 USABLE = 0.92
-"""Part of a device's memory that is planned with.  The rest is for what nobody counts: contexts, communication, fragments."""
+"""Part of a device's memory that is planned with.  The rest is for what nobody counts: contexts,
+communication, fragments.
+"""
 
 COPIED = 0.8
-"""Part of a node's memory that copies and saves are planned with.  The rest is for processes, and whatever else runs there."""
+"""Part of a node's memory that copies and saves are planned with.  The rest is for processes, and whatever
+else runs there.
+"""
 
 
 class Transient(NamedTuple):
-    """Bytes that come and go in a step beside the sums of gradients, as a step tells them: one on tensors without memory, or a real one."""
+    """Bytes that come and go in a step beside the sums of gradients, as a step tells them: one on tensors
+    without memory, or a real one.
+    """
 
     alone: int
     """The bytes of a member with the whole state."""
@@ -36,8 +45,8 @@ NOTHING = Transient(0, 0)
 
 @dataclass(frozen=True)
 class Need:
-    """Bytes that training needs: the whole ``state``, ``gradients`` (sums, and what an optimizer prepares of them), and what is
-    ``transient``.
+    """Bytes that training needs: the whole ``state``, ``gradients`` (sums, and what an optimizer prepares of
+    them), and what is ``transient``.
     """
 
     state: int
@@ -47,11 +56,17 @@ class Need:
     gathered: int = 0
     """Copies of the weights that a member keeps in a world with more shards."""
     fp8: int = 0
-    """Parts of weights in fp8, from which blocks are gathered: a member of a world with more shards holds its share of them, too."""
+    """Parts of weights in fp8, from which blocks are gathered: a member of a world with more shards holds its
+    share of them, too.
+    """
     deferred: bool = False
-    """True if sums over the members wait for the last round, so that each member holds the sums of all gradients."""
+    """True if sums over the members wait for the last round, so that each member holds the sums of all
+    gradients.
+    """
     streamed: int = 0
-    """Buffers through which the state comes and goes at an update if it lives in host memory; 0 if it lives on the device."""
+    """Buffers through which the state comes and goes at an update if it lives in host memory; 0 if it lives
+    on the device.
+    """
     hosted: int = 0
     """Copies of the weights in host memory, of which those that a block computes with come to the device."""
     transient: Transient = NOTHING
@@ -60,11 +75,15 @@ class Need:
         """Returns the bytes of a member in worlds with ``shards`` or more shards."""
         stays = shards == 1 or self.streamed  # a whole state stays where it is
         forming = 0 if stays else 2 * -(-self.state // shards) + self.gathered
-        comes = max(self.transient.alone if shards == 1 else self.transient.shared, -(-self.streamed // shards))
+        comes = max(
+            self.transient.alone if shards == 1 else self.transient.shared, -(-self.streamed // shards)
+        )
         return max(self.held(shards) + comes, forming)
 
     def of_fewest(self, members: int) -> int:
-        """Returns the fewest bytes with which a member trains if up to ``members`` share the state, but need not."""
+        """Returns the fewest bytes with which a member trains if up to ``members`` share the state, but need
+        not.
+        """
         return min(self.of_a_member(shards) for shards in (1, members))  # from 2 on, more shards need no more
 
     def held(self, shards: int) -> int:
@@ -83,12 +102,15 @@ class Need:
 
 
 def least_roomy(need: Need, device: int, most: int) -> int:
-    """Returns the smallest shard degree, up to ``most``, at which a member leaves room on a device with so many bytes; 0 if none does."""
+    """Returns the smallest shard degree, up to ``most``, at which a member leaves room on a device with so
+    many bytes; 0 if none does.
+    """
     return next((shards for shards in range(1, most + 1) if need.of_a_member(shards) <= USABLE * device), 0)
 
 
 def least_shard(need: Need, device: int, most: int) -> int:
-    """Returns the smallest shard degree, up to ``most``, at which a member fits a device with so many bytes; 0 if none does.
+    """Returns the smallest shard degree, up to ``most``, at which a member fits a device with so many bytes;
+    0 if none does.
 
     The largest degree may take all of the device: the estimate refuses no run that might just fit.
     """
@@ -96,15 +118,21 @@ def least_shard(need: Need, device: int, most: int) -> int:
 
 
 def enough(fewest: int, most: int) -> int:
-    """Returns the number of members that must be able to train with what ``auto`` takes: ``fewest``, or half of ``most`` if that is 1."""
+    """Returns the number of members that must be able to train with what ``auto`` takes: ``fewest``, or half
+    of ``most`` if that is 1.
+    """
     return min(fewest, most) if fewest > 1 else max(most // 2, 1)
 
 
-def first_roomy(policies: Sequence[Policy], least_of: Callable[[Policy], int], fewest: int, most: int) -> Policy:
-    """Returns the first policy with which ``fewest`` members can train, or half of ``most`` if ``fewest`` is 1.
+def first_roomy(
+    policies: Sequence[Policy], least_of: Callable[[Policy], int], fewest: int, most: int
+) -> Policy:
+    """Returns the first policy with which ``fewest`` members can train, or half of ``most`` if ``fewest`` is
+    1.
 
-    If there is none, it is the first with which ``most`` can, and without that the last one.
-    ``least_of`` returns the smallest shard degree at which a member fits with a policy, or 0.  It is asked for as few as it takes.
+    If there is none, it is the first with which ``most`` can, and without that the last one. ``least_of``
+    returns the smallest shard degree at which a member fits with a policy, or 0.  It is asked for as few as
+    it takes.
     """
     found: dict[Policy, int] = {}
     for policy in policies:

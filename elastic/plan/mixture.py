@@ -1,9 +1,11 @@
-"""Deals the positions of a mixture out to its parts, by weight, so that the share of a part is exact all along and not only on average.
+"""Deals the positions of a mixture out to its parts, by weight, so that the share of a part is exact all
+along and not only on average.
 
-Among the first p samples, a part with share s has more than s·p - 1 and fewer than s·p + 1, for every p; independent draws would stray by
-√p.  The i-th sample of a part (from 0) must come in the window from i/s to (i+1)/s, and of the parts whose window is open, the one whose
-window closes first has its turn.  This meets all windows (Baruah, Cohen, Plaxton and Varvel 1996, "Proportionate progress", for one
-resource).  Weights are whole numbers, so the turns repeat after as many positions as their sum, and any position is looked up.
+Among the first p samples, a part with share s has more than s·p - 1 and fewer than s·p + 1, for every p;
+independent draws would stray by √p.  The i-th sample of a part (from 0) must come in the window from i/s to
+(i+1)/s, and of the parts whose window is open, the one whose window closes first has its turn.  This meets
+all windows (Baruah, Cohen, Plaxton and Varvel 1996, "Proportionate progress", for one resource).  Weights are
+whole numbers, so the turns repeat after as many positions as their sum, and any position is looked up.
 """
 
 from __future__ import annotations
@@ -16,11 +18,15 @@ from fractions import Fraction
 from functools import lru_cache
 
 MOST_TURNS = 10_000
-"""Largest number of turns after which they repeat: weights of four digits.  Looking up takes as much memory, and finding them 20 ms."""
+"""Largest number of turns after which they repeat: weights of four digits.  Looking up takes as much memory,
+and finding them 20 ms.
+"""
 
 
 def shares(weights: Sequence[float]) -> tuple[int, ...]:
-    """Returns the smallest whole numbers that are to each other as ``weights``, as these are written in decimal."""
+    """Returns the smallest whole numbers that are to each other as ``weights``, as these are written in
+    decimal.
+    """
     exact = [Fraction(repr(weight)) for weight in weights]
     whole = [int(each * math.lcm(*(each.denominator for each in exact))) for each in exact]
     return tuple(each // (math.gcd(*whole) or 1) for each in whole)
@@ -28,7 +34,9 @@ def shares(weights: Sequence[float]) -> tuple[int, ...]:
 
 @lru_cache(maxsize=16)
 def turns(whole: tuple[int, ...]) -> tuple[array[int], array[int]]:
-    """Returns the part that each position of a period belongs to, and how many positions before it belong to the same part."""
+    """Returns the part that each position of a period belongs to, and how many positions before it belong to
+    the same part.
+    """
     total, had = sum(whole), [0] * len(whole)
     parts, ranks = array("L"), array("L")
     for position in range(total):
@@ -59,4 +67,7 @@ class MixtureTurns:
         parts, _ = turns(self.whole)
         period, place = divmod(position - self.since, len(parts))
         begun = parts[:place]
-        return tuple(had + period * share + begun.count(part) for part, (had, share) in enumerate(zip(self.had, self.whole, strict=True)))
+        return tuple(
+            had + period * share + begun.count(part)
+            for part, (had, share) in enumerate(zip(self.had, self.whole, strict=True))
+        )

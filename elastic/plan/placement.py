@@ -1,9 +1,10 @@
 """Maps a layout to cells, a cell to boxes of tensors, and boxes back to cells.
 
-A *cell* names a part of the state.  Two members hold the same part exactly when their cells are equal, whichever layouts they belong to.
-All other modules pass cells around and never look inside.  This module alone turns (tensor, cell) into the boxes of the tensor that a
-member has, with the place of each box in the member's memory.  A tensor may have several boxes there (a fused tensor) or none (a tensor of
-another pipeline stage), and kinds of state may be cut differently (moments may be sharded while parameters are replicated).
+A *cell* names a part of the state.  Two members hold the same part exactly when their cells are equal,
+whichever layouts they belong to. All other modules pass cells around and never look inside.  This module
+alone turns (tensor, cell) into the boxes of the tensor that a member has, with the place of each box in the
+member's memory.  A tensor may have several boxes there (a fused tensor) or none (a tensor of another pipeline
+stage), and kinds of state may be cut differently (moments may be sharded while parameters are replicated).
 """
 
 from __future__ import annotations
@@ -34,13 +35,18 @@ def cell_of(layout: Layout, world_rank: int) -> Cell:
     index = layout.coordinates(world_rank)
     text = ";".join(f"{name} {index[name]}/{degree}" for name, degree in degrees_of(layout))
     if len(text) > CELL_BYTES:
-        raise ValueError(f"the cell {text!r} of layout {layout} takes {len(text)} bytes and may take {CELL_BYTES}; use fewer axes")
+        raise ValueError(
+            f"the cell {text!r} of layout {layout} takes {len(text)} bytes and may take "
+            f"{CELL_BYTES}; use fewer axes"
+        )
     return Cell(text)
 
 
 def degrees_of(layout: Layout) -> Degrees:
     """Returns the axes of ``layout`` that cut the state."""
-    return tuple((name, degree) for name, degree in layout.degrees if degree > 1 and AXES[name].cut is not None)
+    return tuple(
+        (name, degree) for name, degree in layout.degrees if degree > 1 and AXES[name].cut is not None
+    )
 
 
 @cache
@@ -60,7 +66,9 @@ def degrees_in(cell: Cell) -> Degrees:
 
 
 def middle_of(cell: Cell) -> tuple[float, ...]:
-    """Returns where the part of the state lies along each axis that cuts it, between 0 and 1.  It sorts cells, also of several layouts."""
+    """Returns where the part of the state lies along each axis that cuts it, between 0 and 1.  It sorts
+    cells, also of several layouts.
+    """
     return tuple((index + 0.5) / degree for _, index, degree in _places(cell))
 
 
@@ -73,7 +81,9 @@ def distinct_cells(layout: Layout) -> dict[Cell, tuple[int, ...]]:
 
 
 def number_of_cells(layout: Layout) -> int:
-    """Returns how many parts the state has in ``layout``: each is held by ``layout.world`` divided by this many members."""
+    """Returns how many parts the state has in ``layout``: each is held by ``layout.world`` divided by this
+    many members.
+    """
     return math.prod(degree for _, degree in degrees_of(layout))
 
 
@@ -82,7 +92,9 @@ def number_of_cells(layout: Layout) -> int:
 
 @lru_cache(maxsize=2**17)
 def held(tensor: Tensor, cell: Cell) -> HeldPart:
-    """Returns what a member in ``cell`` holds of ``tensor``.  The innermost axis cuts first, so the outer ones cut what it left."""
+    """Returns what a member in ``cell`` holds of ``tensor``.  The innermost axis cuts first, so the outer
+    ones cut what it left.
+    """
     found = whole(tensor)
     for name, index, degree in reversed(_places(cell)):
         found = _cut(name, tensor, found, degree, index)
@@ -102,7 +114,9 @@ def _cut(name: str, tensor: Tensor, before: HeldPart, degree: int, index: int) -
 
 
 def cells_meeting(tensor: Tensor, part: Slice, degrees: Degrees) -> Iterator[Cell]:
-    """Yields the cells, of a layout with these ``degrees``, that have elements of ``part``: the inverse of :func:`held`."""
+    """Yields the cells, of a layout with these ``degrees``, that have elements of ``part``: the inverse of
+    :func:`held`.
+    """
 
     def descend(left: Degrees, before: HeldPart, text: str) -> Iterator[Cell]:
         if not left:
@@ -112,13 +126,16 @@ def cells_meeting(tensor: Tensor, part: Slice, degrees: Degrees) -> Iterator[Cel
         *outer, (name, degree) = left
         for index in AXES[name].reaches(tensor, before, degree, part):
             place = f"{name} {index}/{degree}"
-            yield from descend(tuple(outer), _cut(name, tensor, before, degree, index), f"{place};{text}" if text else place)
+            yield from descend(
+                tuple(outer), _cut(name, tensor, before, degree, index), f"{place};{text}" if text else place
+            )
 
     return descend(degrees, whole(tensor), "")
 
 
 def written_by(tensors: Sequence[Tensor], layout: Layout, world_rank: int) -> Iterator[tuple[Tensor, Box]]:
-    """Yields what this member writes into a checkpoint.  Exactly one member of the world writes each element of the state.
+    """Yields what this member writes into a checkpoint.  Exactly one member of the world writes each element
+    of the state.
 
     Members that hold the same boxes of a tensor take turns, tensor by tensor.
     """
@@ -127,9 +144,13 @@ def written_by(tensors: Sequence[Tensor], layout: Layout, world_rank: int) -> It
 
     @cache
     def sharing(key: Hashable) -> tuple[int, ...]:
-        """Returns the members that have the same boxes of ``tensor``, and of all tensors that are cut like it."""
+        """Returns the members that have the same boxes of ``tensor``, and of all tensors that are cut like
+        it.
+        """
         mine = _corners(tensor, own)
-        return tuple(sorted(rank for cell, ranks in cells.items() for rank in ranks if _corners(tensor, cell) == mine))
+        return tuple(
+            sorted(rank for cell, ranks in cells.items() for rank in ranks if _corners(tensor, cell) == mine)
+        )
 
     for number, tensor in enumerate(tensors):
         ranks = sharing(key_of(tensor))
@@ -145,7 +166,9 @@ def _corners(tensor: Tensor, cell: Cell) -> list[Corners]:
 
 
 def classes_of(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
-    """Returns one tensor of each class.  Every axis cuts the tensors of a class alike, so all are covered if one is."""
+    """Returns one tensor of each class.  Every axis cuts the tensors of a class alike, so all are covered if
+    one is.
+    """
     return tuple({key_of(tensor): tensor for tensor in reversed(list(tensors))}.values())[::-1]
 
 
@@ -163,11 +186,17 @@ def bytes_by_class(tensors: Iterable[Tensor]) -> tuple[int, ...]:
 
 
 def padding(classes: Sequence[Tensor], class_bytes: Sequence[int], shards: int) -> float:
-    """Returns the padding, as a share of the state, if dimension 0 is cut into ``shards`` chunks of equal size; 0 if nothing is known.
+    """Returns the padding, as a share of the state, if dimension 0 is cut into ``shards`` chunks of equal
+    size; 0 if nothing is known.
 
-    Where the rows cannot be divided, the last chunks are short or empty; their members compute and send as much as the others.
+    Where the rows cannot be divided, the last chunks are short or empty; their members compute and send as
+    much as the others.
     """
-    cut = [(tensor.shape[0], size) for tensor, size in zip(classes, class_bytes, strict=False) if is_cut(tensor) and size]
+    cut = [
+        (tensor.shape[0], size)
+        for tensor, size in zip(classes, class_bytes, strict=False)
+        if is_cut(tensor) and size
+    ]
     padded = sum(size * (chunk_size(rows, shards) * shards / rows - 1) for rows, size in cut)
     return padded / sum(size for _, size in cut) if cut else 0.0
 
@@ -175,7 +204,8 @@ def padding(classes: Sequence[Tensor], class_bytes: Sequence[int], shards: int) 
 def key_of(tensor: Tensor) -> Hashable:
     """Returns the class of ``tensor``: all that the axes' cuts use of it, and whether it has no elements.
 
-    Every member holds the same of a tensor without elements, namely nothing, so it cannot stand for others that are cut like it.
+    Every member holds the same of a tensor without elements, namely nothing, so it cannot stand for others
+    that are cut like it.
     """
     return (0 in tensor.shape, *(axis.key(tensor) for axis in AXES.values()))
 
@@ -196,14 +226,24 @@ def fills(boxes: Sequence[Corners], whole: Corners, dim: int = 0) -> bool:
     if all(_spans(box, whole, dim + 1) for box in boxes):
         return _leaves_no_gap(((box[0][dim], box[1][dim]) for box in boxes), start[dim], stop[dim])
     edges = sorted(
-        {start[dim], stop[dim], *(edge for box in boxes for edge in (box[0][dim], box[1][dim]) if start[dim] < edge < stop[dim])}
+        {
+            start[dim],
+            stop[dim],
+            *(edge for box in boxes for edge in (box[0][dim], box[1][dim]) if start[dim] < edge < stop[dim]),
+        }
     )
-    return all(fills([box for box in boxes if box[0][dim] <= a and b <= box[1][dim]], whole, dim + 1) for a, b in pairwise(edges))
+    return all(
+        fills([box for box in boxes if box[0][dim] <= a and b <= box[1][dim]], whole, dim + 1)
+        for a, b in pairwise(edges)
+    )
 
 
 def _spans(box: Corners, whole: Corners, dim: int) -> bool:
     """Returns whether the box reaches from end to end in every dimension from ``dim`` on."""
-    return all(a <= low and high <= b for a, b, low, high in zip(box[0][dim:], box[1][dim:], whole[0][dim:], whole[1][dim:], strict=True))
+    return all(
+        a <= low and high <= b
+        for a, b, low, high in zip(box[0][dim:], box[1][dim:], whole[0][dim:], whole[1][dim:], strict=True)
+    )
 
 
 def _leaves_no_gap(intervals: Iterable[tuple[int, int]], first: int, last: int) -> bool:
@@ -241,6 +281,8 @@ def reporters(layout: Layout) -> tuple[int, ...]:
     found = {}
     for world_rank in range(layout.world):
         index = layout.coordinates(world_rank)
-        if all(AXES[name].data or index[name] == AXES[name].reports(degree) for name, degree in layout.degrees):
+        if all(
+            AXES[name].data or index[name] == AXES[name].reports(degree) for name, degree in layout.degrees
+        ):
             found[data_rank(layout, world_rank)] = world_rank
     return tuple(found[rank] for rank in range(data_ranks(layout)))

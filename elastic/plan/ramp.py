@@ -1,10 +1,12 @@
 """The number of samples of each step, a function of the step alone.
 
-The batch may grow while the run is young (Brown and others 2020, section 2.3; McCandlish and others 2018): from ``start`` by ``increment``
-up to the final batch.  Each size below the final one lasts for an equal share of the first ``samples`` samples.
+The batch may grow while the run is young (Brown and others 2020, section 2.3; McCandlish and others 2018):
+from ``start`` by ``increment`` up to the final batch.  Each size below the final one lasts for an equal share
+of the first ``samples`` samples.
 
-A branch of a run may have another rule from some step on.  The samples that its ramp counts are those of the whole run: a ramp that was
-over stays over, and a rule that is replaced by an equal one goes on as if nothing had happened.
+A branch of a run may have another rule from some step on.  The samples that its ramp counts are those of the
+whole run: a ramp that was over stays over, and a rule that is replaced by an equal one goes on as if nothing
+had happened.
 """
 
 from __future__ import annotations
@@ -48,11 +50,19 @@ class Batches:
     @cached_property
     def _levels(self) -> list[tuple[int, int, int]]:
         """A size has its first step, the samples of all steps before, and itself."""
-        levels = [level for level in self.earlier._levels if level[0] <= self.since] if self.earlier is not None else []
-        step, consumed = self.since + 1, self.earlier.before(self.since + 1) if self.earlier is not None else 0
+        levels = (
+            [level for level in self.earlier._levels if level[0] <= self.since]
+            if self.earlier is not None
+            else []
+        )
+        step, consumed = (
+            self.since + 1,
+            self.earlier.before(self.since + 1) if self.earlier is not None else 0,
+        )
         sizes = range(self.start, self.final, self.increment) if self.start else range(0)
         for number, size in enumerate(sizes, 1):
-            left = number * self.samples - consumed * len(sizes)  # until the end of this share, times their number
+            # until the end of this share, times their number
+            left = number * self.samples - consumed * len(sizes)
             if (steps := -(-left // (size * len(sizes)))) > 0:
                 levels.append((step, consumed, size))
                 step, consumed = step + steps, consumed + steps * size

@@ -1,7 +1,7 @@
 """Retention: which checkpoints of a run are kept, and which are deleted.
 
-A checkpoint is deleted only if no rule keeps it.  What is not older than the newest good checkpoint is never deleted, nor is anything while
-there is no good one, except what is ``dead``.
+A checkpoint is deleted only if no rule keeps it.  What is not older than the newest good checkpoint is never
+deleted, nor is anything while there is no good one, except what is ``dead``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from typing import Literal
 from elastic.ids import Version
 
 Rule = Literal["newest", "last", "every", "best", "younger", "branch", "owed", "all"]
-"""Names of the rules that keep a checkpoint.  ``owed`` is given by ``elastic/runs/retention.py``, the others by :func:`reasons`."""
+"""Names of the rules that keep a checkpoint.  ``owed`` is given by ``elastic/runs/retention.py``, the others
+by :func:`reasons`.
+"""
 
 
 @dataclass(frozen=True)
@@ -24,11 +26,17 @@ class Keep:
     last: int = 0
     """Number of the newest good checkpoints that are kept; 0 keeps all."""
     every: int = 0
-    """The first good checkpoint at or after each multiple of this number of steps is kept; 0 means none.  A save may be a step late."""
+    """The first good checkpoint at or after each multiple of this number of steps is kept; 0 means none.  A
+    save may be a step late.
+    """
     best: bool = False
-    """True if the first good checkpoint at or after the best validated version is kept.  As long as there is none, all are kept."""
+    """True if the first good checkpoint at or after the best validated version is kept.  As long as there is
+    none, all are kept.
+    """
     younger_s: float = 0.0
-    """Good checkpoints that were written less than so many seconds ago are kept; 0 means none for their age.  See :func:`young`."""
+    """Good checkpoints that were written less than so many seconds ago are kept; 0 means none for their age.
+    See :func:`young`.
+    """
 
 
 @dataclass(frozen=True)
@@ -39,16 +47,18 @@ class StoredCheckpoint:
     begun: bool
     """True if it has no manifest: it was never complete, or its deletion has begun."""
     dead: bool = False
-    """True if it has no manifest and never gets one: it was begun by a generation that the run has left behind."""
+    """True if it has no manifest and never gets one: it was begun by a generation that the run has left
+    behind.
+    """
 
 
 def young(saved: Iterable[Version], written: Mapping[Version, float], keep: Keep, now: float) -> set[Version]:
     """Returns the versions among ``saved`` that were written less than ``keep.younger_s`` before ``now``.
 
-    ``written`` has the wall-clock times that are known, and clocks of machines differ.  A version was written before those after it: if its
-    time is unknown or later than theirs, the earliest of theirs counts.  So a wrong time at most keeps too much, until ``now`` has passed
-    it or the next one is old enough; only if the clock of ``now`` itself is fast, something may be deleted too early, which no other rule
-    keeps.
+    ``written`` has the wall-clock times that are known, and clocks of machines differ.  A version was written
+    before those after it: if its time is unknown or later than theirs, the earliest of theirs counts.  So a
+    wrong time at most keeps too much, until ``now`` has passed it or the next one is old enough; only if the
+    clock of ``now`` itself is fast, something may be deleted too early, which no other rule keeps.
     """
     found, at = set[Version](), math.inf
     for version in sorted(saved, reverse=True) if keep.younger_s else ():
@@ -59,15 +69,24 @@ def young(saved: Iterable[Version], written: Mapping[Version, float], keep: Keep
 
 
 def reasons(
-    saved: Iterable[Version], keep: Keep, best: Version | None, needed: Collection[Version], young: Collection[Version] = ()
+    saved: Iterable[Version],
+    keep: Keep,
+    best: Version | None,
+    needed: Collection[Version],
+    young: Collection[Version] = (),
 ) -> dict[Version, tuple[str, ...]]:
-    """Returns the versions among ``saved`` that are kept, newest first, each with the names of the rules that keep it.
+    """Returns the versions among ``saved`` that are kept, newest first, each with the names of the rules that
+    keep it.
 
-    ``saved`` has the good checkpoints on the lineage, ``best`` is the best validated version if one is known, from those that are
-    ``needed`` a branch or a fork goes on, and ``young`` are those of :func:`young`.
+    ``saved`` has the good checkpoints on the lineage, ``best`` is the best validated version if one is known,
+    from those that are ``needed`` a branch or a fork goes on, and ``young`` are those of :func:`young`.
     """
     ordered = sorted(saved, reverse=True)
-    firsts = {version.step // keep.every: version for version in ordered if version.step >= keep.every} if keep.every else {}
+    firsts = (
+        {version.step // keep.every: version for version in ordered if version.step >= keep.every}
+        if keep.every
+        else {}
+    )
     at_multiples = set(firsts.values())
     of_best = min((version for version in ordered if best is not None and version >= best), default=None)
     found = dict[Version, tuple[str, ...]]()
@@ -86,12 +105,18 @@ def reasons(
     return found
 
 
-def victims(found: Iterable[StoredCheckpoint], kept: Collection[Version], keep: Keep, spared: Collection[Version]) -> tuple[Version, ...]:
+def victims(
+    found: Iterable[StoredCheckpoint], kept: Collection[Version], keep: Keep, spared: Collection[Version]
+) -> tuple[Version, ...]:
     """Returns the versions that are deleted, oldest first.
 
-    ``kept`` has the good checkpoints that rules keep; ``spared`` has those that are on their way, being read, or needed by a branch.  If
-    all checkpoints are kept, only what was begun and never completed is deleted.
+    ``kept`` has the good checkpoints that rules keep; ``spared`` has those that are on their way, being read,
+    or needed by a branch.  If all checkpoints are kept, only what was begun and never completed is deleted.
     """
     newest, safe = max(kept, default=None), {*kept, *spared}
-    old = (each for each in found if each.dead or (newest is not None and each.version < newest and (each.begun or keep.last)))
+    old = (
+        each
+        for each in found
+        if each.dead or (newest is not None and each.version < newest and (each.begun or keep.last))
+    )
     return tuple(sorted(each.version for each in old if each.version not in safe))

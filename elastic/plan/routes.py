@@ -1,10 +1,13 @@
-"""The routes by which the pieces of a sum travel between the members of a world, over few links between nodes.
+"""The routes by which the pieces of a sum travel between the members of a world, over few links between
+nodes.
 
-Every member owns one piece of the sum.  Its piece of a gradient goes to a member on the gradient's own node first, the *handler*, and from
-there to the owner.  The handlers of a node share the owners of each node out among them, so a member talks to the members of its own node
-and to one or two of each other node.  A node adds what it may where its handlers are, so that it sends one sum in place of many gradients.
+Every member owns one piece of the sum.  Its piece of a gradient goes to a member on the gradient's own node
+first, the *handler*, and from there to the owner.  The handlers of a node share the owners of each node out
+among them, so a member talks to the members of its own node and to one or two of each other node.  A node
+adds what it may where its handlers are, so that it sends one sum in place of many gradients.
 
-The other way round, members that need each other's finished pieces get them from other nodes once for each node, and then share them.
+The other way round, members that need each other's finished pieces get them from other nodes once for each
+node, and then share them.
 """
 
 from __future__ import annotations
@@ -21,7 +24,8 @@ Pieces = dict[int, int]
 
 
 class Routes:
-    """The routes of one member, ``rank``.  ``nodes[i]`` is the node of world rank i; without ``nodes`` all members are on one.
+    """The routes of one member, ``rank``.  ``nodes[i]`` is the node of world rank i; without ``nodes`` all
+    members are on one.
 
     Every member runs microbatches by itself, so that its data rank is its world rank.
     """
@@ -30,7 +34,8 @@ class Routes:
         self.layout, self.rank = layout, rank
         self.node_of = tuple(nodes) or (None,) * layout.world
         self.members: dict[Hashable, list[int]] = defaultdict(list)
-        """The members of each node, in order of world rank.  Nodes are in the order of their first members."""
+        """The members of each node, in order of world rank.  Nodes are in the order of their first members.
+        """
         for member, node in enumerate(self.node_of):
             self.members[node].append(member)
         self.mates = self.members[self.node_of[rank]]
@@ -64,7 +69,9 @@ class Routes:
         return {mate: len(owners) for mate, owners in self.handled.items() if owners}
 
     def from_mates(self, busy: set[int]) -> Pieces:
-        """Returns the pieces that this member gets as a handler, from the members of its node among the ``busy``."""
+        """Returns the pieces that this member gets as a handler, from the members of its node among the
+        ``busy``.
+        """
         handled = len(self.handled[self.rank])
         return {mate: handled for mate in self.mates if mate in busy} if handled else {}
 
@@ -99,7 +106,9 @@ class Routes:
     @cached_property
     def some_share(self) -> bool:
         """True if anywhere in the world two members of one node hold the same shard."""
-        held = Counter((node, self.layout.coordinates(rank)["dp_shard"]) for rank, node in enumerate(self.node_of))
+        held = Counter(
+            (node, self.layout.coordinates(rank)["dp_shard"]) for rank, node in enumerate(self.node_of)
+        )
         return max(held.values()) > 1
 
     @property
@@ -109,14 +118,20 @@ class Routes:
 
     @cached_property
     def reached(self) -> list[int]:
-        """The members that get this member's piece from itself, by world rank: itself, and one on each other node that needs it."""
+        """The members that get this member's piece from itself, by world rank: itself, and one on each other
+        node that needs it.
+        """
         own, place = self.node_of[self.rank], self.near.index(self.rank)
-        others = [_one_of(mates, place, self._number[own]) for node, mates in self._alike.items() if node != own]
+        others = [
+            _one_of(mates, place, self._number[own]) for node, mates in self._alike.items() if node != own
+        ]
         return sorted([self.rank, *others])
 
     @cached_property
     def brought(self) -> dict[int, list[int]]:
-        """The owners of the pieces that each of :attr:`near` gets from the owners themselves, in order of world rank."""
+        """The owners of the pieces that each of :attr:`near` gets from the owners themselves, in order of
+        world rank.
+        """
         found: dict[int, list[int]] = {mate: [] for mate in self.near}
         for node, mates in self._alike.items():
             for place, owner in enumerate(mates):
@@ -126,5 +141,7 @@ class Routes:
 
 
 def _one_of(members: Sequence[int], place: int, number: int) -> int:
-    """Returns the member at ``place``, or, if there are fewer, one that depends on ``number``: so no member gets all of these."""
+    """Returns the member at ``place``, or, if there are fewer, one that depends on ``number``: so no member
+    gets all of these.
+    """
     return members[place if place < len(members) else number % len(members)]

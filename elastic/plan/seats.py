@@ -5,11 +5,12 @@ Three wishes, the first before the second before the third:
 1. As many replicas as possible lie within one node.  Members of one replica exchange every weight in every step, and a node that is lost
    breaks only the replicas that have members there.
 2. A worker that holds a cell keeps it.  A cell is the same in all replicas, so a node needs each cell as often as it has replicas, and it
-   does not matter in which of them a worker sits.  Where a replica comes into one node its members move once: the bytes of one healing,
-   against bytes between nodes in every step.
+   does not matter in which of them a worker sits.  Where a replica comes into one node its members move once:
+   the bytes of one healing, against bytes between nodes in every step.
 3. A worker that must take another cell takes one near to what it holds: both are put in the order of the rows.
 
-Workers that are left over on their nodes form replicas over several nodes, node by node, those with most left first.
+Workers that are left over on their nodes form replicas over several nodes, node by node, those with most left
+first.
 """
 
 from __future__ import annotations
@@ -27,12 +28,17 @@ Replica = list[WorkerId]
 
 
 def seat(
-    there: Sequence[WorkerId], nodes: Mapping[WorkerId, NodeId], layout: Layout, holders: Iterable[Holding] = ()
+    there: Sequence[WorkerId],
+    nodes: Mapping[WorkerId, NodeId],
+    layout: Layout,
+    holders: Iterable[Holding] = (),
 ) -> tuple[WorkerId, ...]:
-    """Returns the members of ``layout``, by world rank, out of the workers ``there``; of equal ones, the first.
+    """Returns the members of ``layout``, by world rank, out of the workers ``there``; of equal ones, the
+    first.
 
-    ``nodes`` has the node of each worker.  ``holders`` hold the version from which the members begin.  The replicas are in the order of
-    their first worker ``there``.  The time is linear in the workers, apart from sorting.
+    ``nodes`` has the node of each worker.  ``holders`` hold the version from which the members begin.  The
+    replicas are in the order of their first worker ``there``.  The time is linear in the workers, apart from
+    sorting.
     """
     order = {worker: number for number, worker in enumerate(there)}
     hall = _Hall(there, nodes, layout, holders)
@@ -44,7 +50,10 @@ def seat(
         inside, over = hall.fill(by_node[node], count)
         replicas += inside
         left.append(over)
-    across, _ = hall.fill([worker for over in sorted(left, key=len, reverse=True) for worker in over], layout.dp_replicate - len(replicas))
+    across, _ = hall.fill(
+        [worker for over in sorted(left, key=len, reverse=True) for worker in over],
+        layout.dp_replicate - len(replicas),
+    )
     replicas = sorted([*replicas, *across], key=lambda each: min(order[worker] for worker in each))
     return tuple(worker for replica in replicas for worker in replica)
 
@@ -52,7 +61,13 @@ def seat(
 class _Hall:
     """Knows the shards of one replica, and which of them each worker holds."""
 
-    def __init__(self, there: Sequence[WorkerId], nodes: Mapping[WorkerId, NodeId], layout: Layout, holders: Iterable[Holding]) -> None:
+    def __init__(
+        self,
+        there: Sequence[WorkerId],
+        nodes: Mapping[WorkerId, NodeId],
+        layout: Layout,
+        holders: Iterable[Holding],
+    ) -> None:
         self.replicas, self.size = layout.dp_replicate, layout.world // layout.dp_replicate
         number_of = {cell_of(layout, number): number for number in range(self.size)}
         self.places = [middle_of(cell) for cell in number_of]
@@ -71,7 +86,9 @@ class _Hall:
                     self.own.setdefault(holding.worker, number)
         self._give_copies(there, nodes, kept)
 
-    def _give_copies(self, there: Sequence[WorkerId], nodes: Mapping[WorkerId, NodeId], kept: Mapping[NodeId, list[int]]) -> None:
+    def _give_copies(
+        self, there: Sequence[WorkerId], nodes: Mapping[WorkerId, NodeId], kept: Mapping[NodeId, list[int]]
+    ) -> None:
         """Takes workers that hold nothing for holders of the copies that the dead have left on their nodes."""
         live: dict[NodeId, set[int]] = defaultdict(set)
         for worker, number in self.own.items():
@@ -84,8 +101,8 @@ class _Hall:
     def room(self, by_node: Mapping[NodeId, Sequence[WorkerId]]) -> dict[NodeId, int]:
         """Returns how many replicas each node gets for itself: as many as it has workers for.
 
-        If that is more than there are replicas, those come first that keep most cells; a node's next replica keeps no more than the one
-        before it.
+        If that is more than there are replicas, those come first that keep most cells; a node's next replica
+        keeps no more than the one before it.
         """
         wishes = []
         for place, (node, workers) in enumerate(by_node.items()):
@@ -118,11 +135,19 @@ class _Hall:
             for number, worker in self._placed(empty, new):
                 replica[number] = worker
         sitting = {worker for replica in seats for worker in replica}
-        return [[worker for worker in replica if worker is not None] for replica in seats], [w for w in workers if w not in sitting]
+        return [[worker for worker in replica if worker is not None] for replica in seats], [
+            w for w in workers if w not in sitting
+        ]
 
     def _placed(self, empty: Sequence[int], new: Sequence[WorkerId]) -> Iterator[tuple[int, WorkerId]]:
-        """Yields each of the shards ``empty`` with one of as many workers: those that hold rows come near to them, in their order."""
-        holding, at, taken = sorted((each for each in new if each in self.middle), key=self.middle.__getitem__), 0, set[int]()
+        """Yields each of the shards ``empty`` with one of as many workers: those that hold rows come near to
+        them, in their order.
+        """
+        holding, at, taken = (
+            sorted((each for each in new if each in self.middle), key=self.middle.__getitem__),
+            0,
+            set[int](),
+        )
         for count, worker in enumerate(holding, len(empty) - len(holding)):
             while at < count and self._distance(worker, empty[at + 1]) < self._distance(worker, empty[at]):
                 at += 1

@@ -1,8 +1,10 @@
-"""The stretches of a run: steps that draw their samples alike.  A branch with another batch, order or mixture begins a new one.
+"""The stretches of a run: steps that draw their samples alike.  A branch with another batch, order or mixture
+begins a new one.
 
-The samples of a run are one endless sequence, and a stretch takes up the sequence where the one before has left it.  So a change leaves out
-no sample and repeats none (``data/cursor.py`` says what each change means).  A branch carries the stretches before its own, each with the
-last step that it counts for; where the run stands in its data is computed from them.
+The samples of a run are one endless sequence, and a stretch takes up the sequence where the one before has
+left it.  So a change leaves out no sample and repeats none (``data/cursor.py`` says what each change means).
+A branch carries the stretches before its own, each with the last step that it counts for; where the run
+stands in its data is computed from them.
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ from elastic.plan.ramp import Batches
 
 @dataclass(frozen=True)
 class Stretch:
-    """The steps from the end of the stretch before up to ``until``, and the rule by which they draw.  An ``until`` of 0 means no end."""
+    """The steps from the end of the stretch before up to ``until``, and the rule by which they draw.  An
+    ``until`` of 0 means no end.
+    """
 
     until: int
     global_batch: int
@@ -51,7 +55,9 @@ def ended(stretches: Stretches, step: int) -> Stretches:
 
 
 def followed(earlier: Stretches, last: Stretch) -> Stretches:
-    """Returns all stretches of a run whose last one is ``last``.  One that would only repeat the one before is part of it."""
+    """Returns all stretches of a run whose last one is ``last``.  One that would only repeat the one before
+    is part of it.
+    """
     while earlier and replace(earlier[-1], until=0) == last:
         earlier = earlier[:-1]
     return (*earlier, last)

@@ -1,15 +1,17 @@
 """Computes which state is still held somewhere, and which holder sends which slice to which member.
 
-A holding is one cell of the state: live in a worker, or a copy in the memory of a node's keeper.  Holdings of one version may come from
-different layouts, because a world that broke while it healed holds cells of the old layout and of the new one.  So coverage and transfer
-are arithmetic on boxes: a wanted box is cut at the edges of the boxes that are held, and each piece is taken from a holder whose box
-contains it.
+A holding is one cell of the state: live in a worker, or a copy in the memory of a node's keeper.  Holdings of
+one version may come from different layouts, because a world that broke while it healed holds cells of the old
+layout and of the new one.  So coverage and transfer are arithmetic on boxes: a wanted box is cut at the edges
+of the boxes that are held, and each piece is taken from a holder whose box contains it.
 
-Everything is a pure function of its arguments and independent of the order of the holdings.  So all members compute the same moves without
-talking to each other, and each computes only those in which it takes part.  The choice among equally near holders depends on the piece and
-its destination alone: the holders take turns by the number of the tensor, the world rank of the destination and the number of the piece.
-So a receiver finds its source by a division, and a source finds its receivers by one remainder: see :class:`_Takers`.  Tensors of equal
-shape that every axis cuts alike are cut at the same edges, so all of this is computed once for them; each tensor only gives it a name.
+Everything is a pure function of its arguments and independent of the order of the holdings.  So all members
+compute the same moves without talking to each other, and each computes only those in which it takes part.
+The choice among equally near holders depends on the piece and its destination alone: the holders take turns
+by the number of the tensor, the world rank of the destination and the number of the piece. So a receiver
+finds its source by a division, and a source finds its receivers by one remainder: see :class:`_Takers`.
+Tensors of equal shape that every axis cuts alike are cut at the same edges, so all of this is computed once
+for them; each tensor only gives it a name.
 """
 
 from __future__ import annotations
@@ -30,15 +32,17 @@ from storage.slices import Slice, Tensor, nbytes
 LIVE = NodeId("")
 """Stands in place of a keeper for state in the worker's own memory."""
 SPLIT = 2**26
-"""Size of a piece in bytes above which several equally near holders each send a part: 64 MiB take half a second on a link of 1 Gb/s."""
+"""Size of a piece in bytes above which several equally near holders each send a part: 64 MiB take half a
+second on a link of 1 Gb/s.
+"""
 
 
 @dataclass(frozen=True)
 class Holding:
     """``worker`` holds the part of the state that ``cell`` names, at ``version``.
 
-    With ``keeper`` = :data:`LIVE` it is in the worker itself; otherwise it is a copy in the memory of that node's keeper, which
-    outlives the worker.
+    With ``keeper`` = :data:`LIVE` it is in the worker itself; otherwise it is a copy in the memory of that
+    node's keeper, which outlives the worker.
     """
 
     worker: WorkerId
@@ -49,9 +53,11 @@ class Holding:
 
 @dataclass(frozen=True)
 class Move:
-    """``source`` sends ``slice`` to ``destination``.  If both are the same worker, it copies from its own memory.
+    """``source`` sends ``slice`` to ``destination``.  If both are the same worker, it copies from its own
+    memory.
 
-    With a ``keeper`` the slice comes from that keeper's copy of ``source``'s cell.  One box of a holding contains the whole slice.
+    With a ``keeper`` the slice comes from that keeper's copy of ``source``'s cell.  One box of a holding
+    contains the whole slice.
     """
 
     slice: Slice
@@ -77,7 +83,8 @@ class Piece:
 
 
 def covered(holdings: Iterable[Holding], classes: Iterable[Tensor]) -> bool:
-    """Returns whether the state is held completely.  ``classes`` has a tensor of each class (:func:`placement.classes_of`).
+    """Returns whether the state is held completely.  ``classes`` has a tensor of each class
+    (:func:`placement.classes_of`).
 
     Raises ValueError if the holdings are of several versions: a mixture is no state.
     """
@@ -93,14 +100,21 @@ def newest_covered(holdings: Iterable[Holding], classes: Iterable[Tensor]) -> Ve
     by_version: dict[Version, list[Holding]] = defaultdict(list)
     for holding in holdings:
         by_version[holding.version].append(holding)
-    return next((version for version in sorted(by_version, reverse=True) if covered(by_version[version], known)), None)
+    return next(
+        (version for version in sorted(by_version, reverse=True) if covered(by_version[version], known)), None
+    )
 
 
 def missing(tensors: Iterable[Tensor], holders: Iterable[Holding], cell: Cell) -> tuple[Slice, ...]:
     """Returns the slices of ``cell`` that none of ``holders`` has.  They are read from the bucket."""
     geometry = _Geometry(holders)
     wanted = ((tensor, box.slice) for tensor in tensors for box in placement.held(tensor, cell).boxes)
-    return tuple(_slice(tensor, piece) for tensor, part in wanted for piece in geometry.pieces(tensor, part) if not piece.cells)
+    return tuple(
+        _slice(tensor, piece)
+        for tensor, part in wanted
+        for piece in geometry.pieces(tensor, part)
+        if not piece.cells
+    )
 
 
 # ---- moves
@@ -118,13 +132,14 @@ def moves(
 ) -> tuple[Move, ...]:
     """Returns the moves that bring every member's cell to the version of ``holders``.
 
-    A member receives exactly its cell, each element once.  ``nodes[i]`` is the node of ``members[i]``.  A member takes each piece from the
-    nearest holder, in this order: its own live memory, a copy on its own node, a live member there, a live member on another node, another
-    node's keeper.  Nodes that are equally near take turns, and so do the holders on each node.  A large piece is shared out among them.
+    A member receives exactly its cell, each element once.  ``nodes[i]`` is the node of ``members[i]``.  A
+    member takes each piece from the nearest holder, in this order: its own live memory, a copy on its own
+    node, a live member there, a live member on another node, another node's keeper.  Nodes that are equally
+    near take turns, and so do the holders on each node.  A large piece is shared out among them.
 
-    With ``partly`` the moves leave out the slices that nobody holds, which :func:`missing` names; without it, such a slice raises
-    ValueError.  With ``of`` the result has only the moves to that member and from its live memory, in the same order; their number and
-    that of the holdings decide how long that takes.
+    With ``partly`` the moves leave out the slices that nobody holds, which :func:`missing` names; without it,
+    such a slice raises ValueError.  With ``of`` the result has only the moves to that member and from its
+    live memory, in the same order; their number and that of the holdings decide how long that takes.
     """
     transfer = _Transfer(list(holders), layout, members, nodes)
     arriving = [rank for rank, member in enumerate(members) if of in (None, member)]
@@ -155,7 +170,9 @@ class _Geometry:
         self._known: dict[Hashable, list[Piece]] = {}
 
     def pieces(self, tensor: Tensor, part: Slice) -> list[Piece]:
-        """Returns ``part``, cut at the edges of the boxes that are held, so that each box contains a piece or does not touch it."""
+        """Returns ``part``, cut at the edges of the boxes that are held, so that each box contains a piece or
+        does not touch it.
+        """
         key = _geometry_of(tensor), part.start, part.stop
         if key not in self._known:
             self._known[key] = list(_cut_at_edges((part.start, part.stop), self._held(tensor, part)))
@@ -178,7 +195,9 @@ def _geometry_of(tensor: Tensor) -> Hashable:
 
 
 def _cut_at_edges(whole: Corners, held: Sequence[tuple[Cell, Corners]], dim: int = 0) -> Iterator[Piece]:
-    """Yields ``whole`` cut at the edges of the boxes inside it, from dimension ``dim`` on, in the order of the coordinates."""
+    """Yields ``whole`` cut at the edges of the boxes inside it, from dimension ``dim`` on, in the order of
+    the coordinates.
+    """
     start, stop = whole
     if dim == len(start):
         yield Piece(whole, frozenset(cell for cell, _ in held))
@@ -195,7 +214,9 @@ def _cut_at_edges(whole: Corners, held: Sequence[tuple[Cell, Corners]], dim: int
 
 
 class _Nearest:
-    """Finds the nearest holders among those of one piece, grouped by node.  Several holdings of a worker in one place count once."""
+    """Finds the nearest holders among those of one piece, grouped by node.  Several holdings of a worker in
+    one place count once.
+    """
 
     def __init__(self, held: Iterable[Holding], place: Callable[[Holding], NodeId]) -> None:
         live: dict[NodeId, dict[WorkerId, Holding]] = defaultdict(dict)
@@ -217,7 +238,9 @@ class _Nearest:
         return self._far if node is None else [self._near[node]]
 
     def turn_of(self, source: WorkerId, node: NodeId | None) -> tuple[int, int] | None:
-        """Returns (every, turn) if ``source`` is one of the live holders ``on(node)``: of ``every`` turns in a row, ``turn`` is its own."""
+        """Returns (every, turn) if ``source`` is one of the live holders ``on(node)``: of ``every`` turns in
+        a row, ``turn`` is its own.
+        """
         if node not in self._turns:
             groups = self.on(node)
             self._turns[node] = {
@@ -233,8 +256,8 @@ class _Nearest:
 class _Takers:
     """Members that have the same nearest holders of a piece, as one of these holders sees them.
 
-    Of ``every`` turns in a row, ``turn`` is the turn of this holder.  ``ranks`` has the members' world ranks by their remainder.
-    ``holders`` is the number of nearest holders.
+    Of ``every`` turns in a row, ``turn`` is the turn of this holder.  ``ranks`` has the members' world ranks
+    by their remainder. ``holders`` is the number of nearest holders.
     """
 
     every: int
@@ -243,7 +266,9 @@ class _Takers:
     ranks: dict[int, list[int]]
 
     def at(self, turn: int) -> Sequence[int]:
-        """Returns the world ranks for which the sum of ``turn`` and the rank is a turn of this holder: see :func:`_holder`."""
+        """Returns the world ranks for which the sum of ``turn`` and the rank is a turn of this holder: see
+        :func:`_holder`.
+        """
         return self.ranks.get((self.turn - turn) % self.every, ())
 
 
@@ -254,7 +279,9 @@ def _holder(nearest: list[list[Holding]], turn: int) -> Holding:
 
 
 Place = tuple[int, int, int]
-"""Place of a move among those of one tensor: the world rank of its destination, the number of its piece, the number of its share."""
+"""Place of a move among those of one tensor: the world rank of its destination, the number of its piece, the
+number of its share.
+"""
 Part = tuple[int, Piece]
 """A piece of a cell, and its number among the pieces that somebody holds."""
 
@@ -262,7 +289,9 @@ Part = tuple[int, Piece]
 class _Transfer:
     """Computes the moves to one member, or from one, for one tensor after the other."""
 
-    def __init__(self, holders: list[Holding], layout: Layout, members: Sequence[WorkerId], nodes: Sequence[NodeId]) -> None:
+    def __init__(
+        self, holders: list[Holding], layout: Layout, members: Sequence[WorkerId], nodes: Sequence[NodeId]
+    ) -> None:
         self.geometry = _Geometry(holders)
         self.layout, self.members = layout, members
         self.homes = dict(zip(members, nodes, strict=True)) if nodes else {}
@@ -278,14 +307,18 @@ class _Transfer:
 
     @cached_property
     def wanting(self) -> dict[Cell, list[int]]:
-        """Maps each cell to the world ranks of the members that have to receive it, because their live memory lacks it."""
+        """Maps each cell to the world ranks of the members that have to receive it, because their live memory
+        lacks it.
+        """
         return {
             cell: [rank for rank in ranks if cell not in self.live.get(self.members[rank], ())]
             for cell, ranks in placement.distinct_cells(self.layout).items()
         }
 
     def into(self, rank: int, number: int, tensor: Tensor, *, partly: bool) -> Iterator[tuple[Place, Move]]:
-        """Yields all moves to the member at ``rank`` for ``tensor``, which has this ``number`` among the tensors."""
+        """Yields all moves to the member at ``rank`` for ``tensor``, which has this ``number`` among the
+        tensors.
+        """
         member = self.members[rank]
         for index, piece in self._parts_of(tensor, placement.cell_of(self.layout, rank)):
             part = _slice(tensor, piece)
@@ -312,16 +345,27 @@ class _Transfer:
         """Returns all pieces of a cell's boxes."""
         key = _geometry_of(tensor), cell
         if key not in self._parts:
-            pieces = [piece for box in placement.held(tensor, cell).boxes for piece in self.geometry.pieces(tensor, box.slice)]
+            pieces = [
+                piece
+                for box in placement.held(tensor, cell).boxes
+                for piece in self.geometry.pieces(tensor, box.slice)
+            ]
             numbers = accumulate((bool(piece.cells) for piece in pieces), initial=0)
             self._parts[key] = list(zip(numbers, pieces, strict=False))
         return self._parts[key]
 
     def _parts_from(self, tensor: Tensor, source: WorkerId) -> Iterator[tuple[Part, _Takers]]:
-        """Yields the pieces that ``source`` holds and other members want, each with those of them that have the same nearest holders."""
+        """Yields the pieces that ``source`` holds and other members want, each with those of them that have
+        the same nearest holders.
+        """
         own = self.live.get(source, set())
         boxes = [box.slice for cell in own for box in placement.held(tensor, cell).boxes]
-        wanted = {cell for box in boxes for cell in placement.cells_meeting(tensor, box, self.degrees) if self.wanting[cell]}
+        wanted = {
+            cell
+            for box in boxes
+            for cell in placement.cells_meeting(tensor, box, self.degrees)
+            if self.wanting[cell]
+        }
         ranks: dict[Part, list[int]] = defaultdict(list)
         for cell in wanted:
             for part in self._parts_of(tensor, cell):
@@ -331,7 +375,9 @@ class _Transfer:
             yield from ((part, takers) for takers in self._takers_of(source, part[1].cells, those))
 
     def _takers_of(self, source: WorkerId, cells: frozenset[Cell], ranks: Iterable[int]) -> Iterator[_Takers]:
-        """Yields those at ``ranks`` that may take from ``source`` a piece that ``cells`` have, grouped by their nearest holders."""
+        """Yields those at ``ranks`` that may take from ``source`` a piece that ``cells`` have, grouped by
+        their nearest holders.
+        """
         nearest, groups = self._among(cells), defaultdict[NodeId | None, list[int]](list)
         for rank in ranks:
             if self.members[rank] not in nearest.live:
@@ -351,7 +397,9 @@ class _Transfer:
 
     def _among(self, cells: frozenset[Cell]) -> _Nearest:
         if cells not in self._nearest:
-            self._nearest[cells] = _Nearest((holding for cell in cells for holding in self.geometry.by_cell[cell]), self._place)
+            self._nearest[cells] = _Nearest(
+                (holding for cell in cells for holding in self.geometry.by_cell[cell]), self._place
+            )
         return self._nearest[cells]
 
     def _place(self, holding: Holding) -> NodeId:
@@ -380,4 +428,6 @@ def _slice(tensor: Tensor, piece: Piece) -> Slice:
 def _one_version(held: Iterable[Holding]) -> None:
     versions = {each.version for each in held}
     if len(versions) > 1:
-        raise ValueError(f"all holdings must have one version, but there are {', '.join(map(str, sorted(versions)))}")
+        raise ValueError(
+            f"all holdings must have one version, but there are {', '.join(map(str, sorted(versions)))}"
+        )

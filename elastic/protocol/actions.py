@@ -1,4 +1,6 @@
-"""Actions: everything that ``advance`` may ask for.  ``actors/perform.py`` performs them in order; performing one twice does no harm."""
+"""Actions: everything that ``advance`` may ask for.  ``actors/perform.py`` performs them in order; performing
+one twice does no harm.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from elastic.protocol.plan import Plan
 
 @dataclass(frozen=True)
 class StartWorkers:
-    """Starts ``workers`` as new processes whose ids were never used before, on nodes other than those in ``avoid``."""
+    """Starts ``workers`` as new processes whose ids were never used before, on nodes other than those in
+    ``avoid``.
+    """
 
     workers: tuple[WorkerId, ...]
     avoid: tuple[NodeId, ...] = ()
@@ -27,7 +31,9 @@ class Form:
 
 @dataclass(frozen=True)
 class Go:
-    """Lets the members begin to step, because all are ready; they may drop the state that they hold in older layouts."""
+    """Lets the members begin to step, because all are ready; they may drop the state that they hold in older
+    layouts.
+    """
 
     generation: int
     members: tuple[WorkerId, ...]
@@ -35,7 +41,9 @@ class Go:
 
 @dataclass(frozen=True)
 class Pause:
-    """Asks the members to agree, in their next commit, to stop at the boundary after it, and with ``save`` to save there."""
+    """Asks the members to agree, in their next commit, to stop at the boundary after it, and with ``save`` to
+    save there.
+    """
 
     generation: int
     members: tuple[WorkerId, ...]
@@ -44,12 +52,15 @@ class Pause:
 
 @dataclass(frozen=True)
 class Fence:
-    """Tells the members to apply nothing more in ``generation``; each answers ``Fenced``.  Nothing is aborted yet."""
+    """Tells the members to apply nothing more in ``generation``; each answers ``Fenced``.  Nothing is aborted
+    yet.
+    """
 
     generation: int
     members: tuple[WorkerId, ...]
     whole: bool = False
-    """True if the answers bring all commits that are not acknowledged; otherwise only those of some members do, as all have seen the same.
+    """True if the answers bring all commits that are not acknowledged; otherwise only those of some members
+    do, as all have seen the same.
     """
 
 
@@ -57,8 +68,8 @@ class Fence:
 class Settle:
     """Settles a generation once all its members are fenced or expelled.
 
-    A member applies ``outcome`` if it has prepared that step; if ``outcome`` is None, it drops the step.  Then it aborts and leaves its
-    groups.
+    A member applies ``outcome`` if it has prepared that step; if ``outcome`` is None, it drops the step.
+    Then it aborts and leaves its groups.
     """
 
     generation: int
@@ -68,7 +79,8 @@ class Settle:
 
 @dataclass(frozen=True)
 class Kill:
-    """Ends these processes.  An order to kill proves nothing: only the event ``Lost`` says that a process is gone.
+    """Ends these processes.  An order to kill proves nothing: only the event ``Lost`` says that a process is
+    gone.
 
     ``examine`` says that the processes stand still; where they stand is found out before they are killed.
     """
@@ -82,7 +94,8 @@ class Kill:
 class Save:
     """A version on its way to the bucket, as copied by the members of generation ``by``.
 
-    ``members[i]`` has world rank i of ``layout`` and runs on ``nodes[i]``; the keeper of that node uploads the member's part.
+    ``members[i]`` has world rank i of ``layout`` and runs on ``nodes[i]``; the keeper of that node uploads
+    the member's part.
     """
 
     version: Version
@@ -96,8 +109,9 @@ class Save:
 class Upload:
     """Tells keepers which saves are on their way to the bucket.
 
-    Each keeper uploads the parts of the workers on its node and reports ``ShardSaved`` or ``SaveFailed``.  Any other save that began no
-    later than ``version`` of ``generation`` is over: its upload stops, and its slots may be overwritten.
+    Each keeper uploads the parts of the workers on its node and reports ``ShardSaved`` or ``SaveFailed``.
+    Any other save that began no later than ``version`` of ``generation`` is over: its upload stops, and its
+    slots may be overwritten.
     """
 
     keepers: tuple[NodeId, ...]
@@ -108,12 +122,16 @@ class Upload:
 
 @dataclass(frozen=True)
 class CommitManifest:
-    """Writes the manifest of ``version``, whose shards are all in the bucket, create-only, and reports ``Saved`` or ``SaveFailed``."""
+    """Writes the manifest of ``version``, whose shards are all in the bucket, create-only, and reports
+    ``Saved`` or ``SaveFailed``.
+    """
 
     version: Version
     lineage: tuple[tuple[int, int], ...]
     by: int = 0
-    """The generation whose shards the checkpoint is made of; 0 means the generation that committed the version."""
+    """The generation whose shards the checkpoint is made of; 0 means the generation that committed the
+    version.
+    """
 
 
 @dataclass(frozen=True)
@@ -128,9 +146,10 @@ class Quarantine:
 class Retain:
     """Deletes the checkpoints that no rule of the job keeps.
 
-    ``saved`` are the checkpoints that the run counts on, ``lineage`` says which others are on the lineage, and ``best`` is the best
-    validated version, if one is known.  ``spared`` are those that are on their way, or from which the world reads its state.
-    ``at_once`` says that a save finds no room, so nothing that is marked waits for the next round.
+    ``saved`` are the checkpoints that the run counts on, ``lineage`` says which others are on the lineage,
+    and ``best`` is the best validated version, if one is known.  ``spared`` are those that are on their way,
+    or from which the world reads its state. ``at_once`` says that a save finds no room, so nothing that is
+    marked waits for the next round.
     """
 
     saved: tuple[Version, ...]
@@ -152,8 +171,8 @@ class ListCopies:
 class Release:
     """Lets keepers free old copies.
 
-    A keeper may free copies of workers that are gone if they are older than ``copied``.  It may free copies of workers on other nodes if
-    they are older than ``buddied``.
+    A keeper may free copies of workers that are gone if they are older than ``copied``.  It may free copies
+    of workers on other nodes if they are older than ``buddied``.
     """
 
     keepers: tuple[NodeId, ...]
@@ -165,7 +184,8 @@ class Release:
 class Pair:
     """Tells keepers their buddies in ``generation``.
 
-    Each entry of ``buddies`` is a node, the node whose keeper is its buddy, and the "host:port" of that keeper; both are "" for none.
+    Each entry of ``buddies`` is a node, the node whose keeper is its buddy, and the "host:port" of that
+    keeper; both are "" for none.
     """
 
     generation: int

@@ -1,7 +1,8 @@
 """Builds: each worker's software and data are compared with those that the job was checked with.
 
-The reference is the build of the driver, which loaded the model, the loss and the data before anything was started.  A part that is "" in
-either build is not compared.  Workers of another *kind* (device, torch, threads) are a different matter: see ``seating.py``.
+The reference is the build of the driver, which loaded the model, the loss and the data before anything was
+started.  A part that is "" in either build is not compared.  Workers of another *kind* (device, torch,
+threads) are a different matter: see ``seating.py``.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Build:
-    """The software and data of one process.  ``host`` only says where it runs; the rest must be the same wherever a member runs."""
+    """The software and data of one process.  ``host`` only says where it runs; the rest must be the same
+    wherever a member runs.
+    """
 
     host: str = ""
     elastic: str = ""
@@ -30,7 +33,9 @@ class Build:
     samples: str = ""
     """The number of samples."""
     model: str = ""
-    """The digest of the model's tensors in their order: names, shapes, formats, which are trained, and their blocks."""
+    """The digest of the model's tensors in their order: names, shapes, formats, which are trained, and their
+    blocks.
+    """
 
 
 _PARTS = {
@@ -38,17 +43,29 @@ _PARTS = {
     "python": ("Python is", "use one Python on every node"),
     "torch": ("torch is", "install the same torch on every node"),
     "ray": ("Ray is", "install the same Ray on every node"),
-    "code": ("the code that the job names is", "give every node the same files: submit them with the job (--working-dir)"),
+    "code": (
+        "the code that the job names is",
+        ("give every node the same files: submit them with the job (--working-dir)"),
+    ),
     "data": ("the data's fingerprint is", "let data.args name what every node sees as the same data"),
     "samples": (
         "the dataset's length is",
-        "let every node see all samples, and let fingerprint() change with them: a folder that is not complete yet has fewer",
+        (
+            "let every node see all samples, and let fingerprint() change with them: a folder that is not "
+            "complete yet has fewer"
+        ),
     ),
     "model": (
         "the digest of the model's tensors, in their order, is",
-        "let build() make the same modules in the same order in every process: sort what comes from a set or os.listdir()",
+        (
+            "let build() make the same modules in the same order in every process: sort what comes from a set "
+            "or os.listdir()"
+        ),
     ),
-    "held_out": ("the fingerprint of the held-out data is", "let validation.args name what every node sees as the same data"),
+    "held_out": (
+        "the fingerprint of the held-out data is",
+        ("let validation.args name what every node sees as the same data"),
+    ),
 }
 
 
@@ -66,11 +83,14 @@ class Difference:
 def difference(build: Build, reference: Build, reproducible: bool) -> Difference | None:
     """Returns the first part in which ``build`` differs from ``reference``; None if there is none.
 
-    Without ``reproducible``, a different torch is no difference: it only makes the worker one of another kind.
+    Without ``reproducible``, a different torch is no difference: it only makes the worker one of another
+    kind.
     """
     for part, (subject, fix) in _PARTS.items():
         here, there = getattr(reference, part), getattr(build, part)
         if here and there and here != there and (reproducible or part != "torch"):
             where = f" on {reference.host}" if reference.host else ""
-            return Difference(part, f"{subject} {there} there and {here}{where}, where the job was checked; {fix}")
+            return Difference(
+                part, (f"{subject} {there} there and {here}{where}, where the job was checked; {fix}")
+            )
     return None

@@ -1,17 +1,19 @@
-"""The commit of a step: every member puts one record into an all-gather, and all members conclude the same outcome from the records.
+"""The commit of a step: every member puts one record into an all-gather, and all members conclude the same
+outcome from the records.
 
-A record is a vector of float64 with a fixed size (integers below 2**53 are exact).  It travels in one small collective on any backend, and
-the accelerator can fill it in.  The collective completes nowhere unless every member's gradients were complete: a member that has seen it
-knows that the step is committed.  An aborted collective can look complete although it holds garbage.  So each record names its sender and
-carries a checksum, and one wrong record means that there is no outcome.
+A record is a vector of float64 with a fixed size (integers below 2**53 are exact).  It travels in one small
+collective on any backend, and the accelerator can fill it in.  The collective completes nowhere unless every
+member's gradients were complete: a member that has seen it knows that the step is committed.  An aborted
+collective can look complete although it holds garbage.  So each record names its sender and carries a
+checksum, and one wrong record means that there is no outcome.
 
     the named fields of a :class:`RecordHead`
     then for each of the member's rounds   [loss sum, token count, sample ids ...]
     then the checksum
 
-The checksum is the wrapping 64-bit sum of the words before it.  Word i is its bit pattern times 2i + 1, so that the order counts.  Before
-that, the upper half of the word is mixed into its lower half (exclusive or); without it, two words that differ only in their sign could
-change places unnoticed.
+The checksum is the wrapping 64-bit sum of the words before it.  Word i is its bit pattern times 2i + 1, so
+that the order counts.  Before that, the upper half of the word is mixed into its lower half (exclusive or);
+without it, two words that differ only in their sign could change places unnoticed.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ from elastic.plan.layout import Layout
 from elastic.plan.placement import reporters
 
 GO_ON, PAUSE, SAVE_AND_PAUSE, ENDS = 0, 1, 2, 3
-"""The requests that a member may make for the boundary after this step; the greatest of all members' requests counts.
+"""The requests that a member may make for the boundary after this step; the greatest of all members' requests
+counts.
 
 ENDS makes this step the last one of the run, as the loop of a member asks (``ctx.stop()``).
 """
@@ -49,10 +52,11 @@ LOWER = 2**32 - 1
 class Copied(NamedTuple):
     """A member's report of its copies when it prepares a step.
 
-    ``copied_through`` and ``buddied_through`` are the newest steps with complete copies (-1: none); the least of all members counts.
-    ``copy_every`` and ``buddy_every`` are the steps that it needs from one copy to the next (0: as planned); the greatest counts.
-    ``save`` is NO_SAVE, DUE or LAST.  ``behind`` is 1 while this member has no room for a save: the save before is not in the bucket
-    yet, or its newest copy is not complete.
+    ``copied_through`` and ``buddied_through`` are the newest steps with complete copies (-1: none); the least
+    of all members counts. ``copy_every`` and ``buddy_every`` are the steps that it needs from one copy to the
+    next (0: as planned); the greatest counts. ``save`` is NO_SAVE, DUE or LAST.  ``behind`` is 1 while this
+    member has no room for a save: the save before is not in the bucket yet, or its newest copy is not
+    complete.
     """
 
     copied_through: int = -1
@@ -70,9 +74,10 @@ NO_COPIES = Copied()
 class Usage:
     """The time and the memory that a step took on a member, measured without waiting for the device.
 
-    ``step_s`` is the time from the member's record of the step before to its record of this one; in the first step of a world, it counts
-    from the beginning of the step.  For ``data_s`` of it the training thread waited for samples.  ``peak_bytes`` are the most bytes that
-    torch had allocated on a GPU in that time, and ``reserved_bytes`` those that torch keeps there; both are 0 on a CPU.
+    ``step_s`` is the time from the member's record of the step before to its record of this one; in the first
+    step of a world, it counts from the beginning of the step.  For ``data_s`` of it the training thread
+    waited for samples.  ``peak_bytes`` are the most bytes that torch had allocated on a GPU in that time, and
+    ``reserved_bytes`` those that torch keeps there; both are 0 on a CPU.
     """
 
     step_s: float = 0.0
@@ -92,8 +97,8 @@ NO_USAGE = Usage()
 class RecordHead(NamedTuple):
     """The named fields at the beginning of every record.
 
-    A new field needs a line here, its value in :func:`head_of`, its meaning in :func:`conclude`, and usually a field of :class:`Outcome`.
-    Fields that the device fills in stand together from ``FROM_DEVICE``.
+    A new field needs a line here, its value in :func:`head_of`, its meaning in :func:`conclude`, and usually
+    a field of :class:`Outcome`. Fields that the device fills in stand together from ``FROM_DEVICE``.
     """
 
     magic: float
@@ -103,7 +108,8 @@ class RecordHead(NamedTuple):
     world_rank: float
     boundary: float
     finite: float
-    """The value is 1 if this member's norm is finite.  The device fills in this field and ``squared_norm``."""
+    """The value is 1 if this member's norm is finite.  The device fills in this field and ``squared_norm``.
+    """
     squared_norm: float
     copied_through: float
     buddied_through: float
@@ -116,7 +122,9 @@ class RecordHead(NamedTuple):
     peak_bytes: float
     reserved_bytes: float
     order: float
-    """A digest of what this member has gathered and summed for single blocks since the last commit; 0 if the model gathers nothing."""
+    """A digest of what this member has gathered and summed for single blocks since the last commit; 0 if the
+    model gathers nothing.
+    """
 
 
 HEADER = len(RecordHead._fields)
@@ -134,7 +142,18 @@ def head_of(
     order: float = 0,
 ) -> RecordHead:
     """Returns the head of a member's record; the device fills in the rest."""
-    return RecordHead(MAGIC, shape.incarnation, shape.generation, step, world_rank, boundary, 0, 0, *copied, *(*astuple(usage), order))
+    return RecordHead(
+        MAGIC,
+        shape.incarnation,
+        shape.generation,
+        step,
+        world_rank,
+        boundary,
+        0,
+        0,
+        *copied,
+        *(*astuple(usage), order),
+    )
 
 
 @dataclass(frozen=True)
@@ -156,7 +175,9 @@ class Score:
     version: Version
     found: Validated
     held_out: str = ""
-    """The name of the held-out samples (:class:`~elastic.protocol.builds.Build`): only scores over the same are compared."""
+    """The name of the held-out samples (:class:`~elastic.protocol.builds.Build`): only scores over the same
+    are compared.
+    """
 
 
 @dataclass(frozen=True)
@@ -164,7 +185,9 @@ class Spike:
     """A loss or a gradient norm far above those of the steps before (``spikes.py``)."""
 
     what: str
-    """The number that is a spike: "loss" or "norm", or "microbatches" if too many of them have too large a loss."""
+    """The number that is a spike: "loss" or "norm", or "microbatches" if too many of them have too large a
+    loss.
+    """
     z: float
     """Its distance from the usual one, in robust standard deviations; of microbatches, their number."""
     usual: float
@@ -174,12 +197,16 @@ class Spike:
 
 
 def is_better(found: float, known: float | None, min_delta: float = 0.0) -> bool:
-    """Returns whether a loss is smaller than ``known`` by more than ``min_delta``.  What is no number is never the better one."""
+    """Returns whether a loss is smaller than ``known`` by more than ``min_delta``.  What is no number is
+    never the better one.
+    """
     return not isnan(found) and (known is None or isnan(known) or found < known - min_delta)
 
 
 def better_of(known: Score | None, score: Score, min_delta: float = 0.0) -> Score:
-    """Returns ``score`` if there is no ``known`` one, or if its loss is better (:func:`is_better`); else ``known``."""
+    """Returns ``score`` if there is no ``known`` one, or if its loss is better (:func:`is_better`); else
+    ``known``.
+    """
     return score if known is None or is_better(score.found.mean, known.found.mean, min_delta) else known
 
 
@@ -189,26 +216,34 @@ def told_of(step: int, found: Validated) -> str:
 
 
 def out_of_patience(patience: int, min_delta: float, best: int, step: int) -> str:
-    """Returns the sentence about a run that ends because no validation since that after step ``best`` was better by ``min_delta``."""
+    """Returns the sentence about a run that ends because no validation since that after step ``best`` was
+    better by ``min_delta``.
+    """
     by = f" by more than validation.min_delta = {min_delta:g}" if min_delta else ""
-    return f"validation.patience = {patience}: no validation is better{by} than that after step {best}, so step {step} is the last"
+    return (
+        f"validation.patience = {patience}: no validation is better{by} than that after step {best}, so "
+        f"step {step} is the last"
+    )
 
 
 @dataclass(frozen=True)
 class Outcome:
     """The commit of one step, the same on every member.
 
-    ``squared_norm`` is that of the summed gradient, before it is divided by ``tokens``.  ``losses`` and ``counts`` are sums by
-    microbatch, in order.  ``samples`` are the ids that each microbatch read (the ledger).  Unless the step ``applies``, it changes nothing.
-    ``copied_through`` is the newest step of this generation of which every member had a complete copy in host memory when it prepared
-    this step (-1: none); ``buddied_through`` is the same for complete copies at buddies.  ``copy_every`` and ``buddy_every`` are the
-    smallest numbers of steps from one copy to the next.  ``behind`` says that a member has no room for a save.  ``saves`` says that every
-    member copies the state after this step and that this copy is a save.  ``usage`` has the largest value of any member for each field,
-    and ``usage_ranks`` the world rank of that member; without ranks nothing was measured.  Outcomes are equal whatever was measured.
-    ``validated`` is what the state before this step has lost on held-out samples; None if it was not to be validated.
-    ``rescales`` says that the gradient is not finite and the scale of the loss becomes smaller, so that a later step may be finite.
-    ``spike`` says that the step is a spike (``[spikes]``), and ``quarantined`` has the samples that no later step reads, because of it,
-    because their loss is not finite, or because their microbatch is one of those ``left_out``.
+    ``squared_norm`` is that of the summed gradient, before it is divided by ``tokens``.  ``losses`` and
+    ``counts`` are sums by microbatch, in order.  ``samples`` are the ids that each microbatch read (the
+    ledger).  Unless the step ``applies``, it changes nothing. ``copied_through`` is the newest step of this
+    generation of which every member had a complete copy in host memory when it prepared this step (-1: none);
+    ``buddied_through`` is the same for complete copies at buddies.  ``copy_every`` and ``buddy_every`` are
+    the smallest numbers of steps from one copy to the next.  ``behind`` says that a member has no room for a
+    save.  ``saves`` says that every member copies the state after this step and that this copy is a save.
+    ``usage`` has the largest value of any member for each field, and ``usage_ranks`` the world rank of that
+    member; without ranks nothing was measured.  Outcomes are equal whatever was measured. ``validated`` is
+    what the state before this step has lost on held-out samples; None if it was not to be validated.
+    ``rescales`` says that the gradient is not finite and the scale of the loss becomes smaller, so that a
+    later step may be finite. ``spike`` says that the step is a spike (``[spikes]``), and ``quarantined`` has
+    the samples that no later step reads, because of it, because their loss is not finite, or because their
+    microbatch is one of those ``left_out``.
     """
 
     step: int
@@ -232,15 +267,21 @@ class Outcome:
     spike: Spike | None = None
     quarantined: tuple[int, ...] = ()
     most_loss: float | None = None
-    """The largest mean loss of a microbatch that counts, if one is larger.  The gradients of such microbatches were multiplied by 0."""
+    """The largest mean loss of a microbatch that counts, if one is larger.  The gradients of such
+    microbatches were multiplied by 0.
+    """
     warned_loss: float | None = None
-    """The largest mean loss of a microbatch that would count if the run did more than warn, if one is larger.  All of them count."""
+    """The largest mean loss of a microbatch that would count if the run did more than warn, if one is larger.
+    All of them count.
+    """
     lr: float | None = field(default=None, compare=False)
-    """The learning rate of the step, if a schedule of the user's says it; None if whoever knows the job can compute it."""
+    """The learning rate of the step, if a schedule of the user's says it; None if whoever knows the job can
+    compute it.
+    """
     layers: tuple[tuple[str, float], ...] = field(default=(), compare=False)
-    """The squared norm of the summed gradient of each layer, by name, in the order of the model.  It is empty in most steps (``[watch]``).
-    If the step is not ``finite``, there is only the layer in which that began.  Members compute it each for itself, with the same bits if
-    the job is reproducible.
+    """The squared norm of the summed gradient of each layer, by name, in the order of the model.  It is empty
+    in most steps (``[watch]``). If the step is not ``finite``, there is only the layer in which that began.
+    Members compute it each for itself, with the same bits if the job is reproducible.
     """
 
     @property
@@ -320,7 +361,9 @@ class CommitShape:
 
     @cached_property
     def speakers(self) -> tuple[tuple[int, ...], ...]:
-        """The world ranks that know the losses of a round's microbatches, in the order of the microbatches, for each round."""
+        """The world ranks that know the losses of a round's microbatches, in the order of the microbatches,
+        for each round.
+        """
         known = reporters(self.layout)
         return tuple(tuple(known[rank] for unit in units for rank in unit.ranks) for units in self.deal.units)
 
@@ -341,9 +384,11 @@ class CommitShape:
 
 
 def is_saved(boundary: int, asked: int, behind: bool) -> bool:
-    """Returns whether the state after a step becomes a save; ``asked`` is the greatest of what the members asked for.
+    """Returns whether the state after a step becomes a save; ``asked`` is the greatest of what the members
+    asked for.
 
-    The last step and a stop are saved whatever else is on its way; any other save waits until every member has room for it.
+    The last step and a stop are saved whatever else is on its way; any other save waits until every member
+    has room for it.
     """
     return boundary == SAVE_AND_PAUSE or asked >= LAST or (asked == DUE and not behind)
 
@@ -358,7 +403,9 @@ def is_count(value: float) -> bool:
 
 
 class BadCount(ValueError):
-    """The loss of a microbatch returned a ``count`` that is no number of terms: not whole, negative, or not finite."""
+    """The loss of a microbatch returned a ``count`` that is no number of terms: not whole, negative, or not
+    finite.
+    """
 
     def __init__(self, index: int, count: float, samples: tuple[int, ...]) -> None:
         super().__init__(index, count, samples)
@@ -366,17 +413,22 @@ class BadCount(ValueError):
 
 
 class Unlike(ValueError):
-    """Members have gathered and summed different blocks, or in different orders: weights or gradients were parts of several."""
+    """Members have gathered and summed different blocks, or in different orders: weights or gradients were
+    parts of several.
+    """
 
 
 def conclude(shape: CommitShape, step: int, gathered: bytes, validated: Validated | None = None) -> Outcome:
-    """Returns the outcome of ``step`` from the records of all members in order of world rank (little-endian float64).
+    """Returns the outcome of ``step`` from the records of all members in order of world rank (little-endian
+    float64).
 
     ``validated`` is what all members know of the state before it.
 
-    Every member does this in every step for all members and microbatches, so it goes field by field, over all records at once.
+    Every member does this in every step for all members and microbatches, so it goes field by field, over all
+    records at once.
 
-    Raises :class:`BadRecord` if any of them is garbage, :class:`BadCount` if a count is no number of terms, and :class:`Unlike`.
+    Raises :class:`BadRecord` if any of them is garbage, :class:`BadCount` if a count is no number of terms,
+    and :class:`Unlike`.
     """
     size = shape.fields * 8
     if len(gathered) != size * shape.world:
@@ -388,11 +440,22 @@ def conclude(shape: CommitShape, step: int, gathered: bytes, validated: Validate
     if sys.byteorder == "big":
         words.byteswap()
     heads = {name: words[field::fields].tolist() for field, name in enumerate(RecordHead._fields)}
-    expected = dict(zip(RecordHead._fields, (MAGIC, float(shape.incarnation), float(shape.generation), float(step)), strict=False))
-    if any(heads[name] != [each] * shape.world for name, each in expected.items()) or heads["world_rank"] != [*range(shape.world)]:
+    expected = dict(
+        zip(
+            RecordHead._fields,
+            (MAGIC, float(shape.incarnation), float(shape.generation), float(step)),
+            strict=False,
+        )
+    )
+    if any(heads[name] != [each] * shape.world for name, each in expected.items()) or heads["world_rank"] != [
+        *range(shape.world)
+    ]:
         said = [*zip(*(heads[name] for name in (*expected, "world_rank")), strict=True)]
         rank = next(rank for rank, each in enumerate(said) if each != (*expected.values(), rank))
-        raise BadRecord(f"the commit record of world rank {rank} says {said[rank][1:]} instead of {(*expected.values(), float(rank))[1:]}")
+        raise BadRecord(
+            f"the commit record of world rank {rank} says {said[rank][1:]} instead of "
+            f"{(*expected.values(), float(rank))[1:]}"
+        )
     if heads["order"].count(heads["order"][0]) != shape.world:
         raise Unlike
     speakers = reporters(shape.layout)
@@ -433,8 +496,9 @@ def conclude(shape: CommitShape, step: int, gathered: bytes, validated: Validate
 def torn_records(gathered: bytes, world: int, fields: int) -> list[int]:
     """Returns the world ranks whose record has a wrong checksum.
 
-    Every member computes it for all members in every step, so the records are added side by side in one long integer: each has 128 bits
-    of it, and the sum of its words, with their factors, is shorter.  ``cast`` moves words of 8 bytes, whatever the order of their bytes.
+    Every member computes it for all members in every step, so the records are added side by side in one long
+    integer: each has 128 bits of it, and the sum of its words, with their factors, is shorter.  ``cast``
+    moves words of 8 bytes, whatever the order of their bytes.
     """
     whole = int.from_bytes(gathered, "little")
     lower = int.from_bytes(b"\xff\xff\xff\xff\0\0\0\0" * (world * fields), "little")

@@ -1,21 +1,25 @@
-"""The copy schedule: decides which versions are copied to host memory, which copies are saves, and which may be overwritten.
+"""The copy schedule: decides which versions are copied to host memory, which copies are saves, and which may
+be overwritten.
 
-All of it follows from the plan and the commits, so it is the same on every member.  Each member copies its shard during the next step, into
-one of a few slots.  The world may break at any moment, and then one version must be complete in the slots of *all* members.  So members do
-not choose for themselves: all of them begin a version or none does.  They begin one only after the version begun before is known to be
-complete everywhere.  The slots then hold the complete version and the one being written.  (If each member skipped copies when it is late,
-the oldest of the members' newest copies could be a version that some of them never made.)
+All of it follows from the plan and the commits, so it is the same on every member.  Each member copies its
+shard during the next step, into one of a few slots.  The world may break at any moment, and then one version
+must be complete in the slots of *all* members.  So members do not choose for themselves: all of them begin a
+version or none does.  They begin one only after the version begun before is known to be complete everywhere.
+The slots then hold the complete version and the one being written.  (If each member skipped copies when it is
+late, the oldest of the members' newest copies could be a version that some of them never made.)
 
-A save is one of these copies, which the keepers also bring to the bucket.  The members agree on it in a commit: it is the first version
-copied at or after the step at which a save is due, and a due save makes a copy due.  Its slot is not overwritten before the save is in the
-bucket or given up.  For this there is one slot more than copies need, even if nothing but saves is copied.
+A save is one of these copies, which the keepers also bring to the bucket.  The members agree on it in a
+commit: it is the first version copied at or after the step at which a save is due, and a due save makes a
+copy due.  Its slot is not overwritten before the save is in the bucket or given up.  For this there is one
+slot more than copies need, even if nothing but saves is copied.
 
-The same holds for buddies: a version goes to them once the version before is known to be complete at all of them.  The member must also
-keep that version in its own slot.  When a node dies, its buddy has the dead node's copies; but the nodes whose buddy was the dead node have
-only their own.
+The same holds for buddies: a version goes to them once the version before is known to be complete at all of
+them.  The member must also keep that version in its own slot.  When a node dies, its buddy has the dead
+node's copies; but the nodes whose buddy was the dead node have only their own.
 
-Where state is offloaded it lives in the slots, and each update writes the next version there.  Then all members begin every version,
-whether the one before is known to be complete or not, and nobody overwrites the slot in which a member lives.
+Where state is offloaded it lives in the slots, and each update writes the next version there.  Then all
+members begin every version, whether the one before is known to be complete or not, and nobody overwrites the
+slot in which a member lives.
 """
 
 from __future__ import annotations
@@ -33,14 +37,18 @@ from elastic.protocol.plan import Plan
 
 
 def version_at(plan: Plan, step: int) -> Version | None:
-    """Returns the version of ``step`` in the generation of ``plan``, which began with a version of an earlier one; None for -1."""
+    """Returns the version of ``step`` in the generation of ``plan``, which began with a version of an earlier
+    one; None for -1.
+    """
     if step < 0:
         return None
     return plan.version if step == plan.version.step else Version(step, plan.generation)
 
 
 def age(version: Version) -> tuple[int, int]:
-    """Returns the key that orders versions: a version of an earlier generation is older whatever its step, which may have been given up."""
+    """Returns the key that orders versions: a version of an earlier generation is older whatever its step,
+    which may have been given up.
+    """
     return version.generation, version.step
 
 
@@ -56,8 +64,8 @@ class Copy(NamedTuple):
 
 
 def due(step: int, save_every: int, target_step: int) -> bool:
-    """Returns whether the state after ``step`` is due: after every ``save_every`` steps, and after the last one.  So are saves, and
-    validations.
+    """Returns whether the state after ``step`` is due: after every ``save_every`` steps, and after the last
+    one.  So are saves, and validations.
     """
     return step > 0 and (step % save_every == 0 or step == target_step)
 
@@ -80,13 +88,14 @@ NO_SAVES = SaveRule(sys.maxsize, sys.maxsize)
 class CopySchedule:
     """The copies of a world as one member knows them.  Each is this member's part of a version.
 
-    ``copied`` is the newest copy that is known to be complete in all members' host memory, ``buddied`` the newest that is known to be
-    complete at all buddies.  ``begun`` is the newest that all members of this generation copy, ``sent`` the newest that goes on to the
-    buddies.  A generation begins with a copy of its plan's version, because existing copies use older layouts and lie with workers that
-    are gone.
+    ``copied`` is the newest copy that is known to be complete in all members' host memory, ``buddied`` the
+    newest that is known to be complete at all buddies.  ``begun`` is the newest that all members of this
+    generation copy, ``sent`` the newest that goes on to the buddies.  A generation begins with a copy of its
+    plan's version, because existing copies use older layouts and lie with workers that are gone.
 
-    ``saving`` holds the saves that may not be in the bucket yet.  ``owed`` says that a save was due and has not begun.  ``step`` is the
-    newest committed step.  ``lives`` says that the state itself lives in the slots.
+    ``saving`` holds the saves that may not be in the bucket yet.  ``owed`` says that a save was due and has
+    not begun.  ``step`` is the newest committed step.  ``lives`` says that the state itself lives in the
+    slots.
     """
 
     plan: Plan
@@ -113,8 +122,9 @@ class CopySchedule:
     ) -> CopySchedule:
         """Returns the copies of a new generation; ``slots`` lists the complete copies in this worker's slots.
 
-        A copy that was known to be complete ``before`` stays protected, unless the plan names a newer one or its version was given up.  A
-        copy on its way to the bucket stays protected too.  A generation that begins with the last step was formed to save it.
+        A copy that was known to be complete ``before`` stays protected, unless the plan names a newer one or
+        its version was given up.  A copy on its way to the bucket stays protected too.  A generation that
+        begins with the last step was formed to save it.
         """
 
         def still(copy: Copy | None) -> Copy | None:
@@ -130,7 +140,8 @@ class CopySchedule:
         rule = rule._replace(target_step=min(plan.ends or rule.target_step, rule.target_step))
         cell, last = cell_of(plan.layout, plan.world_rank(worker)), plan.version.step >= rule.target_step
         own, saving = Copy(plan.version, cell), before.saving if before else ()
-        saving = tuple(each for each in saving if lineage.contains(plan.lineage, each.version))  # the others were given up
+        # the others were given up
+        saving = tuple(each for each in saving if lineage.contains(plan.lineage, each.version))
         if last:  # this world's copy takes the place of what another one had begun of the same version
             saving = (*(each for each in saving if each.version != plan.version), own)
         return CopySchedule(
@@ -156,9 +167,15 @@ class CopySchedule:
         return DUE if self.owed or self.rule.due(step) else NO_SAVE
 
     def after(self, outcome: Outcome) -> CopySchedule:
-        """Returns the copies after the commit ``outcome``: its version is copied if it is ``begun``, and goes to the buddy if ``sent``."""
+        """Returns the copies after the commit ``outcome``: its version is copied if it is ``begun``, and goes
+        to the buddy if ``sent``.
+        """
         plan, step = self.plan, outcome.step
-        copied, buddied = (self._of(outcome.copied_through), self._of(outcome.buddied_through)) if plan.copy_every else (None, None)
+        copied, buddied = (
+            (self._of(outcome.copied_through), self._of(outcome.buddied_through))
+            if plan.copy_every
+            else (None, None)
+        )
         new = replace(
             self,
             step=step,
@@ -168,24 +185,41 @@ class CopySchedule:
             owed=not outcome.saves and (self.owed or self.rule.due(step)),
         )
         complete = self.begun is not None and copied == self.begun
-        if not outcome.saves and not self.lives and not (complete and _due(self.begun, step, plan.copy_every, outcome.copy_every)):
+        if (
+            not outcome.saves
+            and not self.lives
+            and not (complete and _due(self.begun, step, plan.copy_every, outcome.copy_every))
+        ):
             return new
         begun = Copy(Version(step, plan.generation), self.cell)
-        sends = self.sent is not None and buddied == self.sent and _due(self.sent, step, plan.buddy_every, outcome.buddy_every)
-        return replace(new, begun=begun, sent=begun if sends else self.sent, saving=(*new.saving, begun) if outcome.saves else new.saving)
+        sends = (
+            self.sent is not None
+            and buddied == self.sent
+            and _due(self.sent, step, plan.buddy_every, outcome.buddy_every)
+        )
+        return replace(
+            new,
+            begun=begun,
+            sent=begun if sends else self.sent,
+            saving=(*new.saving, begun) if outcome.saves else new.saving,
+        )
 
     def ended(self) -> CopySchedule:
-        """Returns the copies once the loops of all members have ended the run at the present step: it is the last save."""
+        """Returns the copies once the loops of all members have ended the run at the present step: it is the
+        last save.
+        """
         own = Copy(version_at(self.plan, self.step) or self.plan.version, self.cell)
         saving = self.saving if own in self.saving else (*self.saving, own)
         return replace(self, begun=own, saving=saving, rule=self.rule._replace(target_step=self.step))
 
     def promised(self, before: CopySchedule) -> Copy | None:
-        """Returns the save that the last commit began and that the next world may copy, if that world would not know of it.
+        """Returns the save that the last commit began and that the next world may copy, if that world would
+        not know of it.
 
-        A member that applies a commit when its world is over makes no copy.  But the next world begins with a copy of its version, perhaps
-        in the same cell: then it stays protected if the member has named it to the keeper as a save.  Where nothing but saves is copied,
-        the next world does not begin with a copy; after the last step, it saves its version itself.
+        A member that applies a commit when its world is over makes no copy.  But the next world begins with a
+        copy of its version, perhaps in the same cell: then it stays protected if the member has named it to
+        the keeper as a save.  Where nothing but saves is copied, the next world does not begin with a copy;
+        after the last step, it saves its version itself.
         """
         new = self.begun if self.begun != before.begun and self.begun in self.saving else None
         return new if self.plan.copy_every and self.step < self.rule.target_step else None
@@ -203,8 +237,9 @@ class CopySchedule:
     def slot(self, slots: Sequence[Copy | None]) -> int | None:
         """Returns the slot for the copy of ``begun``; None if the copy is in a slot already.
 
-        An empty or torn slot is taken first, otherwise the one with the oldest unprotected copy.  Raises :class:`NoRoom` if every slot is
-        protected.  That happens only if nothing but saves is copied, to the last save of a world while the save before is on its way.
+        An empty or torn slot is taken first, otherwise the one with the oldest unprotected copy.  Raises
+        :class:`NoRoom` if every slot is protected.  That happens only if nothing but saves is copied, to the
+        last save of a world while the save before is on its way.
         """
         if self.begun is None or self.begun in slots:
             return None
@@ -219,5 +254,7 @@ class NoRoom(Exception):
 
 
 def _due(last: Copy | None, step: int, planned: int, agreed: int) -> bool:
-    """Returns whether enough steps have passed since ``last``: as many as planned, or as the members agreed on if that is more."""
+    """Returns whether enough steps have passed since ``last``: as many as planned, or as the members agreed
+    on if that is more.
+    """
     return last is not None and step - last.version.step >= max(planned, agreed)

@@ -1,6 +1,8 @@
-"""Events: everything that the coordinator can learn.  All are frozen; each says which process reports it and in which generation.
+"""Events: everything that the coordinator can learn.  All are frozen; each says which process reports it and
+in which generation.
 
-An event is a fact about its sender, never an instruction.  ``advance`` refuses an event that carries an older generation.
+An event is a fact about its sender, never an instruction.  ``advance`` refuses an event that carries an older
+generation.
 """
 
 from __future__ import annotations
@@ -19,13 +21,15 @@ from storage.slices import Tensor
 class Joined:
     """A worker's process is up, its imports are done, and it can be given a plan.
 
-    ``kind`` names device, torch and threads: workers of different kinds do not give equal bits.  ``classes`` has one tensor of the state
-    for each class of tensors that all axes cut alike; coverage depends on nothing else.  ``build`` must be the same everywhere.
-    ``class_bytes`` has the bytes of all tensors of each class; it is empty in journals of older releases.  ``least_shard`` is the smallest
-    shard degree at which a member fits the worker's device.  ``states`` is the number of states of which the node has room for all
-    copies, 0 if that is not known.  ``least_whole`` is the smallest shard degree at which the device also has room for the whole weights
-    with which the model computes; 0 if there is none, if that is not known, or if the job has chosen its stage of ZeRO.  ``device`` is the
-    UUID of the worker's accelerator; "" if it has none, or if that is not known.
+    ``kind`` names device, torch and threads: workers of different kinds do not give equal bits.  ``classes``
+    has one tensor of the state for each class of tensors that all axes cut alike; coverage depends on nothing
+    else.  ``build`` must be the same everywhere. ``class_bytes`` has the bytes of all tensors of each class;
+    it is empty in journals of older releases.  ``least_shard`` is the smallest shard degree at which a member
+    fits the worker's device.  ``states`` is the number of states of which the node has room for all copies, 0
+    if that is not known.  ``least_whole`` is the smallest shard degree at which the device also has room for
+    the whole weights with which the model computes; 0 if there is none, if that is not known, or if the job
+    has chosen its stage of ZeRO.  ``device`` is the UUID of the worker's accelerator; "" if it has none, or
+    if that is not known.
     """
 
     worker: WorkerId
@@ -44,8 +48,9 @@ class Joined:
 class Lost:
     """The worker's process is gone for good, as Ray has seen: it can act no more.
 
-    If it is not ``certain``, its node has seen that it dies, but the kernel has not let go of it yet.  Or the whole node is taken for dead
-    because nothing is heard of it; if it is only cut off, the process may live on for a while.
+    If it is not ``certain``, its node has seen that it dies, but the kernel has not let go of it yet.  Or the
+    whole node is taken for dead because nothing is heard of it; if it is only cut off, the process may live
+    on for a while.
     """
 
     worker: WorkerId
@@ -55,7 +60,9 @@ class Lost:
 
 @dataclass(frozen=True)
 class Starting:
-    """A worker that was asked for has not joined yet, and has got further since it last said so.  ``doing`` says in words what it does."""
+    """A worker that was asked for has not joined yet, and has got further since it last said so.  ``doing``
+    says in words what it does.
+    """
 
     worker: WorkerId
     doing: str
@@ -75,7 +82,9 @@ class StartFailed:
 
 @dataclass(frozen=True)
 class NodeFound:
-    """The cluster has this node, and its keeper is being started: none of its workers is to be a member before the keeper is up."""
+    """The cluster has this node, and its keeper is being started: none of its workers is to be a member
+    before the keeper is up.
+    """
 
     node: NodeId
 
@@ -84,8 +93,9 @@ class NodeFound:
 class NodeRefused:
     """The node cannot run the job as the others do, now or later; ``why`` says the reason.
 
-    ``shared`` means that the node does not see the bucket or the data as the one place that it must be for all nodes.  ``by_job`` means
-    that the job asks for what the node lacks (``JobError``), so that trying again does not help.
+    ``shared`` means that the node does not see the bucket or the data as the one place that it must be for
+    all nodes.  ``by_job`` means that the job asks for what the node lacks (``JobError``), so that trying
+    again does not help.
     """
 
     node: NodeId
@@ -98,7 +108,8 @@ class NodeRefused:
 class KeeperUp:
     """The keeper runs, and has found its bucket to be the same place as the coordinator's.
 
-    ``address`` is the "host:port" at which it serves its copies.  ``zone`` is the node's zone, as its label says ("": none).
+    ``address`` is the "host:port" at which it serves its copies.  ``zone`` is the node's zone, as its label
+    says ("": none).
     """
 
     node: NodeId
@@ -117,9 +128,11 @@ class KeeperLost:
 
 @dataclass(frozen=True)
 class Kept:
-    """A keeper lists the copies that it has complete, as its answer to ``ListCopies`` of ``generation``.  Torn copies are not among them.
+    """A keeper lists the copies that it has complete, as its answer to ``ListCopies`` of ``generation``.
+    Torn copies are not among them.
 
-    The copies are those of its own node's workers, dead or alive, and of the workers whose buddy it is; each names this keeper.
+    The copies are those of its own node's workers, dead or alive, and of the workers whose buddy it is; each
+    names this keeper.
     """
 
     node: NodeId
@@ -131,8 +144,8 @@ class Kept:
 class Capacity:
     """The cluster had room for ``slots`` more workers when it was looked at.
 
-    ``placed`` names the workers being started that had taken their room by then; the room of the others is still counted in ``slots``.
-    None means that all had taken it.
+    ``placed`` names the workers being started that had taken their room by then; the room of the others is
+    still counted in ``slots``. None means that all had taken it.
     """
 
     slots: int
@@ -149,10 +162,12 @@ class Here:
 
 @dataclass(frozen=True)
 class Ready:
-    """The worker has formed its groups and healed its state: it holds its shard of the plan's version in the plan's layout.
+    """The worker has formed its groups and healed its state: it holds its shard of the plan's version in the
+    plan's layout.
 
-    ``form_s`` and ``heal_s`` are the seconds that the two took here.  ``heal_bytes`` is the number of bytes that came from other nodes and
-    members, over ``interface``.  These fields are for the report and decide nothing.
+    ``form_s`` and ``heal_s`` are the seconds that the two took here.  ``heal_bytes`` is the number of bytes
+    that came from other nodes and members, over ``interface``.  These fields are for the report and decide
+    nothing.
     """
 
     worker: WorkerId
@@ -167,8 +182,9 @@ class Ready:
 class Work:
     """The floating-point operations of a step's forward and backward passes, however they were computed.
 
-    ``flops`` counts attention over whole sequences, ``causal_flops`` the half of it that a causal mask leaves; they are equal if the model
-    does not say what its attention costs.  ``devices`` were there, each of which can do ``peak_flops`` a second (0: not known).
+    ``flops`` counts attention over whole sequences, ``causal_flops`` the half of it that a causal mask
+    leaves; they are equal if the model does not say what its attention costs.  ``devices`` were there, each
+    of which can do ``peak_flops`` a second (0: not known).
     """
 
     flops: float
@@ -187,12 +203,15 @@ class StepDone:
     work: Work | None = None
     """None in older journals, and if the step is told again."""
     validated: Validated | None = None
-    """The loss on held-out samples after the last step of the run; that of any other step is told by the next commit."""
+    """The loss on held-out samples after the last step of the run; that of any other step is told by the next
+    commit.
+    """
     metrics: tuple[tuple[str, float], ...] = ()
     """Numbers by name that the user's own loop tells of the step; none if the step is told again."""
     quarantined: tuple[tuple[int, int], ...] = ()
-    """All samples in quarantine after the step, each with the step that put it there.  They are told with the first step that a member
-    reports in a world, or to a coordinator, which may not know what an earlier one did; with other steps there are none.
+    """All samples in quarantine after the step, each with the step that put it there.  They are told with the
+    first step that a member reports in a world, or to a coordinator, which may not know what an earlier one
+    did; with other steps there are none.
     """
     quarantined_by: tuple[int, ...] = ()
     """The steps in ``quarantined`` that were applied, without the microbatches of these samples."""
@@ -200,10 +219,12 @@ class StepDone:
 
 @dataclass(frozen=True)
 class Ends:
-    """A member's loop ends the run before its last step.  If it has left ``step`` behind as the last one, it takes part in no later one.
+    """A member's loop ends the run before its last step.  If it has left ``step`` behind as the last one, it
+    takes part in no later one.
 
-    With ``patience`` the validations end it, with ``asked`` a commit that says ENDS; with neither, the loop was left.  A loop that only
-    asks says why with step 0.  Its next commit makes that the end for all members, whose loops then leave it behind.
+    With ``patience`` the validations end it, with ``asked`` a commit that says ENDS; with neither, the loop
+    was left.  A loop that only asks says why with step 0.  Its next commit makes that the end for all
+    members, whose loops then leave it behind.
     """
 
     worker: WorkerId
@@ -224,9 +245,11 @@ class Renewed:
 
 @dataclass(frozen=True)
 class Progress:
-    """A member's counters as its keeper reads them in shared memory: the last *completed* microbatch and collective of ``step``.
+    """A member's counters as its keeper reads them in shared memory: the last *completed* microbatch and
+    collective of ``step``.
 
-    ``operation`` says in words what the member is doing; it is :data:`STOPPED` if the kernel says that its process stands still.
+    ``operation`` says in words what the member is doing; it is :data:`STOPPED` if the kernel says that its
+    process stands still.
     """
 
     worker: WorkerId
@@ -240,15 +263,19 @@ class Progress:
 DIFFER = "replicas of the state differ"
 """Signature of a member that is broken because of that."""
 ASKED_EARLY = (
-    "most probably a process asked CUDA's driver too early: it keeps the GPUs that it saw then, so nothing may ask before Ray has set "
-    "CUDA_VISIBLE_DEVICES; remove the import that does (sitecustomize.py, RAY_preload_python_modules), and unset "
+    "most probably a process asked CUDA's driver too early: it keeps the GPUs that it saw then, so nothing "
+    "may ask before Ray has set "
+    "CUDA_VISIBLE_DEVICES; remove the import that does (sitecustomize.py, RAY_preload_python_modules), and "
+    "unset "
     "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
 )
 """The advice about a worker that computes on a GPU that Ray has not given it."""
 STOPPED = "is stopped"
 """Operation of a process that a signal has stopped."""
 INITIALISES = "initialises"
-"""Operation of a member that runs the model's initialisation.  What it completes then is single operations of the user's code."""
+"""Operation of a member that runs the model's initialisation.  What it completes then is single operations of
+the user's code.
+"""
 HEALS = "heals"
 """Operation of a member that fills its shard.  What it completes then is single pieces of the state."""
 
@@ -269,9 +296,11 @@ class Broken:
 
     cause "peer":    a collective failed (``signature``: the communication library's own words, if the world was being formed);
     cause "job":     the user's code raised an error (``signature``: exception type and user frame);
-    cause "device":  its process cannot use its device, or its state in files, and is to be replaced (``signature``: the error);
+    cause "device":  its process cannot use its device, or its state in files, and is to be replaced
+    (``signature``: the error);
     cause "setup":   the communication library refuses to form a world as this process is set up, so the process is to be replaced
-                     (``signature``: the library's name of the error; the last line of ``detail`` is in its own words);
+                     (``signature``: the library's name of the error; the last line of ``detail`` is in its
+                     own words);
     cause "damaged": ``version`` in the bucket cannot be read;
     cause "replicas": replicas of the state differ, and nobody knows which is right, so the run ends;
     cause "copy":    a keeper's copy cannot be read (``signature``: the keeper's node);
@@ -289,13 +318,15 @@ class Broken:
 
 @dataclass(frozen=True)
 class Fenced:
-    """The worker will apply nothing more in ``generation``.  It answers ``Fence`` with this, and sends it unasked at an agreed boundary.
+    """The worker will apply nothing more in ``generation``.  It answers ``Fence`` with this, and sends it
+    unasked at an agreed boundary.
 
-    ``held`` lists the state that it holds complete and unharmed, in the old and the new layout while it heals; a worker that failed while
-    it applied a step holds nothing.  ``prepared`` is the step whose gradients are complete here but not applied.  ``outcomes`` are the
-    last commits that it has seen, oldest first: they are evidence, and the ledger of a dead rank 0.  In a large world only some members
-    bring them; an answer that is not ``whole`` only names the newest one in ``seen``.  ``heeds`` is the incarnation of the latest
-    coordinator that the worker had heard: to a later one this is no answer.
+    ``held`` lists the state that it holds complete and unharmed, in the old and the new layout while it
+    heals; a worker that failed while it applied a step holds nothing.  ``prepared`` is the step whose
+    gradients are complete here but not applied.  ``outcomes`` are the last commits that it has seen, oldest
+    first: they are evidence, and the ledger of a dead rank 0.  In a large world only some members bring them;
+    an answer that is not ``whole`` only names the newest one in ``seen``.  ``heeds`` is the incarnation of
+    the latest coordinator that the worker had heard: to a later one this is no answer.
     """
 
     worker: WorkerId
@@ -304,7 +335,9 @@ class Fenced:
     prepared: int | None
     outcomes: tuple[Outcome, ...] = ()
     seen: Version | None = None
-    """The newest commit of its generation that the worker has seen.  The journal has it here too, for it leaves out known commits."""
+    """The newest commit of its generation that the worker has seen.  The journal has it here too, for it
+    leaves out known commits.
+    """
     whole: bool = True
     heeds: int | None = None
     """None in older journals."""
@@ -323,7 +356,9 @@ class ShardSaved:
     worker: WorkerId
     version: Version
     by: int = 0
-    """The generation as whose member the worker wrote the part; 0 means the generation that committed the version."""
+    """The generation as whose member the worker wrote the part; 0 means the generation that committed the
+    version.
+    """
 
 
 @dataclass(frozen=True)
@@ -343,7 +378,9 @@ class SaveFailed:
     by: int = 0
     """The generation whose parts failed, as in :class:`ShardSaved`."""
     again: bool = False
-    """True if only the bucket was at fault: a keeper tries its part again by itself, and a manifest is asked for again."""
+    """True if only the bucket was at fault: a keeper tries its part again by itself, and a manifest is asked
+    for again.
+    """
     manifest: bool = False
     """True if it is the manifest that was not written."""
     worker: WorkerId | None = None
@@ -369,11 +406,12 @@ class StopRequested:
 
 @dataclass(frozen=True)
 class Recovered:
-    """A coordinator has taken over the run from an earlier one.  This is its first event; it has read the state of the run from the
-    journal.
+    """A coordinator has taken over the run from an earlier one.  This is its first event; it has read the
+    state of the run from the journal.
 
-    ``workers`` and ``keepers`` are those whose actors it has found.  Each worker will send ``Attached``, and repeat everything it has said
-    that may be lost.  If the run is not ``whole``, earlier coordinators may have begun worlds that no readable journal mentions.
+    ``workers`` and ``keepers`` are those whose actors it has found.  Each worker will send ``Attached``, and
+    repeat everything it has said that may be lost.  If the run is not ``whole``, earlier coordinators may
+    have begun worlds that no readable journal mentions.
     """
 
     incarnation: int
@@ -386,8 +424,8 @@ class Recovered:
 class Attached:
     """A worker has heard the new coordinator.
 
-    ``plan`` is the plan of the generation that the worker is in, or was in last.  ``stepping`` means that the worker is still in that
-    generation and was told to go, so all its members were ready.
+    ``plan`` is the plan of the generation that the worker is in, or was in last.  ``stepping`` means that the
+    worker is still in that generation and was told to go, so all its members were ready.
     """
 
     worker: WorkerId
@@ -401,7 +439,9 @@ Said = Joined | Here | Ready | Fenced | Attached
 
 @dataclass(frozen=True)
 class Stumbled:
-    """The coordinator could not handle an event.  ``what`` is the event's name, the exception and its place, the same each time."""
+    """The coordinator could not handle an event.  ``what`` is the event's name, the exception and its place,
+    the same each time.
+    """
 
     what: str
     detail: str = ""
@@ -409,7 +449,9 @@ class Stumbled:
 
 @dataclass(frozen=True)
 class Tick:
-    """Time went by.  For ``stood_s`` seconds no decision was performed, because no other coordinator could have found its record."""
+    """Time went by.  For ``stood_s`` seconds no decision was performed, because no other coordinator could
+    have found its record.
+    """
 
     stood_s: float = 0.0
 

@@ -1,9 +1,11 @@
-"""The vocabulary of faults, shared by the simulator and by real chaos runs (``job.faults``, ``actors/chaos.py``).
+"""The vocabulary of faults, shared by the simulator and by real chaos runs (``job.faults``,
+``actors/chaos.py``).
 
-A fault is a value.  It says what happens (``kind``), when (``at``, and perhaps only in a ``state`` or at a ``point`` of a worker's
-work), to which victim (``target``), for how long (``duration_s``) and how badly (``amount``).  A schedule is a tuple of faults.  It is
-drawn from a seed, written by hand as JSON, or made of a spot trace.  A schedule that breaks a promise is made smaller by leaving faults
-out.  The strings are part of the job format and of recorded schedules.
+A fault is a value.  It says what happens (``kind``), when (``at``, and perhaps only in a ``state`` or at a
+``point`` of a worker's work), to which victim (``target``), for how long (``duration_s``) and how badly
+(``amount``).  A schedule is a tuple of faults.  It is drawn from a seed, written by hand as JSON, or made of
+a spot trace.  A schedule that breaks a promise is made smaller by leaving faults out.  The strings are part
+of the job format and of recorded schedules.
 """
 
 from __future__ import annotations
@@ -25,13 +27,14 @@ class Kind(StrEnum):
     SIGSEGV = "SIGSEGV"
     SIGABRT = "SIGABRT"
     SIGSTOP = "SIGSTOP"
-    """It stands still with its sockets open, so nobody is told.  After the duration it goes on (SIGCONT), perhaps as a zombie that was
-    expelled meanwhile."""
+    """It stands still with its sockets open, so nobody is told.  After the duration it goes on (SIGCONT),
+    perhaps as a zombie that was expelled meanwhile."""
     EXCEPTION = "exception"
     """The user's code or ours raises.  The process lives and reports it."""
     EXIT = "exit"
     DEVICE_ASSERT = "device_assert"
-    """A kernel's assertion fails.  The process lives and reports it, and cannot use its accelerator any more."""
+    """A kernel's assertion fails.  The process lives and reports it, and cannot use its accelerator any more.
+    """
     HELD_GIL = "held_gil"
     """Its control thread answers nobody for the duration; signals still work."""
     MEMORY_HOG = "memory_hog"
@@ -39,10 +42,14 @@ class Kind(StrEnum):
     SLOW = "slow"
     """Its work takes ``amount`` times as long: late is not dead."""
     CLOCK_SKEW = "clock_skew"
-    """Its clock, which counts its leases, runs ``amount`` too fast (0.02: two per cent), or too slow if negative."""
+    """Its clock, which counts its leases, runs ``amount`` too fast (0.02: two per cent), or too slow if
+    negative.
+    """
     # to a node
     NODE_KILL = "node_kill"
-    """Power loss: its workers and its keeper are gone at once.  After the duration a new node joins in its place."""
+    """Power loss: its workers and its keeper are gone at once.  After the duration a new node joins in its
+    place.
+    """
     NODE_FREEZE = "node_freeze"
     """All its processes stand still, and go on after the duration as if nothing had happened."""
     NODE_ADD = "node_add"
@@ -50,7 +57,9 @@ class Kind(StrEnum):
     NODE_MISFIT = "node_misfit"
     """A node joins that does not see the bucket as the same place."""
     PARTITION = "partition"
-    """The node and the coordinator do not reach each other; its workers still reach their peers on other nodes."""
+    """The node and the coordinator do not reach each other; its workers still reach their peers on other
+    nodes.
+    """
     PARTITION_TO = "partition_to"
     """The network is cut one way: nothing reaches the node, but its messages arrive."""
     PARTITION_FROM = "partition_from"
@@ -59,7 +68,8 @@ class Kind(StrEnum):
     """The node's workers reach no peer on another node; the coordinator still reaches the node."""
     KEEPER_KILL = "keeper_kill"
     STORE_LOSS = "store_loss"
-    """The store of the forming generation, or else of the next one, cannot be reached, but its keeper lives."""
+    """The store of the forming generation, or else of the next one, cannot be reached, but its keeper lives.
+    """
     # to all messages of control
     DELAY = "delay"
     """Each message takes up to ``amount`` seconds more, so that messages overtake each other."""
@@ -82,10 +92,13 @@ class Kind(StrEnum):
     COORDINATOR_KILL = "coordinator_kill"
     """It is gone, and is started again after the duration."""
     COORDINATOR_FREEZE = "coordinator_freeze"
-    """It stands still, is taken for dead and replaced, and goes on after the duration, so that there are two coordinators."""
+    """It stands still, is taken for dead and replaced, and goes on after the duration, so that there are two
+    coordinators.
+    """
     COORDINATOR_CUT = "coordinator_cut"
-    """It is cut off, taken for dead and replaced, but goes on acting: there are two coordinators at once.  ``amount`` is the share of the
-    nodes that are cut off together with it; with 0 it is cut off alone, and only from the cluster's head."""
+    """It is cut off, taken for dead and replaced, but goes on acting: there are two coordinators at once.
+    ``amount`` is the share of the nodes that are cut off together with it; with 0 it is cut off alone, and
+    only from the cluster's head."""
     COORDINATOR_CLOCK = "coordinator_clock"
     """The clock of the next coordinator is ``amount`` seconds ahead of this one's."""
     DISK_LOSS = "disk_loss"
@@ -95,9 +108,10 @@ class Kind(StrEnum):
 class Spec(NamedTuple):
     """The properties of one kind.
 
-    ``victim`` is "worker", "node", "coordinator" or "all".  ``lasts_s`` and ``amount`` are the ranges from which :func:`draw` takes the
-    duration and the amount; None means that the kind has none.  ``own`` is True if a worker can do it to itself at an exact point
-    (``job.faults``).  ``fatal`` is True if it ends the worker's process.
+    ``victim`` is "worker", "node", "coordinator" or "all".  ``lasts_s`` and ``amount`` are the ranges from
+    which :func:`draw` takes the duration and the amount; None means that the kind has none.  ``own`` is True
+    if a worker can do it to itself at an exact point (``job.faults``).  ``fatal`` is True if it ends the
+    worker's process.
     """
 
     victim: str
@@ -150,8 +164,12 @@ VICTIM: Mapping[Kind, str] = {kind: spec.victim for kind, spec in SPECS.items()}
 SHARED_KINDS = tuple(kind for kind, victim in VICTIM.items() if victim == "all")
 OWN_KINDS = tuple(kind for kind, spec in SPECS.items() if spec.own)
 FATAL = frozenset(kind for kind, spec in SPECS.items() if spec.fatal)
-LASTING: Mapping[Kind, tuple[float, float]] = {kind: spec.lasts_s for kind, spec in SPECS.items() if spec.lasts_s is not None}
-AMOUNTS: Mapping[Kind, tuple[float, float]] = {kind: spec.amount for kind, spec in SPECS.items() if spec.amount is not None}
+LASTING: Mapping[Kind, tuple[float, float]] = {
+    kind: spec.lasts_s for kind, spec in SPECS.items() if spec.lasts_s is not None
+}
+AMOUNTS: Mapping[Kind, tuple[float, float]] = {
+    kind: spec.amount for kind, spec in SPECS.items() if spec.amount is not None
+}
 
 
 class Point(StrEnum):
@@ -186,12 +204,13 @@ STATES = ("Waiting", "Forming", "Running", "Stopping", "Finishing")
 class Fault:
     """One entry of a schedule.
 
-    ``at`` is in seconds since the run began.  With a ``state`` the fault strikes at the first moment from then on at which the run is in
-    that state, and with a ``point`` when a worker passes that point of its work; if that never happens, it does not strike.
+    ``at`` is in seconds since the run began.  With a ``state`` the fault strikes at the first moment from
+    then on at which the run is in that state, and with a ``point`` when a worker passes that point of its
+    work; if that never happens, it does not strike.
 
-    ``target`` is the number of the victim among the living ones in order of their names, modulo their count.  So a schedule means
-    something on every cluster, also if parts of it are left out.  -1 means all of them, or all nodes of the present world if the victim is
-    a node.  ``duration_s`` None means for good.
+    ``target`` is the number of the victim among the living ones in order of their names, modulo their count.
+    So a schedule means something on every cluster, also if parts of it are left out.  -1 means all of them,
+    or all nodes of the present world if the victim is a node.  ``duration_s`` None means for good.
     """
 
     at: float
@@ -203,7 +222,9 @@ class Fault:
     point: Point | None = None
 
     def __str__(self) -> str:
-        number = {"all": "", "coordinator": ""}.get(VICTIM[self.kind], f" of {VICTIM[self.kind]} {self.target}")
+        number = {"all": "", "coordinator": ""}.get(
+            VICTIM[self.kind], (f" of {VICTIM[self.kind]} {self.target}")
+        )
         parts = [f"{self.at:.2f} s: {self.kind}{number}"]
         parts += [f"at {self.point}"] if self.point else []
         parts += [f"while {self.state}"] if self.state else []
@@ -214,7 +235,10 @@ class Fault:
 
 def to_json(faults: Iterable[Fault]) -> str:
     """Returns a schedule as JSON, one line for each fault, without fields that have their default value."""
-    lines = [json.dumps({f.name: v for f in fields(Fault) if (v := getattr(each, f.name)) != f.default}) for each in faults]
+    lines = [
+        json.dumps({f.name: v for f in fields(Fault) if (v := getattr(each, f.name)) != f.default})
+        for each in faults
+    ]
     return "[" + ",\n ".join(lines) + "]\n"
 
 
@@ -227,7 +251,11 @@ def _fault(entry: dict[str, Any]) -> Fault:
     known = {field.name for field in fields(Fault)}
     if unknown := sorted(entry.keys() - known):
         raise ValueError(f"a fault has no {', '.join(unknown)}; it has {', '.join(sorted(known))}")
-    values = {**entry, "kind": Kind(entry["kind"]), "point": Point(entry["point"]) if entry.get("point") else None}
+    values = {
+        **entry,
+        "kind": Kind(entry["kind"]),
+        "point": Point(entry["point"]) if entry.get("point") else None,
+    }
     if entry.get("state", "") not in ("", *STATES):
         raise ValueError(f"state = {entry['state']!r} must be one of {', '.join(STATES)}")
     return Fault(**values)
@@ -245,12 +273,14 @@ def draw(
     points: Sequence[Point] = (),
     for_good: float = 0.2,
 ) -> tuple[Fault, ...]:
-    """Returns a schedule of ``number`` faults between ``since_s`` and ``since_s + span_s``, the same for the same arguments.
+    """Returns a schedule of ``number`` faults between ``since_s`` and ``since_s + span_s``, the same for the
+    same arguments.
 
-    Each entry of ``kinds`` is equally likely.  ``doubles`` is the share of faults that come shortly after another one, half of them in one
-    of ``states``: faults have common causes, and strike while the last one is being dealt with.  ``points`` are the points at which a fault
-    of ``OWN_KINDS`` may strike, delicate ones three times as likely; without points it strikes wherever the worker is.  ``for_good`` is the
-    share of stopped workers that never go on.
+    Each entry of ``kinds`` is equally likely.  ``doubles`` is the share of faults that come shortly after
+    another one, half of them in one of ``states``: faults have common causes, and strike while the last one
+    is being dealt with.  ``points`` are the points at which a fault of ``OWN_KINDS`` may strike, delicate
+    ones three times as likely; without points it strikes wherever the worker is.  ``for_good`` is the share
+    of stopped workers that never go on.
     """
     rng = seed if isinstance(seed, random.Random) else random.Random(seed)
     weights = [3 if point in DELICATE_POINTS else 1 for point in points]

@@ -1,8 +1,9 @@
 """The lineage: it says which generation committed each step that survived.
 
-A run's history is a line: each step counts once.  It is kept as ``((generation, last step), ...)``, and both numbers grow.  An entry means
-that ``generation`` committed the steps after the entry before it, up to ``last step``.  Falling back to an older version cuts the line
-there: the steps beyond are abandoned, and when the same steps are done again they are other versions.
+A run's history is a line: each step counts once.  It is kept as ``((generation, last step), ...)``, and both
+numbers grow.  An entry means that ``generation`` committed the steps after the entry before it, up to ``last
+step``.  Falling back to an older version cuts the line there: the steps beyond are abandoned, and when the
+same steps are done again they are other versions.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ def contains(lineage: Lineage, version: Version) -> bool:
 
 
 def extended(lineage: Lineage, version: Version) -> Lineage:
-    """Returns the lineage with the commit of ``version``, which must be newer than the tip and of the same or a later generation."""
+    """Returns the lineage with the commit of ``version``, which must be newer than the tip and of the same or
+    a later generation.
+    """
     if lineage and lineage[-1][0] == version.generation:
         lineage = lineage[:-1]
     return (*lineage, (version.generation, version.step))
@@ -43,7 +46,9 @@ def cut(lineage: Lineage, version: Version) -> Lineage:
 
 
 def abandoned(lineage: Lineage, version: Version) -> tuple[tuple[int, int, int], ...]:
-    """Returns the steps that cutting at ``version`` gives up, as (generation, first step, last step), oldest first."""
+    """Returns the steps that cutting at ``version`` gives up, as (generation, first step, last step), oldest
+    first.
+    """
     given_up, before = [], 0
     for generation, last in lineage:
         first = max(before, version.step) + 1

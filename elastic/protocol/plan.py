@@ -14,7 +14,8 @@ from elastic.protocol.commit_record import Score
 
 @dataclass(frozen=True)
 class Plan:
-    """The plan of a generation: ``members[i]`` has world rank i, and the world begins at ``version``, taken from ``tier``.
+    """The plan of a generation: ``members[i]`` has world rank i, and the world begins at ``version``, taken
+    from ``tier``.
 
     tier "init":   ``version`` is (0, 0): every member initialises its part of the state by itself;
     tier "live":   ``holders``, all of them members, hold every slice of the version;
@@ -39,21 +40,30 @@ class Plan:
     buddy_every: int = 0
     """Number of steps from one copy that goes on to a buddy keeper to the next (0: never)."""
     protected: Version | None = None
-    """The newest version that is known to be complete in keepers' copies alone; it must not be overwritten before a newer one is."""
+    """The newest version that is known to be complete in keepers' copies alone; it must not be overwritten
+    before a newer one is.
+    """
     buddied: Version | None = None
-    """The newest version that was complete at all buddies; it must not be overwritten before a newer one is either."""
+    """The newest version that was complete at all buddies; it must not be overwritten before a newer one is
+    either.
+    """
     zero: int | None = None
     """The stage of ZeRO if devices have room for another one than the job says; None: that of the job."""
     lineage: tuple[tuple[int, int], ...] = ()
-    """The generations that committed the steps up to ``version``.  The plan carries it because every other process that knew may be gone.
+    """The generations that committed the steps up to ``version``.  The plan carries it because every other
+    process that knew may be gone.
     """
     ends: int = 0
     """The last step of the run, if that ends before the job's last step; 0 if it does not."""
     best: Score | None = None
-    """The validation by which patience is measured, if a run without patience ends where none is better for long."""
+    """The validation by which patience is measured, if a run without patience ends where none is better for
+    long.
+    """
 
     worse: int = 0
-    """The number of validations after that one, up to ``version`` without its own, which the members make again."""
+    """The number of validations after that one, up to ``version`` without its own, which the members make
+    again.
+    """
 
     @cached_property
     def ranks(self) -> dict[WorkerId, int]:
@@ -61,7 +71,8 @@ class Plan:
         return {member: rank for rank, member in enumerate(self.members)}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "ranks"}  # a message has no place for what can be computed
+        # a message has no place for what can be computed
+        return {name: value for name, value in self.__dict__.items() if name != "ranks"}
 
     def world_rank(self, worker: WorkerId) -> int:
         return self.ranks[worker]

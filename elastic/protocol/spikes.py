@@ -1,18 +1,23 @@
-"""Spikes: steps whose loss or gradient norm lies far above those of the steps before, and the samples that cause them.
+"""Spikes: steps whose loss or gradient norm lies far above those of the steps before, and the samples that
+cause them.
 
-A spike is found by the robust z-score of Iglewicz and Hoaglin (1993): the distance from the median of the last steps, divided by their
-median absolute deviation, which 1.4826 makes a standard deviation where numbers are normal.  A few wild values move neither of the two, so
-earlier spikes hide no later one, as they would if means were used.  Both the loss and the norm are judged, as in the SkipStepOptimizer of
-OLMo-core, because a bad batch may show in one of them alone.  Of norms the logarithm is judged: that of a healthy run is near to normal,
-while its norms have a heavy tail, and one in ten thousand would be a spike.
+A spike is found by the robust z-score of Iglewicz and Hoaglin (1993): the distance from the median of the
+last steps, divided by their median absolute deviation, which 1.4826 makes a standard deviation where numbers
+are normal.  A few wild values move neither of the two, so earlier spikes hide no later one, as they would if
+means were used.  Both the loss and the norm are judged, as in the SkipStepOptimizer of OLMo-core, because a
+bad batch may show in one of them alone.  Of norms the logarithm is judged: that of a healthy run is near to
+normal, while its norms have a heavy tail, and one in ten thousand would be a spike.
 
-A step is judged as a whole, so one noisy sample among many is no spike of it.  With ``microbatch_z`` each microbatch is judged, too:
-by how far its mean loss lies above the median of the newest steps, compared with how far those of earlier microbatches lay from the steps
-before them.  So the largest loss that counts, :func:`most_loss`, is known before the step's first backward pass: the device itself
-compares, and multiplies the gradient of a microbatch above it by 0.  All others count as if it had not been there.
+A step is judged as a whole, so one noisy sample among many is no spike of it.  With ``microbatch_z`` each
+microbatch is judged, too:
+by how far its mean loss lies above the median of the newest steps, compared with how far those of earlier
+microbatches lay from the steps before them.  So the largest loss that counts, :func:`most_loss`, is known
+before the step's first backward pass: the device itself compares, and multiplies the gradient of a microbatch
+above it by 0.  All others count as if it had not been there.
 
-Every member computes the same answer for itself, between the commit of a step and its update.  It needs nothing but the outcome, which is
-the same on every member, and the :class:`Past`, which is part of the state (``engine/spikes.py``).
+Every member computes the same answer for itself, between the commit of a step and its update.  It needs
+nothing but the outcome, which is the same on every member, and the :class:`Past`, which is part of the state
+(``engine/spikes.py``).
 """
 
 from __future__ import annotations
@@ -28,15 +33,21 @@ from elastic.protocol.commit_record import Outcome, Spike
 NORMAL = 1.4826
 """Standard deviation of normal numbers, as a multiple of their median absolute deviation."""
 LEAST = 0.01
-"""Least deviation, as a part of the usual loss or norm: where these hardly move, there must be no spikes that mean nothing."""
+"""Least deviation, as a part of the usual loss or norm: where these hardly move, there must be no spikes that
+mean nothing.
+"""
 TINY = 1e-300
 """Norm whose logarithm stands for that of smaller ones, and of 0."""
 ENOUGH = 48
 """Number of microbatches before the step from which on microbatches are judged."""
 NEWEST_STEPS = 8
-"""Number of steps whose median loss is the level from which the losses of the next step's microbatches are counted."""
+"""Number of steps whose median loss is the level from which the losses of the next step's microbatches are
+counted.
+"""
 QUARANTINE = "spikes.quarantine"
-"""The name of the tensor with the samples in quarantine, which is part of the state: the rows of :class:`Held`, oldest first."""
+"""The name of the tensor with the samples in quarantine, which is part of the state: the rows of
+:class:`Held`, oldest first.
+"""
 Past = Sequence[tuple[float, float]]
 """The loss and the norm of the newest steps that count, oldest first."""
 
@@ -54,15 +65,18 @@ class SpikeRule:
     quarantines: bool = False
     """True if the samples that cause a spike, or a loss that is not finite, are not read again."""
     microbatch_z: float = 0.0
-    """Robust z-score above which a microbatch is left out of its step, or is only told of unless the rule skips spikes; 0: none is."""
+    """Robust z-score above which a microbatch is left out of its step, or is only told of unless the rule
+    skips spikes; 0: none is.
+    """
 
 
 class Held(NamedTuple):
     """A sample in quarantine.
 
-    Its row is (sample, first step that does not read it).  Of a sample whose step was applied without its microbatch there is -1 - sample.
-    In a mixture with weights the step is negative, for a sample that is replaced by one of its own source.  Earlier versions wrote the step
-    itself there and replaced the sample by one of any source; such a row still means that.  A row of zeros stands for nothing.
+    Its row is (sample, first step that does not read it).  Of a sample whose step was applied without its
+    microbatch there is -1 - sample. In a mixture with weights the step is negative, for a sample that is
+    replaced by one of its own source.  Earlier versions wrote the step itself there and replaced the sample
+    by one of any source; such a row still means that.  A row of zeros stands for nothing.
     """
 
     sample: int
@@ -81,11 +95,15 @@ class Held(NamedTuple):
 
     @property
     def row(self) -> tuple[int, int]:
-        return -1 - self.sample if self.applied else self.sample, (self.step + 1) * (1 if self.anywhere else -1)
+        return -1 - self.sample if self.applied else self.sample, (self.step + 1) * (
+            1 if self.anywhere else -1
+        )
 
 
 def robust_deviation(values: Sequence[float], middle: float) -> float:
-    """Returns the standard deviation of ``values``, whose median is ``middle``, by their median absolute deviation."""
+    """Returns the standard deviation of ``values``, whose median is ``middle``, by their median absolute
+    deviation.
+    """
     return NORMAL * median([abs(each - middle) for each in values])
 
 
@@ -104,8 +122,9 @@ def robust_z(value: float, past: Sequence[float], least: float | None = None) ->
 def most_loss(past: Past, heights: Sequence[float], rule: SpikeRule) -> float | None:
     """Returns the largest mean loss of a microbatch that counts in the next step; None if each does.
 
-    ``heights`` are those of the newest microbatches that counted: see :func:`heights_after`.  As long as no step is a spike, or too few
-    microbatches are known, or most of them have the same loss of 0, none is left out.
+    ``heights`` are those of the newest microbatches that counted: see :func:`heights_after`.  As long as no
+    step is a spike, or too few microbatches are known, or most of them have the same loss of 0, none is left
+    out.
     """
     if not rule.microbatch_z or len(past) < rule.window or len(heights) < ENOUGH:
         return None
@@ -119,10 +138,12 @@ def _level(past: Past) -> float:
 
 
 def judged(past: Past, outcome: Outcome, rule: SpikeRule, most: float | None = None) -> Outcome:
-    """Returns ``outcome`` with the spike that it is, with what it leaves out, and with the samples that go into quarantine.
+    """Returns ``outcome`` with the spike that it is, with what it leaves out, and with the samples that go
+    into quarantine.
 
-    ``most`` is the :func:`most_loss` by which the gradient was made.  If it has left out more than half of the microbatches, the model is
-    the cause and not the data, and the whole step is skipped.  A rule that skips nothing leaves nothing out, and says what it would.
+    ``most`` is the :func:`most_loss` by which the gradient was made.  If it has left out more than half of
+    the microbatches, the model is the cause and not the data, and the whole step is skipped.  A rule that
+    skips nothing leaves nothing out, and says what it would.
     """
     if most is not None and outcome.finite and not rule.skips:
         warned = replace(outcome, warned_loss=most)
@@ -150,10 +171,11 @@ def after(past: Past, outcome: Outcome, rule: SpikeRule) -> list[tuple[float, fl
 
 
 def heights_after(heights: Sequence[float], past: Past, outcome: Outcome, most: int) -> list[float]:
-    """Returns the heights of the ``most`` newest microbatches, with those that counted in ``outcome``, if its step is applied.
+    """Returns the heights of the ``most`` newest microbatches, with those that counted in ``outcome``, if its
+    step is applied.
 
-    The height of a microbatch is its mean loss less the median loss of the newest steps before its own.  So a loss that falls while the
-    model learns makes nothing wide.  ``past`` is that before the step.
+    The height of a microbatch is its mean loss less the median loss of the newest steps before its own.  So a
+    loss that falls while the model learns makes nothing wide.  ``past`` is that before the step.
     """
     new = list[float]()
     if past and outcome.applies and isfinite(outcome.loss):
@@ -164,19 +186,27 @@ def heights_after(heights: Sequence[float], past: Past, outcome: Outcome, most: 
 
 
 def held_after(held: tuple[Held, ...], outcome: Outcome, *, anywhere: bool) -> tuple[Held, ...]:
-    """Returns the samples in quarantine, oldest first, with those of ``outcome``, which samples ``anywhere`` replace, or some of their own
-    source.
+    """Returns the samples in quarantine, oldest first, with those of ``outcome``, which samples ``anywhere``
+    replace, or some of their own source.
     """
     if not outcome.quarantined:
         return held
     known = {each.sample for each in held}
-    new = (Held(sample, outcome.step, outcome.applies, anywhere) for sample in outcome.quarantined if sample not in known)
+    new = (
+        Held(sample, outcome.step, outcome.applies, anywhere)
+        for sample in outcome.quarantined
+        if sample not in known
+    )
     return (*held, *new)
 
 
 def listed(held: Sequence[Held]) -> tuple[tuple[tuple[int, int], ...], tuple[int, ...]]:
-    """Returns the samples in quarantine, each with the step that put it there, and those of these steps that were applied, in order."""
-    return tuple((each.sample, each.step) for each in held), tuple(sorted({each.step for each in held if each.applied}))
+    """Returns the samples in quarantine, each with the step that put it there, and those of these steps that
+    were applied, in order.
+    """
+    return tuple((each.sample, each.step) for each in held), tuple(
+        sorted({each.step for each in held if each.applied})
+    )
 
 
 def _spike(past: Past, outcome: Outcome, rule: SpikeRule) -> Spike | None:
@@ -197,8 +227,9 @@ def _log(norm: float) -> float:
 def _blamed(past: Past, outcome: Outcome, rule: SpikeRule, spike: Spike | None) -> list[int]:
     """Returns the microbatches whose samples go into quarantine, in order.
 
-    They are those whose loss is not finite.  Of a spike of the loss they are the fewest, those with the largest mean loss first, without
-    which it were none.  If these are more than half of the step, the model is the cause and not the data, and none is blamed.
+    They are those whose loss is not finite.  Of a spike of the loss they are the fewest, those with the
+    largest mean loss first, without which it were none.  If these are more than half of the step, the model
+    is the cause and not the data, and none is blamed.
     """
     losses, counts = outcome.losses, outcome.counts
     strange = [index for index, loss in enumerate(losses) if not isfinite(loss)]

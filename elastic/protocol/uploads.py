@@ -1,4 +1,6 @@
-"""The rules by which a keeper uploads saves: when a save is over, and when a part of one can never be uploaded."""
+"""The rules by which a keeper uploads saves: when a save is over, and when a part of one can never be
+uploaded.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +12,18 @@ from elastic.protocol.actions import Save
 from elastic.protocol.copy_schedule import age
 
 REFUSALS = 5
-"""Number of refusals of a part that counted as being written, after which it counts no more: it may be refused at its end for ever."""
+"""Number of refusals of a part that counted as being written, after which it counts no more: it may be
+refused at its end for ever.
+"""
 
 
 @dataclass(frozen=True)
 class Told:
-    """The newest list from the coordinator: the saves under way, and the version of the run that it knew then.
+    """The newest list from the coordinator: the saves under way, and the version of the run that it knew
+    then.
 
-    ``number`` grows with the coordinator's incarnation and with each of its calls, because calls may overtake each other.
+    ``number`` grows with the coordinator's incarnation and with each of its calls, because calls may overtake
+    each other.
     """
 
     number: tuple[int, int] = (0, 0)
@@ -26,11 +32,13 @@ class Told:
     version: Version = field(default_factory=lambda: Version(0, 0))
 
     def is_over(self, worker: WorkerId, version: Version) -> bool:
-        """Returns whether the save of ``version`` and all earlier ones of ``worker`` are in the bucket or given up.
+        """Returns whether the save of ``version`` and all earlier ones of ``worker`` are in the bucket or
+        given up.
 
-        A worker has one mark for all that it has saved, so its newest save is not over while an older one is under way.  A save that comes
-        later may be waiting for that one's slot.  A version of a later generation than this list's is never over, even if the run had come
-        further before it went back to a save.
+        A worker has one mark for all that it has saved, so its newest save is not over while an older one is
+        under way.  A save that comes later may be waiting for that one's slot.  A version of a later
+        generation than this list's is never over, even if the run had come further before it went back to a
+        save.
         """
         if any(age(save.version) <= age(version) and worker in save.members for save in self.saves):
             return False
@@ -42,8 +50,9 @@ class Told:
 def hopeless(save: Save, generation: int, *, ended: bool, failed: bool = False) -> str:
     """Returns why a worker's copy for ``save``, which is not complete, never will be; "" while it may be.
 
-    ``generation`` is the latest world that the worker has entered.  ``ended`` must have been true before the copy was looked for: it may
-    have become complete just before the end.  ``failed`` says that the worker has tried to make this copy in vain.
+    ``generation`` is the latest world that the worker has entered.  ``ended`` must have been true before the
+    copy was looked for: it may have become complete just before the end.  ``failed`` says that the worker has
+    tried to make this copy in vain.
     """
     if ended:
         return "it ended before its copy was complete"

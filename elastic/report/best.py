@@ -1,7 +1,8 @@
 """The best of the validations of a run.
 
-Losses on different held-out samples say nothing about each other.  If the samples have changed in between, only losses on those of the
-newest version are compared.  An older release did not note which samples it had read; such a loss counts.
+Losses on different held-out samples say nothing about each other.  If the samples have changed in between,
+only losses on those of the newest version are compared.  An older release did not note which samples it had
+read; such a loss counts.
 """
 
 from __future__ import annotations
@@ -17,13 +18,18 @@ from elastic.ids import Version
 from elastic.protocol.commit_record import is_better
 
 RISES = 3
-"""Number of validations in a row that must be worse than the best one before a run over-fits: one or two may be chance."""
+"""Number of validations in a row that must be worse than the best one before a run over-fits: one or two may
+be chance.
+"""
 LEAST = 0.01
-"""Smallest rise, as a part of the best loss, that counts: a loss that stands still goes up and down by less."""
+"""Smallest rise, as a part of the best loss, that counts: a loss that stands still goes up and down by less.
+"""
 
 
 def number_of(held_out: str) -> int:
-    """Returns the number that stands for held-out samples in a row, which has no text: 32 bits of a digest; 0 if they are not known."""
+    """Returns the number that stands for held-out samples in a row, which has no text: 32 bits of a digest; 0
+    if they are not known.
+    """
     return int.from_bytes(sha256(held_out.encode()).digest()[:4]) if held_out else 0
 
 
@@ -35,7 +41,9 @@ class Loss(NamedTuple):
 
 
 class Best(NamedTuple):
-    """The version with the smallest loss, and the number of validations that do not count, since they were on other samples."""
+    """The version with the smallest loss, and the number of validations that do not count, since they were on
+    other samples.
+    """
 
     version: Version
     loss: float
@@ -49,7 +57,9 @@ class Best(NamedTuple):
 
 
 def comparable(found: Mapping[Version, Loss]) -> dict[Version, Loss]:
-    """Returns the losses on the samples on which the newest version was validated, and those of which nobody noted the samples."""
+    """Returns the losses on the samples on which the newest version was validated, and those of which nobody
+    noted the samples.
+    """
     newest = next((found[version].data for version in sorted(found, reverse=True) if found[version].data), 0)
     return {version: loss for version, loss in found.items() if loss.data in (0, newest)}
 
@@ -66,7 +76,9 @@ def best(found: Mapping[Version, Loss]) -> Best | None:
 
 
 def mark(found: Mapping[Version, Loss], min_delta: float) -> Best | None:
-    """Returns the last of the :func:`comparable` losses that was smaller by more than ``min_delta`` than the one before that was."""
+    """Returns the last of the :func:`comparable` losses that was smaller by more than ``min_delta`` than the
+    one before that was.
+    """
     last: Best | None = None
     for version, loss in sorted(comparable(found).items()):
         if is_better(loss.mean, None if last is None else last.loss, min_delta):
@@ -75,18 +87,23 @@ def mark(found: Mapping[Version, Loss], min_delta: float) -> Best | None:
 
 
 def enough(found: Mapping[Version, Loss], patience: int, min_delta: float) -> int:
-    """Returns the step of the newest validation if it is one of ``patience`` or more in a row after the :func:`mark`; else 0."""
+    """Returns the step of the newest validation if it is one of ``patience`` or more in a row after the
+    :func:`mark`; else 0.
+    """
     top, counted = mark(found, min_delta), sorted(comparable(found))
     worse = sum(version > top.version for version in counted) if top is not None else 0
     return counted[-1].step if 0 < patience <= worse else 0
 
 
-def over_fit(found: Mapping[Version, Loss], training: Callable[[int], Iterable[tuple[int, float]]], again: str) -> str:
+def over_fit(
+    found: Mapping[Version, Loss], training: Callable[[int], Iterable[tuple[int, float]]], again: str
+) -> str:
     """Returns the sentence about a run that over-fits; "" for another one.
 
-    It over-fits if the newest :data:`RISES` validations are worse than the best one, the newest by :data:`LEAST` of it, while the training
-    loss fell.  If both rise, the run diverges.  ``training`` yields the (step, loss) of the steps after one, in order; the means of as many
-    steps as there are from one validation to the next are compared, and no others are asked for.  ``again`` names the option that goes on
+    It over-fits if the newest :data:`RISES` validations are worse than the best one, the newest by
+    :data:`LEAST` of it, while the training loss fell.  If both rise, the run diverges.  ``training`` yields
+    the (step, loss) of the steps after one, in order; the means of as many steps as there are from one
+    validation to the next are compared, and no others are asked for.  ``again`` names the option that goes on
     from the best.
     """
     top, losses = best(found), {version: loss.mean for version, loss in comparable(found).items()}
@@ -99,12 +116,17 @@ def over_fit(found: Mapping[Version, Loss], training: Callable[[int], Iterable[t
         return ""
 
     def before(last: int) -> list[float]:
-        return [loss for _, loss in takewhile(lambda each: each[0] <= last, training(last - every)) if isfinite(loss)]
+        return [
+            loss
+            for _, loss in takewhile(lambda each: each[0] <= last, training(last - every))
+            if isfinite(loss)
+        ]
 
     then, lately = before(since), before(newest)
     if not (then and lately and fmean(lately) < fmean(then)):
         return ""
     return (
-        f"the validation loss has risen since step {since} ({top.loss:.4g} there, {now:.4g} now) while the training loss fell: the run "
+        f"the validation loss has risen since step {since} ({top.loss:.4g} there, {now:.4g} now) while the "
+        "training loss fell: the run "
         f"over-fits; `{again}` goes on from there"
     )

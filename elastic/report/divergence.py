@@ -1,7 +1,8 @@
 """Finds where a training diverged, from the losses and norms of its steps alone.
 
-The usual range of a number is the median of the steps before it and their median absolute deviation (MAD), which a few wild steps hardly
-move: 1.4826 × MAD is the standard deviation of normal numbers (Hampel 1974).  A spike that passed is no divergence.
+The usual range of a number is the median of the steps before it and their median absolute deviation (MAD),
+which a few wild steps hardly move: 1.4826 × MAD is the standard deviation of normal numbers (Hampel 1974).  A
+spike that passed is no divergence.
 """
 
 from __future__ import annotations
@@ -19,18 +20,24 @@ LEAST = 4
 FAR = 8.0
 """Number of standard deviations above the median from which on a number is strange."""
 NARROW = 0.02
-"""Smallest standard deviation, as a part of the median: losses that stand still are no reason to call a small rise strange."""
+"""Smallest standard deviation, as a part of the median: losses that stand still are no reason to call a small
+rise strange.
+"""
 
 
 def diverged_at(rows: Sequence[Mapping[str, float]]) -> int | None:
-    """Returns the first step whose loss or norm is strange and after which the loss did not come back, or None.
+    """Returns the first step whose loss or norm is strange and after which the loss did not come back, or
+    None.
 
-    ``rows`` have "step", "loss" and "norm", in order.  The loss of a step is that of the weights *before* it: they are the first bad ones.
+    ``rows`` have "step", "loss" and "norm", in order.  The loss of a step is that of the weights *before* it:
+    they are the first bad ones.
     """
     for place, row in enumerate(rows):
         before, newest = rows[max(0, place - WINDOW) : place], rows[max(place, len(rows) - WINDOW) :]
         limit, limit_of_norm = (usual_limit([each[name] for each in before]) for name in ("loss", "norm"))
-        if (_over(row["loss"], limit) or _over(row["norm"], limit_of_norm)) and _over(_middle([each["loss"] for each in newest]), limit):
+        if (_over(row["loss"], limit) or _over(row["norm"], limit_of_norm)) and _over(
+            _middle([each["loss"] for each in newest]), limit
+        ):
             return int(row["step"])
     return None
 

@@ -1,7 +1,7 @@
 """The ledger: what each step of the surviving lineage consumed, from the journal alone.
 
-World rank 0 reports each commit; if it is dead, a fenced member that remembers the commit does.  A step that was abandoned is another
-version of the same step and is left out, so each step and each sample counts once.
+World rank 0 reports each commit; if it is dead, a fenced member that remembers the commit does.  A step that
+was abandoned is another version of the same step and is left out, so each step and each sample counts once.
 """
 
 from __future__ import annotations
@@ -19,15 +19,23 @@ def ledger(segments: Sequence[Segment]) -> dict[int, Outcome]:
     """Returns the outcome of each step of the surviving lineage."""
     told = _told(segments)
     lineage = decode(Lineage, field_after(segments[-1], "history", "lineage")) if segments else ()
-    return {version.step: decode(Outcome, told[version]) for version in sorted(told) if contains(lineage, version)}
+    return {
+        version.step: decode(Outcome, told[version]) for version in sorted(told) if contains(lineage, version)
+    }
 
 
 def outcome_of(segments: Sequence[Segment], version: Version) -> Outcome | None:
-    """Returns the outcome of a step that one generation committed, which may be abandoned by now; None if nobody told it."""
+    """Returns the outcome of a step that one generation committed, which may be abandoned by now; None if
+    nobody told it.
+    """
     told = _told(segments).get(version)
     return None if told is None else decode(Outcome, told)
 
 
 def _told(segments: Sequence[Segment]) -> dict[Version, Any]:
     records = (record for _, each in map(checked, segments) for record in each)
-    return {Version(each["step"], each["generation"]): each for record in records for each in record.get("commits", ())}
+    return {
+        Version(each["step"], each["generation"]): each
+        for record in records
+        for each in record.get("commits", ())
+    }

@@ -1,7 +1,8 @@
 """The numbers of committed steps by name: one flat row for each step, for whatever draws or stores them.
 
-:class:`Rows` collects them from the journal, which has everything in it.  A row is *final* once a good checkpoint is at its step or after
-it: a run never falls back behind its newest good checkpoint, so the step is not done again.
+:class:`Rows` collects them from the journal, which has everything in it.  A row is *final* once a good
+checkpoint is at its step or after it: a run never falls back behind its newest good checkpoint, so the step
+is not done again.
 """
 
 from __future__ import annotations
@@ -25,38 +26,87 @@ from elastic.report.speed import Speed
 Row = dict[str, Any]
 """The numbers of one step by name.  A number that is not known is left out.
 
-The first step of a new world also has an "event": the sentence that says why there is one.  It is the only text.
+The first step of a new world also has an "event": the sentence that says why there is one.  It is the only
+text.
 """
 
 VALIDATION = ("validation_loss", "validation_terms", "validation_data")
 """The names of the numbers of a validation."""
 COLUMNS = (
-    *("step", "final", "generation", "time", "loss", "norm", "lr", "tokens", "skipped", "spike", "left_out", "would_leave_out"),
+    *(
+        "step",
+        "final",
+        "generation",
+        "time",
+        "loss",
+        "norm",
+        "lr",
+        "tokens",
+        "skipped",
+        "spike",
+        "left_out",
+        "would_leave_out",
+    ),
     *("quarantined", "world"),
-    *(*VALIDATION, "step_s", "tokens_per_s", "data_wait", "mfu", "causal_mfu", "peak_bytes", "reserved_bytes"),
+    *(
+        *VALIDATION,
+        "step_s",
+        "tokens_per_s",
+        "data_wait",
+        "mfu",
+        "causal_mfu",
+        "peak_bytes",
+        "reserved_bytes",
+    ),
     *("copied_through", "buddied_through", "event"),
 )
 """The names in the order of a table; the norms of layers, as "norm/layers.3", follow."""
 
 
 def metrics(outcome: Outcome) -> Row:
-    """Returns the loss, the norm, the tokens and, if the commit tells them, the norms of the layers: {"loss": .., "norm/layers.3": ..}."""
+    """Returns the loss, the norm, the tokens and, if the commit tells them, the norms of the layers: {"loss":
+    .., "norm/layers.3": ..}.
+    """
     layers = {f"norm/{name}": norm for name, norm in outcome.layer_norms.items()}
     return {"loss": outcome.loss, "norm": outcome.norm, "tokens": float(outcome.tokens), **layers}
 
 
-def row_of(at: float, outcome: Outcome, lr: float, work: Work | None = None, world: int = 0, *, leaves_out: bool = False) -> Row:
-    """Returns the row of a step.  ``at`` is its wall-clock time, ``world`` the number of members (0: not known).
+def row_of(
+    at: float,
+    outcome: Outcome,
+    lr: float,
+    work: Work | None = None,
+    world: int = 0,
+    *,
+    leaves_out: bool = False,
+) -> Row:
+    """Returns the row of a step.  ``at`` is its wall-clock time, ``world`` the number of members (0: not
+    known).
 
-    ``leaves_out`` says that the job leaves out microbatches (``spikes.microbatch_z``), so that the row says how many, also if none.
+    ``leaves_out`` says that the job leaves out microbatches (``spikes.microbatch_z``), so that the row says
+    how many, also if none.
     """
     usage, speed = outcome.usage, Speed()
     speed.add(outcome, work)
-    row = {"step": outcome.step, "generation": outcome.generation, "time": at, "skipped": int(not outcome.applies)}
+    row = {
+        "step": outcome.step,
+        "generation": outcome.generation,
+        "time": at,
+        "skipped": int(not outcome.applies),
+    }
     row |= {} if math.isnan(lr) else {"lr": lr}
     row |= metrics(outcome) | {"tokens": outcome.tokens}
-    known = {"world": world, "step_s": usage.step_s, "peak_bytes": usage.peak_bytes, "reserved_bytes": usage.reserved_bytes}
-    known |= {"tokens_per_s": sum(outcome.counts) / usage.step_s, "data_wait": usage.data_wait} if usage.step_s else {}
+    known = {
+        "world": world,
+        "step_s": usage.step_s,
+        "peak_bytes": usage.peak_bytes,
+        "reserved_bytes": usage.reserved_bytes,
+    }
+    known |= (
+        {"tokens_per_s": sum(outcome.counts) / usage.step_s, "data_wait": usage.data_wait}
+        if usage.step_s
+        else {}
+    )
     known |= {"mfu": speed.mfu, "causal_mfu": speed.causal_mfu}
     row |= {name: value for name, value in known.items() if value or (name == "data_wait")}
     row |= {"left_out": len(outcome.left_out)} if outcome.left_out or leaves_out else {}
@@ -68,12 +118,16 @@ def row_of(at: float, outcome: Outcome, lr: float, work: Work | None = None, wor
 
 
 def with_validation(row: Row, found: Validated | None, held_out: str = "") -> Row:
-    """Returns the row of a step after which the samples that ``held_out`` tells from others had the loss ``found``."""
+    """Returns the row of a step after which the samples that ``held_out`` tells from others had the loss
+    ``found``.
+    """
     return row if found is None else row | numbers_of(found.mean, found.count, held_out)
 
 
 def numbers_of(mean: float, terms: int, held_out: str) -> Row:
-    """Returns the numbers of a validation.  ``held_out`` tells its samples from others; "" if nobody noted it."""
+    """Returns the numbers of a validation.  ``held_out`` tells its samples from others; "" if nobody noted
+    it.
+    """
     data = number_of(held_out)
     return {"validation_loss": mean, "validation_terms": terms} | ({"validation_data": data} if data else {})
 
@@ -85,17 +139,21 @@ def version_of(row: Row) -> Version:
 class Rows:
     """The rows of a run, from the segments of its journal, which are read piece by piece, in order.
 
-    ``lr`` returns the learning rate of a version, from what its commit told of it, and ``leaves_out`` whether its job leaves out
-    microbatches.
+    ``lr`` returns the learning rate of a version, from what its commit told of it, and ``leaves_out`` whether
+    its job leaves out microbatches.
     """
 
-    def __init__(self, lr: Callable[[Version, float | None], float], leaves_out: Callable[[Version], bool]) -> None:
+    def __init__(
+        self, lr: Callable[[Version, float | None], float], leaves_out: Callable[[Version], bool]
+    ) -> None:
         self._lr, self._leaves_out = lr, leaves_out
         self._history: dict[str, Any] = {"lineage": [], "saved": [], "untold": []}
         """Fields of the history of the run after the last record that was read."""
         self._rows: dict[Version, Row] = {}
         self._validated: dict[tuple[int, Version], tuple[Validated, str]] = {}
-        """The validation after a step and what tells its samples from others, by that step and the commit that tells it."""
+        """The validation after a step and what tells its samples from others, by that step and the commit
+        that tells it.
+        """
         self._held_out = ""
         """The name of the held-out samples of the coordinator whose records are read."""
         self._worlds: dict[int, int] = {}
@@ -106,12 +164,17 @@ class Rows:
         """The reason for a new world, by its generation, until it has committed a step."""
 
     def read(self, snapshot: Mapping[str, Any] | None, records: Sequence[Mapping[str, Any]]) -> None:
-        """Reads records in today's format.  ``snapshot`` stands before them; None: they continue those that were read last."""
+        """Reads records in today's format.  ``snapshot`` stands before them; None: they continue those that
+        were read last.
+        """
         if snapshot is not None:
             self._history = {name: snapshot["run"]["history"].get(name, []) for name in self._history}
             self._note_plan(snapshot["run"]["state"].get("plan"))
             self._held_out = snapshot["run"]["members"].get("reference", {}).get("held_out", "")
-        self._history = {name: codec.field_after(({"run": {"history": self._history}}, records), "history", name) for name in self._history}
+        self._history = {
+            name: codec.field_after(({"run": {"history": self._history}}, records), "history", name)
+            for name in self._history
+        }
         for record in records:
             for action in record["actions"]:
                 self._note_plan(action.get("plan"))
@@ -130,8 +193,13 @@ class Rows:
 
     @property
     def told(self) -> int:
-        """The step up to which every commit was told; only a coordinator that died knew of those that were not."""
-        untold, reached = self._history["untold"], max((step for _, step in self._history["lineage"]), default=0)
+        """The step up to which every commit was told; only a coordinator that died knew of those that were
+        not.
+        """
+        untold, reached = (
+            self._history["untold"],
+            max((step for _, step in self._history["lineage"]), default=0),
+        )
         return min(untold) - 1 if untold else reached
 
     def surviving(self, lineage: Lineage | None = None) -> list[Row]:
@@ -160,20 +228,44 @@ class Rows:
             self._events[generation] = self._why.text or record["reason"]
 
     def _note_commits(self, record: Mapping[str, Any]) -> None:
-        done = {each["worker"]: each for each in codec.parts_of(record["event"]) if each["$"] == StepDone.__name__}
-        own = {_of(each): codec.decode(tuple[tuple[str, float], ...], each["metrics"]) for each in done.values() if each.get("metrics")}
+        done = {
+            each["worker"]: each for each in codec.parts_of(record["event"]) if each["$"] == StepDone.__name__
+        }
+        own = {
+            _of(each): codec.decode(tuple[tuple[str, float], ...], each["metrics"])
+            for each in done.values()
+            if each.get("metrics")
+        }
         work = next((codec.decode(Work, each["work"]) for each in done.values() if each.get("work")), None)
         for commit in record.get("commits", ()):
             outcome: Outcome = codec.decode(Outcome, commit)
-            version, world = Version(outcome.step, outcome.generation), self._worlds.get(outcome.generation, 0)
+            version, world = (
+                Version(outcome.step, outcome.generation),
+                self._worlds.get(outcome.generation, 0),
+            )
             if version not in self._rows:
-                event = {"event": self._events.pop(outcome.generation)} if outcome.generation in self._events else {}
-                row = row_of(record["at"], outcome, self._lr(version, outcome.lr), work, world, leaves_out=self._leaves_out(version))
+                event = (
+                    {"event": self._events.pop(outcome.generation)}
+                    if outcome.generation in self._events
+                    else {}
+                )
+                row = row_of(
+                    record["at"],
+                    outcome,
+                    self._lr(version, outcome.lr),
+                    work,
+                    world,
+                    leaves_out=self._leaves_out(version),
+                )
                 self._rows[version] = row | event | dict(own.get(version, ()))
                 self._why = Why()
             if outcome.validated is not None:
                 self._validated[outcome.step - 1, version] = outcome.validated, self._held_out
-        if record["event"]["$"] == Evaluated.__name__ and record["reason"] and not record["reason"].startswith("refused"):
+        if (
+            record["event"]["$"] == Evaluated.__name__
+            and record["reason"]
+            and not record["reason"].startswith("refused")
+        ):
             evaluated = codec.decode(Evaluated, record["event"])
             self._validated[evaluated.version.step, evaluated.version] = evaluated.found, self._held_out
         for each in done.values():
@@ -191,8 +283,12 @@ def _of(done: Mapping[str, Any]) -> Version:
 
 
 def json_line(row: Mapping[str, Any]) -> str:
-    """Returns a row as a line of JSON, with the names in order.  JSON has no number that is not finite: null stands for it."""
-    return json.dumps({name: row[name] if name == "event" or math.isfinite(row[name]) else None for name in in_order(row)})
+    """Returns a row as a line of JSON, with the names in order.  JSON has no number that is not finite: null
+    stands for it.
+    """
+    return json.dumps(
+        {name: row[name] if name == "event" or math.isfinite(row[name]) else None for name in in_order(row)}
+    )
 
 
 def row_from(line: str) -> Row:
@@ -201,7 +297,9 @@ def row_from(line: str) -> Row:
 
 
 def csv_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Returns the rows as CSV, with a column for each name that any of them has; without rows, the names of all that a step may have."""
+    """Returns the rows as CSV, with a column for each name that any of them has; without rows, the names of
+    all that a step may have.
+    """
     text = io.StringIO()
     names = {name for row in rows for name in row} if rows else COLUMNS
     writer = csv.DictWriter(text, in_order(names), lineterminator="\n")

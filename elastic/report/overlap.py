@@ -1,7 +1,9 @@
-"""Tells from a trace of torch's profiler how much of a step's communication on a GPU was hidden under computing.
+"""Tells from a trace of torch's profiler how much of a step's communication on a GPU was hidden under
+computing.
 
-Communication is the kernels of NCCL, or the copies between host and device; computing is all other kernels.  A kernel belongs to the step
-in whose span on the host it was launched.  NCCL's kernels also wait for the other members, so their time has that, too.
+Communication is the kernels of NCCL, or the copies between host and device; computing is all other kernels.
+A kernel belongs to the step in whose span on the host it was launched.  NCCL's kernels also wait for the
+other members, so their time has that, too.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ LAUNCHES = ("cuda_runtime", "cuda_driver")
 
 
 class Overlap(NamedTuple):
-    """The seconds of one step in which there was communication of a kind, and in how many of them there was computing, too."""
+    """The seconds of one step in which there was communication of a kind, and in how many of them there was
+    computing, too.
+    """
 
     total_s: float
     hidden_s: float
@@ -45,7 +49,9 @@ class StepOverlap(NamedTuple):
 
 
 def events_of(trace: str) -> Iterator[Event]:
-    """Yields the events of a trace, one by one: a trace may be large, and decoding it in one call would stop all threads."""
+    """Yields the events of a trace, one by one: a trace may be large, and decoding it in one call would stop
+    all threads.
+    """
     decoder, begin = json.JSONDecoder(), re.search(r'"traceEvents"\s*:\s*\[\s*', trace)
     at = begin.end() if begin is not None else len(trace)
     separator = re.compile(r"\s*,?\s*")
@@ -70,7 +76,9 @@ def steps_of(events: Iterable[Event]) -> dict[int, StepOverlap]:
     kinds: dict[int, dict[str, list[Span]]] = defaultdict(lambda: defaultdict(list))
     for event in kernels:
         at = launched.get(event.get("args", {}).get("correlation", -1))
-        step = next((number for number, (begin, end) in steps.items() if at is not None and begin <= at <= end), None)
+        step = next(
+            (number for number, (begin, end) in steps.items() if at is not None and begin <= at <= end), None
+        )
         if step is not None:
             kinds[step][_kind(event)].append(_span(event))
     return {number: _step(kinds[number]) for number in sorted(steps)}

@@ -1,7 +1,7 @@
 """Tells how long a run still takes, from its newest steps.
 
-The pace is the median of the newest steps' durations: a mean would take a recovery of minutes for the pace of all steps to come.  Steps
-of another generation or another number of members are not compared with each other.
+The pace is the median of the newest steps' durations: a mean would take a recovery of minutes for the pace of
+all steps to come.  Steps of another generation or another number of members are not compared with each other.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from statistics import median
 from elastic.report.story import StepLine
 
 NEWEST = 30
-"""Number of steps whose durations are looked at: enough for a median, few enough to follow a change within a minute or so."""
+"""Number of steps whose durations are looked at: enough for a median, few enough to follow a change within a
+minute or so.
+"""
 
 
 class RunPace:
@@ -50,4 +52,6 @@ def spell(seconds: float) -> str:
     """Returns a duration as a clock shows it: ``0:01:05``, or ``3 d 04:00`` from two days on."""
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
-    return f"{hours}:{minute:02}:{second:02}" if hours < 48 else f"{hours // 24} d {hours % 24:02}:{minute:02}"
+    return (
+        f"{hours}:{minute:02}:{second:02}" if hours < 48 else (f"{hours // 24} d {hours % 24:02}:{minute:02}")
+    )

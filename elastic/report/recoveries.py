@@ -22,7 +22,9 @@ from elastic.journal import codec
 
 @dataclass
 class Why:
-    """Why a world ended: what was said first, or the death that was told of later, if who spoke first only waited for a dead member."""
+    """Why a world ended: what was said first, or the death that was told of later, if who spoke first only
+    waited for a dead member.
+    """
 
     text: str = ""
     waits: bool = False
@@ -40,7 +42,9 @@ class Why:
 
 @dataclass(frozen=True)
 class Recovery:
-    """One change of worlds.  All durations are in seconds; ``known_at`` and ``committed_at`` are wall-clock times."""
+    """One change of worlds.  All durations are in seconds; ``known_at`` and ``committed_at`` are wall-clock
+    times.
+    """
 
     generation: int
     reason: str
@@ -64,7 +68,9 @@ def recoveries(records: Iterable[Mapping[str, Any]]) -> list[Recovery]:
         lost = {each["worker"] for each in codec.parts_of(record["event"]) if each["$"] == "Lost"}
         _mark(marks, record, all_lost=bool(living) and living <= lost)
         living -= lost
-        living = next((set(each["plan"]["members"]) for each in record["actions"] if each["$"] == "Form"), living)
+        living = next(
+            (set(each["plan"]["members"]) for each in record["actions"] if each["$"] == "Form"), living
+        )
         if "committed" in marks:
             if "known" in marks and "formed" in marks:
                 found.append(_recovery(marks))
@@ -83,7 +89,8 @@ def _mark(marks: dict[str, Any], record: Mapping[str, Any], *, all_lost: bool) -
     kinds = {each["$"] for each in told}
     if "Recovered" in kinds:  # only a fence is new; the other actions are repeated
         names = {name: action for name, action in names.items() if name == "Fence"}
-    if ("Fence" in names or all_lost) and "go" in marks:  # the new world broke before its first commit: another recovery begins
+    # the new world broke before its first commit: another recovery begins
+    if ("Fence" in names or all_lost) and "go" in marks:
         marks.clear()
     ends = bool({"Fence", "Pause"} & names.keys()) or all_lost
     marks.setdefault("why", Why()).hear(record, ends=ends or "Form" in names)

@@ -1,11 +1,13 @@
 """Tells what happened and why, from the journal alone, and checks whether this version would decide the same.
 
-A journal is a sequence of segments, each a snapshot and the records after it (``storage/journal``).  ``tell`` shows the time, event, edge,
-actions and reason of each record.  ``differences`` calls ``advance`` for each record with the state before it, the recorded time and the
-recorded rules.  States and actions must be the same, so a journal that is kept is a regression test of every decision in it.  Reasons
-are compared only if the same version wrote the journal, because another version may word them better.
+A journal is a sequence of segments, each a snapshot and the records after it (``storage/journal``).  ``tell``
+shows the time, event, edge, actions and reason of each record.  ``differences`` calls ``advance`` for each
+record with the state before it, the recorded time and the recorded rules.  States and actions must be the
+same, so a journal that is kept is a regression test of every decision in it.  Reasons are compared only if
+the same version wrote the journal, because another version may word them better.
 
-Beats, ticks, renewals and capacities are recorded only if they led to an action; the next record has what they changed.
+Beats, ticks, renewals and capacities are recorded only if they led to an action; the next record has what
+they changed.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ SHOWN_MEMBERS = 8
 
 @dataclass(frozen=True)
 class Mismatch:
-    """Record ``n`` has ``recorded``, and this version decides ``decided``.  ``what`` is "state", "actions" or "reason"."""
+    """Record ``n`` has ``recorded``, and this version decides ``decided``.  ``what`` is "state", "actions" or
+    "reason".
+    """
 
     n: int
     what: str
@@ -41,30 +45,43 @@ class Mismatch:
     decided: str
 
     def __str__(self) -> str:
-        return f"record {self.n}: {self.what} {self.recorded or 'nothing'}; this version: {self.decided or 'nothing'}"
+        return (
+            f"record {self.n}: {self.what} {self.recorded or 'nothing'}; this version: "
+            f"{self.decided or 'nothing'}"
+        )
 
 
 # ---- what happened
 
 
 def tell(segments: Iterable[Segment], *, layers: bool = False) -> Iterator[str]:
-    """Yields a line for each record.  Commits that follow each other without any other event, or reason to tell, share one line.
+    """Yields a line for each record.  Commits that follow each other without any other event, or reason to
+    tell, share one line.
 
     With ``layers``, a line follows for each commit that tells the norms of layers.
     """
     before, state, commits, incarnation = 0.0, "", list[Json](), None
     for snapshot, records in map(codec.checked, segments):
         state = state or snapshot["run"]["state"]["$"]
-        if incarnation is not None and snapshot["run"]["incarnation"] > incarnation:  # who takes over continues the run of another
+        # who takes over continues the run of another
+        if incarnation is not None and snapshot["run"]["incarnation"] > incarnation:
             if commits:
                 yield from _commits(commits, before, layers)
                 before, commits = commits[-1]["at"], []
             step = codec.decode_run(snapshot["run"]).step
-            yield f"{'':>31}the run is started again (owner {snapshot['run']['incarnation']}) and goes on from step {step}"
+            yield (
+                f"{'':>31}the run is started again (owner {snapshot['run']['incarnation']}) and goes on "
+                f"from step {step}"
+            )
             state = snapshot["run"]["state"]["$"]
         incarnation = codec.incarnation_after((snapshot, records))
         for record in records:
-            if record["event"]["$"] == "StepDone" and not record["actions"] and not record["reason"] and record["state"] == state:
+            if (
+                record["event"]["$"] == "StepDone"
+                and not record["actions"]
+                and not record["reason"]
+                and record["state"] == state
+            ):
                 commits.append(record)
                 continue
             if commits:
@@ -120,14 +137,23 @@ def event_line(event: Json) -> str:
     """Returns an event as text, without the data that it carries."""
     if event["$"] == "Together":
         kinds = Counter(each["$"] for each in event["events"])
-        return ", ".join(f"{kind} of {number} {'nodes' if kind == 'Beat' else 'workers'}" for kind, number in kinds.items())
-    told = {name: value for name, value in event.items() if name in ("worker", "node", "generation", "step", "cause", "reason", "why")}
+        return ", ".join(
+            f"{kind} of {number} {'nodes' if kind == 'Beat' else 'workers'}" for kind, number in kinds.items()
+        )
+    told = {
+        name: value
+        for name, value in event.items()
+        if name in ("worker", "node", "generation", "step", "cause", "reason", "why")
+    }
     if "outcome" in event:
         told["step"] = event["outcome"]["step"]
     if event.get("version"):
         told["version"] = f"{event['version']['step']}@g{event['version']['generation']}"
     if event["$"] == "Fenced":
-        told["holds"] = ", ".join(f"{each['version']['step']}@g{each['version']['generation']}" for each in event["held"]) or "nothing"
+        told["holds"] = (
+            ", ".join(f"{each['version']['step']}@g{each['version']['generation']}" for each in event["held"])
+            or "nothing"
+        )
         told["prepared"] = event["prepared"]
     return " ".join([event["$"], *(f"{name}={_short(value)}" for name, value in told.items())])
 
@@ -139,7 +165,8 @@ def action_line(action: Json) -> str:
             plan = action["plan"]
             layout, version = plan["layout"], plan["version"]
             return (
-                f"Form generation {plan['generation']} of {_members(plan['members'])} as {codec.decode(Layout, layout)} "
+                f"Form generation {plan['generation']} of {_members(plan['members'])} as "
+                f"{codec.decode(Layout, layout)} "
                 f"at step {version['step']}@g{version['generation']} from {plan['tier']}"
             )
         case "Settle":
@@ -148,10 +175,20 @@ def action_line(action: Json) -> str:
             return f"Settle generation {action['generation']} for {_members(action['members'])}: {said}"
         case name:
             members = action.get("members") or action.get("workers")
-            told = {key: value for key, value in action.items() if key in ("generation", "save", "reason", "avoid") and value != []}
+            told = {
+                key: value
+                for key, value in action.items()
+                if key in ("generation", "save", "reason", "avoid") and value != []
+            }
             if "version" in action:
                 told["version"] = f"{action['version']['step']}@g{action['version']['generation']}"
-            return " ".join([name, *([_members(members)] if members else []), *(f"{key}={_short(value)}" for key, value in told.items())])
+            return " ".join(
+                [
+                    name,
+                    *([_members(members)] if members else []),
+                    *(f"{key}={_short(value)}" for key, value in told.items()),
+                ]
+            )
 
 
 def _members(members: Sequence[str]) -> str:
@@ -170,24 +207,31 @@ def _short(value: Any) -> str:
 def differences(segments: Sequence[Segment], code: str, rules: Rules | None = None) -> Iterator[Mismatch]:
     """Yields each record for which this version, called ``code``, decides otherwise.
 
-    ``rules`` are for segments without rules of their own.  Raises :class:`ValueError` if there are no rules, and
-    :class:`~elastic.journal.codec.UnknownFormat` if this version cannot read the journal.
+    ``rules`` are for segments without rules of their own.  Raises :class:`ValueError` if there are no rules,
+    and :class:`~elastic.journal.codec.UnknownFormat` if this version cannot read the journal.
     """
     for snapshot, records in map(codec.checked, segments):
         recorded = snapshot.get("rules")
         by = codec.decode(Rules, recorded) if recorded else rules
         if by is None:
-            raise ValueError("the journal does not have the rules by which it was decided: name the job file instead of the journal")
+            raise ValueError(
+                "the journal does not have the rules by which it was decided: name the job "
+                "file instead of the journal"
+            )
         yield from _of_segment(snapshot, records, by, sentences=bool(recorded) and snapshot["code"] == code)
 
 
-def _of_segment(snapshot: Json, records: Sequence[Json], rules: Rules, *, sentences: bool) -> Iterator[Mismatch]:
+def _of_segment(
+    snapshot: Json, records: Sequence[Json], rules: Rules, *, sentences: bool
+) -> Iterator[Mismatch]:
     """Yields the differences of one segment.  Reasons are compared only with ``sentences``."""
     for record in records:
         record = codec.written_out(record, snapshot["run"])
         before = codec.before(snapshot["run"], record)
         heard_until = record.get("heard", record["at"])
-        decided = advance(codec.decode_run(before), codec.decode_event(record["event"]), record["at"], rules, heard_until)
+        decided = advance(
+            codec.decode_run(before), codec.decode_event(record["event"]), record["at"], rules, heard_until
+        )
         state = type(decided.run.state).__name__
         if state != record["state"]:
             yield Mismatch(record["n"], "state", record["state"], state)
@@ -203,7 +247,9 @@ def _of_segment(snapshot: Json, records: Sequence[Json], rules: Rules, *, senten
 def _in_the_words_of(recorded: Any, ours: Any) -> Any:
     """Returns ``ours`` without the fields that did not exist yet when ``recorded`` was written."""
     if isinstance(recorded, dict) and isinstance(ours, dict) and recorded.get("$") == ours.get("$"):
-        return {name: _in_the_words_of(recorded[name], each) for name, each in ours.items() if name in recorded}
+        return {
+            name: _in_the_words_of(recorded[name], each) for name, each in ours.items() if name in recorded
+        }
     if isinstance(recorded, list) and isinstance(ours, list) and len(recorded) == len(ours):
         return [_in_the_words_of(*pair) for pair in zip(recorded, ours, strict=True)]
     return ours

@@ -7,13 +7,16 @@ from elastic.protocol.commit_record import Outcome
 from elastic.protocol.events import Work
 
 LEAST_FLOPS = 1e9
-"""Smallest number of operations a second that is told of a device without a known peak: less is that of a toy, and says nothing."""
+"""Smallest number of operations a second that is told of a device without a known peak: less is that of a
+toy, and says nothing.
+"""
 LEAST_MFU = 0.005
 """Smallest MFU that is told: a step's line would round less to 0%."""
 
 
 def noun_of(loss: str, *, by_sample: bool) -> str:
-    """Returns what a step of a job with this ``loss`` counts: tokens, samples, or in general the terms of the loss.
+    """Returns what a step of a job with this ``loss`` counts: tokens, samples, or in general the terms of the
+    loss.
 
     Only our own losses are known to count tokens.  ``by_sample`` says that there is one term for each sample.
     """
@@ -31,7 +34,9 @@ class Speed:
         self.steps, self.tokens, self.peak_bytes, self.took_s, self.waited_s = 0, 0, 0, 0.0, 0.0
         self.flops, self.causal_flops = 0.0, 0.0
         self.device_s, self.possible_flops = 0.0, 0.0
-        """The seconds of all devices in steps whose work is known, and the operations that they could have done in them."""
+        """The seconds of all devices in steps whose work is known, and the operations that they could have
+        done in them.
+        """
 
     def add(self, outcome: Outcome, work: Work | None) -> None:
         """Adds a step, unless nobody has measured it."""
@@ -48,7 +53,8 @@ class Speed:
 
     @property
     def mfu(self) -> float:
-        """The model FLOPs utilisation (Chowdhery and others 2022, appendix B): operations that were done, of those that were possible.
+        """The model FLOPs utilisation (Chowdhery and others 2022, appendix B): operations that were done, of
+        those that were possible.
 
         It is 0 if it is not known.
         """
@@ -78,4 +84,6 @@ class Speed:
                 else f"MFU {self.mfu:.1%} (attention is not counted)"
             )
         parts.append(f"{self.waited_s / self.took_s:.1%} of the time waiting for data")
-        return ", ".join([*parts, *([f"up to {amount(self.peak_bytes)} of a GPU"] if self.peak_bytes else [])])
+        return ", ".join(
+            [*parts, *([f"up to {amount(self.peak_bytes)} of a GPU"] if self.peak_bytes else [])]
+        )

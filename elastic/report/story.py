@@ -29,7 +29,9 @@ class Ending(Sentence):
 
 @dataclass(frozen=True)
 class Scored(Sentence):
-    """The sentence about a validation: the state after ``step`` loses ``loss`` on held-out samples, as a mean over their terms."""
+    """The sentence about a validation: the state after ``step`` loses ``loss`` on held-out samples, as a mean
+    over their terms.
+    """
 
     step: int
     loss: float
@@ -57,7 +59,9 @@ class StepLine:
     """The most bytes that were allocated on one GPU."""
     mfu: float = 0.0
     causal_mfu: float = 0.0
-    """The model FLOPs utilisation without the half of attention that a causal mask leaves out.  Both are 0 if they are not known."""
+    """The model FLOPs utilisation without the half of attention that a causal mask leaves out.  Both are 0 if
+    they are not known.
+    """
     layers: Mapping[str, float] = field(default_factory=dict)
     """The norm of the gradient of each layer, in the steps that record them."""
     noun: str = "tokens"
@@ -66,7 +70,8 @@ class StepLine:
 
 Line = Sentence | StepLine
 LINES = 10_000
-"""Number of lines that are kept, the newest: a run may have a million steps.  All of them are in the journal."""
+"""Number of lines that are kept, the newest: a run may have a million steps.  All of them are in the journal.
+"""
 
 
 class Story:
@@ -89,16 +94,28 @@ class Story:
     def say(self, at: float, text: str, score: Score | None = None) -> None:
         """Adds a sentence, that of a validation if there is a ``score``.  An empty one is left out."""
         if text:
-            self._add(Sentence(at, text) if score is None else Scored(at, text, score.version.step, score.found.mean))
+            self._add(
+                Sentence(at, text)
+                if score is None
+                else Scored(at, text, score.version.step, score.found.mean)
+            )
 
     def step(
-        self, at: float, outcome: Outcome, members: Sequence[WorkerId], lr: float, work: Work | None = None, *, queued: bool = False
+        self,
+        at: float,
+        outcome: Outcome,
+        members: Sequence[WorkerId],
+        lr: float,
+        work: Work | None = None,
+        *,
+        queued: bool = False,
     ) -> StepLine:
         """Adds a step of ``members``, by world rank, and returns its line.
 
         Its ``tokens_per_s`` counts from the step before, so a recovery lowers it.
 
-        A step is ``queued`` if others wait behind it, as after a takeover: when it is heard says nothing of when it was done.
+        A step is ``queued`` if others wait behind it, as after a takeover: when it is heard says nothing of
+        when it was done.
         """
         self._tokens += outcome.tokens
         if not queued:
@@ -131,7 +148,9 @@ class Story:
         return line
 
     def since(self, seen: int) -> tuple[int, list[Line]]:
-        """Returns the number of lines so far, and all but the first ``seen`` of them, as far as they are kept."""
+        """Returns the number of lines so far, and all but the first ``seen`` of them, as far as they are
+        kept.
+        """
         with self._lock:
             return self.told, list(islice(self.lines, max(seen - self.told + len(self.lines), 0), None))
 

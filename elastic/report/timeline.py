@@ -1,6 +1,8 @@
-"""The timeline of a run: what happened and when, and in which state its time was spent, from the journal alone.
+"""The timeline of a run: what happened and when, and in which state its time was spent, from the journal
+alone.
 
-The journal is read once, piece by piece, and only what a report shows is kept: a run of a month has a million records.
+The journal is read once, piece by piece, and only what a report shows is kept: a run of a month has a million
+records.
 """
 
 from __future__ import annotations
@@ -17,12 +19,23 @@ from elastic.plan.layout import Layout
 from elastic.report.recoveries import Recovery, number, recoveries
 
 AWAY = "Away"
-"""The state in which the run is counted while no coordinator runs: it was stopped, it had failed, or its cluster was gone."""
+"""The state in which the run is counted while no coordinator runs: it was stopped, it had failed, or its
+cluster was gone.
+"""
 ENDED = ("Finished", "Stopped", "Failed")
 
-LOST, FORMED, COORDINATOR, SAVED, STARTED, BRANCH = "lost", "formed", "coordinator", "saved", "started", "branch"
+LOST, FORMED, COORDINATOR, SAVED, STARTED, BRANCH = (
+    "lost",
+    "formed",
+    "coordinator",
+    "saved",
+    "started",
+    "branch",
+)
 SKIPPED, LEFT_OUT = "skipped", "left out"
-"""The kinds of moments.  The last three are not in the journal: the branches and the rows of metrics tell them."""
+"""The kinds of moments.  The last three are not in the journal: the branches and the rows of metrics tell
+them.
+"""
 
 
 @dataclass(frozen=True)
@@ -53,7 +66,9 @@ class WorldSpan:
 
 @dataclass(frozen=True)
 class SaveSpan:
-    """A save: the time from the commit of its step until its manifest was in the bucket, and the workers that wrote it."""
+    """A save: the time from the commit of its step until its manifest was in the bucket, and the workers that
+    wrote it.
+    """
 
     took_s: float | None
     workers: tuple[str, ...]
@@ -61,7 +76,9 @@ class SaveSpan:
 
 @dataclass
 class Timeline:
-    """The moments, worlds, saves and states of a run.  It is filled by :meth:`read`, and empty without a journal."""
+    """The moments, worlds, saves and states of a run.  It is filled by :meth:`read`, and empty without a
+    journal.
+    """
 
     began_at: float | None = None
     at: float = 0.0
@@ -87,7 +104,8 @@ class Timeline:
     committed_s: float = 0.0
     """The measured time of all commits, those of steps that were done again among them."""
     _incarnation: int = -1
-    """The newest coordinator; those that took over from others while the workers went on began no new life."""
+    """The newest coordinator; those that took over from others while the workers went on began no new life.
+    """
     _formed: bool = False
     """True once there was a world since the run was started."""
     _members: set[str] = field(default_factory=set)
@@ -96,7 +114,9 @@ class Timeline:
     _wrote: dict[Version, dict[str, None]] = field(default_factory=dict)
 
     def read(self, segments: Iterable[codec.Segment]) -> Timeline:
-        """Reads the objects of a journal, oldest first, and returns itself.  An object without a snapshot continues the one before it."""
+        """Reads the objects of a journal, oldest first, and returns itself.  An object without a snapshot
+        continues the one before it.
+        """
         for _, records in groupby(self._noted(segments), lambda _: self.life):
             self.recoveries += recoveries(records)
         return self
@@ -119,7 +139,9 @@ class Timeline:
                 yield record
 
     def _starts(self, at: float, state: Mapping[str, Any]) -> None:
-        """Notes that a coordinator began that continues nothing but checkpoints, or where a journal begins whose oldest part is gone."""
+        """Notes that a coordinator began that continues nothing but checkpoints, or where a journal begins
+        whose oldest part is gone.
+        """
         self.life += 1
         if self.began_at is None:
             self.began_at = self.at = at
@@ -174,23 +196,32 @@ class Timeline:
                 self._add(at, LOST, f"{worker} is lost: coordinator {told['incarnation']} does not find it")
             self._members &= {*told["workers"]}
         elif kind == "Ready" and (world := self.worlds.get(told["generation"])) is not None:
-            self.worlds[told["generation"]] = replace(world, heal_bytes=world.heal_bytes + told.get("heal_bytes", 0))
+            self.worlds[told["generation"]] = replace(
+                world, heal_bytes=world.heal_bytes + told.get("heal_bytes", 0)
+            )
         elif kind == "ShardSaved":
             self._wrote.setdefault(_version(told["version"]), {})[told["worker"]] = None
         elif kind == "Saved":
             version = _version(told["version"])
             began, wrote = self._begun.pop(version, None), self._wrote.pop(version, {})
             self.saves[version] = SaveSpan(None if began is None else at - began, tuple(wrote))
-            self.moments.append(Moment(at, version.step, SAVED, f"the checkpoint of step {version.step} is in the bucket"))
+            self.moments.append(
+                Moment(at, version.step, SAVED, (f"the checkpoint of step {version.step} is in the bucket"))
+            )
 
     def _note_action(self, at: float, action: Mapping[str, Any], record: Mapping[str, Any]) -> None:
         if action["$"] == "Form" and "plan" in action and action["plan"].get("generation") not in self.worlds:
             plan = action["plan"]
             self._members = {*plan["members"]}
-            step, before = plan["version"]["step"], next((each for _, each in reversed(self.sizes) if each), 0)
+            step, before = (
+                plan["version"]["step"],
+                next((each for _, each in reversed(self.sizes) if each), 0),
+            )
             layout = str(codec.decode(Layout, plan["layout"]))
             again = max(self.reached - step, 0)
-            self.worlds[plan["generation"]] = WorldSpan(len(plan["members"]), layout, plan["tier"], step, before, again, not self._formed)
+            self.worlds[plan["generation"]] = WorldSpan(
+                len(plan["members"]), layout, plan["tier"], step, before, again, not self._formed
+            )
             self._add(at, FORMED, record["reason"] or f"generation {plan['generation']} is formed")
             self.reached, self._formed = step, True
         elif action["$"] == "Go":

@@ -1,7 +1,9 @@
-"""The processes that train a run by themselves, with ``--local``: the claims that they make, and the ends that they leave in the bucket.
+"""The processes that train a run by themselves, with ``--local``: the claims that they make, and the ends
+that they leave in the bucket.
 
-Such a process writes no journal.  So it says how it ended in an object of its own, ``ends/<incarnation>.json``.  A process of another
-machine cannot be seen: if its claim has no end, it may still train.  It has died, or it ends at its next save if the run was claimed since.
+Such a process writes no journal.  So it says how it ended in an object of its own,
+``ends/<incarnation>.json``.  A process of another machine cannot be seen: if its claim has no end, it may
+still train.  It has died, or it ends at its next save if the run was claimed since.
 """
 
 from __future__ import annotations
@@ -37,12 +39,16 @@ def _how(about: Mapping[str, Any]) -> Ended:
 
 
 def claim(trains: bool) -> dict[str, Any]:
-    """Returns what a claim of this process says.  Without ``trains`` it only changes the run, as a roll-back does."""
+    """Returns what a claim of this process says.  Without ``trains`` it only changes the run, as a roll-back
+    does.
+    """
     return {"life": life_of(os.getpid()), "at": round(time.time(), 3), "trains": trains}
 
 
 def process(owner: Mapping[str, Any]) -> int:
-    """Returns the id of the process of this machine that made a claim, if it lives and is not this one; otherwise 0."""
+    """Returns the id of the process of this machine that made a claim, if it lives and is not this one;
+    otherwise 0.
+    """
     if (owner["address"], owner["host"]) != (ADDRESS, platform.node()):
         return 0
     pid = int(owner.get("life", "").partition(" ")[0] or 0)
@@ -55,16 +61,20 @@ def is_ours(owner: Mapping[str, Any] | None) -> bool:
 
 
 def elsewhere(store: ObjectStore, name: str, incarnation: int, owner: Mapping[str, Any]) -> bool:
-    """Returns whether the process that claimed the run as ``incarnation`` is one of another machine that may still train it."""
+    """Returns whether the process that claimed the run as ``incarnation`` is one of another machine that may
+    still train it.
+    """
     ours = owner["address"] != ADDRESS or owner["host"] == platform.node() or not owner.get("trains", True)
     return not ours and ended(store, name, incarnation) is None
 
 
 def unseen(store: ObjectStore, name: str, incarnation: int, recorded: int) -> bool:
-    """Returns whether a process of another machine may still train the run in a generation of which the bucket knows nothing.
+    """Returns whether a process of another machine may still train the run in a generation of which the
+    bucket knows nothing.
 
-    Only claims before ``incarnation`` count.  ``recorded`` is the incarnation that recorded last, 0 if there is none: it has skipped the
-    generations of the claims before it, which need not be read.  The others are read newest first, without those that have an end.
+    Only claims before ``incarnation`` count.  ``recorded`` is the incarnation that recorded last, 0 if there
+    is none: it has skipped the generations of the claims before it, which need not be read.  The others are
+    read newest first, without those that have an end.
     """
     ended_ones = {*ends(store, name).numbers()}
     without = [number for number in range(incarnation - 1, recorded, -1) if number not in ended_ones]
@@ -80,7 +90,9 @@ def begun_at(owner: Mapping[str, Any]) -> str:
 
 @dataclass
 class EndWriter:
-    """Writes how a process ends that claimed the run: by an error that leaves the ``with`` statement, or as ``how`` says by then."""
+    """Writes how a process ends that claimed the run: by an error that leaves the ``with`` statement, or as
+    ``how`` says by then.
+    """
 
     store: ObjectStore
     name: str
@@ -103,7 +115,8 @@ class EndWriter:
 
 
 def end(store: ObjectStore, name: str, incarnation: int, how: Ended) -> None:
-    """Writes how this process ended, which claimed the run as ``incarnation``, unless its claim is gone with the run's folder.
+    """Writes how this process ended, which claimed the run as ``incarnation``, unless its claim is gone with
+    the run's folder.
 
     It does not raise if that fails: then the process counts as one that died.
     """
@@ -125,7 +138,9 @@ def ended(store: ObjectStore, name: str, incarnation: int) -> Ended | None:
 
 
 def life_of(pid: int) -> str:
-    """Returns what tells a process from a later one with its id: the id, and when it began, in ticks since the boot; "" if it is gone."""
+    """Returns what tells a process from a later one with its id: the id, and when it began, in ticks since
+    the boot; "" if it is gone.
+    """
     try:
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

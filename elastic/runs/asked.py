@@ -1,15 +1,18 @@
-"""Records in a run what its job asks to be made of checkpoints: exports, samples of text, validations by spares.
+"""Records in a run what its job asks to be made of checkpoints: exports, samples of text, validations by
+spares.
 
-These settings are free: they may change whenever a run is started again, and a checkpoint owes what the job asked under which it was saved.
-So a run that is started writes down what its job asks, if that is not what is written there already.
+These settings are free: they may change whenever a run is started again, and a checkpoint owes what the job
+asked under which it was saved. So a run that is started writes down what its job asks, if that is not what is
+written there already.
 
     <run>/job.json, branches/<number>.json   the whole job with which the run, or a branch, began
     <run>/asked/<number>.json                what the job asked from some generation on: only the sections, and the generation before
 
 Generations only grow, so the generation of a checkpoint says which of these documents counts for it.
 
-An older release recorded nothing when these settings were changed, and made for all checkpoints what the job said with which it was started
-last.  So a run that it began owes by the first job with which this release starts it: for all checkpoints since the newest document.
+An older release recorded nothing when these settings were changed, and made for all checkpoints what the job
+said with which it was started last.  So a run that it began owes by the first job with which this release
+starts it: for all checkpoints since the newest document.
 """
 
 from __future__ import annotations
@@ -39,7 +42,8 @@ Sections = Mapping[str, Mapping[str, Any]]
 class Asked:
     """Holds what was asked of the checkpoints of a run.
 
-    ``since`` has (generation, sections), oldest first: these sections are asked of checkpoints of later generations.
+    ``since`` has (generation, sections), oldest first: these sections are asked of checkpoints of later
+    generations.
     """
 
     since: tuple[tuple[int, Sections], ...] = ()
@@ -54,24 +58,36 @@ class Asked:
         return next((sections for before, sections in reversed(self.since) if before < generation), {})
 
     def every(self, kind: str, generation: int) -> int:
-        """Returns the number of steps from one multiple to the next at which a kind is asked of a generation; 0 if it is not asked."""
+        """Returns the number of steps from one multiple to the next at which a kind is asked of a generation;
+        0 if it is not asked.
+        """
         return int(self.of(generation).get(kind, {}).get("every", 0))
 
     def job(self, job: Job, version: Version) -> Job:
-        """Returns ``job`` with the sections that are asked of ``version``.  Code that ``job`` gives as an object stays one."""
+        """Returns ``job`` with the sections that are asked of ``version``.  Code that ``job`` gives as an
+        object stays one.
+        """
         there = self.of(version.generation)
-        return job.model_copy(update={kind: _like(getattr(job, kind), SECTIONS[kind](**section)) for kind, section in there.items()})
+        return job.model_copy(
+            update={
+                kind: _like(getattr(job, kind), SECTIONS[kind](**section)) for kind, section in there.items()
+            }
+        )
 
 
 def _like(here: Section, there: Section) -> Section:
-    """Returns ``there``, with the values of ``here`` where they are equal: a name may be equal to an object that has that name."""
+    """Returns ``there``, with the values of ``here`` where they are equal: a name may be equal to an object
+    that has that name.
+    """
     pairs = ((name, getattr(here, name), getattr(there, name)) for name in type(there).model_fields)
     return there.model_copy(update={name: ours for name, ours, theirs in pairs if ours == theirs})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recorded(Note):
-    """The note of what the job asked of the checkpoints of generations after ``generation``; the owner with this ``claim`` wrote it."""
+    """The note of what the job asked of the checkpoints of generations after ``generation``; the owner with
+    this ``claim`` wrote it.
+    """
 
     generation: int
     claim: int
@@ -92,21 +108,27 @@ def sections_of(job: Mapping[str, Any]) -> Sections:
     """Returns the sections of a job as it is stored."""
     found = {kind: job.get(kind, {}) for kind in SECTIONS}
     by_members = found[VALIDATION].get("by", "members") != "spares"
-    return {kind: each for kind, each in found.items() if each.get("every", 0) and not (kind == VALIDATION and by_members)}
+    return {
+        kind: each
+        for kind, each in found.items()
+        if each.get("every", 0) and not (kind == VALIDATION and by_members)
+    }
 
 
 def begin(run: Run, generation: int, claim: int) -> Asked:
-    """Records what the run's job asks of the checkpoints of generations after ``generation``, unless the run's notes say that already.
+    """Records what the run's job asks of the checkpoints of generations after ``generation``, unless the
+    run's notes say that already.
 
     Returns what the run has recorded then.
 
-    Of a run that nobody has recorded it for, it counts for all checkpoints since the newest branch.  Whoever has claimed the run as
-    ``claim`` calls it before its first checkpoint.
+    Of a run that nobody has recorded it for, it counts for all checkpoints since the newest branch.  Whoever
+    has claimed the run as ``claim`` calls it before its first checkpoint.
     """
     now = sections_of(run.job.model_dump(mode="json"))
     while True:
         newest, recorded = (notes := _notes(run)).newest(), of(run)
-        is_known = newest > 0 or run.branches.begun.asked  # notes of an older release do not say all that the run asked
+        # notes of an older release do not say all that the run asked
+        is_known = newest > 0 or run.branches.begun.asked
         if is_known and recorded.of(generation + 1) == now:
             return recorded
         since = generation if is_known else recorded.since[-1][0]

@@ -1,10 +1,11 @@
 """The branches of a run: from some step on, it has other settings.
 
-``job.json`` is the job with which a run began, branch 1.  Each later branch is a note (:mod:`elastic.runs.notes`) with its job, the version
-from which it goes on, and what it changed.  The newest branch is the run's job.
+``job.json`` is the job with which a run began, branch 1.  Each later branch is a note
+(:mod:`elastic.runs.notes`) with its job, the version from which it goes on, and what it changed.  The newest
+branch is the run's job.
 
-A branch may go on from an older checkpoint than the newest one.  Then it says which generations there were until then: what they committed
-after its step is abandoned, as it is by a fall-back.
+A branch may go on from an older checkpoint than the newest one.  Then it says which generations there were
+until then: what they committed after its step is abandoned, as it is by a fall-back.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ from storage.numbered import Numbered
 from storage.objects import ObjectStore
 
 FORMAT = 2
-"""Format of a branch from which on samples are drawn otherwise.  An older release, which would draw as before, reads only format 1."""
+"""Format of a branch from which on samples are drawn otherwise.  An older release, which would draw as
+before, reads only format 1.
+"""
 
 
 @dataclass(frozen=True)
@@ -84,7 +87,9 @@ class Branch(Since):
 
     @property
     def left(self) -> str:
-        """The steps that the branch has abandoned, in words, or "" if there are none or an older release began it."""
+        """The steps that the branch has abandoned, in words, or "" if there are none or an older release
+        began it.
+        """
         first, last = self.step + 1, self.reached
         if last < first:
             return ""
@@ -105,14 +110,19 @@ class Branches(Numbered[Branch]):
     """The branches of the run of that name."""
 
     def __init__(self, store: ObjectStore, name: str) -> None:
-        fix = "put it back from a copy; or remove it, and begin the branch anew: `elastic train --branch` with its settings"
+        fix = (
+            "put it back from a copy; or remove it, and begin the branch anew: `elastic train --branch` "
+            "with its settings"
+        )
         super().__init__(store, f"{name}/branches", FORMAT, 2, fix, Branch.of)
         self.name = name
         self._first: First | None = None
 
     @property
     def begun(self) -> First:
-        """The first branch, read at most once.  Raises :class:`Missing`, or :class:`Damaged`, which says what to do."""
+        """The first branch, read at most once.  Raises :class:`Missing`, or :class:`Damaged`, which says what
+        to do.
+        """
         if self._first is None:
             raw = self.store.get(self._first_key)
             try:
@@ -145,7 +155,9 @@ class Branches(Numbered[Branch]):
         return made_by(self.every(), version) or self.begun
 
     def origin(self) -> Origin | None:
-        """Returns the checkpoint from which the run was forked; None for another run, or if there is none of that name."""
+        """Returns the checkpoint from which the run was forked; None for another run, or if there is none of
+        that name.
+        """
         with suppress(Missing, Damaged):
             if (found := self.begun.origin) is not None:
                 return Origin(found["run"], Version(found["step"], found["generation"]))
@@ -157,7 +169,9 @@ class Branches(Numbered[Branch]):
         return Checkpoints(self.store, self.name, {} if origin is None else {origin.version: origin.run})
 
     def lost(self) -> bool:
-        """Returns whether the run has checkpoints or branches, but the document of its first branch is gone or damaged."""
+        """Returns whether the run has checkpoints or branches, but the document of its first branch is gone
+        or damaged.
+        """
         with suppress(Missing, Damaged):
             _ = self.begun
             return False
@@ -166,15 +180,21 @@ class Branches(Numbered[Branch]):
     def check_lost(self) -> None:
         """Raises :class:`JobError` for a run that is :meth:`lost`: any job would go on with it."""
         if self.lost():
-            state, fix = ("damaged", lost_fix(self.name)) if self.store.exists(self._first_key) else ("missing", lost_fix(self.name, ""))
+            state, fix = (
+                ("damaged", lost_fix(self.name))
+                if self.store.exists(self._first_key)
+                else ("missing", lost_fix(self.name, ""))
+            )
             raise JobError(
-                f"{self.store.full_name(self._first_key)} is {state}, although the run has checkpoints, so nobody knows with which "
+                f"{self.store.full_name(self._first_key)} is {state}, although the run has checkpoints, so "
+                "nobody knows with which "
                 f"settings they were made; {fix}"
             )
 
 
 def document(job: Job, origin: Origin | None = None, changed: Mapping[str, Any] | None = None) -> bytes:
-    """Returns the document ``job.json`` of a run that begins; a fork has ``changed`` these settings of its ``origin``.
+    """Returns the document ``job.json`` of a run that begins; a fork has ``changed`` these settings of its
+    ``origin``.
 
     "asked" says that it records what it asks (:mod:`elastic.runs.asked`) from its beginning on.
     """
@@ -186,9 +206,15 @@ def document(job: Job, origin: Origin | None = None, changed: Mapping[str, Any] 
     return json.dumps(about).encode()
 
 
-def lost_fix(name: str, anew: str = ", or give `elastic train` the settings with which the run began, which writes it anew") -> str:
+def lost_fix(
+    name: str,
+    anew: str = (", or give `elastic train` the settings with which the run began, which writes it anew"),
+) -> str:
     """Returns what to do about a run whose ``job.json`` is damaged, or without ``anew`` gone."""
-    return f"put the file back from a copy{anew}, or begin a run of another name with its weights: init = '{name}@latest'"
+    return (
+        f"put the file back from a copy{anew}, or begin a run of another name with its weights: init = "
+        f"'{name}@latest'"
+    )
 
 
 def no_run(job: Job, of_the_file: bool = True) -> JobError:
@@ -197,7 +223,9 @@ def no_run(job: Job, of_the_file: bool = True) -> JobError:
     Without ``of_the_file`` it is not the run of the job file, which cannot begin it.
     """
     what = ", which is a file and not a folder" if os.path.isfile(job.bucket) else ""
-    fix = "correct the name or the bucket" + (", or begin the run with `elastic train`" if of_the_file else "")
+    fix = "correct the name or the bucket" + (
+        ", or begin the run with `elastic train`" if of_the_file else ""
+    )
     return JobError(f"there is no run {job.name!r} in bucket = {job.bucket!r}{what}; {fix}")
 
 
@@ -212,29 +240,40 @@ def change_of(setting: str) -> Change:
 
 
 def changed(job: Job, found: Job) -> dict[str, tuple[Any, Any]]:
-    """Returns the settings of the trajectory in which ``job`` differs from ``found``, each as (there, here), in order."""
+    """Returns the settings of the trajectory in which ``job`` differs from ``found``, each as (there, here),
+    in order.
+    """
     ours, theirs = (flat(BEFORE | each.trajectory()) for each in (job, found))
     differs = [key for key in sorted(ours.keys() | theirs.keys()) if ours.get(key) != theirs.get(key)]
-    here, there = (flat(each.model_dump(mode="json")) for each in (job, found))  # a trajectory leaves out what stands for older releases
+    # a trajectory leaves out what stands for older releases
+    here, there = (flat(each.model_dump(mode="json")) for each in (job, found))
     return {key: (there.get(key), here.get(key)) for key in differs}
 
 
 def check(job: Job, found: Job, *, asked: bool) -> None:
-    """Raises :class:`JobError` unless the run of ``found`` may go on with ``job``, and a branch was asked for."""
+    """Raises :class:`JobError` unless the run of ``found`` may go on with ``job``, and a branch was asked
+    for.
+    """
     differs = changed(job, found)
     refused = [key for key in differs if Job.refuses(key)]
     parts, there = len(job.data.weights), len(found.data.weights)
     holds = f"bucket = {job.bucket!r} holds a run {job.name!r} of another job ({in_words(differs)})"
     other = "to begin at step 0 choose another name; to continue that run use its settings"
     if refused:
-        raise JobError(f"{holds}; the state of that run does not fit another value of {', '.join(refused[:4])}; {other}")
+        raise JobError(
+            f"{holds}; the state of that run does not fit another value of {', '.join(refused[:4])}; {other}"
+        )
     if parts != there:  # the place in a pool of samples says nothing of places in parts
         raise JobError(
-            f"{holds}; data.weights may have other values from here on, but not {parts or 'no'} instead of {there or 'no'}: samples would "
+            f"{holds}; data.weights may have other values from here on, but not {parts or 'no'} instead of "
+            f"{there or 'no'}: samples would "
             f"be left out, or repeated; {other}"
         )
     if not asked:
-        raise JobError(f"{holds}; another value would change the weights from here on; {other}, or go on with these by --branch")
+        raise JobError(
+            f"{holds}; another value would change the weights from here on; {other}, or go on "
+            "with these by --branch"
+        )
 
 
 def begin(
@@ -250,10 +289,12 @@ def begin(
     made: Iterable[Version] = (),
     word: str = "",
 ) -> str:
-    """Writes the branch ``number`` of a run, with ``job``, which goes on from ``version``, and returns the sentence that says so.
+    """Writes the branch ``number`` of a run, with ``job``, which goes on from ``version``, and returns the
+    sentence that says so.
 
-    The run had the job ``before`` until then.  What the generations up to ``until`` have committed after ``version`` is abandoned; ``made``
-    are the newest versions that are known, and ``claim`` is the newest claim.  ``word`` is the one that named ``version``, if one did.
+    The run had the job ``before`` until then.  What the generations up to ``until`` have committed after
+    ``version`` is abandoned; ``made`` are the newest versions that are known, and ``claim`` is the newest
+    claim.  ``word`` is the one that named ``version``, if one did.
 
     Raises :class:`~storage.errors.Exists` if another command has begun it.
     """
@@ -288,4 +329,7 @@ def flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def in_words(differs: Mapping[str, tuple[Any, Any]], there: str = " there and ", here: str = " here") -> str:
     """Returns the words for the first few settings that differ."""
-    return ", ".join(f"{key} = {shown(key, before)}{there}{shown(key, after)}{here}" for key, (before, after) in list(differs.items())[:4])
+    return ", ".join(
+        f"{key} = {shown(key, before)}{there}{shown(key, after)}{here}"
+        for key, (before, after) in list(differs.items())[:4]
+    )

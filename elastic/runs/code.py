@@ -1,7 +1,8 @@
-"""Tells with which code a run was made, and refuses to go on with other code unasked (:mod:`elastic.code.sources` finds the files).
+"""Tells with which code a run was made, and refuses to go on with other code unasked
+(:mod:`elastic.code.sources` finds the files).
 
-Each set of files with which the run trained is a note (:mod:`elastic.runs.notes`), with the version from which it goes on and what had
-changed.  If one is damaged, nobody knows with which code some steps were made.
+Each set of files with which the run trained is a note (:mod:`elastic.runs.notes`), with the version from
+which it goes on and what had changed.  If one is damaged, nobody knows with which code some steps were made.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ SHOWN = 6
 
 @dataclass(frozen=True, kw_only=True)
 class Code(Since):
-    """The digests of the files with which a run goes on from a version, and the files that are not as they were before."""
+    """The digests of the files with which a run goes on from a version, and the files that are not as they
+    were before.
+    """
 
     changed: list[str]
     python: str
@@ -48,7 +51,9 @@ def _notes(store: ObjectStore, name: str) -> Numbered[Code]:
 
 
 def at(store: ObjectStore, name: str, version: Version) -> Sources | None:
-    """Returns the sources with which the run of that name made ``version``, or None if it has noted none, or did not make it."""
+    """Returns the sources with which the run of that name made ``version``, or None if it has noted none, or
+    did not make it.
+    """
     found = made_by(noted(store, name), version)
     return found.sources if found is not None else None
 
@@ -65,12 +70,22 @@ def note(run: Run, code: Sources, now: float) -> str:
     return begin(run.store, run.job.name, code, newest, now, known.generation, _of_the_next_step(run, newest))
 
 
-def begin(store: ObjectStore, name: str, now: Sources, version: Version, at: float, until: int = 0, before: Sources | None = None) -> str:
-    """Notes the sources with which the run goes on from ``version``, unless they are those that are noted, and those of ``before``.
+def begin(
+    store: ObjectStore,
+    name: str,
+    now: Sources,
+    version: Version,
+    at: float,
+    until: int = 0,
+    before: Sources | None = None,
+) -> str:
+    """Notes the sources with which the run goes on from ``version``, unless they are those that are noted,
+    and those of ``before``.
 
     What the generations up to ``until`` made, they made with other ones, also after ``version``.
 
-    Returns the sentence that says what changed, or "".  Raises :class:`~storage.errors.Exists` as :func:`note` does.
+    Returns the sentence that says what changed, or "".  Raises :class:`~storage.errors.Exists` as
+    :func:`note` does.
     """
     notes = _notes(store, name)
     number, there = notes.newest() + 1, notes.intact()
@@ -104,27 +119,34 @@ def listed(differs: list[str]) -> str:
 
 
 def check(run: Run, code: Sources, newest: Version, *, accept: bool) -> str:
-    """Raises :class:`JobError` if the run would go on from ``newest`` with other code than it had, unless ``accept`` says so.
+    """Raises :class:`JobError` if the run would go on from ``newest`` with other code than it had, unless
+    ``accept`` says so.
 
-    A run that has made all of its steps trains no more, so its code does not matter: returns a sentence if it is other.
+    A run that has made all of its steps trains no more, so its code does not matter: returns a sentence if it
+    is other.
     """
     then = None if accept else _of_the_next_step(run, newest)
     if then is None or newest.step < run.job.steps:
         _compare(run, code, then, newest)
     elif differs := code.differ(then):
-        return f"the code of {run.job.name} is not that with which it was trained ({listed(differs)}); nothing is trained now"
+        return (
+            f"the code of {run.job.name} is not that with which it was trained ({listed(differs)}); "
+            "nothing is trained now"
+        )
     return ""
 
 
 def check_that_of(run: Run, version: Version, code: Sources, *, accept: bool) -> None:
-    """Raises :class:`JobError` if ``version`` was made with other code than this, unless ``accept`` says that it does not matter."""
+    """Raises :class:`JobError` if ``version`` was made with other code than this, unless ``accept`` says that
+    it does not matter.
+    """
     if not accept:
         _compare(run, code, of(run, version), version)
 
 
 def check_look(run: Run, version: Version, by: Job, job: Job, *, accept: bool) -> None:
-    """Raises :class:`JobError` if a command would look at ``version``, which a world of the job ``by`` committed, with other code than made
-    it, unless ``accept`` says that it does not matter.
+    """Raises :class:`JobError` if a command would look at ``version``, which a world of the job ``by``
+    committed, with other code than made it, unless ``accept`` says that it does not matter.
 
     ``job`` is that of the command, which may give code as objects.
     """
@@ -139,12 +161,16 @@ def with_objects(its: Job, job: Job) -> Job:
 
 
 def of(run: Run, version: Version) -> Sources | None:
-    """Returns the code with which ``version`` was made, perhaps by the run that this one was forked from; None if nobody noted it."""
+    """Returns the code with which ``version`` was made, perhaps by the run that this one was forked from;
+    None if nobody noted it.
+    """
     return at(run.store, run.checkpoints.holder(version), version)
 
 
 def _of_the_next_step(run: Run, newest: Version) -> Sources | None:
-    """Returns the code with which the run goes on from ``newest``: the newest one, or after a later branch what made ``newest``."""
+    """Returns the code with which the run goes on from ``newest``: the newest one, or after a later branch
+    what made ``newest``.
+    """
     there, branched = noted(run.store, run.job.name), run.branches.every()
     if there and not overtook(branched, there[-1]):
         return there[-1].sources
@@ -152,11 +178,18 @@ def _of_the_next_step(run: Run, newest: Version) -> Sources | None:
 
 
 def _compare(run: Run, code: Sources, then: Sources | None, version: Version, *, looks: bool = False) -> None:
-    """Raises :class:`JobError` if a run would go on from ``version`` with other code than ``then``, or a command ``looks`` at it so."""
+    """Raises :class:`JobError` if a run would go on from ``version`` with other code than ``then``, or a
+    command ``looks`` at it so.
+    """
     if then is None or not (differs := code.differ(then)):
         return
-    other = f" (read by Python {code.python} here, and {then.python} there)" if then.python != code.python else ""
-    what = f"the code of the run {run.job.name!r} in bucket = {run.job.bucket!r} has changed since step {version.step}: {listed(differs)}"
+    other = (
+        f" (read by Python {code.python} here, and {then.python} there)" if then.python != code.python else ""
+    )
+    what = (
+        f"the code of the run {run.job.name!r} in bucket = {run.job.bucket!r} has changed since step "
+        f"{version.step}: {listed(differs)}"
+    )
     by = "--accept-code (launch(..., accept_code=True)), or begin at step 0 under another name"
     fix = "use the code of now all the same by --accept-code" if looks else f"go on with it by {by}"
     raise JobError(f"{what}{other}; undo the change, or {fix}")

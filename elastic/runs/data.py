@@ -1,7 +1,7 @@
 """Binds a run to the samples that it was begun on, wherever they are stored.
 
-Their fingerprint and their number are in ``<run>/data.json``.  A fork that has not trained has none, and has the samples of the run that it
-was forked from.
+Their fingerprint and their number are in ``<run>/data.json``.  A fork that has not trained has none, and has
+the samples of the run that it was forked from.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ def bind(run: Run, fingerprint: str, samples: int) -> None:
 
 
 def check(run: Run, fingerprint: str, samples: int) -> bool:
-    """Returns whether the run is bound to its samples, and not only the run that it was forked from, whose samples it has.
+    """Returns whether the run is bound to its samples, and not only the run that it was forked from, whose
+    samples it has.
 
     Raises :class:`JobError` if the run, or that one, was begun on other samples.
     """
@@ -48,16 +49,23 @@ def check(run: Run, fingerprint: str, samples: int) -> bool:
     if found["fingerprint"] != fingerprint:
         same = "let fingerprint() be the same in every process"
         if fingerprint.startswith(OF_ROWS) and found["fingerprint"].startswith(OF_ROWS):
-            same = "if only numbers that its rows compute are others on this kind of CPU, give it a fingerprint() that returns the latter"
+            same = (
+                "if only numbers that its rows compute are others on this kind of CPU, give it a "
+                "fingerprint() that returns the latter"
+            )
         raise JobError(
-            f"data.args = {here}: the dataset has the fingerprint {fingerprint}, but the run {run.job.name!r} in "
-            f"bucket = {run.job.bucket!r} was begun on {found['fingerprint']} (data.args = {without_secrets('data.args', found['args'])}); "
+            f"data.args = {here}: the dataset has the fingerprint {fingerprint}, but the run "
+            f"{run.job.name!r} in "
+            f"bucket = {run.job.bucket!r} was begun on {found['fingerprint']} (data.args = "
+            f"{without_secrets('data.args', found['args'])}); "
             f"give this run another name, or the data it was begun on, and {same}"
         )
     if (begun_on := found.get("samples", samples)) != samples:  # runs of earlier versions did not note it
         raise JobError(
             f"data.args = {here}: the dataset has {samples} samples, but the run {run.job.name!r} in "
-            f"bucket = {run.job.bucket!r} was begun on {begun_on} with the same fingerprint, and the order of samples depends on their "
-            f"number; give this run another name, or the data it was begun on, and let fingerprint() change with the samples"
+            f"bucket = {run.job.bucket!r} was begun on {begun_on} with the same fingerprint, and the order "
+            "of samples depends on their "
+            "number; give this run another name, or the data it was begun on, and let fingerprint() change "
+            "with the samples"
         )
     return name == run.job.name

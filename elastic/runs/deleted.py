@@ -1,11 +1,12 @@
 """Writes anew what is missing of a run that lives, if somebody has deleted its folder.
 
-Such a run trains on, and its next save makes the folder again.  But without ``job.json`` nobody could go on from what it saves, and
-without its claim no command would find it.  So its coordinator looks for both before it writes a manifest.
+Such a run trains on, and its next save makes the folder again.  But without ``job.json`` nobody could go on
+from what it saves, and without its claim no command would find it.  So its coordinator looks for both before
+it writes a manifest.
 
-Where nothing is missing that takes three requests, none of which stands for another.  The list of the claims shows a newer one.  The
-claim itself shows whose it is: a run that was begun anew in the same place has claims of the same numbers.  And ``job.json`` may be
-missing alone.
+Where nothing is missing that takes three requests, none of which stands for another.  The list of the claims
+shows a newer one.  The claim itself shows whose it is: a run that was begun anew in the same place has claims
+of the same numbers.  And ``job.json`` may be missing alone.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ from storage.errors import Deposed, Exists
 def put_back(run: Run, incarnation: int, life: str, claim: Callable[[], object]) -> str:
     """Writes what is missing of ``job.json`` and of the claim of ``incarnation``; ``claim`` writes the claim.
 
-    Returns the sentence that says so, "" if nothing was missing.  ``job.json`` stays missing if there are later branches: the job that it
-    held is not known any more.  Raises :class:`Deposed` if the newest claim is that of another ``life``: of another run of the name, begun
-    in a new folder, or of a command that has taken this one over.
+    Returns the sentence that says so, "" if nothing was missing.  ``job.json`` stays missing if there are
+    later branches: the job that it held is not known any more.  Raises :class:`Deposed` if the newest claim
+    is that of another ``life``: of another run of the name, begun in a new folder, or of a command that has
+    taken this one over.
     """
     store, name, lacks = run.store, run.job.name, list[str]()
     owner = run.owner()
@@ -40,7 +42,9 @@ def put_back(run: Run, incarnation: int, life: str, claim: Callable[[], object])
     if not lacks:
         return ""
     return (
-        f"somebody has deleted {store.full_name(name)}, or a part of it: {' and '.join(lacks)} of the run are written anew, so that it "
-        f"can go on from what it saves from now on; what else was deleted is lost, as earlier checkpoints and metrics, and what its data "
+        f"somebody has deleted {store.full_name(name)}, or a part of it: {' and '.join(lacks)} of the run "
+        "are written anew, so that it "
+        "can go on from what it saves from now on; what else was deleted is lost, as earlier checkpoints "
+        "and metrics, and what its data "
         f"and its code were, so that nobody is told if they change"
     )

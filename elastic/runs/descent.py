@@ -57,10 +57,14 @@ def runs_of(bucket: str) -> list[Descent]:
     return [_look(store, bucket, name) for name in names if store.exists(f"{name}/job.json")]
 
 
-def tree(found: list[Descent], roots: Collection[str] | None = None) -> Iterator[tuple[int, Descent, Branch | None]]:
-    """Yields the runs, and their branches, from the top down: the depth, the run, and a later branch of it or None.
+def tree(
+    found: list[Descent], roots: Collection[str] | None = None
+) -> Iterator[tuple[int, Descent, Branch | None]]:
+    """Yields the runs, and their branches, from the top down: the depth, the run, and a later branch of it or
+    None.
 
-    A run comes after the branch that it comes from.  At the top are ``roots``, or else those that come from none that is there.
+    A run comes after the branch that it comes from.  At the top are ``roots``, or else those that come from
+    none that is there.
     """
     names = {each.name for each in found}
     for each in found:
@@ -69,7 +73,9 @@ def tree(found: list[Descent], roots: Collection[str] | None = None) -> Iterator
 
 
 def family(found: list[Descent], name: str) -> list[Descent]:
-    """Returns the runs that descend from the same one as the run of that name, and that one; none if there is no run of that name."""
+    """Returns the runs that descend from the same one as the run of that name, and that one; none if there is
+    no run of that name.
+    """
     parents, known = {each.name: each.parent for each in found}, list[str]()
     while name in parents and name not in known:
         known.append(name)
@@ -93,7 +99,13 @@ def _look(store: ObjectStore, bucket: str, name: str) -> Descent:
         every, last = run.branches.every(), metrics.last_row(store, name)
         times = [*(each.at for each in every[-1:]), *([last["time"]] if last else [])]
         end, living = run.end(), run.local_process()
-        state = f"trained by process {living} of this machine" if living else type(end).__name__ if end else "not finished"
+        state = (
+            f"trained by process {living} of this machine"
+            if living
+            else type(end).__name__
+            if end
+            else "not finished"
+        )
         newest = run.newest()
         return Descent(
             name,

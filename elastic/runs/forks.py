@@ -1,21 +1,25 @@
-"""Forks: a run that goes on from a checkpoint of another run in the same bucket, or begins with its weights.  Nothing is copied.
+"""Forks: a run that goes on from a checkpoint of another run in the same bucket, or begins with its weights.
+Nothing is copied.
 
     <run>/job.json                                       "origin": the run and the version from which a fork goes on
     <holder>/references/<run>-<step>-<generation>.json   the holder of a checkpoint keeps it for that run
     <holder>/unused/<run>-<step>-<generation>.json       a mark: there was no such run, or it did not need the checkpoint
     <holder>/unused/now/<run>-<step>-<generation>.json   its reference is being removed
 
-A reference is written before the run that needs it begins, and stays as long as that run may be resumed.  Who deletes a checkpoint looks
-for references before it marks it, and again before it removes it.  Who forks writes the reference first, and then looks for the mark.  So
-one of the two sees the other: a checkpoint that had no mark once the reference was there is not removed.
+A reference is written before the run that needs it begins, and stays as long as that run may be resumed.  Who
+deletes a checkpoint looks for references before it marks it, and again before it removes it.  Who forks
+writes the reference first, and then looks for the mark.  So one of the two sees the other: a checkpoint that
+had no mark once the reference was there is not removed.
 
-A command that dies leaves a reference without a run, and so does a run that is removed.  They are collected in two phases, too: one round
-marks them, and a later one removes those that are still unused, and then looks once more.  Who forks writes ``job.json`` and then makes
-sure that its reference is there.  So again one of the two sees the other, however long the fork takes to begin.
+A command that dies leaves a reference without a run, and so does a run that is removed.  They are collected
+in two phases, too: one round marks them, and a later one removes those that are still unused, and then looks
+once more.  Who forks writes ``job.json`` and then makes sure that its reference is there.  So again one of
+the two sees the other, however long the fork takes to begin.
 
-Either of them may die between two calls.  Before a collection removes a reference, it notes so in an object that only a collection
-removes, and that keeps the checkpoint as a reference does.  If it dies, the next one puts the reference back if it is needed.  A fork that
-died once its run was there makes sure of its reference when it goes on.  Names say all that a reference is: a listing is enough.
+Either of them may die between two calls.  Before a collection removes a reference, it notes so in an object
+that only a collection removes, and that keeps the checkpoint as a reference does.  If it dies, the next one
+puts the reference back if it is needed.  A fork that died once its run was there makes sure of its reference
+when it goes on.  Names say all that a reference is: a listing is enough.
 """
 
 from __future__ import annotations
@@ -45,7 +49,9 @@ class Reference(NamedTuple):
     @classmethod
     def all(cls, store: ObjectStore, folder: str, pattern: str = _NAME) -> list[Reference]:
         """Returns the references whose objects, or whose marks, are in ``folder``."""
-        return [cls(found[1], Version(int(found[2]), int(found[3]))) for found in store.matching(folder, pattern)]
+        return [
+            cls(found[1], Version(int(found[2]), int(found[3]))) for found in store.matching(folder, pattern)
+        ]
 
     @property
     def name(self) -> str:
@@ -62,7 +68,8 @@ def checkpoints(store: ObjectStore, name: str) -> Checkpoints:
 
 def references(store: ObjectStore, name: str) -> dict[Version, tuple[str, ...]]:
     """Returns the versions of a run that others need, or may need, each with the names of these."""
-    there = {*_marks(store, name), *kept(store, name)}  # in this order: a note goes once the reference was put back
+    # in this order: a note goes once the reference was put back
+    there = {*_marks(store, name), *kept(store, name)}
     found: dict[Version, tuple[str, ...]] = {}
     for each in sorted(there):
         found[each.version] = (*found.get(each.version, ()), each.run)
@@ -78,7 +85,8 @@ def _marks(store: ObjectStore, name: str) -> list[Reference]:
 
 
 def refer(store: ObjectStore, origin: Origin, name: str) -> Origin:
-    """Makes sure that a checkpoint stays for the run ``name``.  Returns where it really is: a fork may have it from its own origin.
+    """Makes sure that a checkpoint stays for the run ``name``.  Returns where it really is: a fork may have
+    it from its own origin.
 
     Raises :class:`JobError` unless it is a good one that is not being deleted.
     """
@@ -98,13 +106,18 @@ def _holder(store: ObjectStore, origin: Origin) -> Origin:
 
 
 def _hold(store: ObjectStore, holder: Origin, reference: Reference) -> None:
-    """Writes a reference, unless it is there.  Raises :class:`JobError` unless its checkpoint is a good one that is not being deleted."""
+    """Writes a reference, unless it is there.  Raises :class:`JobError` unless its checkpoint is a good one
+    that is not being deleted.
+    """
     with suppress(Exists):
         store.put_if_absent(f"{holder.run}/references/{reference.name}", reference.to_bytes())
     found = _look(store, holder)
     if found is None or not found.good:
         why = "is being deleted" if found is not None and found.deleted else "is not complete, or damaged"
-        raise JobError(f"the checkpoint of {holder} {why}; name another one: `elastic checkpoint ls --name {holder.run}` lists them")
+        raise JobError(
+            f"the checkpoint of {holder} {why}; name another one: `elastic checkpoint ls --name "
+            f"{holder.run}` lists them"
+        )
 
 
 def begin(store: ObjectStore, job: Job, origin: Origin, changed: dict[str, Any]) -> None:
@@ -123,9 +136,11 @@ def begin(store: ObjectStore, job: Job, origin: Origin, changed: dict[str, Any])
 
 
 def make_sure(store: ObjectStore, job: Job, origin: Origin | None) -> None:
-    """Makes sure that a run that goes on has its reference, which it lacks if the command that began it died too early.
+    """Makes sure that a run that goes on has its reference, which it lacks if the command that began it died
+    too early.
 
-    ``origin`` is where a fork comes from.  A checkpoint that is gone is no error: the run may not need it any more.
+    ``origin`` is where a fork comes from.  A checkpoint that is gone is no error: the run may not need it any
+    more.
     """
     if origin is None and "." in job.init.rpartition("@")[2]:
         origin = _holder(store, Origin.of(job.init))
@@ -149,7 +164,9 @@ def unused(store: ObjectStore, name: str) -> list[Reference]:
 
 
 def _needs(store: ObjectStore, reference: Reference, holder: str) -> bool:
-    """Returns whether there is a run that goes on from the checkpoint, or began with its weights, perhaps as those of another fork."""
+    """Returns whether there is a run that goes on from the checkpoint, or began with its weights, perhaps as
+    those of another fork.
+    """
     run, origin = Branches(store, reference.run), Origin(holder, reference.version)
     try:
         word = run.begun.job.get("init", "").rpartition("@")[2]
@@ -161,13 +178,16 @@ def _needs(store: ObjectStore, reference: Reference, holder: str) -> bool:
 
 
 def collect(store: ObjectStore, name: str, reference: Reference) -> bool:
-    """Performs a phase of the collection of a reference that was unused.  Returns whether it is gone: if it was marked before."""
+    """Performs a phase of the collection of a reference that was unused.  Returns whether it is gone: if it
+    was marked before.
+    """
     mark = f"{name}/unused/{reference.name}"
     try:
         store.put_if_absent(mark, reference.to_bytes())
         return False
     except Exists:
-        store.put(f"{name}/unused/now/{reference.name}", reference.to_bytes())  # a fork that begins removes the mark
+        # a fork that begins removes the mark
+        store.put(f"{name}/unused/now/{reference.name}", reference.to_bytes())
     store.delete(f"{name}/references/{reference.name}")
     needed = _needs(store, reference, name)
     _settle(store, name, reference, needed=needed)
@@ -175,7 +195,8 @@ def collect(store: ObjectStore, name: str, reference: Reference) -> bool:
 
 
 def unmark(store: ObjectStore, name: str) -> list[Reference]:
-    """Removes the marks of references that are needed by now, or are gone, and returns the references that are unused.
+    """Removes the marks of references that are needed by now, or are gone, and returns the references that
+    are unused.
 
     What a collection has begun that died is undone.
     """
@@ -200,7 +221,8 @@ def _look(store: ObjectStore, origin: Origin) -> Listed | None:
 
 
 def write_anew(job: Job) -> str:
-    """Writes a damaged ``job.json``, if a checkpoint of the first branch was made with ``job``.  Returns the sentence that says so, or "".
+    """Writes a damaged ``job.json``, if a checkpoint of the first branch was made with ``job``.  Returns the
+    sentence that says so, or "".
 
     A run for which another one keeps a checkpoint was forked from there.
     """
@@ -212,10 +234,18 @@ def write_anew(job: Job) -> str:
     if not (run := Branches(store, name)).lost() or not store.exists(key):
         return ""
     later, listed = run.every(), Checkpoints(store, name).versions()
-    own = (each.manifest.about for each in listed if each.manifest is not None and made_by(later, each.version) is None)
+    own = (
+        each.manifest.about
+        for each in listed
+        if each.manifest is not None and made_by(later, each.version) is None
+    )
     if job.digest not in (about.get("job") for about in own):
         return ""
-    others = [each.removesuffix("/") for each in store.children() if each.endswith("/")] if not job.init else []
-    came = (Origin(other, each.version) for other in others for each in kept(store, other) if each.run == name)
+    others = (
+        [each.removesuffix("/") for each in store.children() if each.endswith("/")] if not job.init else []
+    )
+    came = (
+        Origin(other, each.version) for other in others for each in kept(store, other) if each.run == name
+    )
     store.put(key, document(job, next(came, None)))
     return f"{store.full_name(key)} is damaged: it is written anew, since these settings made its checkpoints"

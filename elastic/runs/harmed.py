@@ -1,4 +1,6 @@
-"""Says what a run has lost with the content of small documents, as after a power cut, and what becomes of it when the run goes on."""
+"""Says what a run has lost with the content of small documents, as after a power cut, and what becomes of it
+when the run goes on.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ def notes(run: Run) -> list[str]:
     store, name, found = run.store, run.job.name, list[str]()
     newest = {folder: Numbered[Any](store, f"{name}/{folder}", maxsize).newest() for folder in LOST}
     keys = {f"{name}/{folder}/{number:06d}.json": LOST[folder] for folder, number in newest.items() if number}
-    keys[f"{name}/data.json"] = "it is written anew, and whether these are the samples that the run began on is not known"
+    keys[f"{name}/data.json"] = (
+        "it is written anew, and whether these are the samples that the run began on is not known"
+    )
     for key, lost in keys.items():
         with suppress(Missing):
             try:

@@ -2,12 +2,14 @@
 
     <run>/metrics/000000000050-000003-000000001234.jsonl
 
-A file has the rows (:mod:`elastic.report.metrics`) of the steps after the file before it, up to a save.  Its name has the step and the
-generation of its last row, and the number of the journal's record from which on the next rows are found: so whoever continues the run
-reads no more of the journal than what came since.  Object stores cannot append, so there is at most one file for each save.
+A file has the rows (:mod:`elastic.report.metrics`) of the steps after the file before it, up to a save.  Its
+name has the step and the generation of its last row, and the number of the journal's record from which on the
+next rows are found: so whoever continues the run reads no more of the journal than what came since.  Object
+stores cannot append, so there is at most one file for each save.
 
-Each step counts once, over all restarts: a row says which generation committed it, and a reader takes the rows of the surviving lineage,
-each step once.  A validation has an object of its own besides (:mod:`elastic.runs.validations`).
+Each step counts once, over all restarts: a row says which generation committed it, and a reader takes the
+rows of the surviving lineage, each step once.  A validation has an object of its own besides
+(:mod:`elastic.runs.validations`).
 """
 
 from __future__ import annotations
@@ -53,7 +55,9 @@ RETRY_S = 30.0
 
 
 class FilePosition(NamedTuple):
-    """The name of a file: the version of its last row, and the record from which on the next rows are found (0: from the first on)."""
+    """The name of a file: the version of its last row, and the record from which on the next rows are found
+    (0: from the first on).
+    """
 
     step: int
     generation: int
@@ -92,7 +96,9 @@ def last_row(store: ObjectStore, run: str) -> Row | None:
 
 
 def store_rows(store: ObjectStore, run: str, rows: Sequence[Row], record: int = 0) -> None:
-    """Writes ``rows`` as one file, and before it their validations.  ``record`` is that of its name.  What is there already stays."""
+    """Writes ``rows`` as one file, and before it their validations.  ``record`` is that of its name.  What is
+    there already stays.
+    """
     for row in rows:
         if "validation_loss" in row:
             told.store(store, run, row)
@@ -116,24 +122,31 @@ def _with_late(store: ObjectStore, run: str, rows: Iterable[Row]) -> Iterator[Ro
 
 def validations(run: Run, lineage: Lineage) -> dict[Version, Loss]:
     """Returns the loss of each stored validation of ``lineage``."""
-    return {version: loss for version, (_, loss) in told.stored(run.store, run.job.name).items() if contains(lineage, version)}
+    return {
+        version: loss
+        for version, (_, loss) in told.stored(run.store, run.job.name).items()
+        if contains(lineage, version)
+    }
 
 
 def jobs(run: Run) -> Callable[[Version], Job]:
-    """Returns the function that gives the job of a version, that of the branch of the run in which it was committed."""
+    """Returns the function that gives the job of a version, that of the branch of the run in which it was
+    committed.
+    """
     later = [(each.generation, run.job.begun_as(each.job)) for each in reversed(run.branches.every())]
     first = run.job.begun_as(run.branches.begun.job) if later else run.job
     return lambda version: next((job for since, job in later if version.generation > since), first)
 
 
 def rates(job: Callable[[Version], Job]) -> Callable[[Version, float | None], float]:
-    """Returns the function that gives the learning rate of a version, by its job (:func:`jobs`), from what its commit told of it
-    (:func:`rate_for_readers`)."""
+    """Returns the function that gives the learning rate of a version, by its job (:func:`jobs`), from what
+    its commit told of it (:func:`rate_for_readers`)."""
     return lambda version, told: rate_for_readers(job(version), version.step, told)
 
 
 def keep_until(run: Run, version: Version) -> None:
-    """Stores the rows up to ``version`` in a file of their own, if they share one with later steps, which are about to be abandoned.
+    """Stores the rows up to ``version`` in a file of their own, if they share one with later steps, which are
+    about to be abandoned.
 
     Those that only the journal has are stored before, also of the later steps: a fork may have begun there.
     """
@@ -141,13 +154,18 @@ def keep_until(run: Run, version: Version) -> None:
     with suppress(Damaged):  # nobody can read these rows any more, and going back is a way out
         store_journaled(run, lineage)
     kept = cut(lineage, version)
-    whole = [place.step for place in places(run.store, run.job.name) if contains(kept, Version(place.step, place.generation))]
+    whole = [
+        place.step
+        for place in places(run.store, run.job.name)
+        if contains(kept, Version(place.step, place.generation))
+    ]
     store_rows(run.store, run.job.name, list(stored(run.store, run.job.name, kept, max(whole, default=0))))
 
 
 def store_journaled(run: Run, lineage: Lineage) -> None:
-    """Stores the rows of ``lineage`` that only the journal has.  Whoever goes on from its end without a journal calls it before: readers
-    would not look there any more.  Raises :class:`~storage.errors.StorageError`.
+    """Stores the rows of ``lineage`` that only the journal has.  Whoever goes on from its end without a
+    journal calls it before: readers would not look there any more.  Raises
+    :class:`~storage.errors.StorageError`.
     """
     following = Following(run)
     following.read()
@@ -156,7 +174,9 @@ def store_journaled(run: Run, lineage: Lineage) -> None:
 
 
 class Following:
-    """Reads the journal of a run in the bucket as it grows, from where the stored rows end, and stores the rows that are final."""
+    """Reads the journal of a run in the bucket as it grows, from where the stored rows end, and stores the
+    rows that are final.
+    """
 
     def __init__(self, run: Run) -> None:
         self.run, self.store, self.name = run, run.store, run.job.name
@@ -165,7 +185,9 @@ class Following:
         self._places = places(self.store, self.name)
         self._next = max((place.record for place in self._places), default=0)
         self._begun: list[tuple[int, int]] = []
-        """The segments with rows that are not stored: the step at which each began, and the number of its first record."""
+        """The segments with rows that are not stored: the step at which each began, and the number of its
+        first record.
+        """
 
     def read(self) -> None:
         """Reads what the journal has got since."""
@@ -173,7 +195,9 @@ class Following:
             self._next = records[-1]["n"] + 1
             if "continues" not in head:
                 self.rows.read(*codec.checked((head, records)))
-                self._begun.append((max((step for _, step in head["run"]["history"]["lineage"]), default=0), records[0]["n"]))
+                self._begun.append(
+                    (max((step for _, step in head["run"]["history"]["lineage"]), default=0), records[0]["n"])
+                )
             elif self._begun:
                 self.rows.read(None, records)
 
@@ -184,10 +208,19 @@ class Following:
 
     def stored_of(self, lineage: Lineage) -> int:
         """Returns the step up to which the rows of ``lineage`` are stored."""
-        return max((place.step for place in self._places if contains(lineage, Version(place.step, place.generation))), default=0)
+        return max(
+            (
+                place.step
+                for place in self._places
+                if contains(lineage, Version(place.step, place.generation))
+            ),
+            default=0,
+        )
 
     def rows_of(self, lineage: Lineage) -> list[Row]:
-        """Returns the rows of ``lineage`` that were read from the journal, in order, also if it has left that lineage."""
+        """Returns the rows of ``lineage`` that were read from the journal, in order, also if it has left that
+        lineage.
+        """
         newest = self.rows.lineage
         found = self.rows.surviving(newest if contains(newest, tip(lineage)) else lineage)
         return [row for row in found if contains(lineage, version_of(row))]
@@ -195,8 +228,8 @@ class Following:
     def store_final(self, *, closing: bool = False) -> None:
         """Stores the rows that no fall-back can take back: up to the newest good checkpoint.
 
-        A row waits for its validation, and for commits before it that are still to be told; but for a spare's not when the run is
-        ``closing``.
+        A row waits for its validation, and for commits before it that are still to be told; but for a spare's
+        not when the run is ``closing``.
         """
         stored = self.stored
         until = min(self.rows.saved, self.rows.told)
@@ -222,16 +255,24 @@ class Following:
         return self.run.job.validates(int(row["step"])) and "validation_loss" not in row
 
     def _awaits_a_spare(self, row: Row) -> bool:
-        """Returns whether a spare worker may still validate the step.  That is waited for until the next two are due."""
+        """Returns whether a spare worker may still validate the step.  That is waited for until the next two
+        are due.
+        """
         every, step = self.run.job.validation.every, int(row["step"])
-        return every > 0 and not step % every and "validation_loss" not in row and step > self.rows.saved - 2 * every
+        return (
+            every > 0
+            and not step % every
+            and "validation_loss" not in row
+            and step > self.rows.saved - 2 * every
+        )
 
 
 class Sinks:
     """Hands the stored rows on to the sinks of a job, each on a thread of its own.
 
-    A sink that fails or hangs disturbs neither the run nor another sink.  A failure is tried again after :data:`RETRY_S`.  What waits for a
-    sink is in the bucket, and at most :data:`ROWS` rows of it are in memory.
+    A sink that fails or hangs disturbs neither the run nor another sink.  A failure is tried again after
+    :data:`RETRY_S`.  What waits for a sink is in the bucket, and at most :data:`ROWS` rows of it are in
+    memory.
 
     ``say`` receives a sentence when a sink fails, once for each sink until it works again.
     """
@@ -247,15 +288,19 @@ class Sinks:
             self._each.append(_Handing(run, name, partial(make_sink, tracked, name, args), say))
 
     def hand_on(self, lineage: Lineage, until: int = 0) -> None:
-        """Begins to write the stored rows of ``lineage`` to each sink that does not have them.  Does not wait for that.
+        """Begins to write the stored rows of ``lineage`` to each sink that does not have them.  Does not wait
+        for that.
 
-        Rows up to the step ``until`` are stored.  A bucket that lists new objects late is looked at again until it shows them.
+        Rows up to the step ``until`` are stored.  A bucket that lists new objects late is looked at again
+        until it shows them.
         """
         for each in self._each:
             each.begin(lineage, until)
 
     def close(self) -> None:
-        """Ends, once every sink has what it was to get, or has failed, but after :data:`CLOSE_S` at the latest."""
+        """Ends, once every sink has what it was to get, or has failed, but after :data:`CLOSE_S` at the
+        latest.
+        """
         until = time.monotonic() + CLOSE_S
         for each in self._each:
             each.closing.set()
@@ -263,11 +308,16 @@ class Sinks:
         for each in self._each:
             each.thread.join(max(until - time.monotonic(), 0.0))
             if each.thread.is_alive():
-                self._say(f"metrics.sinks: {each.name} has not taken its rows in {CLOSE_S:g} s; it gets them when the run is started again")
+                self._say(
+                    f"metrics.sinks: {each.name} has not taken its rows in {CLOSE_S:g} s; it gets "
+                    "them when the run is started again"
+                )
 
 
 def _abandoned_by(run: Run) -> int:
-    """Returns the number of the newest branch that has abandoned steps whose rows were stored; 0 if there is none."""
+    """Returns the number of the newest branch that has abandoned steps whose rows were stored; 0 if there is
+    none.
+    """
     stored = [Version(place.step, place.generation) for place in places(run.store, run.job.name)]
     return max((each.number for each in run.branches.every() if any(map(each.abandons, stored))), default=0)
 
@@ -325,7 +375,8 @@ def batched(rows: Iterable[Row], most: int) -> Iterator[list[Row]]:
 
 
 class Recorder:
-    """Stores the rows of a run while it trains, on a thread of its own.  A bucket that is down delays nothing: the rows are in the journal.
+    """Stores the rows of a run while it trains, on a thread of its own.  A bucket that is down delays
+    nothing: the rows are in the journal.
 
     ``say`` receives a sentence if the rows cannot be stored, or a sink fails.
     """
@@ -356,29 +407,44 @@ class Recorder:
             except (Unavailable, OSError):
                 continue
             except StorageError as error:
-                self._say(f"the metrics of this run are not stored any more, but `elastic metrics` prints them from the journal: {error}")
+                self._say(
+                    "the metrics of this run are not stored any more, but `elastic metrics` prints "
+                    f"them from the journal: {error}"
+                )
                 return
 
 
 def rows_of(run: Run) -> Iterator[Row]:
-    """Yields a row for each step of the surviving lineage, with "final": 1 if the step will not be done again, else 0."""
+    """Yields a row for each step of the surviving lineage, with "final": 1 if the step will not be done
+    again, else 0.
+    """
     following = Following(run)
     following.read()
     lineage, saved = following.rows.lineage, run.lineage
     left = abandoned(run.branches.every(), tip(lineage))
-    journaled = contains(lineage, tip(saved)) and not left  # else the run went on without a journal since, or did not go on yet
-    yield from _known(following, lineage, following.rows.saved) if journaled else _known(following, saved, tip(saved).step)
+    # else the run went on without a journal since, or did not go on yet
+    journaled = contains(lineage, tip(saved)) and not left
+    yield from (
+        _known(following, lineage, following.rows.saved)
+        if journaled
+        else _known(following, saved, tip(saved).step)
+    )
 
 
 def with_origin(run: Run) -> Iterator[Row]:
-    """Yields the rows of :func:`rows_of`; before those of a fork, the rows of the steps that it has from its origin, each step once."""
+    """Yields the rows of :func:`rows_of`; before those of a fork, the rows of the steps that it has from its
+    origin, each step once.
+    """
     yield from origin_rows(run)
     yield from rows_of(run)
 
 
 def origin_rows(run: Run) -> Iterator[Row]:
-    """Yields the rows of the steps that a fork has from its origin, and from the origin of that; none for another run."""
-    yield from _with_late(run.store, run.job.name, _of_origin(run, run.lineage))  # where it begins it validates
+    """Yields the rows of the steps that a fork has from its origin, and from the origin of that; none for
+    another run.
+    """
+    # where it begins it validates
+    yield from _with_late(run.store, run.job.name, _of_origin(run, run.lineage))
 
 
 def _of_origin(fork: Run, lineage: Lineage) -> Iterator[Row]:
@@ -393,14 +459,20 @@ def _of_origin(fork: Run, lineage: Lineage) -> Iterator[Row]:
 
 
 def _known(following: Following, lineage: Lineage, final: int) -> Iterator[Row]:
-    """Yields the rows of ``lineage``, those that only the journal has too.  What is stored is final, and so are the steps to ``final``."""
+    """Yields the rows of ``lineage``, those that only the journal has too.  What is stored is final, and so
+    are the steps to ``final``.
+    """
     store, name = following.store, following.name
     journaled = ({**row, "final": int(row["step"] <= final)} for row in following.rows_of(lineage))
-    yield from _with_late(store, name, _each_once(({**row, "final": 1} for row in stored(store, name, lineage)), journaled))
+    yield from _with_late(
+        store, name, _each_once(({**row, "final": 1} for row in stored(store, name, lineage)), journaled)
+    )
 
 
 def _each_once(*sources: Iterable[Row]) -> Iterator[Row]:
-    """Yields rows in the order of their steps, each step once: from the first of the ``sources`` that has it.  Each is in that order."""
+    """Yields rows in the order of their steps, each step once: from the first of the ``sources`` that has it.
+    Each is in that order.
+    """
     last = 0
     for row in merge(*sources, key=lambda row: int(row["step"])):
         if row["step"] > last:

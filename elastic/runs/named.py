@@ -1,8 +1,9 @@
 """Finds the job of a run for a command that does not train it, from a job file that need not be in order.
 
-Such a command must work when it is needed most: while a run does what it should not, somebody has just edited its file, and `elastic stop`
-is typed.  So it reads the name and the bucket, and the few settings that it goes by.  If the file cannot be used as a whole, everything
-else is taken from the job that the run has stored.  Options of the command line are always read: who types one means it.
+Such a command must work when it is needed most: while a run does what it should not, somebody has just edited
+its file, and `elastic stop` is typed.  So it reads the name and the bucket, and the few settings that it goes
+by.  If the file cannot be used as a whole, everything else is taken from the job that the run has stored.
+Options of the command line are always read: who types one means it.
 """
 
 from __future__ import annotations
@@ -24,10 +25,12 @@ PLACE = ("name", "bucket")
 
 
 def job_of_run(path: Path, options: Mapping[str, Any], reads: Collection[str] = ()) -> tuple[Job, list[str]]:
-    """Returns the job of ``path`` with ``options`` over it; if it is not valid, what the run has stored, and the sentences that say why.
+    """Returns the job of ``path`` with ``options`` over it; if it is not valid, what the run has stored, and
+    the sentences that say why.
 
-    ``reads`` are the settings that the command takes from the file even then, by their full names.  Raises :class:`JobError` for a file
-    that is not TOML, and for a mistake in the name, the bucket, ``reads`` or ``options``, or if there is no such run.
+    ``reads`` are the settings that the command takes from the file even then, by their full names.  Raises
+    :class:`JobError` for a file that is not TOML, and for a mistake in the name, the bucket, ``reads`` or
+    ``options``, or if there is no such run.
     """
     values = read_toml(path)
     try:
@@ -39,7 +42,9 @@ def job_of_run(path: Path, options: Mapping[str, Any], reads: Collection[str] = 
     checked = partial(job, source_of(path.name, options))
     named = checked(**place)
     own = _own(values, reads)
-    *others, last = (merge(_over(stored, own, reads) | place, options, path.name) for stored in _stored(named))
+    *others, last = (
+        merge(_over(stored, own, reads) | place, options, path.name) for stored in _stored(named)
+    )
     for settings in others:
         with suppress(JobError):
             return checked(**settings), problems
@@ -49,7 +54,8 @@ def job_of_run(path: Path, options: Mapping[str, Any], reads: Collection[str] = 
         if others:
             raise
     checked(**merge(place, options, path.name))  # a mistake in an option is told first
-    store = ObjectStore.open(named.bucket)  # what the command reads does not agree with the defaults: no run has stored more
+    # what the command reads does not agree with the defaults: no run has stored more
+    store = ObjectStore.open(named.bucket)
     Branches(store, named.name).check_lost()
     raise no_run(named)
 
@@ -61,15 +67,22 @@ def _those(values: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
 def _own(values: Mapping[str, Any], reads: Collection[str]) -> dict[str, Any]:
     """Returns the part of the file that the command reads.
 
-    A name that is no setting stays if it may be a misspelt one of them: who deletes by rules must not leave one out.
+    A name that is no setting stays if it may be a misspelt one of them: who deletes by rules must not leave
+    one out.
     """
     own = dict[str, Any]()
     for section, names in _by_section(reads).items():
         part, given = section_of(Job.model_fields[section].annotation), values.get(section, {})
         assert part is not None, f"{section} is no section"
         known = part.model_fields
-        own[section] = {name: each for name, each in given.items() if name in names or name not in known} if _table(given) else given
-    misspelt = [name for name in values if name not in Job.model_fields and {*nearest(name, [*own])} & own.keys()]
+        own[section] = (
+            {name: each for name, each in given.items() if name in names or name not in known}
+            if _table(given)
+            else given
+        )
+    misspelt = [
+        name for name in values if name not in Job.model_fields and {*nearest(name, [*own])} & own.keys()
+    ]
     return own | _those(values, misspelt)
 
 
@@ -77,7 +90,11 @@ def _over(stored: Mapping[str, Any], own: Mapping[str, Any], reads: Collection[s
     """Returns the stored settings, but what the command reads as ``own`` has it, or else its default."""
     settings = {**stored}
     for name, each in own.items():
-        left = {key: value for key, value in stored.get(name, {}).items() if key not in _by_section(reads).get(name, ())}
+        left = {
+            key: value
+            for key, value in stored.get(name, {}).items()
+            if key not in _by_section(reads).get(name, ())
+        }
         settings[name] = left | each if _table(each) else each
     return settings
 
@@ -95,6 +112,8 @@ def _table(value: object) -> bool:
 
 
 def _stored(named: Job) -> list[dict[str, Any]]:
-    """Returns the settings that the run has stored, and after them those without what may be invalid by now; no settings without a run."""
+    """Returns the settings that the run has stored, and after them those without what may be invalid by now;
+    no settings without a run.
+    """
     there = Branches(ObjectStore.open(named.bucket), named.name).job()
     return [BEFORE | there, named.begun_as(there).model_dump(mode="json")] if there else [{}]

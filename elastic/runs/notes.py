@@ -1,4 +1,5 @@
-"""The notes of a run: small create-only documents, numbered in a folder for each kind, which readers take as typed values.
+"""The notes of a run: small create-only documents, numbered in a folder for each kind, which readers take as
+typed values.
 
     <run>/branches/<number>.json   from some version on, the run has other settings (:mod:`elastic.runs.branches`)
     <run>/code/<number>.json       from some version on, it has other code (:mod:`elastic.runs.code`)
@@ -18,7 +19,9 @@ from elastic.ids import Version
 
 @dataclass(frozen=True, kw_only=True)
 class Note:
-    """A note.  Its fields are the entries of its document, and a field with a default is one that older releases did not write."""
+    """A note.  Its fields are the entries of its document, and a field with a default is one that older
+    releases did not write.
+    """
 
     format: int = 1
 
@@ -30,7 +33,8 @@ class Note:
 
 @dataclass(frozen=True, kw_only=True)
 class Since(Note):
-    """A note that something of a run is other from ``version`` on: whatever generations after :attr:`last_before` commit has it.
+    """A note that something of a run is other from ``version`` on: whatever generations after
+    :attr:`last_before` commit has it.
 
     By default from the beginning on.
     """

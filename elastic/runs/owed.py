@@ -1,18 +1,20 @@
-"""Lists what a run owes for its checkpoints: exports, samples of text and validations, each made once, and tried again until it is there.
+"""Lists what a run owes for its checkpoints: exports, samples of text and validations, each made once, and
+tried again until it is there.
 
-What is owed is written nowhere.  It follows from what was asked of a checkpoint when it was saved (:mod:`elastic.runs.asked`) and from the
-checkpoints in the bucket: the first good checkpoint at or after each multiple of ``export.every`` steps owes an export, and so does that of
-the last step, which is that of the job unless the run has ended before; for ``samples.every`` likewise.  What is done is a document that
-only one of several processes can create, so each thing counts once.  Whoever looks finds the same debts: the next coordinator, another
-cluster, a command with any job file.
+What is owed is written nowhere.  It follows from what was asked of a checkpoint when it was saved
+(:mod:`elastic.runs.asked`) and from the checkpoints in the bucket: the first good checkpoint at or after each
+multiple of ``export.every`` steps owes an export, and so does that of the last step, which is that of the job
+unless the run has ended before; for ``samples.every`` likewise.  What is done is a document that only one of
+several processes can create, so each thing counts once.  Whoever looks finds the same debts: the next
+coordinator, another cluster, a command with any job file.
 
     <run>/owed/<kind>/<step>-<generation>/done.json              the result
     <run>/owed/<kind>/<step>-<generation>/failed/<number>.json   why an attempt failed
     <run>/owed/<kind>/<step>-<generation>/progress.json          that a long attempt makes progress
     <run>/owed/<kind>/<step>-<generation>/told.json              that the run's journal knows the result, of a validation
 
-The process that dies in the middle of its work leaves no document.  Steps that a fall-back or a branch has abandoned owe nothing, and
-checkpoints of a fork's origin owe nothing to the fork.
+The process that dies in the middle of its work leaves no document.  Steps that a fall-back or a branch has
+abandoned owe nothing, and checkpoints of a fork's origin owe nothing to the fork.
 """
 
 from __future__ import annotations
@@ -43,9 +45,13 @@ FORMAT = 1
 ATTEMPTS = 3
 """Number of failed attempts after which a debt is given up."""
 DEATHS = 10
-"""Number of attempts, those included in which the process died, after which a debt is given up: a process may die for other reasons."""
+"""Number of attempts, those included in which the process died, after which a debt is given up: a process may
+die for other reasons.
+"""
 BEAT_S = 30.0
-"""Seconds from one note in the bucket that an attempt makes progress to the next; fewer where ``deadlines.wait_s`` is short."""
+"""Seconds from one note in the bucket that an attempt makes progress to the next; fewer where
+``deadlines.wait_s`` is short.
+"""
 SHOWN = 4
 """Largest number of debts that a sentence names."""
 AGAIN = "`elastic owed` lists it as long as its checkpoint exists, and `elastic owed --pay` tries again"
@@ -53,7 +59,9 @@ AGAIN = "`elastic owed` lists it as long as its checkpoint exists, and `elastic 
 
 @dataclass(frozen=True)
 class Failure:
-    """An attempt that failed.  ``died`` says that its process ended in the middle of it, ``last`` that no other one follows unasked."""
+    """An attempt that failed.  ``died`` says that its process ended in the middle of it, ``last`` that no
+    other one follows unasked.
+    """
 
     why: str
     died: bool = False
@@ -79,12 +87,17 @@ class Debt:
 
 
 def debts(
-    run: Run, lineage: Lineage | None = None, asked: Asked | None = None, kinds: Iterable[str] = SECTIONS, end: int = 0
+    run: Run,
+    lineage: Lineage | None = None,
+    asked: Asked | None = None,
+    kinds: Iterable[str] = SECTIONS,
+    end: int = 0,
 ) -> list[Debt]:
-    """Returns what the run owes of some ``kinds``, oldest first, with what was given up as long as its checkpoint is there.
+    """Returns what the run owes of some ``kinds``, oldest first, with what was given up as long as its
+    checkpoint is there.
 
-    ``lineage`` is that of the run, ``asked`` is what it has recorded, and ``end`` is its last step; without them, they are read from the
-    bucket.
+    ``lineage`` is that of the run, ``asked`` is what it has recorded, and ``end`` is its last step; without
+    them, they are read from the bucket.
     """
     asked = recorded.of(run) if asked is None else asked
     if not (wanted := [kind for kind in asked.kinds if kind in kinds]):
@@ -95,13 +108,18 @@ def debts(
         noted = _notes(run, kind, lineage)
         done = {version for version, names in noted.items() if "done" in names}
         if kind == VALIDATION:  # the members may have made it
-            done.update(version for version in validations.stored(run.store, run.job.name) if contains(lineage, version))
+            done.update(
+                version
+                for version in validations.stored(run.store, run.job.name)
+                if contains(lineage, version)
+            )
         failed = (version for version, names in noted.items() if "failed" in names and version not in done)
         tried = {version: _with_failures(run, Debt(version, kind)) for version in failed}
         given_up = [debt for debt in tried.values() if debt.given_up]
         settled = {version.step for version in done}.union(debt.version.step for debt in given_up)
         left = [tried.get(version, Debt(version, kind)) for version in good.owing(asked, kind, settled)]
-        found += [debt for debt in left if not run.store.exists(_key(run, debt, "done"))]  # it may be too new to be listed
+        # it may be too new to be listed
+        found += [debt for debt in left if not run.store.exists(_key(run, debt, "done"))]
         found += [debt for debt in given_up if debt.version == good.at(debt.version.step)]
     return sorted(found)
 
@@ -112,7 +130,9 @@ def needed(found: Iterable[Debt]) -> frozenset[Version]:
 
 
 def result(run: Run, debt: Debt, name: str = "done") -> dict[str, Any]:
-    """Returns the document of what is done, or another one of the debt.  Raises :class:`~storage.errors.Missing` if there is none."""
+    """Returns the document of what is done, or another one of the debt.  Raises
+    :class:`~storage.errors.Missing` if there is none.
+    """
     key = _key(run, debt, name)
     return unseal(run.store.get(key), run.store.full_name(key), FORMAT)
 
@@ -120,7 +140,9 @@ def result(run: Run, debt: Debt, name: str = "done") -> dict[str, Any]:
 def note_done(run: Run, debt: Debt, about: Mapping[str, Any]) -> bool:
     """Notes that it is done, with its result.  Returns False if somebody else has noted it before."""
     if debt.kind == VALIDATION:  # before it counts as done
-        validations.store_late(run.store, run.job.name, debt.version, about["mean"], about["count"], about["held_out"])
+        validations.store_late(
+            run.store, run.job.name, debt.version, about["mean"], about["count"], about["held_out"]
+        )
     try:
         run.store.put_if_absent(_key(run, debt, "done"), seal({"format": FORMAT, **about}))
     except Exists:
@@ -138,9 +160,11 @@ def note_told(run: Run, debt: Debt) -> None:
 
 
 class ProgressNote:
-    """Notes in the bucket, now and then, that an attempt makes progress: it is called after each small part of the work.
+    """Notes in the bucket, now and then, that an attempt makes progress: it is called after each small part
+    of the work.
 
-    Whoever waits for the attempt reads it with :func:`progress`.  If the bucket does not take a note, the next one may do.
+    Whoever waits for the attempt reads it with :func:`progress`.  If the bucket does not take a note, the
+    next one may do.
     """
 
     def __init__(self, run: Run, debt: Debt) -> None:
@@ -158,7 +182,9 @@ class ProgressNote:
 
 
 def progress(run: Run, debt: Debt) -> tuple[int, float]:
-    """Returns what :class:`ProgressNote` has noted last: the number of parts that were done, and the time; zeros if it has noted nothing."""
+    """Returns what :class:`ProgressNote` has noted last: the number of parts that were done, and the time;
+    zeros if it has noted nothing.
+    """
     try:
         about = result(run, debt, "progress")
     except (Missing, Damaged):
@@ -169,7 +195,12 @@ def progress(run: Run, debt: Debt) -> tuple[int, float]:
 def failed(run: Run, debt: Debt, failure: Failure) -> str:
     """Notes that an attempt has failed, or is the last one, and returns the sentence that says so."""
     noted = _failures(run, debt)
-    about = {"format": FORMAT, "why": failure.why, "died": failure.died, **({"last": True} if failure.last else {})}
+    about = {
+        "format": FORMAT,
+        "why": failure.why,
+        "died": failure.died,
+        **({"last": True} if failure.last else {}),
+    }
     while True:
         with suppress(Exists):  # of another process, which tries it too
             noted.add(noted.newest() + 1, about)
@@ -182,7 +213,9 @@ def failed(run: Run, debt: Debt, failure: Failure) -> str:
 
 
 def validated(found: Validated, held_out: str) -> dict[str, Any]:
-    """Returns the document of a validation on the samples that ``held_out`` tells from others.  :func:`found` has its bits from there."""
+    """Returns the document of a validation on the samples that ``held_out`` tells from others.  :func:`found`
+    has its bits from there.
+    """
     return {"loss": float(found.loss).hex(), "count": found.count, "mean": found.mean, "held_out": held_out}
 
 
@@ -199,7 +232,11 @@ def stands(run: Run, debt: Debt) -> tuple[bool, int]:
 def untold(run: Run, lineage: Lineage) -> list[Debt]:
     """Returns the validations that are done and may be unknown to the journal, oldest first."""
     noted = _notes(run, VALIDATION, lineage)
-    return sorted(Debt(version, VALIDATION) for version, names in noted.items() if "done" in names and "told" not in names)
+    return sorted(
+        Debt(version, VALIDATION)
+        for version, names in noted.items()
+        if "done" in names and "told" not in names
+    )
 
 
 def sentence(owed: Collection[Debt]) -> str:
@@ -210,7 +247,9 @@ def sentence(owed: Collection[Debt]) -> str:
 
 
 def left(owed: Iterable[Debt], finished: bool) -> str:
-    """Returns the sentence of a run that ends, having ``finished`` or not, and leaves debts that nobody has given up; "" without any."""
+    """Returns the sentence of a run that ends, having ``finished`` or not, and leaves debts that nobody has
+    given up; "" without any.
+    """
     if not (said := sentence([debt for debt in owed if not debt.given_up])):
         return ""
     before = "" if finished else "it is done when the run goes on; before that, "
@@ -223,7 +262,9 @@ def _listed(names: list[str]) -> str:
 
 
 class _Good:
-    """The good checkpoints of a run itself that are on its lineage; each step is looked at once, and only if it is asked for."""
+    """The good checkpoints of a run itself that are on its lineage; each step is looked at once, and only if
+    it is asked for.
+    """
 
     def __init__(self, run: Run, lineage: Lineage, end: int) -> None:
         self._run, self._lineage, self._end = run, lineage, end
@@ -235,13 +276,16 @@ class _Good:
 
     def _at(self, step: int) -> Version | None:
         listed = self._run.checkpoints.at(step) if step in self._steps else []
-        return next((each.version for each in listed if each.good and contains(self._lineage, each.version)), None)
+        return next(
+            (each.version for each in listed if each.good and contains(self._lineage, each.version)), None
+        )
 
     def owing(self, asked: Asked, kind: str, settled: set[int]) -> Iterator[Version]:
-        """Yields the first good checkpoint at or after each multiple, and that of the last step, except for steps that are ``settled``.
+        """Yields the first good checkpoint at or after each multiple, and that of the last step, except for
+        steps that are ``settled``.
 
-        The multiples of a setting begin after the step at which it began.  Later checkpoints do not take the place of one that was settled
-        and is deleted by now.  The last step settles none before it.
+        The multiples of a setting begin after the step at which it began.  Later checkpoints do not take the
+        place of one that was settled and is deleted by now.  The last step settles none before it.
         """
         steps, before, after = sorted(self._steps | settled), self._since, self._since
         every, answered = 0, set[int]()
@@ -251,7 +295,8 @@ class _Good:
             for step in steps[bisect(steps, before) : bisect(steps, last)] if every else ():
                 multiple = step // every * every
                 due = after < multiple and multiple not in answered
-                if step == self._end:  # the members validate the state after the last step of the job themselves
+                # the members validate the state after the last step of the job themselves
+                if step == self._end:
                     due = kind != VALIDATION or (due and step != self._run.job.steps)
                 there = self.at(step) if due and step not in settled else None
                 if there is not None:
@@ -272,7 +317,11 @@ def _notes(run: Run, kind: str, lineage: Lineage) -> dict[Version, set[str]]:
 
 def _with_failures(run: Run, debt: Debt) -> Debt:
     noted = _failures(run, debt).intact()
-    return Debt(debt.version, debt.kind, tuple(Failure(each["why"], each["died"], each.get("last", False)) for each in noted))
+    return Debt(
+        debt.version,
+        debt.kind,
+        tuple(Failure(each["why"], each["died"], each.get("last", False)) for each in noted),
+    )
 
 
 def _key(run: Run, debt: Debt, name: str) -> str:

@@ -8,7 +8,9 @@ from elastic.ids import Version, WorkerId
 from elastic.plan.layout import Layout
 
 KEPT = 4
-"""Largest number of checkpoints whose receipts are kept: the newest is being saved, and an older manifest may be asked for again."""
+"""Largest number of checkpoints whose receipts are kept: the newest is being saved, and an older manifest may
+be asked for again.
+"""
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,8 @@ class Parts:
         self._parts: dict[Version, dict[tuple[int, WorkerId], SavedShard]] = {}
 
     def add(self, version: Version, worker: WorkerId, shard: SavedShard) -> None:
-        """Adds a receipt.  If there are too many checkpoints, drops the one that got no receipt for the longest time.
+        """Adds a receipt.  If there are too many checkpoints, drops the one that got no receipt for the
+        longest time.
 
         That is not always the lowest version: a higher one may have been given up.
         """

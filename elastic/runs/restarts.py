@@ -1,9 +1,11 @@
 """Ends a loop without progress: whoever starts a run again and again, and gets no further, is told so (R23).
 
-A supervisor that restarts what failed would pay for machines forever if the run always breaks before its next save.  So each claim of a run
-(``owner/<incarnation>.json``) says at which durable step it began, and how many restarts before it were in vain: they began at the same
-step as the start before them, which was not stopped, did not fail for a fault of the job, and had not merely waited for machines.  A fault
-of the job does not count, because a person mends it and starts again; neither does a run with ``--local``, nor what was before a branch.
+A supervisor that restarts what failed would pay for machines forever if the run always breaks before its next
+save.  So each claim of a run (``owner/<incarnation>.json``) says at which durable step it began, and how many
+restarts before it were in vain: they began at the same step as the start before them, which was not stopped,
+did not fail for a fault of the job, and had not merely waited for machines.  A fault of the job does not
+count, because a person mends it and starts again; neither does a run with ``--local``, nor what was before a
+branch.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ from elastic.runs.run import LOCAL, Run
 
 
 def begins(run: Run) -> dict[str, Any]:
-    """Returns what the first claim of a start says: the durable step, and the number of restarts in vain up to this one.
+    """Returns what the first claim of a start says: the durable step, and the number of restarts in vain up
+    to this one.
 
     If they were too many, the user has asked for another try, and they are counted anew.
     """
@@ -35,9 +38,12 @@ def check(run: Run, *, again: bool) -> None:
     vain = in_vain(run)
     if not again and not _within(run, vain):
         raise NoProgress(
-            f"{run.job.name} was started {vain} times in a row and saved no step after step {_durable(run)}, where watch.max_restarts = "
-            f"{run.job.watch.max_restarts} permits {run.job.watch.max_restarts} restarts in vain; `elastic replay` tells what happened; "
-            f"mend it, or save more often (checkpoint.save_every = {run.job.checkpoint.save_every}), and start it once with --again"
+            f"{run.job.name} was started {vain} times in a row and saved no step after step "
+            f"{_durable(run)}, where watch.max_restarts = "
+            f"{run.job.watch.max_restarts} permits {run.job.watch.max_restarts} restarts in vain; `elastic "
+            "replay` tells what happened; "
+            f"mend it, or save more often (checkpoint.save_every = {run.job.checkpoint.save_every}), and "
+            "start it once with --again"
         )
 
 
@@ -49,7 +55,9 @@ def in_vain(run: Run) -> int:
     if _durable(run) > owner["durable"]:
         return 0
     if last is not None and last.incarnation >= run.latest_claim():
-        if isinstance(last.state, Stopped | Finished) or (isinstance(last.state, Failed) and last.state.job_error):
+        if isinstance(last.state, Stopped | Finished) or (
+            isinstance(last.state, Failed) and last.state.job_error
+        ):
             return 0
         if isinstance(last.state, Failed) and not _tried(last, owner["durable"]):
             return int(owner["vain"])

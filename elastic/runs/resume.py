@@ -1,7 +1,8 @@
-"""Finds the checkpoint that a command names, and where a command that trains begins: at the newest checkpoint of its run, at an older
-one, or at one of another run.
+"""Finds the checkpoint that a command names, and where a command that trains begins: at the newest checkpoint
+of its run, at an older one, or at one of another run.
 
-A checkpoint is named by its step; by its step and its generation, as 400.3, if the run has left it behind; or by a word, as ``best``.
+A checkpoint is named by its step; by its step and its generation, as 400.3, if the run has left it behind; or
+by a word, as ``best``.
 """
 
 from __future__ import annotations
@@ -41,22 +42,29 @@ class StartPoint:
     word: str = ""
     """The word that named it."""
     origin: Origin | None = None
-    """The checkpoint of another run from which a new run goes on, or (with ``init``) whose weights it begins with."""
+    """The checkpoint of another run from which a new run goes on, or (with ``init``) whose weights it begins
+    with.
+    """
     changed: dict[str, Any] = field(default_factory=dict)
     """The settings in which a fork differs from the run that it comes from."""
 
     said: str = ""
-    """The sentence about a checkpoint from which the run has gone on already; or what follows the one about the other run's checkpoint."""
+    """The sentence about a checkpoint from which the run has gone on already; or what follows the one about
+    the other run's checkpoint.
+    """
 
     @property
     def setting(self) -> str:
         """The words that asked for the other run's checkpoint, for errors."""
-        return f"init = {self.job.init!r}" if self.job.init else f"--resume {self.origin and self.origin.word}"
+        return (
+            f"init = {self.job.init!r}" if self.job.init else (f"--resume {self.origin and self.origin.word}")
+        )
 
     def begin(self) -> str:
         """Begins a fork, or a run with the weights of ``init``; returns the sentence that says so, or "".
 
-        Raises :class:`JobError` if the checkpoint is gone meanwhile, and :class:`~storage.errors.Exists` if there is such a run by now.
+        Raises :class:`JobError` if the checkpoint is gone meanwhile, and :class:`~storage.errors.Exists` if
+        there is such a run by now.
         """
         if self.origin is None:
             return self.said
@@ -64,12 +72,15 @@ class StartPoint:
         forks.begin(store, self.job, self.origin, self.changed)
         if self.job.init:
             return f"{name} begins at step 0 with the weights of {self.origin}{self.said}"
-        what = ", ".join(f"{key} = {there!r} there and {here!r} here" for key, (there, here) in self.changed.items())
+        what = ", ".join(
+            f"{key} = {there!r} there and {here!r} here" for key, (there, here) in self.changed.items()
+        )
         return f"{name} goes on from {self.origin}: {what or 'with the same settings'}{self.said}"
 
 
 def start_of(job: Job, resume: str | int = LATEST) -> StartPoint:
-    """Returns where ``job`` begins: ``resume`` is ``latest``, a step of its run, or ``run@latest``, ``run@best``, ``run@step``.
+    """Returns where ``job`` begins: ``resume`` is ``latest``, a step of its run, or ``run@latest``,
+    ``run@best``, ``run@step``.
 
     Raises :class:`JobError` if there is no such checkpoint, or if its state does not fit the job.
     """
@@ -82,23 +93,32 @@ def start_of(job: Job, resume: str | int = LATEST) -> StartPoint:
     try:
         name, which = (job.name, word) if is_step(word) else checkpoint_of(word)
     except ValueError as error:
-        raise JobError(f"--resume = {word!r} {error}, or be 'latest', or a step of this run{checkpoint_meant(word)}") from None
+        raise JobError(
+            f"--resume = {word!r} {error}, or be 'latest', or a step of this run{checkpoint_meant(word)}"
+        ) from None
     if name == job.name:
         return _older(job, Run.begun(job), which)
     if run.there is not None:
         _check_same(run, name, which)
         return StartPoint(job)
     if job.init:
-        raise JobError(f"init = {job.init!r} and --resume {word}: a run begins with the weights of one, or goes on from one; name one")
+        raise JobError(
+            f"init = {job.init!r} and --resume {word}: a run begins with the weights of one, or "
+            "goes on from one; name one"
+        )
     return _fork(job, name, which)
 
 
 def _older(job: Job, run: Run, which: str) -> StartPoint:
-    """Returns the start at an older checkpoint of ``run``.  If its newest branch began there, with this job, and has saved a step since, it
-    goes on: a supervisor starts the same line again and again.  By then ``best`` may be another one, so the word counts and not its step.
+    """Returns the start at an older checkpoint of ``run``.  If its newest branch began there, with this job,
+    and has saved a step since, it goes on: a supervisor starts the same line again and again.  By then
+    ``best`` may be another one, so the word counts and not its step.
     """
     newest = run.newest() or Version(0, 0)
-    begun = next((each for each in run.branches.every()[-1:] if not branches.changed(job.going_on(each.job), run.job)), None)
+    begun = next(
+        (each for each in run.branches.every()[-1:] if not branches.changed(job.going_on(each.job), run.job)),
+        None,
+    )
 
     def went_on(begun: Branch, there: str) -> StartPoint:
         said = f"branch {begun.number} of {job.name} went on from {there} before: it goes on from {newest}"
@@ -109,7 +129,8 @@ def _older(job: Job, run: Run, which: str) -> StartPoint:
     version = checkpoint(run, which)
     if "." in which and left_behind(run, [version]):
         raise JobError(
-            f"--resume {which}: {run.job.name} has left {version} behind, so it cannot go on from there; a new run can: "
+            f"--resume {which}: {run.job.name} has left {version} behind, so it cannot go on from there; a "
+            "new run can: "
             f"--name OTHER --resume {run.job.name}@{which}"
         )
     if begun and begun.step == version.step < newest.step:
@@ -118,14 +139,18 @@ def _older(job: Job, run: Run, which: str) -> StartPoint:
 
 
 def checkpoint(run: Run, which: str) -> Version:
-    """Returns the good checkpoint of ``run`` that ``latest``, or a word of :func:`version_at` names; step 0 is its beginning.
+    """Returns the good checkpoint of ``run`` that ``latest``, or a word of :func:`version_at` names; step 0
+    is its beginning.
 
     Raises :class:`JobError` if there is none.
     """
     if which != "0":
         return version_at(run, None if which == LATEST else which, "checkpoint")
     if run.checkpoints.inherited:
-        raise JobError(f"step 0: {run.job.name} was forked at step {min(run.checkpoints.inherited).step}, and has no steps before that")
+        raise JobError(
+            f"step 0: {run.job.name} was forked at step {min(run.checkpoints.inherited).step}, "
+            "and has no steps before that"
+        )
     return Version(0, 0)
 
 
@@ -135,28 +160,38 @@ def is_step(word: str) -> bool:
 
 
 def parsed(which: str, setting: str = "--step") -> tuple[int, int | None]:
-    """Returns the step and the generation that a command names, None for the generation of the run's present line."""
+    """Returns the step and the generation that a command names, None for the generation of the run's present
+    line.
+    """
     if not is_step(which):
-        raise JobError(f"{setting} = {which!r} must be a step, as 400, or a step and its generation, as 400.3")
+        raise JobError(
+            f"{setting} = {which!r} must be a step, as 400, or a step and its generation, as 400.3"
+        )
     step, _, generation = which.partition(".")
     return int(step), int(generation) if generation else None
 
 
 def version_at(run: Run, which: str | None, setting: str = "--step") -> Version:
-    """Returns the good checkpoint that a command names: by ``best``, a step, or a step and its generation; the newest one for None.
+    """Returns the good checkpoint that a command names: by ``best``, a step, or a step and its generation;
+    the newest one for None.
 
     Raises :class:`JobError` if there is none, which names those that the run has left behind at that step.
     """
     if which is None or which == BEST:
         return _best(run) if which else run.version_at(None)
     step, generation = parsed(which, setting)
-    good = [each.version for each in run.checkpoints.at(step) if each.good and not run.checkpoints.damage(each.version)]
+    good = [
+        each.version
+        for each in run.checkpoints.at(step)
+        if each.good and not run.checkpoints.damage(each.version)
+    ]
     if generation is not None and Version(step, generation) in good:
         return Version(step, generation)
     try:
         if generation is None:
             return run.version_at(step)
-        has = f"`elastic checkpoint ls --name {run.job.name}` lists those that it has"  # it may be another run than that of the job file
+        # it may be another run than that of the job file
+        has = f"`elastic checkpoint ls --name {run.job.name}` lists those that it has"
         raise JobError(f"{setting} {which}: {run.job.name} has no such good checkpoint; {has}")
     except JobError as error:
         left = ", ".join(f"{each.step}.{each.generation}" for each in left_behind(run, good))
@@ -164,12 +199,15 @@ def version_at(run: Run, which: str | None, setting: str = "--step") -> Version:
 
 
 def version_before(run: Run, step: int, generation: int) -> Version:
-    """Returns the good checkpoint of the step before that which ``generation`` committed as ``step``: its own, or the one it began with.
+    """Returns the good checkpoint of the step before that which ``generation`` committed as ``step``: its
+    own, or the one it began with.
 
     Raises :class:`JobError` if there is none, or if no checkpoint knows where the generation began.
     """
     before = f"{step - 1}.{generation}"
-    if not any(each.good and each.version == Version(step - 1, generation) for each in run.checkpoints.at(step - 1)):
+    if not any(
+        each.good and each.version == Version(step - 1, generation) for each in run.checkpoints.at(step - 1)
+    ):
         lines = [each.manifest.lineage for each in run.checkpoints.versions() if each.manifest is not None]
         if line := next((each for each in lines if lineage.contains(each, Version(step, generation))), ()):
             before = f"{step - 1}.{next(each for each, last in line if step <= last + 1)}"
@@ -177,16 +215,24 @@ def version_before(run: Run, step: int, generation: int) -> Version:
 
 
 def left_behind(run: Run, versions: Sequence[Version]) -> list[Version]:
-    """Returns those of ``versions`` that are not on the way of the run: a branch or a fall-back has abandoned them."""
+    """Returns those of ``versions`` that are not on the way of the run: a branch or a fall-back has abandoned
+    them.
+    """
     line, every = run.lineage, run.branches.every()
-    passed = [each for each in versions if each.step <= lineage.tip(line).step and not lineage.contains(line, each)]
+    passed = [
+        each for each in versions if each.step <= lineage.tip(line).step and not lineage.contains(line, each)
+    ]
     return [each for each in versions if each in passed or abandoned(every, each)]
 
 
 def saved(run: Run) -> list[Version]:
     """Returns all good checkpoints of the surviving lineage, oldest first."""
     line = run.lineage
-    return [each.version for each in run.checkpoints.versions() if each.good and lineage.contains(line, each.version)]
+    return [
+        each.version
+        for each in run.checkpoints.versions()
+        if each.good and lineage.contains(line, each.version)
+    ]
 
 
 def rewind(run: Run, now: float, version: Version, incarnation: int = 0, word: str = "") -> str:
@@ -194,12 +240,15 @@ def rewind(run: Run, now: float, version: Version, incarnation: int = 0, word: s
 
     Returns and raises as :meth:`Run.branch`.
 
-    Whoever goes on at once has claimed the run: a deletion that began before the claim is seen here, and one that sees the claim ends.
-    Raises :class:`JobError` if ``version`` is being deleted, or gone.
+    Whoever goes on at once has claimed the run: a deletion that began before the claim is seen here, and one
+    that sees the claim ends. Raises :class:`JobError` if ``version`` is being deleted, or gone.
     """
-    if version.step and not any(each.good for each in run.checkpoints.at(version.step) if each.version == version):
+    if version.step and not any(
+        each.good for each in run.checkpoints.at(version.step) if each.version == version
+    ):
         raise JobError(
-            f"another command has begun to delete {version} of {run.job.name} meanwhile, so no branch goes on from there, and the run "
+            f"another command has begun to delete {version} of {run.job.name} meanwhile, so no branch goes "
+            "on from there, and the run "
             f"stays as it is; name another step: `elastic checkpoint ls` lists them"
         )
     metrics.keep_until(run, version)
@@ -207,7 +256,9 @@ def rewind(run: Run, now: float, version: Version, incarnation: int = 0, word: s
 
 
 def best_of(run: Run) -> Best | None:
-    """Returns the best validated version of the surviving lineage, whether it was saved or not; None without any."""
+    """Returns the best validated version of the surviving lineage, whether it was saved or not; None without
+    any.
+    """
     history = run.standing(0, 0.0).history
     found = metrics.validations(run, history.lineage)
     for score in filter(None, (history.best, history.validated)):
@@ -216,38 +267,56 @@ def best_of(run: Run) -> Best | None:
 
 
 def measured(run: Run, line: Lineage, held_out: str) -> dict[Version, Loss]:
-    """Returns the validations of the lineage ``line`` on these held-out samples, if ``validation.patience`` asks how good they were."""
+    """Returns the validations of the lineage ``line`` on these held-out samples, if ``validation.patience``
+    asks how good they were.
+    """
     found = metrics.validations(run, line) if run.job.validation.patience else {}
     return {version: loss for version, loss in found.items() if loss.data in (0, number_of(held_out))}
 
 
 def impatient(run: Run, line: Lineage, held_out: str) -> tuple[int, int] | None:
-    """Returns the step of the last better validation, and the one at which the run lost ``validation.patience``; None if it has not."""
+    """Returns the step of the last better validation, and the one at which the run lost
+    ``validation.patience``; None if it has not.
+    """
     found, rule = measured(run, line, held_out), run.job.validation
     step, top = enough(found, rule.patience, rule.min_delta), mark(found, rule.min_delta)
     return (top.version.step, step) if step and top is not None else None
 
 
 def over_fits(run: Run) -> str:
-    """Returns the sentence about a run that over-fits, by what is in its bucket; "" for another one, or if the bucket does not answer."""
+    """Returns the sentence about a run that over-fits, by what is in its bucket; "" for another one, or if
+    the bucket does not answer.
+    """
     try:
         line = run.lineage
         found = metrics.validations(run, line)
         rows = partial(metrics.stored, run.store, run.job.name, line)
-        return over_fit(found, lambda after: ((int(row["step"]), row["loss"]) for row in rows(after)), f"--resume {run.job.name}@best")
+        return over_fit(
+            found,
+            lambda after: ((int(row["step"]), row["loss"]) for row in rows(after)),
+            f"--resume {run.job.name}@best",
+        )
     except (StorageError, OSError):
         return ""
 
 
 def _best(run: Run) -> Version:
-    """Returns the first good checkpoint at or after the best validated version, as ``checkpoint.keep_best`` keeps it."""
+    """Returns the first good checkpoint at or after the best validated version, as ``checkpoint.keep_best``
+    keeps it.
+    """
     name, found = run.job.name, best_of(run)
     if found is None:
-        raise JobError(f"{name}@best: {name} has no validation with a number; name a step, or set validation.every in its job")
-    later = (version for version in saved(run) if version >= found.version and not run.checkpoints.damage(version))
+        raise JobError(
+            f"{name}@best: {name} has no validation with a number; name a step, or set "
+            "validation.every in its job"
+        )
+    later = (
+        version for version in saved(run) if version >= found.version and not run.checkpoints.damage(version)
+    )
     if (first := next(later, None)) is None:
         raise JobError(
-            f"{name}@best: the best validation was after step {found.version.step}, and there is no checkpoint of it or after it"
+            f"{name}@best: the best validation was after step {found.version.step}, and there is no "
+            "checkpoint of it or after it"
         )
     return first
 
@@ -266,19 +335,26 @@ def _fork(job: Job, name: str, which: str) -> StartPoint:
     except JobError as error:
         raise JobError(f"--resume {name}@{which}: {error}") from None
     if version.step > job.steps:
-        raise JobError(f"steps = {job.steps}: the checkpoint of {name} is at step {version.step} already; ask for more steps")
+        raise JobError(
+            f"steps = {job.steps}: the checkpoint of {name} is at step {version.step} already; "
+            "ask for more steps"
+        )
     job = job.after(ended(found.stretches(), version.step))
     changed = {key: list(pair) for key, pair in branches.changed(job, found).items()}
     return StartPoint(job, origin=Origin(name, version), changed=changed, said=_ending(other, which, version))
 
 
 def instead(run: Run, which: str, version: Version) -> list[str]:
-    """Returns sentences that say if ``version`` is not the best, but the next one of which there is a checkpoint, and if validations on
-    other samples do not count.
+    """Returns sentences that say if ``version`` is not the best, but the next one of which there is a
+    checkpoint, and if validations on other samples do not count.
     """
     if which != BEST or (found := best_of(run)) is None:
         return []
-    other = "" if found.version == version else f"the best validation was after step {found.version.step}, of which there is no checkpoint"
+    other = (
+        ""
+        if found.version == version
+        else (f"the best validation was after step {found.version.step}, of which there is no checkpoint")
+    )
     return [each for each in (other, found.left_out) if each]
 
 
@@ -290,7 +366,8 @@ def _warm(job: Job) -> StartPoint:
     name, which = checkpoint_of(job.init)
     if name == job.name:
         raise JobError(
-            f"init = {job.init!r} names the run itself; name another one, or leave it out and take --resume with a step of this run"
+            f"init = {job.init!r} names the run itself; name another one, or leave it out and take --resume "
+            "with a step of this run"
         )
     other = Run.find(job.replace(name=name, init=""))
     if other.there is None and not other.branches.lost():  # weights need no settings
@@ -303,9 +380,18 @@ def _warm(job: Job) -> StartPoint:
 
 
 def _check_same(run: Run, name: str, which: str) -> None:
-    """Raises :class:`JobError` unless ``run`` began from the checkpoint that is named, which ``name`` may have from its own origin."""
+    """Raises :class:`JobError` unless ``run`` began from the checkpoint that is named, which ``name`` may
+    have from its own origin.
+    """
     origin, its = run.origin, Branches(run.store, name).checkpoints()
     of_it = origin is not None and origin.run in (name, its.holder(origin.version))
-    if origin is None or not of_it or not same_checkpoint(f"{name}@{which}", Origin(name, origin.version).word):
+    if (
+        origin is None
+        or not of_it
+        or not same_checkpoint(f"{name}@{which}", Origin(name, origin.version).word)
+    ):
         how = "began at step 0" if origin is None else f"goes on from {origin}"
-        raise JobError(f"--resume {name}@{which}: there is a run {run.job.name!r} already, which {how}; give the new one another name")
+        raise JobError(
+            f"--resume {name}@{which}: there is a run {run.job.name!r} already, which {how}; "
+            "give the new one another name"
+        )

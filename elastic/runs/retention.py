@@ -1,9 +1,9 @@
 """Deletes the checkpoints of a run that no rule keeps, and what saves have begun and never completed.
 
-A deletion has two phases (``storage/checkpoints``), which are two rounds of the coordinator: there is one after each save.  A round first
-removes what an earlier round has marked, and then marks what is due now.  Before each change it looks at the newest claim of the run, so
-that a coordinator that was replaced deletes nothing that the next one counts on.  If a save finds no room, its round removes at once
-what it marks.
+A deletion has two phases (``storage/checkpoints``), which are two rounds of the coordinator: there is one
+after each save.  A round first removes what an earlier round has marked, and then marks what is due now.
+Before each change it looks at the newest claim of the run, so that a coordinator that was replaced deletes
+nothing that the next one counts on.  If a save finds no room, its round removes at once what it marks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ from storage.checkpoints import Known, Listed
 from storage.errors import Exists, StorageError
 
 MOST = 32
-"""Largest number of checkpoints that a round of the coordinator marks, and removes: a run that begins to delete has thousands."""
+"""Largest number of checkpoints that a round of the coordinator marks, and removes: a run that begins to
+delete has thousands.
+"""
 STAYS = {"newest", "branch"}
 """The rules against which no command deletes a checkpoint."""
 BY_NUMBER = {"newest", "last", "all"}
@@ -37,24 +39,30 @@ BY_NUMBER = {"newest", "last", "all"}
 
 @dataclass(frozen=True)
 class Verdict:
-    """The checkpoints that are kept and why, those that are marked and can be removed, and those that are to be marked."""
+    """The checkpoints that are kept and why, those that are marked and can be removed, and those that are to
+    be marked.
+    """
 
     kept: dict[Version, tuple[str, ...]]
     marked: tuple[Version, ...] = ()
     due: tuple[Version, ...] = ()
 
 
-def judge(run: Run, keep: Keep, asked: Retain, listed: Iterable[Listed], now: float, owing: Collection[Version] = ()) -> Verdict:
-    """Returns what is kept and deleted of ``listed``, the checkpoints in the bucket, at the wall-clock time ``now``.
+def judge(
+    run: Run, keep: Keep, asked: Retain, listed: Iterable[Listed], now: float, owing: Collection[Version] = ()
+) -> Verdict:
+    """Returns what is kept and deleted of ``listed``, the checkpoints in the bucket, at the wall-clock time
+    ``now``.
 
-    Nothing but what is dead is deleted unless the newest checkpoint of ``asked`` is there and good.  Something is owed for those of
-    ``owing``.
+    Nothing but what is dead is deleted unless the newest checkpoint of ``asked`` is there and good.
+    Something is owed for those of ``owing``.
     """
     listed, branched = list(listed), needed(run)
     good = {each.version for each in listed if each.good and lineage.contains(asked.lineage, each.version)}
     newest = max(asked.saved, default=None)
     there = [version for version in good if newest is None or version <= newest]
-    found = metrics.validations(run, asked.lineage) if keep.best else {}  # the coordinator may not know the best one yet
+    # the coordinator may not know the best one yet
+    found = metrics.validations(run, asked.lineage) if keep.best else {}
     told, other = best(found), found.keys() - comparable(found).keys()
     kept_best = asked.best if told is None or asked.best not in other else told.version
     kept = reasons(there, keep, kept_best, branched, young(there, written(listed), keep, now))
@@ -63,16 +71,31 @@ def judge(run: Run, keep: Keep, asked: Retain, listed: Iterable[Listed], now: fl
         kept[first] = (*kept.get(first, ()), "best")
     kept |= {version: (*kept.get(version, ()), "owed") for version in good.intersection(owing)}
     spared = {*asked.spared, *branched}
-    own = [(each, _found(each, asked)) for each in listed if run.checkpoints.holder(each.version) == run.job.name]
-    past = [(each, part) for each, part in own if part.dead or (newest is not None and newest in kept and each.version < newest)]
+    own = [
+        (each, _found(each, asked)) for each in listed if run.checkpoints.holder(each.version) == run.job.name
+    ]
+    past = [
+        (each, part)
+        for each, part in own
+        if part.dead or (newest is not None and newest in kept and each.version < newest)
+    ]
     marked = sorted(each.version for each, _ in past if each.deleted and each.version not in spared)
-    return Verdict(kept, tuple(marked), victims((part for each, part in past if not each.deleted), {*kept, *asked.saved}, keep, spared))
+    return Verdict(
+        kept,
+        tuple(marked),
+        victims((part for each, part in past if not each.deleted), {*kept, *asked.saved}, keep, spared),
+    )
 
 
 def _found(each: Listed, asked: Retain) -> StoredCheckpoint:
-    begun, last = each.manifest is None and not each.damaged, max((generation for generation, _ in asked.lineage), default=0)
+    begun, last = (
+        each.manifest is None and not each.damaged,
+        max((generation for generation, _ in asked.lineage), default=0),
+    )
     return StoredCheckpoint(
-        each.version, begun, begun and each.version.generation < last and not lineage.contains(asked.lineage, each.version)
+        each.version,
+        begun,
+        begun and each.version.generation < last and not lineage.contains(asked.lineage, each.version),
     )
 
 
@@ -86,12 +109,16 @@ def needed(run: Run) -> dict[Version, str]:
     """Returns the versions from which branches and forks go on, each with the last one that does."""
     name = run.job.name
     branched = {each.version: f"branch {each.number} of {name}" for each in run.branches.every()}
-    return branched | {version: f"run {others[-1]!r}" for version, others in forks.references(run.store, name).items()}
+    return branched | {
+        version: f"run {others[-1]!r}" for version, others in forks.references(run.store, name).items()
+    }
 
 
 @dataclass(frozen=True)
 class Look:
-    """Holds what a look has found: the checkpoints of a run, what is owed for them, and which are kept and why."""
+    """Holds what a look has found: the checkpoints of a run, what is owed for them, and which are kept and
+    why.
+    """
 
     listed: list[Listed]
     newest: Version | None
@@ -100,26 +127,34 @@ class Look:
     verdict: Verdict
 
 
-def look(run: Run, keep: Keep, asked: Retain | None = None, now: float | None = None, known: Known | None = None) -> Look:
-    """Looks at the checkpoints of a run by the rules of ``keep`` and by what the run has recorded that is owed for them.
+def look(
+    run: Run, keep: Keep, asked: Retain | None = None, now: float | None = None, known: Known | None = None
+) -> Look:
+    """Looks at the checkpoints of a run by the rules of ``keep`` and by what the run has recorded that is
+    owed for them.
 
     With what is ``known`` from the last look, it reads only those that have changed.
 
-    ``asked`` is what its coordinator knows, by default what a coordinator would know that begins now.  ``now`` is the wall-clock time, by
-    default this machine's.
+    ``asked`` is what its coordinator knows, by default what a coordinator would know that begins now.
+    ``now`` is the wall-clock time, by default this machine's.
     """
-    if asked is None:  # it counts on the newest checkpoint only, and takes the best from what is stored where no journal tells it
+    # it counts on the newest checkpoint only, and takes the best from what is stored where no journal tells
+    # it
+    if asked is None:
         asked, found = saves.retained(run.standing(0, 0.0)), best_of(run) if keep.best else None
         asked = replace(asked, saved=asked.saved[-1:], best=found and found.version)
     # After the newest was looked for: damage that was found then is known here.
     listed = run.checkpoints.versions() if known is None else run.checkpoints.changed(known)
-    debts = owed.debts(run, asked.lineage, end=run.job.steps)  # an earlier last one is the newest, which stays
+    # an earlier last one is the newest, which stays
+    debts = owed.debts(run, asked.lineage, end=run.job.steps)
     verdict = judge(run, keep, asked, listed, time.time() if now is None else now, owed.needed(debts))
     return Look(listed, max(asked.saved, default=None), debts, verdict)
 
 
 def state_of(listed: Listed, newest: Version | None) -> str:
-    """Returns the state of a checkpoint in a word or two, ``newest`` being the one from which the run goes on.  No digest is checked."""
+    """Returns the state of a checkpoint in a word or two, ``newest`` being the one from which the run goes
+    on.  No digest is checked.
+    """
     if listed.deleted:
         return "being deleted"
     if listed.damaged or listed.manifest is None:
@@ -127,18 +162,32 @@ def state_of(listed: Listed, newest: Version | None) -> str:
     return "newest complete" if listed.version == newest else "complete"
 
 
-def collect(run: Run, keep: Keep, asked: Retain | None, claim: int, now: float | None = None, known: Known | None = None) -> Verdict:
-    """Performs a round for the owner whose claim is ``claim``.  Returns what it keeps, has removed (``marked``) and has marked (``due``).
+def collect(
+    run: Run,
+    keep: Keep,
+    asked: Retain | None,
+    claim: int,
+    now: float | None = None,
+    known: Known | None = None,
+) -> Verdict:
+    """Performs a round for the owner whose claim is ``claim``.  Returns what it keeps, has removed
+    (``marked``) and has marked (``due``).
 
     Raises :class:`Exists` for another claim.
     ``asked``, ``now`` and ``known`` are as :func:`look` has them.
     """
     at_once, gone, marked = asked is not None and asked.at_once, list[Version](), list[Version]()
-    # Of a full bucket what is known frees room first, since a look at all of many takes long; it also finds what has no object.
+    # Of a full bucket what is known frees room first, since a look at all of many takes long; it also finds
+    # what has no object.
     for seen in (known, None) if at_once and known else (None if at_once else known,):
         looked = look(run, keep, asked, now, seen)
-        found, complete = looked.verdict, {each.version for each in looked.listed if each.manifest is not None or each.damaged}
-        gone += [version for version in found.marked[: None if at_once else MOST] if remove(run, version, claim)]
+        found, complete = (
+            looked.verdict,
+            {each.version for each in looked.listed if each.manifest is not None or each.damaged},
+        )
+        gone += [
+            version for version in found.marked[: None if at_once else MOST] if remove(run, version, claim)
+        ]
         # What was never complete goes first: without room for a mark, it makes room for one.
         for version in sorted(found.due[: None if at_once else MOST], key=lambda each: each in complete):
             marked += [version] if mark(run, version, "no rule keeps it", claim) else []
@@ -151,8 +200,8 @@ def mark(run: Run, version: Version, why: str, claim: int) -> bool:
 
     Raises :class:`Exists` if the newest claim of the run is another one.
 
-    Whoever claims the run looks after that at the checkpoint from which a branch is to go on.  So a mark that was written after that look
-    is taken back: the claim is seen here.
+    Whoever claims the run looks after that at the checkpoint from which a branch is to go on.  So a mark that
+    was written after that look is taken back: the claim is seen here.
     """
     if not _may_go(run, version, claim):
         return False
@@ -166,7 +215,9 @@ def mark(run: Run, version: Version, why: str, claim: int) -> bool:
 
 
 def remove(run: Run, version: Version, claim: int) -> bool:
-    """Removes ``version``, which is marked, unless a fork needs it, and returns whether it is gone.  Raises as :func:`mark` does."""
+    """Removes ``version``, which is marked, unless a fork needs it, and returns whether it is gone.  Raises
+    as :func:`mark` does.
+    """
     if may := _may_go(run, version, claim):
         run.checkpoints.remove(version)
     return may
@@ -178,7 +229,8 @@ def _may_go(run: Run, version: Version, claim: int) -> bool:
 
 
 def release(run: Run, claim: int) -> list[tuple[Reference, bool]]:
-    """Performs a round on the references that nobody needs: removes what an earlier round has marked, and marks the others.
+    """Performs a round on the references that nobody needs: removes what an earlier round has marked, and
+    marks the others.
 
     Returns each of them, and whether it is gone.  Raises as :func:`mark` does.
     """
@@ -196,7 +248,9 @@ def _check(run: Run, claim: int) -> None:
 
 
 class Retention:
-    """Performs the rounds of an owner of the run, a coordinator's on a thread of its own.  ``tell`` adds a sentence to the run's story."""
+    """Performs the rounds of an owner of the run, a coordinator's on a thread of its own.  ``tell`` adds a
+    sentence to the run's story.
+    """
 
     def __init__(self, run: Run, claim: int, tell: Callable[[str], None]) -> None:
         self.run, self.claim, self.tell = run, claim, tell
@@ -219,7 +273,8 @@ class Retention:
             self.round(asked)
 
     def round(self, asked: Retain | None = None) -> bool:
-        """Performs a round for ``asked``, by default as :func:`look`.  Returns whether a checkpoint is gone, and says once if it fails.
+        """Performs a round for ``asked``, by default as :func:`look`.  Returns whether a checkpoint is gone,
+        and says once if it fails.
 
         The next one goes on with what it has left.
         """
@@ -232,15 +287,25 @@ class Retention:
                 self.tell(f"old checkpoints could not be deleted: {error}; it is tried again after each save")
             self._failed = True
             return False
-        before, self._full, self._failed = self._full, asked is not None and asked.at_once and not found.marked, False
+        before, self._full, self._failed = (
+            self._full,
+            asked is not None and asked.at_once and not found.marked,
+            False,
+        )
         if self._full and not before:
             self.tell(no_room(self.run, found.kept))
         return bool(found.marked)
 
 
 def no_room(run: Run, kept: Mapping[Version, Collection[str]]) -> str:
-    """Returns the sentence of a run whose bucket is full although there is nothing to delete: the rules have ``kept`` the rest."""
-    may_go = [version for version, names in kept.items() if version not in run.checkpoints.inherited and not STAYS.intersection(names)]
+    """Returns the sentence of a run whose bucket is full although there is nothing to delete: the rules have
+    ``kept`` the rest.
+    """
+    may_go = [
+        version
+        for version, names in kept.items()
+        if version not in run.checkpoints.inherited and not STAYS.intersection(names)
+    ]
     fix = f"rm --step {min(may_go).step}` deletes the oldest" if may_go else "ls` lists what is there"
     if sum(BY_NUMBER.issuperset(names) for names in kept.values()) > 2:
         fix = "gc --checkpoint.keep-last 2` deletes all but the newest 2"

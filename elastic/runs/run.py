@@ -36,8 +36,8 @@ LOCAL = alone.ADDRESS
 
 
 class Run:
-    """The folder of a job's run.  ``open`` begins the run, ``look`` writes nothing.  Both refuse a folder with the run of another
-    job.  ``find`` takes the run as it is there, and ``begun`` only one that is there.
+    """The folder of a job's run.  ``open`` begins the run, ``look`` writes nothing.  Both refuse a folder
+    with the run of another job.  ``find`` takes the run as it is there, and ``begun`` only one that is there.
     """
 
     def __init__(self, job: Job, store: ObjectStore) -> None:
@@ -65,7 +65,8 @@ class Run:
 
     @classmethod
     def open(cls, job: Job) -> Run:
-        """Returns the run in order to train it.  The folder belongs to the job from now on.  Raises like :meth:`look`.
+        """Returns the run in order to train it.  The folder belongs to the job from now on.  Raises like
+        :meth:`look`.
 
         Whoever begins has looked before: here a missing ``job.json`` is written.
         """
@@ -89,16 +90,18 @@ class Run:
     def agree(self, job: Job, *, branch: bool | None = False) -> Run:
         """Gives the run ``job``, and returns it.  What ``job`` leaves out is as the run began (``going_on``).
 
-        Raises :class:`JobError` if the folder has another trajectory's run, or one whose ``job.json`` is gone.  With ``branch`` it may
-        differ in settings that can change; with None it may do so if the run has no checkpoint: it begins at step 0 in any case, so other
-        settings lose nothing.
+        Raises :class:`JobError` if the folder has another trajectory's run, or one whose ``job.json`` is
+        gone.  With ``branch`` it may differ in settings that can change; with None it may do so if the run
+        has no checkpoint: it begins at step 0 in any case, so other settings lose nothing.
         """
         if self.there is None or self.there.number > 1:
             self.branches.check_lost()
         if self.there is not None:
             self.job = self.there.before(job.going_on(self.there.job))
             if self.before.digest != self.job.digest:
-                branches.check(self.job, self.before, asked=self.newest() is None if branch is None else branch)
+                branches.check(
+                    self.job, self.before, asked=self.newest() is None if branch is None else branch
+                )
         return self
 
     @classmethod
@@ -111,36 +114,48 @@ class Run:
 
     @classmethod
     def begun(cls, job: Job, of_the_file: bool = True) -> Run:
-        """Returns the run like :meth:`find`.  Raises :class:`JobError` if there is no such run in the bucket (:func:`branches.no_run`)."""
+        """Returns the run like :meth:`find`.  Raises :class:`JobError` if there is no such run in the bucket
+        (:func:`branches.no_run`).
+        """
         if (run := cls.find(job)).there is None:
             run.branches.check_lost()
             raise branches.no_run(job, of_the_file)
         return run
 
     def branches_at(self, at: Version | None = None) -> Version | None:
-        """Returns the version from which a branch with this job goes on: the newest good checkpoint, or the good one ``at``.
+        """Returns the version from which a branch with this job goes on: the newest good checkpoint, or the
+        good one ``at``.
 
-        Returns None if there is nothing to change, neither settings nor the end that a loop has made at ``at``.  Raises :class:`JobError`
-        if the run has gone further than the job.
+        Returns None if there is nothing to change, neither settings nor the end that a loop has made at
+        ``at``.  Raises :class:`JobError` if the run has gone further than the job.
         """
         differs = self.before.digest != self.job.digest
         if self.there is None or (at is None and not differs):
             return None
         newest = self.newest() or Version(0, 0)
         version = newest if at is None else at
-        if not differs and version == newest and not (isinstance(end := self.end(), Finished) and 0 < end.step == newest.step):
+        if (
+            not differs
+            and version == newest
+            and not (isinstance(end := self.end(), Finished) and 0 < end.step == newest.step)
+        ):
             return None  # the loop has not ended the run there
         if version.step > self.job.steps:
-            raise JobError(f"steps = {self.job.steps}: the run {self.job.name!r} is at step {version.step} already; ask for more steps")
+            raise JobError(
+                f"steps = {self.job.steps}: the run {self.job.name!r} is at step {version.step} "
+                "already; ask for more steps"
+            )
         return version
 
     def branch(self, now: float, at: Version | None = None, incarnation: int = 0, word: str = "") -> str:
-        """Begins a branch where :meth:`branches_at` says, or has said ``at``: from there on the run has this job.  ``word`` named ``at``.
+        """Begins a branch where :meth:`branches_at` says, or has said ``at``: from there on the run has this
+        job.  ``word`` named ``at``.
 
-        Whoever goes on at once looks at the run, claims it as ``incarnation``, and then begins the branch.  So a coordinator that still
-        lives somewhere, and notices the claim later, trains worlds of the old job only, which are abandoned.  Returns the sentence that
-        says so, "" if there is nothing to change.  Raises as :meth:`branches_at`, and :class:`Exists` if another command has begun a
-        branch since the run was looked at: that one may have been claimed later than this one.
+        Whoever goes on at once looks at the run, claims it as ``incarnation``, and then begins the branch.
+        So a coordinator that still lives somewhere, and notices the claim later, trains worlds of the old job
+        only, which are abandoned.  Returns the sentence that says so, "" if there is nothing to change.
+        Raises as :meth:`branches_at`, and :class:`Exists` if another command has begun a branch since the run
+        was looked at: that one may have been claimed later than this one.
         """
         version = at or self.branches_at()
         if self.there is None or version is None:
@@ -149,10 +164,14 @@ class Run:
         made = [*state.history.saved[-1:], *([last.version] if last is not None else [])]
         claim = incarnation - 1 if incarnation else self.latest_claim()
         about, number = (self.branches, self.job, self.before, version, now), self.there.number + 1
-        return branches.begin(*about, number=number, until=state.generation, claim=claim, made=made, word=word)
+        return branches.begin(
+            *about, number=number, until=state.generation, claim=claim, made=made, word=word
+        )
 
     def job_of(self, step: int) -> Job:
-        """Returns the job of the branch that committed ``step`` of the surviving lineage; the run's job if no checkpoint knows the step."""
+        """Returns the job of the branch that committed ``step`` of the surviving lineage; the run's job if no
+        checkpoint knows the step.
+        """
         made = self.made(step)
         if not contains(self.lineage, made):
             return self.job
@@ -163,9 +182,13 @@ class Run:
         return self.branches.at(version).of_run(self.job)
 
     def made(self, step: int) -> Version:
-        """Returns the version of ``step`` on the surviving lineage; if no checkpoint knows it, of the last known generation."""
+        """Returns the version of ``step`` on the surviving lineage; if no checkpoint knows it, of the last
+        known generation.
+        """
         known = self.standing(0, 0.0)
-        return Version(step, next((each for each, last in known.history.lineage if step <= last), known.generation))
+        return Version(
+            step, next((each for each, last in known.history.lineage if step <= last), known.generation)
+        )
 
     def home(self) -> str:
         """Returns where the newest claim of the run was made."""
@@ -173,9 +196,11 @@ class Run:
         return f"{owner['address']} ({owner['host']})"
 
     def follows(self, seen: int) -> int:
-        """Returns the newest claim.  Raises :class:`Exists` if another life has claimed the run since incarnation ``seen``.
+        """Returns the newest claim.  Raises :class:`Exists` if another life has claimed the run since
+        incarnation ``seen``.
 
-        A coordinator of the same life that took over since then has begun nothing.  Claims without a life are each of another one.
+        A coordinator of the same life that took over since then has begun nothing.  Claims without a life are
+        each of another one.
         """
         latest = self.latest_claim()
         if latest > seen:
@@ -184,20 +209,26 @@ class Run:
                 raise Exists(f"{self.store.url}/{self.job.name}/owner/{latest:06d}.json")
         return latest
 
-    def claim(self, address: str, life: str = "", node: str = "", after: int | None = None, **more: Any) -> int:
-        """Claims the next incarnation by a create-only write, before the coordinator's first action, and returns it.
+    def claim(
+        self, address: str, life: str = "", node: str = "", after: int | None = None, **more: Any
+    ) -> int:
+        """Claims the next incarnation by a create-only write, before the coordinator's first action, and
+        returns it.
 
-        ``life`` is common to the coordinators that follow one another on one cluster, where workers survive them.  ``node`` is this
-        coordinator's node.  With ``after`` it is the incarnation after that; raises :class:`Exists` if somebody else has claimed it.
-        ``more`` is what else the claim says (``elastic/runs/restarts.py``).
+        ``life`` is common to the coordinators that follow one another on one cluster, where workers survive
+        them.  ``node`` is this coordinator's node.  With ``after`` it is the incarnation after that; raises
+        :class:`Exists` if somebody else has claimed it. ``more`` is what else the claim says
+        (``elastic/runs/restarts.py``).
         """
         about = {"address": address, "host": platform.node(), "life": life, "node": node, **more}
         return claim_owner(self.store, self.job.name, about, after)
 
     def claim_here(self, after: int | None = None, *, trains: bool = True) -> int:
-        """Claims the next incarnation, or that ``after`` another one, for this process, which ``trains`` the run by itself or changes it.
+        """Claims the next incarnation, or that ``after`` another one, for this process, which ``trains`` the
+        run by itself or changes it.
 
-        Raises :class:`JobError` if another process of this machine does so already, and :class:`Exists` as :meth:`claim`.
+        Raises :class:`JobError` if another process of this machine does so already, and :class:`Exists` as
+        :meth:`claim`.
         """
         self.check_local()
         return self.claim(LOCAL, after=after, **alone.claim(trains))
@@ -210,28 +241,39 @@ class Run:
         return pid if alone.ended(self.store, self.job.name, owner["incarnation"]) is None else 0
 
     def local_elsewhere(self) -> str:
-        """Returns on which other machine, and when, a process began to train the run with ``--local`` if it may still do so; else ""."""
+        """Returns on which other machine, and when, a process began to train the run with ``--local`` if it
+        may still do so; else "".
+        """
         owner = self.owner()
         if owner is None or not alone.elsewhere(self.store, self.job.name, owner["incarnation"], owner):
             return ""
         return alone.begun_at(owner)
 
     def check_local(self) -> None:
-        """Raises :class:`JobError` if another process of this machine trains the run with ``--local``: two would both write its steps."""
+        """Raises :class:`JobError` if another process of this machine trains the run with ``--local``: two
+        would both write its steps.
+        """
         if pid := self.local_process():
             raise JobError(
-                f"name = {self.job.name!r}: process {pid} of this machine trains this run (--local); wait for its end, stop it with "
+                f"name = {self.job.name!r}: process {pid} of this machine trains this run (--local); wait "
+                "for its end, stop it with "
                 f"Ctrl-C there (or `kill -INT {pid}`), or choose another name"
             )
 
     def claims(self, life: str, seen: int = 0) -> dict[int, NodeId]:
-        """Returns the incarnations of ``life``, which began after incarnation ``seen``, oldest first, and their nodes.
+        """Returns the incarnations of ``life``, which began after incarnation ``seen``, oldest first, and
+        their nodes.
 
         Raises :class:`Deposed` if another life has claimed the run.
         """
-        begun_anew = self.latest_claim() < seen  # somebody has deleted the run's folder, and claims are counted from 1 again
+        # somebody has deleted the run's folder, and claims are counted from 1 again
+        begun_anew = self.latest_claim() < seen
         claims = owners(self.store, self.job.name, after=0 if begun_anew else seen)
-        ours = {number: NodeId(claim.get("node", "")) for number, claim in sorted(claims.items()) if claim.get("life") == life}
+        ours = {
+            number: NodeId(claim.get("node", ""))
+            for number, claim in sorted(claims.items())
+            if claim.get("life") == life
+        }
         if ours and (latest := self.latest_claim()) > max(ours):
             raise Deposed(f"{self.store.url}/{self.job.name}/owner/{latest:06d}.json")
         return ours
@@ -250,26 +292,31 @@ class Run:
         return dict(claim) if claim is not None else None
 
     def standing(self, incarnation: int, now: float, step: int | None = None) -> RunState:
-        """Returns the run's state as the bucket knows it: ``Waiting``, with the good checkpoints of the newest lineage.
+        """Returns the run's state as the bucket knows it: ``Waiting``, with the good checkpoints of the
+        newest lineage.
 
-        Of the checkpoints, only the newest, the last one that the journal knows, and those of ``step`` are looked at.  The newest manifest
-        says which generation committed which steps; checkpoints that are not on that lineage were abandoned.  The newest one of those that
-        are left, and that of ``step``, have a good index, too.  If the journal in the bucket
-        does not reach the end of the run, it may lack the newest generations; so it may if a process of another machine may still train the
-        run with --local, which writes no journal.  So an ``incarnation`` that begins anew skips numbers; 0 stands for a reader, which
-        skips none.
+        Of the checkpoints, only the newest, the last one that the journal knows, and those of ``step`` are
+        looked at.  The newest manifest says which generation committed which steps; checkpoints that are not
+        on that lineage were abandoned.  The newest one of those that are left, and that of ``step``, have a
+        good index, too.  If the journal in the bucket does not reach the end of the run, it may lack the
+        newest generations; so it may if a process of another machine may still train the run with --local,
+        which writes no journal.  So an ``incarnation`` that begins anew skips numbers; 0 stands for a reader,
+        which skips none.
         """
         return self._standing(self.last_recorded(), incarnation, now, step)
 
     def begins(self, incarnation: int, now: float) -> tuple[RunState, str]:
-        """Returns :meth:`standing` for a start, and the sentence that says where it goes on; "" if the run never ran before."""
+        """Returns :meth:`standing` for a start, and the sentence that says where it goes on; "" if the run
+        never ran before.
+        """
         last = self.last_recorded()
         state = self._standing(last, incarnation, now)
         before = f"{self.job.name} ran before: it {_goes_on(state, last)}" if last is not None else ""
         return state, "; ".join(filter(None, (self.passed_over(state, put_away=True), before)))
 
     def passed_over(self, state: RunState, *, put_away: bool = False) -> str:
-        """Returns the sentence about the damaged checkpoints in whose place an older one counts at ``state``; "" if there are none.
+        """Returns the sentence about the damaged checkpoints in whose place an older one counts at ``state``;
+        "" if there are none.
 
         With ``put_away`` they are quarantined, so that nobody opens them again.
         """
@@ -277,7 +324,11 @@ class Run:
         least = (newest.generation, newest.step) if newest is not None else (0, 0)
         branched = self.branches.every()
         there = self.checkpoints.recent(lambda recent: any(each.good for each in recent))
-        found = [each for each in there if each.damaged and not each.deleted and not abandoned(branched, each.version)]
+        found = [
+            each
+            for each in there
+            if each.damaged and not each.deleted and not abandoned(branched, each.version)
+        ]
         found = [each for each in found if (each.version.generation, each.version.step) > least]
         for each in found if put_away else ():
             self.checkpoints.quarantine(each.version, each.damaged)
@@ -285,8 +336,12 @@ class Run:
         told = ", ".join(f"the checkpoint of {each.version} is damaged ({each.damaged})" for each in found)
         return f"{told}: {before}" if told else ""
 
-    def _standing(self, last: RunState | None, incarnation: int, now: float, step: int | None = None) -> RunState:
-        generation, next_worker = (last.next_generation - 1, last.members.next_worker) if last is not None else (0, 1)
+    def _standing(
+        self, last: RunState | None, incarnation: int, now: float, step: int | None = None
+    ) -> RunState:
+        generation, next_worker = (
+            (last.next_generation - 1, last.members.next_worker) if last is not None else (0, 1)
+        )
         if incarnation and last is not None and not last.over:
             generation += UNREAD * incarnation
         recorded = last.incarnation if last is not None else 0
@@ -301,47 +356,72 @@ class Run:
         saved = last.history.saved[-1:] if last is not None else ()
         self.checkpoints.expect(saved)
         steps = {each.step for each in saved}
-        known = [listed for at in sorted(steps | ({step} if step is not None else set())) for listed in self.checkpoints.at(at)]
+        known = [
+            listed
+            for at in sorted(steps | ({step} if step is not None else set()))
+            for listed in self.checkpoints.at(at)
+        ]
 
         def state(recent: Sequence[Listed]) -> RunState:
             there = [each for each in (*known, *recent) if not abandoned(branched, each.version)]
             whole = [(each.version, each.manifest) for each in there if each.manifest is not None]
-            used = max((each.version.generation for each in there if each.manifest is not None or each.damaged), default=0)
+            used = max(
+                (each.version.generation for each in there if each.manifest is not None or each.damaged),
+                default=0,
+            )
             if not whole:
                 return RunState.begin(incarnation, now, generation=after(used), next_worker=next_worker)
             _, manifest = max(whole, key=lambda each: (each[0].generation, each[0].step))
-            good = sorted({each.version for each in there if each.good and contains(manifest.lineage, each.version)})
+            good = sorted(
+                {each.version for each in there if each.good and contains(manifest.lineage, each.version)}
+            )
             good = [each for each in good if each.step != step or not self.checkpoints.damage(each)]
             while good and self.checkpoints.damage(good[-1]):
                 good.pop()
             begun = RunState.begin(incarnation, now, tuple(good), manifest.lineage, after(used), next_worker)
             if not self.job.keep().younger_s:
                 return begun
-            times = {version: each.written_at for version, each in whole if version in good and each.written_at is not None}
+            times = {
+                version: each.written_at
+                for version, each in whole
+                if version in good and each.written_at is not None
+            }
             return evolve(begun, history=evolve(begun.history, written=tuple(sorted(times.items()))))
 
         found = state(self.checkpoints.recent(lambda recent: bool(state(recent).history.saved)))
         if self.checkpoints.inherited and not found.history.saved:  # a fork has no beginning of its own
             (version, origin) = next(iter(self.checkpoints.inherited.items()))
             raise JobError(
-                f"{self.job.name!r} was forked from {version} of run {origin!r}, whose checkpoint is damaged or gone, and it has no good "
+                f"{self.job.name!r} was forked from {version} of run {origin!r}, whose checkpoint is "
+                "damaged or gone, and it has no good "
                 f"one of its own; fork again, under another name, from another step"
             )
         found = evolve(found, **self._ended_early(last, incarnation, branched, found.step))
         if last is None:
             return found
         scores = {"validated": last.history.validated, "best": last.history.best}
-        kept = {name: each for name, each in scores.items() if each is not None and found.history.contains(each.version)}
+        kept = {
+            name: each
+            for name, each in scores.items()
+            if each is not None and found.history.contains(each.version)
+        }
         # what follows is of the run, whoever owns it
         health = last.health
         if abandoned(branched, last.version):  # the steps that come are others
             health = evolve(health, step=min(health.step, found.step))
         return evolve(
-            found, history=evolve(found.history, **kept), health=health, skips=last.skips.resume(found.step, forgets=self.job.spikes.off)
+            found,
+            history=evolve(found.history, **kept),
+            health=health,
+            skips=last.skips.resume(found.step, forgets=self.job.spikes.off),
         )
 
-    def _ended_early(self, last: RunState | None, incarnation: int, branched: Sequence[Branch], step: int) -> dict[str, Any]:
-        """Returns what a start knows of a loop that has ended this branch of the run before its last step; ``step`` is the newest one."""
+    def _ended_early(
+        self, last: RunState | None, incarnation: int, branched: Sequence[Branch], step: int
+    ) -> dict[str, Any]:
+        """Returns what a start knows of a loop that has ended this branch of the run before its last step;
+        ``step`` is the newest one.
+        """
         since = max((each.claim for each in branched), default=0)
         if last is not None and last.why and last.incarnation > since and last.enough >= step:
             return {"enough": last.enough, "why": last.why}
@@ -353,14 +433,17 @@ class Run:
         return {}
 
     def last_recorded(self) -> RunState | None:
-        """Returns the state that the last coordinator wrote to the bucket, so that no number is used twice; None if there is none."""
+        """Returns the state that the last coordinator wrote to the bucket, so that no number is used twice;
+        None if there is none.
+        """
         segment = self._newest.segment()
         return codec.fold(*segment) if segment is not None else None
 
     def end(self) -> Ended | None:
         """Returns how the run ended, or None if the bucket does not say.
 
-        A checkpoint of its last step shows it, the journal of its last owner, or what that one has left with ``--local``.
+        A checkpoint of its last step shows it, the journal of its last owner, or what that one has left with
+        ``--local``.
         """
         last, newest = self.last_recorded(), self.newest()
         if newest is not None and newest.step >= self.job.steps:
@@ -370,7 +453,8 @@ class Run:
         claim = self.latest_claim()
         if last is None or last.incarnation < claim:
             end = alone.ended(self.store, self.job.name, claim)
-            early = isinstance(end, Finished) and end.step and (newest is None or newest.step != end.step)  # its last save has failed
+            # its last save has failed
+            early = isinstance(end, Finished) and end.step and (newest is None or newest.step != end.step)
             return None if early else end
         return last.state if isinstance(last.state, TERMINAL) else None
 
@@ -378,7 +462,11 @@ class Run:
     def last_step(self) -> int:
         """The last step of the run: that of its job, or the newest one if it has ended before."""
         newest = self.newest()
-        return min(newest.step, self.job.steps) if newest is not None and isinstance(self.end(), Finished) else self.job.steps
+        return (
+            min(newest.step, self.job.steps)
+            if newest is not None and isinstance(self.end(), Finished)
+            else self.job.steps
+        )
 
     @property
     def branched(self) -> bool:
@@ -387,7 +475,9 @@ class Run:
         return any(claim <= each.claim for each in self.branches.every())
 
     def journal(self, local: Path, snapshot: Mapping[str, Any]) -> Journal:
-        """Returns the journal, ready to be continued.  ``snapshot``: what is known before its next record; ``local``: its local folder."""
+        """Returns the journal, ready to be continued.  ``snapshot``: what is known before its next record;
+        ``local``: its local folder.
+        """
         written = self._newest.segment()
         return Journal(self.store, self.job.name, local, written[1][-1]["n"] + 1 if written else 0, snapshot)
 
@@ -407,16 +497,21 @@ class Run:
         ends = [each for each in ends if each[0] >= by]  # the others are of no use
         self._tails = {each: self._tails.get(each) or replicas.segments_of(each[1]) for each in ends}
         parsed = [(incarnation, segments) for (incarnation, _), segments in self._tails.items()]
-        copies = [JournalCopy(incarnation, replicas.first_of(each), replicas.last_of(each), each) for incarnation, each in parsed if each]
+        copies = [
+            JournalCopy(incarnation, replicas.first_of(each), replicas.last_of(each), each)
+            for incarnation, each in parsed
+            if each
+        ]
         found = furthest(end, by, copies)
         left = self._newest.rejoined(found.records) if found is not None else [written] if written else []
         return end, [*map(codec.checked, left)]
 
     def recover(self, first: int, local: Path, ends: Iterable[Written]) -> tuple[RunState, Journal] | None:
-        """Returns what a dead coordinator has left: the state according to its journal, and the journal to continue.
+        """Returns what a dead coordinator has left: the state according to its journal, and the journal to
+        continue.
 
-        Returns None if no coordinator of this life has recorded anything.  ``first`` is the first incarnation of this life.  ``ends`` have
-        what the bucket does not have yet: see :mod:`storage.journal.replicas`.
+        Returns None if no coordinator of this life has recorded anything.  ``first`` is the first incarnation
+        of this life.  ``ends`` have what the bucket does not have yet: see :mod:`storage.journal.replicas`.
         """
         end, segments = self._left(ends)
         if not segments or codec.incarnation_after(segments[-1]) < first:
@@ -451,21 +546,38 @@ class Run:
         return max(self.standing(0, 0.0).history.saved, default=None)
 
     def version_at(self, step: int | None) -> Version:
-        """Returns the good checkpoint at ``step``, or the newest if ``step`` is None.  Raises :class:`JobError` if there is none."""
+        """Returns the good checkpoint at ``step``, or the newest if ``step`` is None.  Raises
+        :class:`JobError` if there is none.
+        """
         saved = self.standing(0, 0.0, step).history.saved
         found = [version for version in saved if step in (None, version.step)]
         if not found:
             have = ", ".join(str(version.step) for version in saved) or "none"
             at = "" if step is None else f" at step {step}"
-            why = "".join(f"; {each.damaged}" for each in (self.checkpoints.at(step) if step is not None else ()) if each.damaged)
-            raise JobError(f"no good checkpoint{at} in {self.store.url}/{self.job.name}; there are: {have}{why}")
+            why = "".join(
+                f"; {each.damaged}"
+                for each in (self.checkpoints.at(step) if step is not None else ())
+                if each.damaged
+            )
+            raise JobError(
+                f"no good checkpoint{at} in {self.store.url}/{self.job.name}; there are: {have}{why}"
+            )
         return max(found)
 
-    def commit(self, version: Version, receipts: Sequence[ShardReceipt], lineage: Lineage, layout: Layout, now: float | None = None) -> str:
-        """Writes the manifest of ``version``, and returns its digest.  ``now`` is the wall-clock time, by default this machine's.
+    def commit(
+        self,
+        version: Version,
+        receipts: Sequence[ShardReceipt],
+        lineage: Lineage,
+        layout: Layout,
+        now: float | None = None,
+    ) -> str:
+        """Writes the manifest of ``version``, and returns its digest.  ``now`` is the wall-clock time, by
+        default this machine's.
 
-        An earlier coordinator may have written a manifest of the same version in the layout of another world, and died before it could say
-        so.  Then that manifest counts.  Any other manifest of this version raises :class:`Exists`.
+        An earlier coordinator may have written a manifest of the same version in the layout of another world,
+        and died before it could say so.  Then that manifest counts.  Any other manifest of this version
+        raises :class:`Exists`.
         """
         about = {**self._about(lineage, layout), "written_at": round(time.time() if now is None else now, 3)}
         try:
@@ -483,13 +595,15 @@ class Run:
             "lineage": [list(entry) for entry in lineage],
             "layout": dict(layout.degrees),
             "cursor": {"seed": job.seed, "sampling": job.data.sampling, "global_batch": job.global_batch},
-            "versions": {name: version_of(name) for name in ("torch", "ray", "safetensors")} | {"elastic": elastic.__version__},
+            "versions": {name: version_of(name) for name in ("torch", "ray", "safetensors")}
+            | {"elastic": elastic.__version__},
         }
 
 
 def _goes_on(state: RunState, last: RunState) -> str:
     """Returns where a start that stands at ``state`` goes on after what was recorded ``last``."""
-    step = max(state.history.saved, default=Version(0, 0)).step  # a damaged checkpoint may have committed more
+    # a damaged checkpoint may have committed more
+    step = max(state.history.saved, default=Version(0, 0)).step
     where = f"goes on from step {step}" if step else "begins at step 0, since no checkpoint of it is complete"
     again = f"; the steps after it are done again, at least up to {last.step}" if last.step > step else ""
     jump = f"; its generations go on at {state.next_generation}, since nobody knows which it used last"

@@ -1,4 +1,6 @@
-"""The sentence about the steps that a run at rest has skipped, warned of or cut, from its rows and its newest checkpoint."""
+"""The sentence about the steps that a run at rest has skipped, warned of or cut, from its rows and its newest
+checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,8 @@ SHORT = ("step", "skipped", "spike", "left_out", "would_leave_out", "norm", "los
 
 
 def sentence(run: Run, known: Skips) -> str:
-    """Returns the sentence about skipped steps, spikes that were warned of, samples in quarantine and microbatches that were left out; ""
-    if there is none.
+    """Returns the sentence about skipped steps, spikes that were warned of, samples in quarantine and
+    microbatches that were left out; "" if there is none.
 
     ``known`` is what the journal says.  One process alone (``--local``) writes none, so its rows are counted.
     """
@@ -33,13 +35,16 @@ def sentence(run: Run, known: Skips) -> str:
     counts = [number for row in rows if (number := int(row.get("left_out", 0)))]
     steps = f"{len(counts)} {'step' if len(counts) == 1 else 'steps'}"
     were = "microbatch was" if sum(counts) == 1 else "microbatches were"
-    return "; ".join(filter(None, (known.summary, f"{sum(counts)} {were} left out of {steps}" if counts else "")))
+    return "; ".join(
+        filter(None, (known.summary, f"{sum(counts)} {were} left out of {steps}" if counts else ""))
+    )
 
 
 def skips_in(rows: Iterable[Row], *, fp16: bool) -> Skips:
     """Returns the skips of a run with such rows.
 
-    A spike has a finite gradient.  With ``fp16`` a loss that is finite does not count, as while the run looks for the scale of its loss.
+    A spike has a finite gradient.  With ``fp16`` a loss that is finite does not count, as while the run looks
+    for the scale of its loss.
     """
     found = Skips()
     for row in rows:
@@ -47,10 +52,16 @@ def skips_in(rows: Iterable[Row], *, fp16: bool) -> Skips:
         if row.get("skipped") == 1:
             spike = isfinite(row["norm"])
             if spike or not fp16 or not isfinite(row["loss"]):
-                found = replace(found.with_step(step), spikes=(*found.spikes, step) if spike else found.spikes)
+                found = replace(
+                    found.with_step(step), spikes=(*found.spikes, step) if spike else found.spikes
+                )
             continue
         found = replace(found, warned=found.warned.with_step(step)) if row.get("spike") == 1 else found
-        found = replace(found, would_leave_out=found.would_leave_out.with_step(step)) if row.get("would_leave_out") else found
+        found = (
+            replace(found, would_leave_out=found.would_leave_out.with_step(step))
+            if row.get("would_leave_out")
+            else found
+        )
     return found
 
 

@@ -2,8 +2,8 @@
 
     <run>/validations/000000000050-000003-2.7183_3735928559.json
 
-The name has the version, the loss, and the number that stands for the held-out samples (:mod:`elastic.report.best`).  So one listing
-finds the best of a hundred thousand steps, and reads no row.
+The name has the version, the loss, and the number that stands for the held-out samples
+(:mod:`elastic.report.best`).  So one listing finds the best of a hundred thousand steps, and reads no row.
 """
 
 from __future__ import annotations
@@ -24,15 +24,26 @@ TOLD = ("step", "generation", "time", *VALIDATION)
 
 
 def store(bucket: ObjectStore, run: str, row: Row) -> None:
-    """Writes the object of a validation.  ``row`` has the numbers of :data:`TOLD`, and may have others.  What is there stays."""
+    """Writes the object of a validation.  ``row`` has the numbers of :data:`TOLD`, and may have others.  What
+    is there stays.
+    """
     text = json_line({name: row[name] for name in TOLD if name in row})
     with suppress(Exists):
         bucket.put_if_absent(f"{run}/validations/{_name_of(row)}", f"{text}\n".encode())
 
 
-def store_late(bucket: ObjectStore, run: str, version: Version, mean: float, count: int, held_out: str) -> None:
-    """Writes the object of a validation that comes after the row of its step, on the samples that ``held_out`` tells from others."""
-    row: Row = {"step": version.step, "generation": version.generation, "time": time.time(), **numbers_of(mean, count, held_out)}
+def store_late(
+    bucket: ObjectStore, run: str, version: Version, mean: float, count: int, held_out: str
+) -> None:
+    """Writes the object of a validation that comes after the row of its step, on the samples that
+    ``held_out`` tells from others.
+    """
+    row: Row = {
+        "step": version.step,
+        "generation": version.generation,
+        "time": time.time(),
+        **numbers_of(mean, count, held_out),
+    }
     store(bucket, run, row)
 
 

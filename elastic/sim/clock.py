@@ -1,4 +1,6 @@
-"""Virtual time: a queue of calls, which are performed in order of their times; equal times in order of their creation."""
+"""Virtual time: a queue of calls, which are performed in order of their times; equal times in order of their
+creation.
+"""
 
 from __future__ import annotations
 

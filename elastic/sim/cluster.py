@@ -39,7 +39,9 @@ if TYPE_CHECKING:
 BEAT_S, CAPACITY_S = 0.8, 5.0
 """Times in seconds from one beat of a keeper to the next, and from one report of free places to the next."""
 DECLARED_DEAD_S = 8.0
-"""Time in seconds after which the cluster's health checks declare a silent node dead, together with its processes."""
+"""Time in seconds after which the cluster's health checks declare a silent node dead, together with its
+processes.
+"""
 UNPINNED_S = 4.5
 """Longest time in seconds that it takes the kernel to let go of pinned memory of a dead process."""
 
@@ -48,7 +50,8 @@ UNPINNED_S = 4.5
 class Node:
     """A node.
 
-    ``keeper`` is True while its keeper runs.  ``declared_dead`` is True once the cluster has given it up: if it wakes, it ends itself.
+    ``keeper`` is True while its keeper runs.  ``declared_dead`` is True once the cluster has given it up: if
+    it wakes, it ends itself.
     """
 
     name: NodeId
@@ -70,7 +73,9 @@ class Bucket:
 
     def __init__(self) -> None:
         self.shards: dict[Version, dict[int, set[Cell]]] = {}
-        """The shards of each version, by the generation that wrote them, because the layouts of generations differ."""
+        """The shards of each version, by the generation that wrote them, because the layouts of generations
+        differ.
+        """
         self.manifests: set[Version] = set()
         self.damaged: set[Version] = set()
 
@@ -78,14 +83,17 @@ class Bucket:
         self.shards.setdefault(version, {}).setdefault(generation, set()).add(cell)
 
     def by(self, version: Version, generation: int) -> frozenset[Cell]:
-        """Returns the shards of ``version`` that ``generation`` wrote.  0 means the generation that committed the version."""
+        """Returns the shards of ``version`` that ``generation`` wrote.  0 means the generation that committed
+        the version.
+        """
         return frozenset(self.shards.get(version, {}).get(generation or version.generation, ()))
 
 
 class Cluster:
     """The cluster.
 
-    ``workers`` has every process that was ever started, and ``running`` the living ones.  ``zombies`` should be dead and are alive.
+    ``workers`` has every process that was ever started, and ``running`` the living ones.  ``zombies`` should
+    be dead and are alive.
     """
 
     def __init__(self, sim: Simulation) -> None:
@@ -105,7 +113,9 @@ class Cluster:
         self.errors_raised: list[tuple[int, WorkerId]] = []
         self.unpins = Random(sim.seed + 7)
         self.pinned = self.unpins.random() < 0.5
-        """True if workers hold much pinned memory: a keeper sees at once that one dies, and it has ended seconds later."""
+        """True if workers hold much pinned memory: a keeper sees at once that one dies, and it has ended
+        seconds later.
+        """
         self._numbers = 0
         for _ in range(sim.scenario.nodes):
             self.add_node()
@@ -116,7 +126,8 @@ class Cluster:
         self._numbers += 1
         return self._numbers
 
-    # -- nodes and keepers ----------------------------------------------------------------------------------------
+    # -- nodes and keepers
+    # ----------------------------------------------------------------------------------------
 
     def add_node(self, host: str = "") -> None:
         name = NodeId(f"n{self.number()}")
@@ -131,7 +142,9 @@ class Cluster:
         return Build(self.nodes[node].host if node in self.nodes else node)
 
     def add_misfit(self) -> None:
-        """Adds a node whose keeper finds another bucket.  Workers may be started there until the keeper has reported this."""
+        """Adds a node whose keeper finds another bucket.  Workers may be started there until the keeper has
+        reported this.
+        """
         self.misfits.add(NodeId(f"n{self.number()}"))
         self.look_at_misfits()
 
@@ -143,8 +156,14 @@ class Cluster:
             self.clock.after(0.0, self.found, node)
             self.say_surely(node, NodeRefused(node, f"node {node} sees another bucket"))
 
-    def say_surely(self, node: NodeId, event: KeeperUp | KeeperLost | NodeRefused | Lost | StartFailed | ShardSaved | SaveFailed) -> None:
-        """Sends an event of the node, or about it, that is repeated until the present coordinator has heard it."""
+    def say_surely(
+        self,
+        node: NodeId,
+        event: KeeperUp | KeeperLost | NodeRefused | Lost | StartFailed | ShardSaved | SaveFailed,
+    ) -> None:
+        """Sends an event of the node, or about it, that is repeated until the present coordinator has heard
+        it.
+        """
         self.network.send_surely(Way.FROM, node, self.sim.tell_coordinator, event)
 
     def keeper_up(self, node: Node) -> None:
@@ -166,7 +185,9 @@ class Cluster:
             return
         if node.keeper and node.frozen_until <= self.clock.now:
             seen = tuple(w.progress for w in self.running if w.node == node.name and w.progress is not None)
-            self.network.send(Way.FROM, node.name, self.sim.tell_coordinator, Beat(node.name, seen, node.uploads.uploading))
+            self.network.send(
+                Way.FROM, node.name, self.sim.tell_coordinator, Beat(node.name, seen, node.uploads.uploading)
+            )
         self.clock.after(BEAT_S, self._beat, node)
 
     def on(self, node: NodeId) -> list[Worker]:
@@ -177,7 +198,11 @@ class Cluster:
         self.nodes.pop(node.name, None)
         for worker in self.on(node.name):
             self.die(worker, why)
-        self.clock.after(0.05 + 0.5 * self.rng.random(), self.sim.tell_coordinator, KeeperLost(node.name, why, with_its_node=True))
+        self.clock.after(
+            0.05 + 0.5 * self.rng.random(),
+            self.sim.tell_coordinator,
+            KeeperLost(node.name, why, with_its_node=True),
+        )
 
     def node_freezes(self, node: Node, duration_s: float) -> None:
         node.frozen_until = max(node.frozen_until, self.clock.now + duration_s)
@@ -188,8 +213,8 @@ class Cluster:
     def silent(self, node: Node, duration_s: float) -> None:
         """Makes the node silent.
 
-        If ``duration_s`` exceeds ``DECLARED_DEAD_S``, the cluster declares the living node dead if another node is left.  The node
-        ends itself when it hears this.
+        If ``duration_s`` exceeds ``DECLARED_DEAD_S``, the cluster declares the living node dead if another
+        node is left.  The node ends itself when it hears this.
         """
         if duration_s > DECLARED_DEAD_S and len([n for n in self.nodes.values() if not n.declared_dead]) > 1:
             self.clock.after(DECLARED_DEAD_S, self._declare_dead, node, self.clock.now + duration_s)
@@ -203,22 +228,34 @@ class Cluster:
         self.sim.tell(f"node {node.name} is declared dead, and lives")
         self.sim.tell_coordinator(KeeperLost(node.name, "its node died", with_its_node=True))
         for worker in self.on(node.name):
-            word = Lost(worker.name, "its node died", certain=False) if worker.joined else StartFailed(worker.name, "its node died")
+            word = (
+                Lost(worker.name, "its node died", certain=False)
+                if worker.joined
+                else StartFailed(worker.name, "its node died")
+            )
             self.sim.tell_coordinator(word)
-        self.clock.after(until - self.clock.now + 2.0 * self.rng.random(), self.node_dies, node, "it was declared dead")
+        self.clock.after(
+            until - self.clock.now + 2.0 * self.rng.random(), self.node_dies, node, "it was declared dead"
+        )
         self.clock.after(1.0 + 4.0 * self.rng.random(), self.add_node)
 
     def shelf(self, node: NodeId) -> Shelf | None:
         """Returns the memory of the node's keeper, or None if the keeper does not run."""
         there = self.nodes.get(node)
-        return there.shelf if there is not None and there.keeper and there.frozen_until <= self.clock.now else None
+        return (
+            there.shelf
+            if there is not None and there.keeper and there.frozen_until <= self.clock.now
+            else None
+        )
 
     def order(self, incarnation: int, nodes: Iterable[NodeId], call: Callable[..., None], *args: Any) -> None:
         """Sends a coordinator's order to keepers.  A keeper refuses it if it obeys a later incarnation."""
         for node in nodes:
             self.network.send(Way.TO, node, self._obey, incarnation, node, call, *args)
 
-    def order_surely(self, incarnation: int, nodes: Iterable[NodeId], call: Callable[..., None], *args: Any) -> None:
+    def order_surely(
+        self, incarnation: int, nodes: Iterable[NodeId], call: Callable[..., None], *args: Any
+    ) -> None:
         """Sends an order like :meth:`order`, but none is lost: a frozen node gets it when it goes on."""
         for node in nodes:
             self.network.send_surely(Way.TO, node, self._obey_at_last, incarnation, node, call, *args)
@@ -226,7 +263,9 @@ class Cluster:
     def _obey_at_last(self, incarnation: int, name: NodeId, call: Callable[..., None], *args: Any) -> None:
         node = self.nodes.get(name)
         if node is not None and node.frozen_until > self.clock.now:
-            self.clock.after(node.frozen_until - self.clock.now, self._obey_at_last, incarnation, name, call, *args)
+            self.clock.after(
+                node.frozen_until - self.clock.now, self._obey_at_last, incarnation, name, call, *args
+            )
         else:
             self._obey(incarnation, name, call, *args)
 
@@ -241,7 +280,9 @@ class Cluster:
         self.network.send(Way.FROM, node.name, self.sim.tell_coordinator, Kept(node.name, generation, held))
 
     def release(self, node: Node, copied: Version, buddied: Version) -> None:
-        self.sim.oracle.occasions["copies of the dead are released"] += bool(node.shelf.release(copied, buddied))
+        self.sim.oracle.occasions["copies of the dead are released"] += bool(
+            node.shelf.release(copied, buddied)
+        )
 
     def upload(self, node: Node, number: tuple[int, int], action: Upload) -> None:
         node.uploads.obey(number, action.saves, action.generation, action.version)
@@ -250,7 +291,9 @@ class Cluster:
         node.buddy = buddy
 
     def store_answers(self, plan: Plan) -> bool:
-        """Returns whether the store of the generation answers.  The store dies with its keeper, and its members may not reach it."""
+        """Returns whether the store of the generation answers.  The store dies with its keeper, and its
+        members may not reach it.
+        """
         node = self.nodes.get(plan.store_node)
         if self.clock.now < self.next_store_sick_until:
             self.sick_stores.add(plan.generation)
@@ -262,16 +305,26 @@ class Cluster:
         nodes = {self.workers[member].node for member in members}
         return len(nodes) > 1 and any(self.network.cut_s(Way.PEER, node) for node in nodes)
 
-    # -- processes ------------------------------------------------------------------------------------------------
+    # -- processes
+    # ------------------------------------------------------------------------------------------------
 
     def start(self, names: tuple[WorkerId, ...], avoid: tuple[NodeId, ...]) -> None:
         for name in names:
-            if name in self.workers:  # a new coordinator repeats the order, because it does not know that it was performed
+            # a new coordinator repeats the order, because it does not know that it was performed
+            if name in self.workers:
                 continue
-            places = [n.name for n in self.nodes.values() if not n.declared_dead and n.frozen_until <= self.clock.now]
-            places = [place for place in places if place not in self.sim.scenario.misset or place not in avoid]
+            places = [
+                n.name
+                for n in self.nodes.values()
+                if not n.declared_dead and n.frozen_until <= self.clock.now
+            ]
+            places = [
+                place for place in places if place not in self.sim.scenario.misset or place not in avoid
+            ]
             if self.free <= 0 or not places or self.network.happens(Kind.START_FAILURE):
-                self.clock.after(0.5 + self.rng.random(), self.sim.tell_coordinator, StartFailed(name, "no room"))
+                self.clock.after(
+                    0.5 + self.rng.random(), self.sim.tell_coordinator, StartFailed(name, "no room")
+                )
                 continue
             nodes = [*places, *sorted(self.misfits - set(avoid))]
             node = min(nodes, key=lambda n: (self.network.cut_s(Way.TO, n) > 0, len(self.on(n))))
@@ -292,7 +345,9 @@ class Cluster:
         self.taken = max(0, self.taken + number)
 
     def _offer(self) -> None:
-        self.sim.tell_coordinator(Capacity(max(0, self.free), tuple(w.name for w in self.running if not w.joined)))
+        self.sim.tell_coordinator(
+            Capacity(max(0, self.free), tuple(w.name for w in self.running if not w.joined))
+        )
         self.clock.after(CAPACITY_S, self._offer)
 
     def die(self, worker: Worker, why: str) -> None:
@@ -305,7 +360,9 @@ class Cluster:
             worker.world.gone(worker)
         if (node := self.nodes.get(worker.node)) is not None and node.keeper:
             node.shelf.left[worker.name] = worker.memory.slots
-            self.sim.oracle.occasions["a copy is torn by death"] += any(slot and not slot.complete for slot in worker.memory.slots)
+            self.sim.oracle.occasions["a copy is torn by death"] += any(
+                slot and not slot.complete for slot in worker.memory.slots
+            )
         if worker.node in self.given_up:  # nobody watches this node any more
             return
         word = Lost if worker.joined else StartFailed
@@ -331,7 +388,9 @@ class Cluster:
             if worker is None or not worker.alive:
                 continue
             node = self.nodes.get(worker.node)
-            unreachable = self.network.cut_s(Way.TO, worker.node) > 0 or (node is not None and node.frozen_until > self.clock.now)
+            unreachable = self.network.cut_s(Way.TO, worker.node) > 0 or (
+                node is not None and node.frozen_until > self.clock.now
+            )
             if unreachable or self.network.happens(Kind.KILL_LOST):
                 self.zombies.add(name)
             else:
@@ -342,7 +401,8 @@ class Cluster:
             if name in self.workers:
                 self.clock.after(0.1, self.die, self.workers[name], "exit")
 
-    # -- state ----------------------------------------------------------------------------------------------------
+    # -- state
+    # ----------------------------------------------------------------------------------------------------
 
     def supply(self, worker: Worker, plan: Plan) -> str:
         """Returns whether ``worker`` gets its shard of the plan's version: "ok", "gone", "down" or "damaged"."""
@@ -366,7 +426,9 @@ class Cluster:
         return self.network.happens(Kind.BUCKET_DOWN)
 
     def commit_manifest(self, version: Version, by: int, reported: bool, reached: bool) -> Saved | SaveFailed:
-        """Writes a manifest, if the parts that ``by`` wrote are all ``reported`` to its writer and the bucket is ``reached``."""
+        """Writes a manifest, if the parts that ``by`` wrote are all ``reported`` to its writer and the bucket
+        is ``reached``.
+        """
         if not reached or self.bucket_fails():
             return SaveFailed(version, "store unavailable", by, again=True, manifest=True)
         if version not in self.bucket.manifests:
@@ -380,13 +442,19 @@ class Cluster:
     def retain(self, action: Retain) -> None:
         """Deletes at once what no rule keeps; the product takes two rounds."""
         kept = {*action.saved, *action.spared}
-        gone = {version for version in self.bucket.manifests if version < max(action.saved) and version not in kept}
+        gone = {
+            version
+            for version in self.bucket.manifests
+            if version < max(action.saved) and version not in kept
+        }
         self.bucket.manifests -= gone
         self.sim.oracle.counting -= gone
         self.sim.oracle.occasions["checkpoints are deleted"] += bool(gone)
 
     def user_error(self, worker: Worker, step: int) -> bool:
-        """Returns whether the user's code raises, which it does on the worker that has the microbatch of the bad sample."""
+        """Returns whether the user's code raises, which it does on the worker that has the microbatch of the
+        bad sample.
+        """
         scenario, world = self.sim.scenario, worker.world
         assert world is not None
         if scenario.error_step != step or (scenario.error_once and self.errors_raised):

@@ -19,7 +19,9 @@ from elastic.sim.trace import scenario_of
 from elastic.sim.violation import Violation
 
 JUDGED_FROM = 20_000
-"""Number of seeds that must cover every pair of a state and an event.  With fewer, what is missing is only printed."""
+"""Number of seeds that must cover every pair of a state and an event.  With fewer, what is missing is only
+printed.
+"""
 SHOWN = 20
 """Number of missing pairs that are printed."""
 
@@ -27,7 +29,9 @@ Say = Callable[[str], None]
 
 
 def seeds_of(text: str) -> range:
-    """Returns the seeds that a text means: ``1000`` the first 1000, ``5000..6000`` those from 5000 to 5999.  Raises :class:`ValueError`."""
+    """Returns the seeds that a text means: ``1000`` the first 1000, ``5000..6000`` those from 5000 to 5999.
+    Raises :class:`ValueError`.
+    """
     first, dots, last = text.partition("..")
     try:
         seeds = range(int(first), int(last)) if dots else range(int(first))
@@ -39,12 +43,17 @@ def seeds_of(text: str) -> range:
 
 
 def simulate_seeds(seeds: range, jobs: int, say: Say) -> int:
-    """Runs the seeds, and returns the exit code: 1 if a promise was broken or a possible pair never met, else 0."""
+    """Runs the seeds, and returns the exit code: 1 if a promise was broken or a possible pair never met, else
+    0.
+    """
     began = time.monotonic()
     coverage, broken = run_in_processes(seeds, jobs)
     say(coverage_table(coverage))
     took_s = time.monotonic() - began
-    say(f"{coverage.seeds} seeds in {took_s:.0f} s by {jobs} processes; {coverage.events / max(coverage.seeds, 1):.0f} events a seed")
+    say(
+        f"{coverage.seeds} seeds in {took_s:.0f} s by {jobs} processes; "
+        f"{coverage.events / max(coverage.seeds, 1):.0f} events a seed"
+    )
     if broken is not None:
         explain(broken, say)
         return 1
@@ -63,13 +72,17 @@ def _uncovered(coverage: Coverage, say: Say) -> bool:
 
 
 def simulate_script(script: Path, seeds: range, say: Say) -> int:
-    """Runs the cluster of each seed with the faults of ``script`` in place of its own.  Returns the exit code."""
+    """Runs the cluster of each seed with the faults of ``script`` in place of its own.  Returns the exit
+    code.
+    """
     faults = from_json(script.read_text(encoding="utf-8"))
     return max(_one(seed, replace(Scenario.drawn(seed), faults=faults), say) for seed in seeds)
 
 
 def simulate_trace(trace: Path, seeds: range, pace: float, say: Say) -> int:
-    """Runs each seed on the machines of a spot trace, ``pace`` times as fast as it was recorded.  Returns the exit code."""
+    """Runs each seed on the machines of a spot trace, ``pace`` times as fast as it was recorded.  Returns the
+    exit code.
+    """
     return max(_one(seed, scenario_of(trace.read_text(encoding="utf-8"), pace), say) for seed in seeds)
 
 
@@ -84,7 +97,10 @@ def explain(seed: int, say: Say) -> None:
     scenario = Scenario.drawn(seed)
     faults = minimised(scenario.faults, lambda part: not tried(seed, replace(scenario, faults=part))[1])
     say(tried(seed, replace(scenario, faults=faults))[0])
-    say(f"{len(faults)} of {len(scenario.faults)} faults are enough: simulate --seeds {seed}..{seed + 1} --script with")
+    say(
+        f"{len(faults)} of {len(scenario.faults)} faults are enough: simulate --seeds {seed}..{seed + 1} "
+        "--script with"
+    )
     say(to_json(faults))
 
 
@@ -94,4 +110,7 @@ def tried(seed: int, scenario: Scenario) -> tuple[str, bool]:
         report = simulate(seed, scenario)
     except Violation as violation:
         return str(violation), False
-    return f"seed {seed}: {report.end} after {report.virtual_s:.0f} s, {report.generations} generations, {report.events} events", True
+    return (
+        f"seed {seed}: {report.end} after {report.virtual_s:.0f} s, {report.generations} generations, "
+        f"{report.events} events"
+    ), True

@@ -13,7 +13,18 @@ from elastic.control.takeover import STOOD_S
 from elastic.ids import NodeId, Version, WorkerId
 from elastic.journal import codec
 from elastic.protocol import actions as do
-from elastic.protocol.events import Attached, Event, Recovered, Renewed, Said, ShardSaved, StopRequested, Tick, Together, parts
+from elastic.protocol.events import (
+    Attached,
+    Event,
+    Recovered,
+    Renewed,
+    Said,
+    ShardSaved,
+    StopRequested,
+    Tick,
+    Together,
+    parts,
+)
 from elastic.sim.journals import Journal, Record
 from elastic.sim.network import Way
 from elastic.sim.worker import Worker
@@ -33,7 +44,12 @@ class Coordinator:
     """One incarnation of the coordinator."""
 
     def __init__(
-        self, sim: Simulation, advance: Advance, incarnation: int, journal: Callable[[Coordinator], Journal], ahead_s: float
+        self,
+        sim: Simulation,
+        advance: Advance,
+        incarnation: int,
+        journal: Callable[[Coordinator], Journal],
+        ahead_s: float,
     ) -> None:
         self.sim, self.advance, self.incarnation = sim, advance, incarnation
         self.ahead_s = ahead_s
@@ -50,7 +66,9 @@ class Coordinator:
         self.attached: set[WorkerId] = set()
         """Workers that have answered this coordinator."""
         self.receipts: set[tuple[Version, int, WorkerId]] = set()
-        """The parts of saves that were reported to this coordinator: version, generation that wrote it, worker."""
+        """The parts of saves that were reported to this coordinator: version, generation that wrote it,
+        worker.
+        """
         self.uploads = 0
         """Number of times that it has told keepers which saves are on their way."""
         self._inbox = Inbox(lambda: self.now, many=2)
@@ -60,7 +78,9 @@ class Coordinator:
         self._decided: tuple[RunState, Event, Transition] | None = None
         """The decision that may not be performed yet, because a follower would not find its record."""
         self._judged: tuple[RunState, Event, Transition] | None = None
-        """The decision that the oracle has judged before it was performed, because a follower has read its record."""
+        """The decision that the oracle has judged before it was performed, because a follower has read its
+        record.
+        """
         self._decided_at = 0.0
         self._tries_again = False
 
@@ -73,7 +93,8 @@ class Coordinator:
     def counts_from(self) -> float:
         """The time, by its own clock, from which the deadlines of the present actions count.
 
-        This is the time of the decision, or the present time if more than ``STOOD_S`` have passed since the decision.
+        This is the time of the decision, or the present time if more than ``STOOD_S`` have passed since the
+        decision.
         """
         stood_s = self.sim.clock.now - self._decided_at
         return self.now - (stood_s if stood_s <= STOOD_S else 0.0)
@@ -84,16 +105,21 @@ class Coordinator:
 
     @property
     def cut(self) -> bool:
-        """True if it is cut off from the cluster's head.  If it has nodes on its side, it is also cut off from all other nodes."""
+        """True if it is cut off from the cluster's head.  If it has nodes on its side, it is also cut off
+        from all other nodes.
+        """
         return self.cut_until > self.sim.clock.now
 
     def reaches(self, node: NodeId) -> bool:
         """Returns whether it reaches ``node``.
 
-        A cut coordinator that has nodes on its side reaches only these, and no other coordinator reaches them.
+        A cut coordinator that has nodes on its side reaches only these, and no other coordinator reaches
+        them.
         """
         for each in self.sim.coordinators.all:
-            if each.cut and ((node in each.side) if each is not self else (each.side and node not in each.side)):
+            if each.cut and (
+                (node in each.side) if each is not self else (each.side and node not in each.side)
+            ):
                 return False
         return True
 
@@ -138,12 +164,16 @@ class Coordinator:
             return
         before, event, transition = decided = self._decided
         if transition.durable and not self.journal.secured():
-            self.sim.oracle.occasions["a coordinator stands still, for nobody would know what it did"] += self.alive
+            self.sim.oracle.occasions["a coordinator stands still, for nobody would know what it did"] += (
+                self.alive
+            )
             return self._try_again()
         self._decided, self.run = None, transition.run
         sim, coordinators = self.sim, self.sim.coordinators
         coordinators.events += 1
-        coordinators.visited.update((type(before.state).__name__, type(each).__name__) for each in parts(event))
+        coordinators.visited.update(
+            (type(before.state).__name__, type(each).__name__) for each in parts(event)
+        )
         sim.oracle.occasions["workers' messages are taken together"] += isinstance(event, Together)
         if isinstance(event, Recovered):
             coordinators.begins(self)
@@ -176,7 +206,9 @@ class Coordinator:
         self.go_through_with_it()
 
     def was_read(self, ahead: Sequence[Record]) -> None:
-        """Notes that a follower has read the records in the bucket and ``ahead``: from now on workers may forget what these tell."""
+        """Notes that a follower has read the records in the bucket and ``ahead``: from now on workers may
+        forget what these tell.
+        """
         self.journal.was_read(ahead)
         if self._decided is not None and self.journal.read_to == self.journal.disk.end:
             self.sim.oracle.hears(self._decided[1])
@@ -184,9 +216,14 @@ class Coordinator:
     def is_read(self) -> None:
         """Notes that a follower has read its journal.
 
-        If the follower has read the last record, the decision that waits to be performed is valid, and the oracle judges it now.
+        If the follower has read the last record, the decision that waits to be performed is valid, and the
+        oracle judges it now.
         """
-        if self._decided is not None and self._decided is not self._judged and self.journal.read_to == self.journal.disk.end:
+        if (
+            self._decided is not None
+            and self._decided is not self._judged
+            and self.journal.read_to == self.journal.disk.end
+        ):
             self._judged = self._decided
             if isinstance(self._decided[1], Recovered):
                 self.sim.coordinators.begins(self)
@@ -198,7 +235,8 @@ class Coordinator:
             self.alive = False
             self.sim.oracle.occasions["a coordinator finds itself deposed"] += 1
             self.sim.tell(f"coordinator {self.incarnation} is deposed")
-            if self is self.sim.coordinators.present:  # an older coordinator, which did not know of this one, wrote once more
+            # an older coordinator, which did not know of this one, wrote once more
+            if self is self.sim.coordinators.present:
                 self.sim.clock.after(AGAIN_S, self.sim.coordinators.follow, self)
 
     def thaw(self) -> None:
@@ -222,14 +260,17 @@ class Coordinator:
                 self.receive(Tick())
             self.sim.clock.after(TICK_S, self.tick)
 
-    # -- taking over ------------------------------------------------------------------------------------------------
+    # -- taking over
+    # ------------------------------------------------------------------------------------------------
 
     def take_over(self, whole: bool) -> None:
         """Handles its first event, which names the workers and keepers that it has found."""
         self.whole = whole
         cluster = self.sim.cluster
         found = tuple(worker.name for worker in cluster.running if worker.node not in cluster.given_up)
-        keepers = tuple(sorted(node.name for node in cluster.nodes.values() if node.keeper and not node.declared_dead))
+        keepers = tuple(
+            sorted(node.name for node in cluster.nodes.values() if node.keeper and not node.declared_dead)
+        )
         self.receive(Recovered(self.incarnation, found, keepers, whole))
 
     def _greet(self, event: Recovered) -> None:
@@ -247,15 +288,19 @@ class Coordinator:
         """Calls ``worker`` repeatedly until it answers, or until one of the two no longer acts."""
         if self.acts and worker.alive and worker.name not in self.attached:
             if self.reaches(worker.node):
-                self.sim.network.send(Way.TO, worker.node, worker.receive, worker.order, self.incarnation, worker.attached)
+                self.sim.network.send(
+                    Way.TO, worker.node, worker.receive, worker.order, self.incarnation, worker.attached
+                )
             self.sim.clock.after(ATTACH_S, self.attach, worker)
 
-    # -- performing -------------------------------------------------------------------------------------------------
+    # -- performing
+    # -------------------------------------------------------------------------------------------------
 
     def renew(self, worker: Worker, generation: int, asked_at: float) -> None:
         """Answers a request for a lease.
 
-        The lease counts from the moment of the request, so it never ends later for the member than for the coordinator.
+        The lease counts from the moment of the request, so it never ends later for the member than for the
+        coordinator.
         """
         known = self.journal.run
         granted = worker.name in known.workers and known.grants_lease(generation) and self.journal.holds()
@@ -264,7 +309,8 @@ class Coordinator:
             self.receive(Renewed(worker.name, generation))
         safe = self.journal.authority.safe
         if self._decided is not None and safe is self._decided[2].run:
-            self.sim.oracle.hears(self._decided[1])  # recorded where the next coordinator finds it, although nothing is performed yet
+            # recorded where the next coordinator finds it, although nothing is performed yet
+            self.sim.oracle.hears(self._decided[1])
         recorded_step = safe.history.recorded_step if safe.generation == generation else 0
         dismissed = not known.knows(worker.name) and self.journal.holds()
         self._tell(worker, worker.renewed, generation, asked_at, granted, recorded_step, dismissed)
@@ -272,7 +318,9 @@ class Coordinator:
     def _tell(self, worker: Worker, call: Callable[..., object], *args: object) -> None:
         if not self.reaches(worker.node) or (self.cut and self.sim.rng.random() < 0.5):
             return
-        self.sim.network.send(Way.TO, worker.node, worker.receive, worker.order, self.incarnation, call, *args)
+        self.sim.network.send(
+            Way.TO, worker.node, worker.receive, worker.order, self.incarnation, call, *args
+        )
 
     def perform(self, action: do.Action) -> None:
         cluster = self.sim.cluster
@@ -297,13 +345,17 @@ class Coordinator:
                 self.sim.clock.after(0.1 + 0.9 * self.sim.rng.random(), self._commit_manifest, action)
             case do.Upload():
                 self.uploads += 1
-                cluster.order_surely(self.incarnation, action.keepers, cluster.upload, (self.incarnation, self.uploads), action)
+                cluster.order_surely(
+                    self.incarnation, action.keepers, cluster.upload, (self.incarnation, self.uploads), action
+                )
             case do.Retain():
                 cluster.retain(action)
             case do.ListCopies():
                 cluster.order(self.incarnation, action.keepers, cluster.list_copies, action.generation)
             case do.Release():
-                cluster.order(self.incarnation, action.keepers, cluster.release, action.copied, action.buddied)
+                cluster.order(
+                    self.incarnation, action.keepers, cluster.release, action.copied, action.buddied
+                )
             case do.Pair():
                 for node, buddy, _ in action.buddies:
                     cluster.order(self.incarnation, (node,), cluster.pair, buddy)
@@ -316,10 +368,15 @@ class Coordinator:
                 self._tell(worker, call.__get__(worker), *args)
 
     def _commit_manifest(self, action: do.CommitManifest) -> None:
-        """Writes the manifest and reports the result.  If the coordinator is gone, the manifest may still appear, but it has no effect.
+        """Writes the manifest and reports the result.  If the coordinator is gone, the manifest may still
+        appear, but it has no effect.
 
         A manifest is made of the receipts that this coordinator was told, unless it is there already.
         """
         known, by = self.run.saves.find(action.version), action.by or action.version.generation
-        reported = known is not None and all((action.version, by, each) in self.receipts for each in known.members)
-        self.receive(self.sim.cluster.commit_manifest(action.version, action.by, reported, self.journal.reaches_bucket))
+        reported = known is not None and all(
+            (action.version, by, each) in self.receipts for each in known.members
+        )
+        self.receive(
+            self.sim.cluster.commit_manifest(action.version, action.by, reported, self.journal.reaches_bucket)
+        )

@@ -1,8 +1,9 @@
 """Models the coordinators of a run, one after the other.
 
-A coordinator that dies or is taken for dead is followed by a coordinator of the next incarnation, which reads the journal as far as it
-can.  The old coordinator may be alive, frozen or cut off alone or with some nodes, and may not know of its follower.  Then there are two
-coordinators at once, and the old one acts as long as its authority allows it.
+A coordinator that dies or is taken for dead is followed by a coordinator of the next incarnation, which reads
+the journal as far as it can.  The old coordinator may be alive, frozen or cut off alone or with some nodes,
+and may not know of its follower.  Then there are two coordinators at once, and the old one acts as long as
+its authority allows it.
 """
 
 from __future__ import annotations
@@ -27,13 +28,16 @@ if TYPE_CHECKING:
 STUMBLES = 0.3
 """Share of the killed coordinators that fail to handle an event and report this before they die."""
 UNREACHED, UNREACHED_S = 0.5, 3.0
-"""Share of the cut-off coordinators that give up the keepers they cannot reach, and the longest time in seconds before they do."""
+"""Share of the cut-off coordinators that give up the keepers they cannot reach, and the longest time in
+seconds before they do.
+"""
 
 
 class Coordinators:
     """All coordinators of the run.
 
-    ``present`` is the latest incarnation, to which everybody speaks by default.  ``acting`` is the latest one that has begun to act.
+    ``present`` is the latest incarnation, to which everybody speaks by default.  ``acting`` is the latest one
+    that has begun to act.
     """
 
     def __init__(self, sim: Simulation, advance: Advance) -> None:
@@ -63,8 +67,8 @@ class Coordinators:
     def hear(self, worker: Worker, event: Event) -> None:
         """Delivers a worker's event.
 
-        If the worker is dead, each event is lost with probability 0.5.  A coordinator that is cut off hears the workers that know no later
-        one.
+        If the worker is dead, each event is lost with probability 0.5.  A coordinator that is cut off hears
+        the workers that know no later one.
         """
         if worker.alive or self.sim.rng.random() < 0.5:
             for each in self._heard_by(worker):
@@ -81,20 +85,25 @@ class Coordinators:
     def _heard_by(self, worker: Worker) -> list[Coordinator]:
         """Returns the coordinators that a worker's message addresses.
 
-        This is the older coordinator that it obeys, if that one acts.  Otherwise these are the coordinators that are cut off together with
-        its node, and if there are none, the present one.
+        This is the older coordinator that it obeys, if that one acts.  Otherwise these are the coordinators
+        that are cut off together with its node, and if there are none, the present one.
         """
-        known = [each for each in self.all[:-1] if each.acts and each.incarnation == worker.member.incarnation]
+        known = [
+            each for each in self.all[:-1] if each.acts and each.incarnation == worker.member.incarnation
+        ]
         beside = [each for each in self.all[:-1] if each.acts and each.cut and worker.node in each.side]
         return known or beside or [self.present]
 
     def tell(self, event: Event) -> None:
-        """Delivers an event to every coordinator in reach: of the node if the node itself sends the event, else of the cluster's head."""
+        """Delivers an event to every coordinator in reach: of the node if the node itself sends the event,
+        else of the cluster's head.
+        """
         own = event.node if isinstance(event, Beat | KeeperUp) else None
         for each in self.all:
             if each.reaches(own) if own is not None else not each.cut:
                 each.receive(event)
-            elif each is self.present and not isinstance(event, Beat):  # repeated until the present coordinator hears it
+            # repeated until the present coordinator hears it
+            elif each is self.present and not isinstance(event, Beat):
                 self.sim.clock.after(AGAIN_S, self._tell_present, event)
 
     def _tell_present(self, event: Event) -> None:
@@ -106,10 +115,13 @@ class Coordinators:
         else:
             present.receive(event)
 
-    # -- what happens to them -----------------------------------------------------------------------------------------
+    # -- what happens to them
+    # -----------------------------------------------------------------------------------------
 
     def suffer(self, kind: Kind, duration_s: float, amount: float) -> None:
-        """Applies a fault to the present coordinator or the next one.  A dead coordinator cannot be killed, frozen or cut off."""
+        """Applies a fault to the present coordinator or the next one.  A dead coordinator cannot be killed,
+        frozen or cut off.
+        """
         present, now = self.present, self.sim.clock.now
         match kind:
             case Kind.COORDINATOR_CLOCK:
@@ -122,7 +134,11 @@ class Coordinators:
                 return
             case Kind.COORDINATOR_KILL:
                 if self.sim.rng.random() < STUMBLES:
-                    present.receive(Stumbled(f"{self.sim.rng.choice(('Beat', 'Joined', 'Tick'))}: KeyError at cluster.py:7"))
+                    present.receive(
+                        Stumbled(
+                            f"{self.sim.rng.choice(('Beat', 'Joined', 'Tick'))}: KeyError at cluster.py:7"
+                        )
+                    )
                 present.alive = False
                 self.sim.clock.after(duration_s, self.follow, present, not self.disk_lost)
                 self.disk_lost = False
@@ -135,7 +151,9 @@ class Coordinators:
                 self.sim.clock.after(0.3 * duration_s * self.sim.rng.random(), self.follow, present)
 
     def _cut(self, present: Coordinator, until: float, share: float) -> None:
-        """Cuts off ``present`` from the head, together with a ``share`` of the nodes, which may include its whole world."""
+        """Cuts off ``present`` from the head, together with a ``share`` of the nodes, which may include its
+        whole world.
+        """
         cluster, rng = self.sim.cluster, self.sim.rng
         there = [node for node in cluster.nodes.values() if not node.declared_dead]
         beside = rng.sample(there, round(share * len(there)))
@@ -150,15 +168,18 @@ class Coordinators:
                 self.sim.clock.after(UNREACHED_S * rng.random(), self._cannot_reach, present, node.name)
 
     def _cannot_reach(self, coordinator: Coordinator, node: NodeId) -> None:
-        """Makes ``coordinator`` give up a keeper that its calls do not reach.  It does not ask the cluster's head."""
+        """Makes ``coordinator`` give up a keeper that its calls do not reach.  It does not ask the cluster's
+        head.
+        """
         if not coordinator.reaches(node):
             coordinator.receive(KeeperLost(node, "its process cannot be reached"))
 
     def follow(self, before: Coordinator, disk: bool = False, claimed_at: float | None = None) -> None:
         """Begins the next incarnation after ``before``, if none has begun yet.
 
-        ``disk`` is True if it starts where ``before`` has ended, so that it finds the local records of ``before``.  As long as ``before``
-        may act on records that nobody else can read, the next incarnation waits.
+        ``disk`` is True if it starts where ``before`` has ended, so that it finds the local records of
+        ``before``.  As long as ``before`` may act on records that nobody else can read, the next incarnation
+        waits.
         """
         if before is not self.present:
             return
@@ -167,24 +188,38 @@ class Coordinators:
         if claimed_at is None:
             claimed_at, self.claimed = self.sim.clock.now, self.claimed + 1
         read = before.journal.read_by(self.claimed, disk)
-        if wait_s := authority.waits_s(claimed_at, self.sim.rules.coordinator_lease_over_s, read.all, self.sim.clock.now):
+        if wait_s := authority.waits_s(
+            claimed_at, self.sim.rules.coordinator_lease_over_s, read.all, self.sim.clock.now
+        ):
             return self.sim.clock.after(wait_s, self.follow, before, disk, claimed_at)
         for each in self.all:
             each.was_read(read.ahead)
         how = "" if disk else " with what the keepers have" if read.all else " without what was written last"
         self.sim.oracle.occasions[f"a coordinator takes over{how}"] += 1
-        self._begin(read._replace(run=codec.decode_run(codec.encode(read.run))), self.claimed, claimed_at, follows=True)
+        self._begin(
+            read._replace(run=codec.decode_run(codec.encode(read.run))),
+            self.claimed,
+            claimed_at,
+            follows=True,
+        )
         self.sim.clock.after(0.0, self.present.tick)  # after the event Recovered
         return self.present.take_over(read.all)
 
     def resume(self) -> None:
-        """Resumes the run after a stop.  The new coordinator knows the newest manifest and the numbers that were used."""
+        """Resumes the run after a stop.  The new coordinator knows the newest manifest and the numbers that
+        were used.
+        """
         sim, run = self.sim, self.present.run
         version = run.history.saved[-1] if run.history.saved else Version(0, 0)
         known = lineage.cut(run.history.lineage, version)
         incarnation = self.claimed = self.claimed + 1
         begun = RunState.begin(
-            incarnation, sim.clock.now + self.ahead_s, run.history.saved, known, run.next_generation - 1, run.members.next_worker
+            incarnation,
+            sim.clock.now + self.ahead_s,
+            run.history.saved,
+            known,
+            run.next_generation - 1,
+            run.members.next_worker,
         )
         begun = replace(begun, skips=run.skips.resume(begun.step))
         self.in_bucket.create([Record(self.in_bucket.end, begun)], incarnation)

@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 class CopiesOracle:
     """Judges every copy, and every answer of a keeper.
 
-    ``asked`` has the time at which keepers were asked after a generation; ``heard`` has their answers as the coordinator heard them.
+    ``asked`` has the time at which keepers were asked after a generation; ``heard`` has their answers as the
+    coordinator heard them.
     """
 
     def __init__(self, sim: Simulation) -> None:
@@ -44,20 +45,36 @@ class CopiesOracle:
         """Judges that ``worker`` has begun a copy in the place of ``old``."""
         world = worker.world
         assert world is not None
-        known = next((each for _, each in sorted(world.outcomes.items(), reverse=True) if each.copied_through >= 0), None)
+        known = next(
+            (each for _, each in sorted(world.outcomes.items(), reverse=True) if each.copied_through >= 0),
+            None,
+        )
         if known is None:
-            if old.complete and old.copy.version == world.plan.protected and not self._elsewhere(worker.memory, world.plan.protected):
-                raise Violation(f"{worker.name} overwrites {old.copy.version}, which generation {world.plan.generation} was to protect")
+            if (
+                old.complete
+                and old.copy.version == world.plan.protected
+                and not self._elsewhere(worker.memory, world.plan.protected)
+            ):
+                raise Violation(
+                    f"{worker.name} overwrites {old.copy.version}, which generation "
+                    f"{world.plan.generation} was to protect"
+                )
             return
         for name in world.plan.members:
             member = self.sim.cluster.workers[name]
             copies = member.memory.copies
-            moved_on = copies is not None and copies.plan.generation > world.plan.generation  # ``worker`` thawed in a world that is over
+            # ``worker`` thawed in a world that is over
+            moved_on = copies is not None and copies.plan.generation > world.plan.generation
             if member.alive and not moved_on and not self._has(member, world.plan, known.copied_through):
-                raise Violation(f"step {known.copied_through} was copied everywhere, and {name} has no complete copy any more")
+                raise Violation(
+                    f"step {known.copied_through} was copied everywhere, and {name} has no "
+                    "complete copy any more"
+                )
 
     def _elsewhere(self, memory: Memory, version: Version | None) -> bool:
-        return any(slot is not None and slot.complete and slot.copy.version == version for slot in memory.slots)
+        return any(
+            slot is not None and slot.complete and slot.copy.version == version for slot in memory.slots
+        )
 
     def _has(self, member: Worker, plan: Plan, step: int) -> bool:
         version = plan.version if step == plan.version.step else Version(step, plan.generation)
@@ -68,10 +85,16 @@ class CopiesOracle:
         shelf = self.sim.cluster.nodes[node].shelf
         for each in held:
             worker = self.sim.cluster.workers[each.worker]
-            slots = [*worker.memory.slots, *shelf.left.get(each.worker, ()), *shelf.guests.get(each.worker, ())]
+            slots = [
+                *worker.memory.slots,
+                *shelf.left.get(each.worker, ()),
+                *shelf.guests.get(each.worker, ()),
+            ]
             headers = [slot.copy for slot in slots if slot is not None and slot.complete]
             if (each.version, each.cell) not in headers:
-                raise Violation(f"the keeper of {node} says to hold {each}, and there is no such copy, or it is torn")
+                raise Violation(
+                    f"the keeper of {node} says to hold {each}, and there is no such copy, or it is torn"
+                )
 
     # -- the coordinator --------------------------------------------------------------------
 
@@ -79,7 +102,9 @@ class CopiesOracle:
         match event:
             case Recovered():
                 self.forget()  # except for what the journal says
-                self.heard[before.copies.asked] = {node: host.kept for node, host in before.copies.hosts.items() if host.kept}
+                self.heard[before.copies.asked] = {
+                    node: host.kept for node, host in before.copies.hosts.items() if host.kept
+                }
             case KeeperLost():
                 for said in self.heard.values():
                     said.pop(event.node, None)
@@ -93,7 +118,9 @@ class CopiesOracle:
 
     def judge(self, before: RunState, action: Action) -> None:
         match action:
-            case ListCopies() if action.generation not in self.asked or set(action.keepers) >= set(before.cluster.keepers):
+            case ListCopies() if action.generation not in self.asked or set(action.keepers) >= set(
+                before.cluster.keepers
+            ):
                 self.asked[action.generation] = self.sim.coordinators.acting.counts_from
             case Release():
                 self._judge_release(before, action)
@@ -101,14 +128,23 @@ class CopiesOracle:
                 self._judge_room(action.plan)
 
     def _judge_room(self, plan: Plan) -> None:
-        """Checks that nodes have room for the parts of ``plan``, which are smaller where there are fewer replicas."""
+        """Checks that nodes have room for the parts of ``plan``, which are smaller where there are fewer
+        replicas.
+        """
         shards, fewest = plan.layout.dp_shard, self.sim.rules.layout.dp_replicate or 1
-        there = [(node, count, room) for node, count in Counter(plan.nodes).items() if (room := self.sim.scenario.room_of(node))]
-        self.sim.oracle.occasions["members of a node must share a state"] += any(count > room for _, count, room in there)
+        there = [
+            (node, count, room)
+            for node, count in Counter(plan.nodes).items()
+            if (room := self.sim.scenario.room_of(node))
+        ]
+        self.sim.oracle.occasions["members of a node must share a state"] += any(
+            count > room for _, count, room in there
+        )
         crowded = [node for node, count, room in there if count / shards > room]
         if crowded and plan.layout.world // shards > fewest:
             raise Violation(
-                f"{crowded[0]} gets more of the state than it has room for, and {plan.layout} is not the most that can share it"
+                f"{crowded[0]} gets more of the state than it has room for, and {plan.layout} is not the "
+                "most that can share it"
             )
 
     def _judge_release(self, before: RunState, release: Release) -> None:
@@ -116,15 +152,24 @@ class CopiesOracle:
         assert plan is not None
         for version in (release.copied, release.buddied):
             if version.generation != plan.generation:
-                raise Violation(f"copies older than {version} are freed, which is not of generation {plan.generation}")
+                raise Violation(
+                    f"copies older than {version} are freed, which is not of generation {plan.generation}"
+                )
         members = [member for name in plan.members if (member := self.sim.cluster.workers[name]).alive]
-        own = [{copy.version for copy in whole(member.memory.slots) if copy is not None} for member in members]
+        own = [
+            {copy.version for copy in whole(member.memory.slots) if copy is not None} for member in members
+        ]
         newest = max(set.intersection(*own), default=Version(0, 0)) if own else release.copied
         if newest < release.copied:
-            raise Violation(f"copies older than {release.copied} are freed, and the newest that is complete everywhere is {newest}")
+            raise Violation(
+                f"copies older than {release.copied} are freed, and the newest that is complete "
+                f"everywhere is {newest}"
+            )
         for member in members if plan.buddy_every else ():
             if member.memory.buddied is None or member.memory.buddied.version < release.buddied:
-                raise Violation(f"copies older than {release.buddied} are freed, and no buddy has it of {member.name}")
+                raise Violation(
+                    f"copies older than {release.buddied} are freed, and no buddy has it of {member.name}"
+                )
 
     def reported(self, generation: int) -> int:
         """Returns the newest step of ``generation`` that a copy has proven to be committed."""
@@ -139,10 +184,15 @@ class CopiesOracle:
         cluster, generation, held = self.sim.cluster, before.generation, set[tuple[Version, Cell]]()
         if not self.sim.rules.copy_every or not before.members.seats:
             return held
-        in_time = self.sim.coordinators.acting.now < self.asked.get(generation, float("inf")) + self.sim.rules.fence_s
+        in_time = (
+            self.sim.coordinators.acting.now
+            < self.asked.get(generation, float("inf")) + self.sim.rules.fence_s
+        )
         for node in keepers:
             truth, said = held_at(cluster, node), self.heard[generation].get(node)
-            self.sim.oracle.occasions["a keeper's answer does not come in time"] += said is None and not in_time
+            self.sim.oracle.occasions["a keeper's answer does not come in time"] += (
+                said is None and not in_time
+            )
             if said is not None:
                 truth = tuple(each for each in truth if each in said)
             elif not in_time:
@@ -153,30 +203,51 @@ class CopiesOracle:
     def judge_plan(self, before: RunState, after: RunState, plan: Plan) -> None:
         """Judges the copies of a plan.
 
-        It has no mixture of versions.  Each of its keepers is there, has said that it holds the copy, and is named with its address.  The
-        newest version that keepers hold completely is protected.
+        It has no mixture of versions.  Each of its keepers is there, has said that it holds the copy, and is
+        named with its address.  The newest version that keepers hold completely is protected.
         """
         if mixed := {each.version for each in plan.holders} - {plan.version}:
-            raise Violation(f"generation {plan.generation} starts from {plan.version}, and its holders hold {sorted(mixed)}")
+            raise Violation(
+                f"generation {plan.generation} starts from {plan.version}, and its holders hold "
+                f"{sorted(mixed)}"
+            )
         kept = [each for each in plan.holders if each.keeper]
         if kept and plan.tier in ("init", "live"):
             raise Violation(f"tier {plan.tier}, and {kept[0]} is a copy")
         if lost := {each.keeper for each in kept} - set(after.cluster.keepers):
-            raise Violation(f"generation {plan.generation} takes copies from {sorted(lost)}, and no such keeper is there")
+            raise Violation(
+                f"generation {plan.generation} takes copies from {sorted(lost)}, and no such keeper is there"
+            )
         if wrong := [each for each in kept if each not in self.heard[before.generation].get(each.keeper, ())]:
             raise Violation(f"generation {plan.generation}: nobody has said {wrong[0]}")
         cells: dict[Version, set[Cell]] = defaultdict(set)
         for node, said in self.heard[before.generation].items():
-            for each in set(said) & set(held_at(self.sim.cluster, node)) if node in after.cluster.keepers else ():
+            for each in (
+                set(said) & set(held_at(self.sim.cluster, node)) if node in after.cluster.keepers else ()
+            ):
                 cells[each.version].add(each.cell)
-        whole_there = [v for v, found in cells.items() if v <= plan.version and covers(frozenset(found), self.sim.scenario.rows)]
-        newest = max((version for version in whole_there if self.sim.oracle.on_lineage(version)), default=None)
+        whole_there = [
+            v
+            for v, found in cells.items()
+            if v <= plan.version and covers(frozenset(found), self.sim.scenario.rows)
+        ]
+        newest = max(
+            (version for version in whole_there if self.sim.oracle.on_lineage(version)), default=None
+        )
         if newest is not None and (plan.protected is None or plan.protected < newest):
-            raise Violation(f"generation {plan.generation} protects {plan.protected}, and keepers have all of {newest}")
-        addresses = {node: self.sim.cluster.introduction(node).address for node in {each.keeper for each in kept}}
+            raise Violation(
+                f"generation {plan.generation} protects {plan.protected}, and keepers have all of {newest}"
+            )
+        addresses = {
+            node: self.sim.cluster.introduction(node).address for node in {each.keeper for each in kept}
+        }
         if addresses != dict(plan.hosts):
-            raise Violation(f"generation {plan.generation} takes copies from {addresses}, and is told of {plan.hosts}")
+            raise Violation(
+                f"generation {plan.generation} takes copies from {addresses}, and is told of {plan.hosts}"
+            )
         if plan.tier == "host":
             homes = {name: worker.node for name, worker in self.sim.cluster.workers.items()}
-            self.sim.oracle.occasions["a copy at a buddy is used"] += any(each.keeper != homes[each.worker] for each in kept)
+            self.sim.oracle.occasions["a copy at a buddy is used"] += any(
+                each.keeper != homes[each.worker] for each in kept
+            )
             self.sim.oracle.occasions["a world starts from copies alone"] += len(kept) == len(plan.holders)

@@ -19,7 +19,9 @@ from elastic.sim.violation import Violation
 OVER = ("Finished", "Stopped", "Failed")
 STATES = tuple(state.__name__ for state in get_args(State))
 EVENTS = tuple(event.__name__ for event in get_args(Fact) if event is not Evaluated)
-"""The events that the simulator has.  No simulated worker validates; what a spare tells decides nothing, in any state."""
+"""The events that the simulator has.  No simulated worker validates; what a spare tells decides nothing, in
+any state.
+"""
 CHUNK = 250
 """Number of seeds that a process takes at once."""
 
@@ -67,7 +69,9 @@ class Coverage:
 
 
 def run_many(seeds: Iterable[int]) -> tuple[Coverage, int | None]:
-    """Runs every seed with its own scenario.  Returns the sum, and the first seed that broke a promise, after which it stops."""
+    """Runs every seed with its own scenario.  Returns the sum, and the first seed that broke a promise, after
+    which it stops.
+    """
     coverage = Coverage()
     for seed in seeds:
         try:
@@ -78,10 +82,13 @@ def run_many(seeds: Iterable[int]) -> tuple[Coverage, int | None]:
 
 
 def run_in_processes(seeds: range, jobs: int) -> tuple[Coverage, int | None]:
-    """Runs the seeds in ``jobs`` processes until one breaks a promise.  Returns the sum and that seed, or None."""
+    """Runs the seeds in ``jobs`` processes until one breaks a promise.  Returns the sum and that seed, or
+    None.
+    """
     coverage = Coverage()
     chunks = [seeds[i : i + CHUNK] for i in range(0, len(seeds), CHUNK)]
-    rarely = 100_000  # a run is a cycle of some thousand objects: a collection after every 700 took a seventh of the time
+    # a run is a cycle of some thousand objects: a collection after every 700 took a seventh of the time
+    rarely = 100_000
     with ProcessPoolExecutor(jobs, initializer=gc.set_threshold, initargs=(rarely,)) as pool:
         for part, broken in pool.map(run_many, chunks):
             coverage.merge(part)
@@ -102,20 +109,35 @@ IMPOSSIBLE: Mapping[tuple[str, str], str] = {
 
 
 def missing(coverage: Coverage) -> list[str]:
-    """Returns the possible pairs that never met: an event in a state, a fault in a state, a fault during another fault."""
+    """Returns the possible pairs that never met: an event in a state, a fault in a state, a fault during
+    another fault.
+    """
     met = {("over" if state in OVER else state, event) for state, event in coverage.visited}
     states = (*faults.STATES, "over")
-    events = [f"{event} in {state}" for state in states for event in EVENTS if (state, event) not in met | IMPOSSIBLE.keys()]
-    struck = [f"{kind} in {state}" for state in faults.STATES for kind in Kind if not coverage.struck[kind, state]]
-    overlaps = [f"{second} upon {first}" for first in Kind for second in Kind if not coverage.overlaps[first, second]]
+    events = [
+        f"{event} in {state}"
+        for state in states
+        for event in EVENTS
+        if (state, event) not in met | IMPOSSIBLE.keys()
+    ]
+    struck = [
+        f"{kind} in {state}" for state in faults.STATES for kind in Kind if not coverage.struck[kind, state]
+    ]
+    overlaps = [
+        f"{second} upon {first}" for first in Kind for second in Kind if not coverage.overlaps[first, second]
+    ]
     return events + struck + overlaps
 
 
 def table(pairs: Pairs, rows: Sequence[str], columns: Sequence[str], *, transposed: bool = False) -> str:
-    """Returns a table of how often each pair came.  Pairs are (row, column), or (column, row) if ``transposed``."""
+    """Returns a table of how often each pair came.  Pairs are (row, column), or (column, row) if
+    ``transposed``.
+    """
     width, cell = max(map(len, rows)) + 1, max(9, *(len(column) + 2 for column in columns))
     head = " " * width + "".join(f"{column:>{cell}}" for column in columns)
-    return "\n".join([head, *(f"{row:<{width}}" + "".join(_cells(pairs, row, columns, cell, transposed)) for row in rows)])
+    return "\n".join(
+        [head, *(f"{row:<{width}}" + "".join(_cells(pairs, row, columns, cell, transposed)) for row in rows)]
+    )
 
 
 def _cells(pairs: Pairs, row: str, columns: Sequence[str], cell: int, transposed: bool) -> Iterable[str]:
@@ -123,17 +145,24 @@ def _cells(pairs: Pairs, row: str, columns: Sequence[str], cell: int, transposed
 
 
 def overlap_table(overlaps: Pairs) -> str:
-    """Returns a table with a row for the first fault and a numbered column for the fault that struck before it was recovered from."""
+    """Returns a table with a row for the first fault and a numbered column for the fault that struck before
+    it was recovered from.
+    """
     names = {kind: f"{number:>2} {kind}" for number, kind in enumerate(Kind, 1)}
     numbers = {kind: str(number) for number, kind in enumerate(Kind, 1)}
-    named = Counter({(names[first], numbers[second]): overlaps[first, second] for first in Kind for second in Kind})
+    named = Counter(
+        {(names[first], numbers[second]): overlaps[first, second] for first in Kind for second in Kind}
+    )
     return table(named, tuple(names.values()), tuple(numbers.values()))
 
 
 def coverage_table(coverage: Coverage) -> str:
     """Returns all that was covered as text: three tables, the totals, the ends, the rare occasions."""
     hours = coverage.virtual_s / 3600
-    total = f"{coverage.seeds} seeds, {coverage.events} events, {coverage.generations} generations, {hours:.1f} hours"
+    total = (
+        f"{coverage.seeds} seeds, {coverage.events} events, {coverage.generations} generations, "
+        f"{hours:.1f} hours"
+    )
     ends = ", ".join(f"{n} {end}" for end, n in sorted(coverage.ends.items()))
     occasions = [f"{n:>9}  {what}" for what, n in sorted(coverage.occasions.items())]
     visited = table(coverage.visited, EVENTS, STATES, transposed=True)

@@ -1,8 +1,9 @@
-"""Models the places of a coordinator's records, which are its disk, its keepers and the bucket, and the messages between them.
+"""Models the places of a coordinator's records, which are its disk, its keepers and the bucket, and the
+messages between them.
 
-The rules are the product's (``elastic/protocol/authority.py``).  This file has the part of ``actors/journal_replicas.py``: it carries
-requests to keepers, which may be dead, frozen, cut off or slow, writes records to the bucket, and asks which
-incarnation has claimed the run.
+The rules are the product's (``elastic/protocol/authority.py``).  This file has the part of
+``actors/journal_replicas.py``: it carries requests to keepers, which may be dead, frozen, cut off or slow,
+writes records to the bucket, and asks which incarnation has claimed the run.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ UNSENT = 0.3
 
 
 class Record(NamedTuple):
-    """A record of the journal.  ``n`` is its number, without gaps over all coordinators of the run.  ``run`` is its content."""
+    """A record of the journal.  ``n`` is its number, without gaps over all coordinators of the run.  ``run``
+    is its content.
+    """
 
     n: int
     run: RunState
@@ -42,7 +45,8 @@ class Record(NamedTuple):
 class InBucket:
     """The journal in the bucket.
 
-    ``end`` is the number of its next record.  ``by`` is the incarnation that wrote the last record, and ``run`` is that record's content.
+    ``end`` is the number of its next record.  ``by`` is the incarnation that wrote the last record, and
+    ``run`` is that record's content.
     """
 
     run: RunState
@@ -50,7 +54,9 @@ class InBucket:
     by: int = 0
 
     def create(self, records: Sequence[Record], by: int) -> bool:
-        """Adds ``records``.  Returns False, and adds none, if another coordinator has written a record with the first number."""
+        """Adds ``records``.  Returns False, and adds none, if another coordinator has written a record with
+        the first number.
+        """
         if records and records[0].n != self.end:
             return False
         for each in records:
@@ -72,7 +78,9 @@ class Read(NamedTuple):
 
 @dataclass
 class Disk:
-    """The records that one coordinator has written on its own disk, the first ``in_bucket`` of which are in the bucket."""
+    """The records that one coordinator has written on its own disk, the first ``in_bucket`` of which are in
+    the bucket.
+    """
 
     first: int
     records: list[Record] = field(default_factory=list)
@@ -86,7 +94,8 @@ class Disk:
         self.records.append(Record(self.first + len(self.records), run))
 
     def tail(self, at: int) -> tuple[int, int, list[Record]]:
-        """Returns the first place that the bucket lacks, ``at``, and the records from ``at`` on (``storage.journal.Journal.tail``).
+        """Returns the first place that the bucket lacks, ``at``, and the records from ``at`` on
+        (``storage.journal.Journal.tail``).
 
         ``at`` is raised to the first place that the bucket lacks, if it is smaller.
         """
@@ -97,22 +106,39 @@ class Disk:
 class Journal:
     """The journal of one coordinator.  It does what the coordinator's :class:`Authority` asks for."""
 
-    def __init__(self, sim: Simulation, coordinator: Coordinator, read: Read, first: int, asked_at: float, *, follows: bool) -> None:
-        """``first`` is the number of the next record in the bucket.  ``asked_at`` is the time at which the run was claimed."""
+    def __init__(
+        self,
+        sim: Simulation,
+        coordinator: Coordinator,
+        read: Read,
+        first: int,
+        asked_at: float,
+        *,
+        follows: bool,
+    ) -> None:
+        """``first`` is the number of the next record in the bucket.  ``asked_at`` is the time at which the
+        run was claimed.
+        """
         self.sim, self.coordinator = sim, coordinator
         self.disk = Disk(first, list(read.ahead))
         self.run = read.run
         self.read_to = 0
         """Number of its records that a follower has read."""
         self.authority = authority.Authority(
-            coordinator.incarnation, sim.rules.coordinator_lease_s, asked_at, read.run.cluster.keepers, read.run, follows=follows
+            coordinator.incarnation,
+            sim.rules.coordinator_lease_s,
+            asked_at,
+            read.run.cluster.keepers,
+            read.run,
+            follows=follows,
         )
         self._unheard: list[tuple[NodeId, int | None]] = []
         """Answers that came while the coordinator was frozen.  None means that the call failed."""
         self._bucket_cut_until = 0.0
         sim.clock.after(SHIP_S, self._ship_again)
 
-    # -- the coordinator's side ---------------------------------------------------------------------------------------
+    # -- the coordinator's side
+    # ---------------------------------------------------------------------------------------
 
     def append(self, run: RunState) -> None:
         self.run = run
@@ -125,7 +151,9 @@ class Journal:
             self._send()
 
     def secured(self) -> bool:
-        """Returns whether the coordinator may act on all appended records.  Asks the keepers first, and then the bucket if necessary."""
+        """Returns whether the coordinator may act on all appended records.  Asks the keepers first, and then
+        the bucket if necessary.
+        """
         self._send()
         self._send()  # a new keeper answers the first call with the place from which it needs the journal
         if not self._is_secured() and self.authority.waits_s(self.sim.clock.now) <= 0:
@@ -152,27 +180,37 @@ class Journal:
         if self.authority.deposed:
             self.coordinator.depose()
 
-    # -- the keepers ------------------------------------------------------------------------------------------------
+    # -- the keepers
+    # ------------------------------------------------------------------------------------------------
 
     def _send(self) -> None:
         rng, nodes = self.sim.rng, self.sim.cluster.nodes
         for name, at in self.authority.requests(self.disk.end, self.run.cluster.keepers, self.sim.clock.now):
             node = nodes.get(name)
-            replica = node.replica if node is not None else None  # a later keeper of this node must not get this call
+            # a later keeper of this node must not get this call
+            replica = node.replica if node is not None else None
             if rng.random() < SLOW:
-                self.sim.clock.after(SLOW_S * rng.random(), self._arrive_late, name, replica, *self.disk.tail(at))
+                self.sim.clock.after(
+                    SLOW_S * rng.random(), self._arrive_late, name, replica, *self.disk.tail(at)
+                )
             else:
                 self._arrive(name, replica, *self.disk.tail(at))
         self._heed()
 
-    def _arrive_late(self, name: NodeId, replica: Replica | None, begin: int, at: int, records: list[Record]) -> None:
+    def _arrive_late(
+        self, name: NodeId, replica: Replica | None, begin: int, at: int, records: list[Record]
+    ) -> None:
         self._arrive(name, replica, begin, at, records)
         self._heed()
         if self._is_secured():
             self.coordinator.go_through_with_it()
 
-    def _arrive(self, name: NodeId, replica: Replica | None, begin: int, at: int, records: list[Record]) -> None:
-        """Delivers a call to its keeper.  The call fails if the keeper is gone, and is tried again if it cannot be reached."""
+    def _arrive(
+        self, name: NodeId, replica: Replica | None, begin: int, at: int, records: list[Record]
+    ) -> None:
+        """Delivers a call to its keeper.  The call fails if the keeper is gone, and is tried again if it
+        cannot be reached.
+        """
         node = self.sim.cluster.nodes.get(name)
         if node is None or not node.keeper or node.replica is not replica:
             return self._hear(name, None)
@@ -199,7 +237,8 @@ class Journal:
             self._hear(name, held)
         self._heed()
 
-    # -- the bucket ---------------------------------------------------------------------------------------------------
+    # -- the bucket
+    # ---------------------------------------------------------------------------------------------------
 
     @property
     def reaches_bucket(self) -> bool:
@@ -213,10 +252,14 @@ class Journal:
         return self.reaches_bucket and not self.sim.cluster.bucket_fails()
 
     def _put(self) -> bool:
-        """Writes all records to the bucket.  Returns False if the bucket fails or another coordinator has written there."""
+        """Writes all records to the bucket.  Returns False if the bucket fails or another coordinator has
+        written there.
+        """
         if not self._bucket_answers():
             return False
-        if not self.sim.coordinators.in_bucket.create(self.disk.records[self.disk.in_bucket :], self.coordinator.incarnation):
+        if not self.sim.coordinators.in_bucket.create(
+            self.disk.records[self.disk.in_bucket :], self.coordinator.incarnation
+        ):
             self.coordinator.depose()
             return False
         self.disk.in_bucket = self.disk.end
@@ -229,16 +272,20 @@ class Journal:
             self._heed()
 
     def _ship_again(self) -> None:
-        """Writes records regularly, like the thread of ``storage.journal.Journal``.  It does not ask for claims."""
+        """Writes records regularly, like the thread of ``storage.journal.Journal``.  It does not ask for
+        claims.
+        """
         if self.coordinator.acts:
             self._put()
         if self.coordinator.alive:
             self.sim.clock.after(SHIP_S, self._ship_again)
 
-    # -- for whoever comes after ------------------------------------------------------------------------------------
+    # -- for whoever comes after
+    # ------------------------------------------------------------------------------------
 
     def read_by(self, incarnation: int, disk: bool) -> Read:
-        """Returns what the coordinator of ``incarnation`` can read.  From now on the keepers in reach obey that incarnation.
+        """Returns what the coordinator of ``incarnation`` can read.  From now on the keepers in reach obey
+        that incarnation.
 
         If ``disk`` is True, it also reads the records on this coordinator's disk.
         """
@@ -265,5 +312,9 @@ class Journal:
     def was_read(self, ahead: Sequence[Record]) -> None:
         """Notes that a follower has read the records in the bucket and ``ahead``."""
         known = {id(each) for each in ahead}
-        read = [each.n - self.disk.first + 1 for each in self.disk.records[self.disk.in_bucket :] if id(each) in known]
+        read = [
+            each.n - self.disk.first + 1
+            for each in self.disk.records[self.disk.in_bucket :]
+            if id(each) in known
+        ]
         self.read_to = max(self.read_to, self.disk.in_bucket, *read)

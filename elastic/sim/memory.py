@@ -1,7 +1,8 @@
-"""Models host memory: the slots of a worker, the slots that its node's keeper has after its death, and the copies at its buddy.
+"""Models host memory: the slots of a worker, the slots that its node's keeper has after its death, and the
+copies at its buddy.
 
-A copy takes time, and stays incomplete if its writer dies meanwhile.  A copy that replaces an older one is a new :class:`Slot` object, so
-an older copy that completes late cannot mark the newer one as complete.
+A copy takes time, and stays incomplete if its writer dies meanwhile.  A copy that replaces an older one is a
+new :class:`Slot` object, so an older copy that completes late cannot mark the newer one as complete.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class Slot:
-    """A place for one copy.  It holds ``copy`` once it is ``complete``; ``save`` says that the copy is protected as a save."""
+    """A place for one copy.  It holds ``copy`` once it is ``complete``; ``save`` says that the copy is
+    protected as a save.
+    """
 
     copy: Copy
     complete: bool = False
@@ -44,14 +47,17 @@ def whole(slots: Slots) -> list[Copy | None]:
 class Shelf:
     """A keeper's memory.
 
-    ``left`` has the slots of workers that died on its node.  ``guests`` has the copies of workers on other nodes.
+    ``left`` has the slots of workers that died on its node.  ``guests`` has the copies of workers on other
+    nodes.
     """
 
     left: dict[WorkerId, Slots] = field(default_factory=dict)
     guests: dict[WorkerId, Slots] = field(default_factory=dict)
 
     def release(self, copied: Version, buddied: Version) -> int:
-        """Frees the copies older than ``copied`` in ``left`` and older than ``buddied`` in ``guests``.  Returns how many it freed."""
+        """Frees the copies older than ``copied`` in ``left`` and older than ``buddied`` in ``guests``.
+        Returns how many it freed.
+        """
         freed = 0
         for shelf, needed in ((self.left, copied), (self.guests, buddied)):
             for slots in shelf.values():
@@ -72,20 +78,33 @@ class Memory:
         """The newest copy that is complete at the buddy, as the buddy has confirmed."""
         self.generation = 0
         self.saving: Version | None = None
-        """The newest save that was begun; None if the keeper has said that all saves of this worker are in the bucket or given up."""
+        """The newest save that was begun; None if the keeper has said that all saves of this worker are in
+        the bucket or given up.
+        """
         self.save_rule = SaveRule(worker.sim.rules.save_every, worker.sim.rules.target_step)
 
-    # -- what the worker does -------------------------------------------------------------------------------------
+    # -- what the worker does
+    # -------------------------------------------------------------------------------------
 
     def enter(self, plan: Plan) -> None:
-        before = self.copies if self.copies is None or self.saving is not None else replace(self.copies, saving=())
-        self.copies, self.buddied = CopySchedule.begin(plan, self.worker.name, before, whole(self.slots), self.save_rule), None
+        before = (
+            self.copies if self.copies is None or self.saving is not None else replace(self.copies, saving=())
+        )
+        self.copies, self.buddied = (
+            CopySchedule.begin(plan, self.worker.name, before, whole(self.slots), self.save_rule),
+            None,
+        )
         self._go_on(None)
-        if not any(slot is not None and not slot.complete and slot.copy == self.copies.begun for slot in self.slots):
-            self.generation = plan.generation  # otherwise the keeper gets to know it after the first copy: see ``_complete``
+        if not any(
+            slot is not None and not slot.complete and slot.copy == self.copies.begun for slot in self.slots
+        ):
+            # otherwise the keeper gets to know it after the first copy: see ``_complete``
+            self.generation = plan.generation
 
     def committed(self, outcome: Outcome, *, settled: bool = False) -> None:
-        """Notes an applied step.  No copy begins after a settled step, so those that the keeper has reported stay."""
+        """Notes an applied step.  No copy begins after a settled step, so those that the keeper has reported
+        stay.
+        """
         assert self.copies is not None
         before, self.copies = self.copies, self.copies.after(outcome)
         if not settled:
@@ -128,7 +147,9 @@ class Memory:
         self.sim.clock.after(work_s, self.worker.receive, self._complete, slot, copies.plan.generation)
 
     def _make_room(self, copies: CopySchedule) -> None:
-        """Tries again to find a slot.  The last save of a world gets none while the save before it is on its way."""
+        """Tries again to find a slot.  The last save of a world gets none while the save before it is on its
+        way.
+        """
         if self.copies is not copies or self.worker.world is None or copies.begun is None:
             return
         if self.saving is None:
@@ -141,38 +162,52 @@ class Memory:
             self.saving = None
 
     def _complete(self, slot: Slot, generation: int) -> None:
-        """Ends a copy that was begun in the world of ``generation``.  It may be the one that a save of an earlier world lacks."""
+        """Ends a copy that was begun in the world of ``generation``.  It may be the one that a save of an
+        earlier world lacks.
+        """
         slot.complete, self.generation = True, max(generation, self.generation)
         self._send(slot.copy)
 
     def through(self) -> Copied:
-        """Returns its part of a commit record: the newest steps of this generation that are complete here and at its buddy."""
+        """Returns its part of a commit record: the newest steps of this generation that are complete here and
+        at its buddy.
+        """
         copies, node = self.copies, self.sim.cluster.nodes.get(self.worker.node)
         if copies is None:
             return NO_COPIES
         if node is not None and node.keeper:
             self.heed(node.uploads)
         held = whole(self.slots)
-        steps = [copy.version.step for copy in (copies.begun, copies.copied) if copy is not None and copy in held and self._now(copy)]
+        steps = [
+            copy.version.step
+            for copy in (copies.begun, copies.copied)
+            if copy is not None and copy in held and self._now(copy)
+        ]
         at_buddy = self.buddied.version.step if self.buddied is not None and self._now(self.buddied) else -1
         behind = self.saving is not None or (bool(copies.plan.copy_every) and copies.begun not in held)
         through = max(steps, default=-1) if copies.plan.copy_every else -1
         return Copied(through, at_buddy, save=copies.asks, behind=int(behind))
 
     def _now(self, copy: Copy) -> bool:
-        """Returns whether ``copy`` has the present cell, and is of the version that this generation began from or of one of its steps."""
+        """Returns whether ``copy`` has the present cell, and is of the version that this generation began
+        from or of one of its steps.
+        """
         assert self.copies is not None
         plan = self.copies.plan
-        return copy.cell == self.copies.cell and (copy.version == plan.version or copy.version.generation == plan.generation)
+        return copy.cell == self.copies.cell and (
+            copy.version == plan.version or copy.version.generation == plan.generation
+        )
 
-    # -- to the buddy ---------------------------------------------------------------------------------------------
+    # -- to the buddy
+    # ---------------------------------------------------------------------------------------------
 
     def _send(self, copy: Copy) -> None:
         if self.copies is not None and copy == self.copies.sent:
             self.sim.clock.after(0.1 * self.sim.rng.random(), self._begin_sending, copy)
 
     def _begin_sending(self, copy: Copy) -> None:
-        """Begins to send ``copy`` to the buddy.  Tries again until it has arrived or a newer copy is to be sent instead.
+        """Begins to send ``copy`` to the buddy.  Tries again until it has arrived or a newer copy is to be
+        sent instead.
 
         In production the keeper does this, from the same memory.
         """
@@ -186,12 +221,18 @@ class Memory:
         guest = buddy.guests.setdefault(self.worker.name, [None, None])
         if copy in whole(guest):
             return self._acknowledged(copy)
-        free = [(held.age if held else (-1, -1), n) for n, held in enumerate(whole(guest)) if held is None or held != self.copies.buddied]
+        free = [
+            (held.age if held else (-1, -1), n)
+            for n, held in enumerate(whole(guest))
+            if held is None or held != self.copies.buddied
+        ]
         slot = guest[min(free)[1]] = Slot(copy)
         self.sim.clock.after(0.1 + 0.9 * self.sim.rng.random(), self._sent, slot, node.buddy, buddy)  # type: ignore[union-attr]
 
     def _sent(self, slot: Slot, buddy: NodeId, shelf: object) -> None:
-        """Completes a copy at the buddy, if one keeper took both the first and the last byte.  Otherwise sends it again."""
+        """Completes a copy at the buddy, if one keeper took both the first and the last byte.  Otherwise
+        sends it again.
+        """
         if not self.worker.alive or self.sim.cluster.shelf(buddy) is not shelf:
             return self._begin_sending(slot.copy)
         slot.complete = True
@@ -205,10 +246,17 @@ class Memory:
 
 
 def held_at(cluster: Cluster, node: NodeId) -> tuple[Holding, ...]:
-    """Returns the complete copies at the keeper of ``node``: of its node's workers, dead or alive, and of its guests."""
+    """Returns the complete copies at the keeper of ``node``: of its node's workers, dead or alive, and of its
+    guests.
+    """
     shelf = cluster.shelf(node)
     if shelf is None:
         return ()
     places = [(worker.name, worker.memory.slots) for worker in cluster.on(node)]
     places += [*shelf.left.items(), *shelf.guests.items()]
-    return tuple(Holding(name, *copy, keeper=node) for name, slots in places for copy in whole(slots) if copy is not None)
+    return tuple(
+        Holding(name, *copy, keeper=node)
+        for name, slots in places
+        for copy in whole(slots)
+        if copy is not None
+    )

@@ -1,6 +1,7 @@
 """Makes a schedule that fails as small as possible, by delta debugging.
 
-Source: A. Zeller, R. Hildebrandt, "Simplifying and isolating failure-inducing input" (2002), the algorithm ddmin.
+Source: A. Zeller, R. Hildebrandt, "Simplifying and isolating failure-inducing input" (2002), the algorithm
+ddmin.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ from elastic.protocol.faults import Fault
 
 
 def minimised(faults: Sequence[Fault], fails: Callable[[tuple[Fault, ...]], bool]) -> tuple[Fault, ...]:
-    """Returns a part of ``faults`` with which it still ``fails``, and from which no single fault can be left out.
+    """Returns a part of ``faults`` with which it still ``fails``, and from which no single fault can be left
+    out.
 
-    ``fails`` runs something, simulated or real, with a part of the faults in their order.  It must be true of all faults together.
+    ``fails`` runs something, simulated or real, with a part of the faults in their order.  It must be true of
+    all faults together.
     """
     left, parts = tuple(faults), 2
     while len(left) > 1:

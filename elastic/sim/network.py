@@ -1,7 +1,9 @@
-"""Models messages between the coordinators and all others: late, lost, twice, out of order, or cut off with a whole node, also one way.
+"""Models messages between the coordinators and all others: late, lost, twice, out of order, or cut off with a
+whole node, also one way.
 
-Control and the members' collectives travel on different networks.  So a node can be cut off from the coordinator while its workers train on
-(the case in which two worlds might commit), and it can be cut off from its peers while it hears every order.
+Control and the members' collectives travel on different networks.  So a node can be cut off from the
+coordinator while its workers train on (the case in which two worlds might commit), and it can be cut off from
+its peers while it hears every order.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ REPEATED_S = 0.5
 
 
 class Way(StrEnum):
-    """The way of a message: from the coordinator to a node, from a node to the coordinator, or between members on different nodes."""
+    """The way of a message: from the coordinator to a node, from a node to the coordinator, or between
+    members on different nodes.
+    """
 
     TO = "to"
     FROM = "from"
@@ -46,7 +50,9 @@ class Network:
         """Returns the present amount of a condition.  If several hold at the same time, the worst counts."""
         if self.clock.now >= self._rough_until:
             return 0.0
-        return max((amount for until, amount in self._conditions[kind] if until > self.clock.now), default=0.0)
+        return max(
+            (amount for until, amount in self._conditions[kind] if until > self.clock.now), default=0.0
+        )
 
     def happens(self, kind: Kind) -> bool:
         """Draws whether a condition strikes, if its level is a probability."""
@@ -75,8 +81,11 @@ class Network:
             delay_s += cut_s
         after(delay_s, deliver, *args)
 
-    def send_surely(self, way: Way, node: NodeId, deliver: Callable[..., object], *args: Any, not_before: float = 0.0) -> float:
-        """Sends a message that is repeated until it arrives: late at worst, perhaps twice.  Returns the time of its arrival.
+    def send_surely(
+        self, way: Way, node: NodeId, deliver: Callable[..., object], *args: Any, not_before: float = 0.0
+    ) -> float:
+        """Sends a message that is repeated until it arrives: late at worst, perhaps twice.  Returns the time
+        of its arrival.
 
         It arrives at ``not_before`` or later, so after all messages that must come before it.
         """

@@ -1,8 +1,10 @@
-"""Judges a simulated run from outside: the oracle sees everything, and raises :class:`Violation` if a promise is broken.
+"""Judges a simulated run from outside: the oracle sees everything, and raises :class:`Violation` if a promise
+is broken.
 
-The oracle keeps the truth apart from the coordinator's knowledge.  ``parent`` has the version to which each step was really applied.
-``evidence``, ``answered``, ``lost`` and ``expelled`` have what the coordinator was really told.  The oracle shares no code with the machine
-that it judges: for example, it looks row by row whether cells cover a state.
+The oracle keeps the truth apart from the coordinator's knowledge.  ``parent`` has the version to which each
+step was really applied. ``evidence``, ``answered``, ``lost`` and ``expelled`` have what the coordinator was
+really told.  The oracle shares no code with the machine that it judges: for example, it looks row by row
+whether cells cover a state.
 """
 
 from __future__ import annotations
@@ -51,9 +53,10 @@ if TYPE_CHECKING:
 
 ORIGIN = Version(0, 0)
 LONGEST_SAVE_S = 90.0
-"""Longest time in seconds, after the last fault has ended, that a save may be on its way.  A slow part takes 30 s, and the last save may
-wait for the one before, which has a slow part too and then lacks one for ``stop_s``.  Beside this, a member that stands still holds it up
-until it is blamed, which takes three steps if they are long."""
+"""Longest time in seconds, after the last fault has ended, that a save may be on its way.  A slow part takes
+30 s, and the last save may wait for the one before, which has a slow part too and then lacks one for
+``stop_s``.  Beside this, a member that stands still holds it up until it is blamed, which takes three steps
+if they are long."""
 
 
 class Oracle:
@@ -68,21 +71,26 @@ class Oracle:
         self.unread: dict[int, Plan] = {}
         """Plans by generation that were begun by coordinators whose records no later coordinator found."""
         self.headless: set[int] = set()
-        """Generations during which a new coordinator took over.  Perhaps only the old one knows the last events."""
+        """Generations during which a new coordinator took over.  Perhaps only the old one knows the last
+        events.
+        """
         self.plan: Plan | None = None
         self.names: dict[WorkerId, Transition] = {}
-        """The names of all workers that a coordinator has ordered, each with the decision that gave the name."""
+        """The names of all workers that a coordinator has ordered, each with the decision that gave the name.
+        """
         self.joined: set[WorkerId] = set()
         self.lost: set[WorkerId] = set()
         self.expelled: set[WorkerId] = set()
         self.answered: dict[int, set[WorkerId]] = defaultdict(set)
         self.evidence: dict[int, dict[int, Outcome]] = defaultdict(dict)
         self.told: set[tuple[int, int]] = set()
-        """The (step, generation) of each commit that was ever reported, late or in time, to any coordinator that has a safe record of it or
-        acted on it.
+        """The (step, generation) of each commit that was ever reported, late or in time, to any coordinator
+        that has a safe record of it or acted on it.
         """
         self.answered_at: dict[int, dict[WorkerId, int]] = defaultdict(dict)
-        """The latest step, by generation, that each worker had applied when it answered the fence, unless it left a later question open."""
+        """The latest step, by generation, that each worker had applied when it answered the fence, unless it
+        left a later question open.
+        """
         self.leases: dict[WorkerId, float] = {}
         """The time, by its own clock, until which each worker may apply steps."""
         self.went: set[int] = set()
@@ -95,20 +103,27 @@ class Oracle:
         self.counting: set[Version] = set()
         self.stop_asked = self.asked = self.refused = False
         self.startups, self.stumbles = 0, Counter[str]()
-        """Number of coordinators in a row that died before they achieved anything, and the reported reasons for deaths of coordinators."""
+        """Number of coordinators in a row that died before they achieved anything, and the reported reasons
+        for deaths of coordinators.
+        """
         self.occasions: Counter[str] = Counter()
-        """Number of times that each rare situation happened.  A promise is only tested by situations that endanger it."""
+        """Number of times that each rare situation happened.  A promise is only tested by situations that
+        endanger it.
+        """
         self.waiting_since: float | None = 0.0
         self.pending_since: dict[tuple[Version, int], float] = {}
-        """The time since which each save, given by its version and the generation that writes it, has been on its way."""
+        """The time since which each save, given by its version and the generation that writes it, has been on
+        its way.
+        """
         self.refused_at: dict[tuple[Version, int], float] = {}
-        """The time since which the bucket refuses parts of this save, given by its version and the generation that writes it, as far as a
-        coordinator was told.
+        """The time since which the bucket refuses parts of this save, given by its version and the generation
+        that writes it, as far as a coordinator was told.
         """
         self.begun = False
         """True once the run has formed a world since it began or was resumed."""
 
-    # -- what workers do ------------------------------------------------------------------------------------------
+    # -- what workers do
+    # ------------------------------------------------------------------------------------------
 
     def granted(self, worker: Worker, asked_at: float) -> None:
         """Notes that ``worker`` may have a lease that counts from ``asked_at``, by its own clock."""
@@ -120,7 +135,9 @@ class Oracle:
             raise Violation(f"{worker.name} contributes to step {step} after it has answered its fence")
 
     def forgets(self, worker: Worker, outcomes: tuple[Outcome, ...]) -> None:
-        """Checks commits whose evidence ``worker`` forgets: a coordinator was told of each, and none is the last that it applied."""
+        """Checks commits whose evidence ``worker`` forgets: a coordinator was told of each, and none is the
+        last that it applied.
+        """
         for each in outcomes:
             what = f"{worker.name} forgets the commit of step {each.step} of generation {each.generation}"
             if (each.step, each.generation) not in self.told:
@@ -131,29 +148,43 @@ class Oracle:
     def applying(self, worker: Worker, outcome: Outcome, settled: bool) -> None:
         """Checks an update that ``worker`` begins.
 
-        Outcome and base must be those of its world, and the commit must not come after a newer world's commit.  If the update is not
-        part of a settlement (``settled``), the worker must not be fenced and must have a lease.
+        Outcome and base must be those of its world, and the commit must not come after a newer world's
+        commit.  If the update is not part of a settlement (``settled``), the worker must not be fenced and
+        must have a lease.
         """
         world, base = worker.world, worker.version
         assert world is not None
         step, generation = outcome.step, outcome.generation
         if worker.answered > generation or (worker.answered == generation and not settled):
-            raise Violation(f"{worker.name} applies step {step} of generation {generation} after it has answered its fence")
+            raise Violation(
+                f"{worker.name} applies step {step} of generation {generation} after it has "
+                "answered its fence"
+            )
         if not settled and worker.now > self.leases[worker.name]:
-            raise Violation(f"{worker.name} applies step {step} of generation {generation} after its lease ran out")
+            raise Violation(
+                f"{worker.name} applies step {step} of generation {generation} after its lease ran out"
+            )
         if outcome != world.outcomes.get(step):
-            raise Violation(f"{worker.name} applies an outcome of step {step} that generation {generation} never had")
+            raise Violation(
+                f"{worker.name} applies an outcome of step {step} that generation {generation} never had"
+            )
         expected = base_of(world.plan, step)
         if base != expected:
-            raise Violation(f"{worker.name} applies step {step} of generation {generation} to {base}, not to {expected}")
+            raise Violation(
+                f"{worker.name} applies step {step} of generation {generation} to {base}, not to {expected}"
+            )
         self.parent[Version(step, generation)] = expected
         self.first_commit_at.setdefault(generation, self.sim.clock.now)
         self.occasions["an expelled worker applies a step"] += worker.name in self.expelled
         for newer, at in self.first_commit_at.items():
             if newer > generation and world.completed_at[step] > at:
-                raise Violation(f"two worlds commit: generation {generation} does, step {step}, after generation {newer} did")
+                raise Violation(
+                    f"two worlds commit: generation {generation} does, step {step}, after "
+                    f"generation {newer} did"
+                )
 
-    # -- what the coordinator is told, and what it decides ------------------------------------------------------------
+    # -- what the coordinator is told, and what it decides
+    # ------------------------------------------------------------
 
     def hears(self, event: Event) -> None:
         """Notes which commits a coordinator was told of by ``event``."""
@@ -166,7 +197,12 @@ class Oracle:
     def judge(self, before: RunState, event: Event, transition: Transition, by: Coordinator) -> None:
         """Judges one decision (a call of ``advance``) of the coordinator ``by``."""
         after = transition.run
-        for worker in (worker for action in transition.actions if isinstance(action, StartWorkers) for worker in action.workers):
+        for worker in (
+            worker
+            for action in transition.actions
+            if isinstance(action, StartWorkers)
+            for worker in action.workers
+        ):
             if self.names.setdefault(worker, transition) is not transition:
                 raise Violation(f"the name {worker} is given twice")
         self.hears(event)
@@ -184,22 +220,31 @@ class Oracle:
         for action in transition.actions:
             if isinstance(action, Kill):
                 self._judge_kill(before, action)
-                self.expelled.update(set(action.workers) - self.lost)  # dead workers are not expelled: their reports stay facts
+                # dead workers are not expelled: their reports stay facts
+                self.expelled.update(set(action.workers) - self.lost)
         for action in transition.actions:
             self.settle = action if isinstance(action, Settle) else self.settle
             self._judge_action(before, after, action, transition.reason)
-        for worker in before.state.pending if isinstance(before.state, Stopping) else ():  # asked again, it may be gone before it answers
+        # asked again, it may be gone before it answers
+        for worker in before.state.pending if isinstance(before.state, Stopping) else ():
             if worker not in after.workers:
                 self.answered_at[before.generation].pop(worker, None)
-        if before.plan is not None and isinstance(after.state, Waiting) and before.generation not in self.settled:
+        if (
+            before.plan is not None
+            and isinstance(after.state, Waiting)
+            and before.generation not in self.settled
+        ):
             self._all_out(self.plans[before.generation], "is left")
             if untold := self.answered[before.generation] - self.lost - self.expelled:
                 raise Violation(f"generation {before.generation} is left, and {min(untold)} is not told")
             self.settled.add(before.generation)
         if after.state is not before.state:
             self._judge_end(after, transition.reason)
-            self.asked = isinstance(before.state, Stopping)  # so no member that could tell anything has not been asked
-            self.waiting_since = (self.waiting_since or self.sim.clock.now) if isinstance(after.state, Waiting) else None
+            # so no member that could tell anything has not been asked
+            self.asked = isinstance(before.state, Stopping)
+            self.waiting_since = (
+                (self.waiting_since or self.sim.clock.now) if isinstance(after.state, Waiting) else None
+            )
 
     def _judge_the_superseded(self, transition: Transition, by: Coordinator) -> None:
         """Checks that a superseded coordinator begins and settles nothing that its follower has not read."""
@@ -211,7 +256,9 @@ class Oracle:
             raise Violation(f"a coordinator that was followed by another performs {harm[0]}")
 
     def _judge_saves(self, before: RunState, event: Event, after: RunState) -> None:
-        """Checks that no save stays on its way forever, because none is begun beside it, and that the last one is waited for."""
+        """Checks that no save stays on its way forever, because none is begun beside it, and that the last
+        one is waited for.
+        """
         now, calm_at = self.sim.clock.now, self.sim.strikes.calm_at
         if isinstance(event, SaveFailed) and event.again:
             self.refused_at.setdefault((event.version, event.by or event.version.generation), now)
@@ -219,22 +266,32 @@ class Oracle:
             self.refused_at.clear()
         waits = isinstance(before.state, Finishing) and before.saves.find(before.version) is not None
         if waits and isinstance(after.state, Stopping) and isinstance(event, Beat | Tick | Renewed):
-            if now > calm_at + self.sim.rules.stop_s and any(node.uploads.writing for node in self.sim.cluster.nodes.values()):
+            if now > calm_at + self.sim.rules.stop_s and any(
+                node.uploads.writing for node in self.sim.cluster.nodes.values()
+            ):
                 raise Violation("the run does not wait for its last save, which is being written")
             under_way = {(each.version, each.by or each.version.generation) for each in before.saves.pending}
             refused = [now - since for save, since in self.refused_at.items() if save in under_way]
             if any(each < self.sim.rules.wait_s for each in refused):
                 raise Violation("the run does not wait for the bucket, which refuses its last save")
             self.refused |= bool(refused)
-        self.pending_since = {(each.version, each.by): self.pending_since.get((each.version, each.by), now) for each in after.saves.pending}
+        self.pending_since = {
+            (each.version, each.by): self.pending_since.get((each.version, each.by), now)
+            for each in after.saves.pending
+        }
         for (version, _), since in self.pending_since.items():
             if now - max(since, calm_at) > LONGEST_SAVE_S + 3 * after.watch.step_s:
                 raise Violation(f"the save of {version} has been on its way for {now - since:.0f} s")
 
     def judge_reading(self, before: Coordinator, follower: Coordinator) -> None:
-        """Checks that ``follower``, if it believes to have read everything, has read every record on which ``before`` acted."""
+        """Checks that ``follower``, if it believes to have read everything, has read every record on which
+        ``before`` acted.
+        """
         if follower.whole and before.acted_to > before.journal.read_to:
-            raise Violation(f"coordinator {follower.incarnation} has not read all that coordinator {before.incarnation} acted on")
+            raise Violation(
+                f"coordinator {follower.incarnation} has not read all that coordinator "
+                f"{before.incarnation} acted on"
+            )
 
     def _note(self, before: RunState, event: Fact) -> None:
         if not isinstance(event, Recovered | Attached | Stumbled | Tick | Beat | Renewed | Capacity | Kept):
@@ -252,25 +309,37 @@ class Oracle:
                 self.startups = max(self.startups, before.takeover.startups) + 1
                 self.headless.add(before.generation)
                 known = self.evidence[before.generation]
-                self.evidence[before.generation] = {step: known[step] for step in known if step <= before.step}  # the rest is told again
+                # the rest is told again
+                self.evidence[before.generation] = {
+                    step: known[step] for step in known if step <= before.step
+                }
                 self.here.clear()  # workers report to the new coordinator again, or their reports are lost
                 if before.plan is not None and before.generation not in self.settlements:
-                    self.settled.discard(before.generation)  # the new coordinator does not know that it was left
-                # The new coordinator may not know that damaged versions were put away.  It finds the damage again.
+                    # the new coordinator does not know that it was left
+                    self.settled.discard(before.generation)
+                # The new coordinator may not know that damaged versions were put away.  It finds the damage
+                # again.
                 self.counting |= self.sim.cluster.bucket.damaged & set(before.history.saved)
                 if not event.whole:
                     self._forget_the_unread(before)
                 gone = self.joined - set(event.workers)
-                dead = {worker for worker in gone & before.workers.keys() if before.workers[worker].node in event.keepers}
-                self.lost |= dead - self.expelled  # the keeper answers but the worker is gone, so it is dead, and its reports stay facts
+                dead = {
+                    worker
+                    for worker in gone & before.workers.keys()
+                    if before.workers[worker].node in event.keepers
+                }
+                # the keeper answers but the worker is gone, so it is dead, and its reports stay facts
+                self.lost |= dead - self.expelled
                 self.expelled |= gone - self.lost
                 ours = {*before.workers, *before.members.starting}
-                self.expelled -= ours.intersection(event.workers)  # an order to kill one of them had no effect that counts
+                # an order to kill one of them had no effect that counts
+                self.expelled -= ours.intersection(event.workers)
             case Attached() if (
                 event.worker in before.workers  # the coordinator ignores all others
                 and event.plan is not None
                 and event.plan.generation in self.unread
-                and event.plan.generation > max(before.generation, self.plan.generation if self.plan is not None else 0)
+                and event.plan.generation
+                > max(before.generation, self.plan.generation if self.plan is not None else 0)
             ):
                 self.plan = self.plans[event.plan.generation] = self.unread.pop(event.plan.generation)
                 self._forget_what_was_said(event.plan.generation, before)
@@ -281,9 +350,13 @@ class Oracle:
                 if stale := (event.heeds or 0) < before.incarnation:
                     self.occasions["an answer to an earlier coordinator"] += 1
                 self.answered[event.generation].update(() if stale else (event.worker,))
-                applied = (each.version.step for each in event.held if each.version.generation == event.generation)
+                applied = (
+                    each.version.step for each in event.held if each.version.generation == event.generation
+                )
                 self.answered_at[event.generation][event.worker] = max(applied, default=0)
-                self.evidence[event.generation].update({o.step: o for o in event.outcomes if o.generation == event.generation})
+                self.evidence[event.generation].update(
+                    {o.step: o for o in event.outcomes if o.generation == event.generation}
+                )
             case Saved() if self.on_lineage(event.version) and not before.over:
                 self.counting.add(event.version)
             case Saved():
@@ -292,9 +365,15 @@ class Oracle:
                 self.stop_asked = True
 
     def _forget_the_unread(self, run: RunState) -> None:
-        """Moves plans that the new coordinator could not read to ``unread``, and forgets what the old one was told about them."""
-        self.unread |= {generation: plan for generation, plan in self.plans.items() if generation > run.generation}
-        self.plans = {generation: plan for generation, plan in self.plans.items() if generation <= run.generation}
+        """Moves plans that the new coordinator could not read to ``unread``, and forgets what the old one was
+        told about them.
+        """
+        self.unread |= {
+            generation: plan for generation, plan in self.plans.items() if generation > run.generation
+        }
+        self.plans = {
+            generation: plan for generation, plan in self.plans.items() if generation <= run.generation
+        }
         self.plan = self.plans.get(run.generation) if run.generation else None
         self.counting = set(run.history.saved)  # may include versions that were found damaged meanwhile
         if run.plan is not None:
@@ -302,7 +381,9 @@ class Oracle:
 
     def _forget_what_was_said(self, generation: int, run: RunState) -> None:
         known = {step for step, by in enumerate(expanded(run.history.lineage), 1) if by == generation}
-        self.evidence[generation] = {step: o for step, o in self.evidence[generation].items() if step in known}
+        self.evidence[generation] = {
+            step: o for step, o in self.evidence[generation].items() if step in known
+        }
         self.settlements.pop(generation, None)
         self.settled.discard(generation)
 
@@ -328,14 +409,22 @@ class Oracle:
         if isinstance(before.state, Forming) and self.sim.coordinators.acting.now >= before.state.deadline:
             here = self.here[before.generation]
             if (innocent := here & set(kill.workers)) and here < set(before.state.plan.members):
-                raise Violation(f"{min(innocent)} said Here and is expelled because others of generation {before.generation} did not")
+                raise Violation(
+                    f"{min(innocent)} said Here and is expelled because others of generation "
+                    f"{before.generation} did not"
+                )
 
     def _judge_settle(self, settle: Settle) -> None:
-        """Checks a settlement: every member is fenced or gone before, and evidence is neither dropped nor invented."""
+        """Checks a settlement: every member is fenced or gone before, and evidence is neither dropped nor
+        invented.
+        """
         generation, outcome = settle.generation, settle.outcome
         if generation in self.settlements:
             if self.settlements[generation] != outcome:
-                raise Violation(f"generation {generation} is settled twice: {self.settlements[generation]}, then {outcome}")
+                raise Violation(
+                    f"generation {generation} is settled twice: {self.settlements[generation]}, "
+                    f"then {outcome}"
+                )
             return  # a coordinator that took over repeats the order
         self.settlements[generation] = outcome
         self._all_out(self.plans[generation], "is settled")
@@ -344,21 +433,36 @@ class Oracle:
         workers = self.sim.cluster.workers
         prepared = [m for m in settle.members if workers[m].alive and workers[m].member.prepared == top]
         if outcome is None and top and prepared:
-            raise Violation(f"step {top} of generation {generation} is dropped in spite of evidence: {prepared} are prepared")
+            raise Violation(
+                f"step {top} of generation {generation} is dropped in spite of evidence: "
+                f"{prepared} are prepared"
+            )
         if outcome is not None and evidence.get(outcome.step) != outcome:
-            raise Violation(f"step {outcome.step} of generation {generation} is to be applied without evidence")
+            raise Violation(
+                f"step {outcome.step} of generation {generation} is to be applied without evidence"
+            )
         if outcome is not None and outcome.step != top:
-            raise Violation(f"step {outcome.step} of generation {generation} is to be applied, there is evidence of step {top}")
+            raise Violation(
+                f"step {outcome.step} of generation {generation} is to be applied, there is "
+                f"evidence of step {top}"
+            )
         if outcome is not None:  # the update will happen, even if no member has begun it yet
             self.parent[Version(top, generation)] = base_of(self.plans[generation], top)
         self.occasions["a step is applied after its world broke"] += outcome is not None
-        self.occasions["a prepared step is dropped"] += outcome is None and any(workers[m].member.prepared for m in settle.members)
+        self.occasions["a prepared step is dropped"] += outcome is None and any(
+            workers[m].member.prepared for m in settle.members
+        )
         self.settled.add(generation)
 
     def _all_out(self, plan: Plan, what: str) -> None:
         for member in plan.members:
-            if not (member in self.lost or member in self.expelled or member in self.answered[plan.generation]):
-                raise Violation(f"generation {plan.generation} {what}, {member} has neither answered its fence nor been expelled")
+            if not (
+                member in self.lost or member in self.expelled or member in self.answered[plan.generation]
+            ):
+                raise Violation(
+                    f"generation {plan.generation} {what}, {member} has neither answered its "
+                    "fence nor been expelled"
+                )
 
     def _judge_form(self, before: RunState, after: RunState, plan: Plan, reason: str) -> None:
         if plan == self.plan:
@@ -366,7 +470,10 @@ class Oracle:
         rules, members = self.sim.rules, set(plan.members)
         if plan.generation <= max((*self.plans, *self.unread), default=0):
             raise Violation(f"generation {plan.generation} is begun twice")
-        if not len(members) == len(plan.members) == plan.layout.world or not rules.min_workers <= len(members) <= rules.max_workers:
+        if (
+            not len(members) == len(plan.members) == plan.layout.world
+            or not rules.min_workers <= len(members) <= rules.max_workers
+        ):
             raise Violation(f"a world of {plan.layout} with members {plan.members}")
         if unable := members - self.joined | members & (self.lost | self.expelled):
             raise Violation(f"members that cannot act: {sorted(unable)}")
@@ -375,7 +482,11 @@ class Oracle:
         if self.plan is not None:
             self._all_out(self.plan, "is followed by another")
             self._cannot_commit(self.plan)
-            held = any(m in self.answered[self.plan.generation] for m in self.plan.members if m not in self.lost | self.expelled)
+            held = any(
+                m in self.answered[self.plan.generation]
+                for m in self.plan.members
+                if m not in self.lost | self.expelled
+            )
             if held and self.plan.generation not in self.settled:
                 raise Violation(f"generation {self.plan.generation} was not settled")
             self.settled.add(self.plan.generation)
@@ -386,13 +497,17 @@ class Oracle:
     def _cannot_commit(self, plan: Plan) -> None:
         """Checks that the world of ``plan`` can commit nothing more.
 
-        One of these must be true: it was never told to go, its last step is reached, a member is dead, fenced or ended, or no lease runs.
+        One of these must be true: it was never told to go, its last step is reached, a member is dead, fenced
+        or ended, or no lease runs.
         """
         seen = max(self.evidence[plan.generation], default=plan.version.step)
         if plan.generation not in self.went or seen >= (plan.ends or self.sim.rules.target_step):
             return
         members = [self.sim.cluster.workers[m] for m in plan.members]
-        out = any(not w.alive or plan.generation in (w.ended, w.member.fenced) or w.member.fenced > plan.generation for w in members)
+        out = any(
+            not w.alive or plan.generation in (w.ended, w.member.fenced) or w.member.fenced > plan.generation
+            for w in members
+        )
         over = all(w.member.lease_until <= w.now for w in members)
         self.occasions["a silent world's leases are waited out"] += over and not out
         if not (out or over):
@@ -417,12 +532,16 @@ class Oracle:
             raise Violation(f"steps after {version} are abandoned and the reason does not say so: {reason!r}")
         self.occasions["steps are abandoned"] += given_up
         self.occasions[f"a world starts from tier {plan.tier}"] += 1
-        self.occasions["shards are cut anew"] += any(shard_of(cell)[0] != plan.layout.dp_shard for cell in claimed)
+        self.occasions["shards are cut anew"] += any(
+            shard_of(cell)[0] != plan.layout.dp_shard for cell in claimed
+        )
 
     def _held_whole(self, before: RunState, keepers: tuple[NodeId, ...]) -> list[Version]:
-        """Returns the versions of the lineage that are in the bucket, or whole in the memory of workers and in copies.
+        """Returns the versions of the lineage that are in the bucket, or whole in the memory of workers and
+        in copies.
 
-        Only living workers that are not expelled count, with what they hold after the settlement has reached them.
+        Only living workers that are not expelled count, with what they hold after the settlement has reached
+        them.
         """
         cells: dict[Version, set[Cell]] = defaultdict(set)
         for version, cell in self.copies.known(before, keepers):
@@ -435,13 +554,16 @@ class Oracle:
         return [v for v in (*whole, *self.counting) if self.on_lineage(v)]
 
     def resumed(self) -> None:
-        """Notes that the run is resumed after a stop: no earlier worker belongs to it, and nobody has asked it to stop."""
+        """Notes that the run is resumed after a stop: no earlier worker belongs to it, and nobody has asked
+        it to stop.
+        """
         self.expelled |= self.joined
         self.stop_asked = self.begun = False
         self.copies.forget()
         self.waiting_since = self.sim.clock.now
 
-    # -- the truth ------------------------------------------------------------------------------------------------
+    # -- the truth
+    # ------------------------------------------------------------------------------------------------
 
     def chain(self, version: Version) -> list[int]:
         """Returns the generations that committed steps 1, 2, ... up to ``version``."""
@@ -454,7 +576,8 @@ class Oracle:
     def on_lineage(self, version: Version) -> bool:
         """Returns whether ``version`` belongs to the lineage of the last plan.
 
-        It does if the plan starts from it or from a version after it, or if the plan's world committed it and did not drop it.
+        It does if the plan starts from it or from a version after it, or if the plan's world committed it and
+        did not drop it.
         """
         if version == ORIGIN:
             return True
@@ -469,10 +592,13 @@ class Oracle:
             tip = self.parent[tip]
         return tip == version
 
-    # -- the end --------------------------------------------------------------------------------------------------
+    # -- the end
+    # --------------------------------------------------------------------------------------------------
 
     def judge_ledger(self, run: RunState) -> None:
-        """Checks that the coordinator of a finished run was told what each step consumed, if a worker that it could ask had applied it."""
+        """Checks that the coordinator of a finished run was told what each step consumed, if a worker that it
+        could ask had applied it.
+        """
         if not isinstance(run.state, Finished):
             return
         for step, generation in enumerate(expanded(run.history.lineage), 1):
@@ -495,5 +621,8 @@ class Oracle:
                 raise Violation("stopped, and nobody asked for it")
             case Failed() if not a_budget_is_spent(self):
                 raise Violation(f"failed with its budget unspent: {reason}")
-            case Failed() if after.step >= self.sim.rules.target_step and self.sim.clock.now - self.sim.strikes.calm_at > LONGEST_SAVE_S:
+            case Failed() if (
+                after.step >= self.sim.rules.target_step
+                and self.sim.clock.now - self.sim.strikes.calm_at > LONGEST_SAVE_S
+            ):
                 raise Violation(f"failed at the target step, long after the last fault: {reason}")

@@ -32,7 +32,9 @@ class Process:
         self._arrived_at = 0.0
 
     def receive(self, call: Callable[..., object], *args: Any) -> None:
-        """Takes a message, or anything else from outside.  It never reaches a dead process, and reaches a frozen one when it is thawed."""
+        """Takes a message, or anything else from outside.  It never reaches a dead process, and reaches a
+        frozen one when it is thawed.
+        """
         if self.alive and not self.frozen:
             call(*args)
         elif self.alive:
@@ -48,7 +50,9 @@ class Process:
             delay_s *= self.slowness
         self.sim.clock.after(delay_s, self.receive, self._in_world, self.world, point, call, args)
 
-    def _in_world(self, world: World | None, point: Point | None, call: Callable[..., object], args: tuple[Any, ...]) -> None:
+    def _in_world(
+        self, world: World | None, point: Point | None, call: Callable[..., object], args: tuple[Any, ...]
+    ) -> None:
         if world is not self.world:
             return
         if point is not None:
@@ -61,7 +65,9 @@ class Process:
 
     def freeze(self, thaw_s: float | None) -> None:
         self.frozen = True
-        self._frozen_until = max(self._frozen_until, float("inf") if thaw_s is None else self.sim.clock.now + thaw_s)
+        self._frozen_until = max(
+            self._frozen_until, float("inf") if thaw_s is None else self.sim.clock.now + thaw_s
+        )
         if thaw_s is not None:
             self.sim.clock.after(thaw_s, self.thaw)
 
@@ -94,4 +100,6 @@ class Process:
         The ledger is made of these.
         """
         hear, before = self.sim.coordinators.hear, self._arrived_at
-        self._arrived_at = self.sim.network.send_surely(Way.FROM, self.node, hear, self, event, not_before=before)
+        self._arrived_at = self.sim.network.send_surely(
+            Way.FROM, self.node, hear, self, event, not_before=before
+        )

@@ -1,4 +1,6 @@
-"""Scenarios of the simulator: a small job, a small cluster, its faults.  Times are in virtual seconds; a step takes about one."""
+"""Scenarios of the simulator: a small job, a small cluster, its faults.  Times are in virtual seconds; a step
+takes about one.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ from elastic.protocol.faults import SIMULATED_POINTS, STATES, Fault, Kind, draw
 from storage.slices import Tensor
 
 ROWS = ((8,), (7, 3), (12, 5, 1))
-"""Lengths of dimension 0 of a model's tensors, one tuple a model.  They give even, uneven and empty shards."""
+"""Lengths of dimension 0 of a model's tensors, one tuple a model.  They give even, uneven and empty shards.
+"""
 
 LAYOUTS = (
     LayoutRule(dp_replicate=None, dp_shard=None, min_shard=1, use="all"),
@@ -30,7 +33,8 @@ WORKERS_LOT = (
 """Faults of workers; each entry is equally likely."""
 COMMON = (
     *WORKERS_LOT,
-    *(Kind.NODE_KILL, Kind.KEEPER_KILL, Kind.PARTITION, Kind.LOSS, Kind.DELAY, Kind.DUPLICATE, Kind.KILL_LOST) * 2,
+    *(Kind.NODE_KILL, Kind.KEEPER_KILL, Kind.PARTITION, Kind.LOSS, Kind.DELAY, Kind.DUPLICATE, Kind.KILL_LOST)
+    * 2,
     *(Kind.BUCKET_DOWN, Kind.START_FAILURE, Kind.STORE_LOSS) * 2,
     *(Kind.COORDINATOR_KILL, Kind.COORDINATOR_FREEZE, Kind.COORDINATOR_CUT) * 2,
     *tuple(Kind),
@@ -53,7 +57,8 @@ class Scenario:
     stop_at_s: float | None = None
     """Time at which the user asks for a stop, and two seconds later once more."""
     resumes: bool = False
-    """True if the same command is given again after a stop.  The new incarnation knows what the bucket says."""
+    """True if the same command is given again after a stop.  The new incarnation knows what the bucket says.
+    """
     error_step: int | None = None
     """Step at which the user's code raises, on the worker that has the microbatch."""
     error_once: bool = True
@@ -67,9 +72,13 @@ class Scenario:
     least_shard: int = 1
     """The smallest shard degree at which a member fits its device."""
     rooms: tuple[float, ...] = ()
-    """Numbers of states of which nodes have room for all copies: the nodes have them in turn.  0, and no number: workers do not say it."""
+    """Numbers of states of which nodes have room for all copies: the nodes have them in turn.  0, and no
+    number: workers do not say it.
+    """
     slow_starts: float = 0.0
-    """Part of the workers that start for longer than ``form_s``, and say again and again that they get further."""
+    """Part of the workers that start for longer than ``form_s``, and say again and again that they get
+    further.
+    """
     misset: tuple[NodeId, ...] = ()
     """Nodes on which the communication library forms no world, as the processes there are set up."""
     patience_s: float = 150.0
@@ -78,7 +87,9 @@ class Scenario:
     @property
     def classes(self) -> tuple[Tensor, ...]:
         """The model's tensors, as a worker reports them."""
-        return tuple(Tensor(f"t{number}", "parameter", "F32", (length,)) for number, length in enumerate(self.rows))
+        return tuple(
+            Tensor(f"t{number}", "parameter", "F32", (length,)) for number, length in enumerate(self.rows)
+        )
 
     def room_of(self, node: NodeId) -> float:
         """Returns the number of states of which ``node`` has room for all copies, as its workers report it."""
@@ -88,14 +99,18 @@ class Scenario:
     def drawn(seed: int) -> Scenario:
         """Draws a scenario from a seed.
 
-        One seed in twenty gives a scenario of :meth:`isolation`.  Of the others, one in ten has no faults; the rest have from a few to very
-        many, and half of them let a world form and step first.  Each schedule with faults has a pair of which one comes shortly after the
-        other, so that the seeds go through all pairs of kinds.
+        One seed in twenty gives a scenario of :meth:`isolation`.  Of the others, one in ten has no faults;
+        the rest have from a few to very many, and half of them let a world form and step first.  Each
+        schedule with faults has a pair of which one comes shortly after the other, so that the seeds go
+        through all pairs of kinds.
         """
         rng = random.Random(f"scenario {seed}")
         if rng.random() < 0.05:
             return Scenario.isolation(rng)
-        severity, since_s = rng.choice((0.0, 0.3, 0.3, 0.6, 0.6, 1.0, 1.0, 1.0, 1.5, 2.5)), rng.choice((0.0, 4.0))
+        severity, since_s = (
+            rng.choice((0.0, 0.3, 0.3, 0.6, 0.6, 1.0, 1.0, 1.0, 1.5, 2.5)),
+            rng.choice((0.0, 4.0)),
+        )
         faults = weather(rng, severity, rng.uniform(8.0, 30.0), since_s)
         if severity:
             faults += pair(rng, seed, since_s)
@@ -107,7 +122,10 @@ class Scenario:
         rules = small_rules(low, high, layout, target_step, save_every=rng.choice((1, 3, 5, 50)))
         return Scenario(
             rules=replace(
-                rules, spares=int(seed % 4 == 3), copy_every=copies.choice((0, 1, 1, 2)), buddy_every=copies.choice((0, 0, 1, 3))
+                rules,
+                spares=int(seed % 4 == 3),
+                copy_every=copies.choice((0, 1, 1, 2)),
+                buddy_every=copies.choice((0, 0, 1, 3)),
             ),
             faults=tuple(sorted(faults, key=lambda fault: fault.at)),
             nodes=rng.randint(2, 4),
@@ -120,12 +138,15 @@ class Scenario:
             ends_at=early.randint(1, target_step) if early.random() < 0.1 else None,
             asks=early.random() < 0.5,
             slow_starts=0.4 if random.Random(f"slow starts {seed}").random() < 0.1 else 0.0,
-            rooms=tuple(room.choice((0.0, 0.4, 0.6, 1.0, 1.5)) for _ in range(3)) if room.random() < 0.15 else (),
+            rooms=tuple(room.choice((0.0, 0.4, 0.6, 1.0, 1.5)) for _ in range(3))
+            if room.random() < 0.15
+            else (),
         )
 
     @staticmethod
     def isolation(rng: random.Random) -> Scenario:
-        """Draws a scenario in which a world is cut off from its coordinator again and again, and no kill arrives.
+        """Draws a scenario in which a world is cut off from its coordinator again and again, and no kill
+        arrives.
 
         Only leases keep two worlds apart there.
         """
@@ -133,14 +154,20 @@ class Scenario:
         skews = draw(rng, rng.randint(0, 3), 40.0, (Kind.CLOCK_SKEW,), doubles=0.0)
         return Scenario(
             rules=small_rules(1, 2, LAYOUTS[0], target_step=rng.randint(20, 30), save_every=5),
-            faults=(Fault(0.0, Kind.KILL_LOST, duration_s=80.0, amount=1.0), *(replace(cut, target=-1) for cut in cuts), *skews),
+            faults=(
+                Fault(0.0, Kind.KILL_LOST, duration_s=80.0, amount=1.0),
+                *(replace(cut, target=-1) for cut in cuts),
+                *skews,
+            ),
             nodes=2,
             slots=3,
         )
 
 
 def weather(rng: random.Random, severity: float, span_s: float, since_s: float) -> tuple[Fault, ...]:
-    """Draws the usual number of faults for the time, times ``severity``: half of them at any moment, half at points of a worker's work."""
+    """Draws the usual number of faults for the time, times ``severity``: half of them at any moment, half at
+    points of a worker's work.
+    """
     number = round(0.25 * severity * span_s * (0.5 + rng.random()))
     anywhere = draw(rng, number - number // 2, span_s, COMMON, since_s=since_s)
     at_points = draw(rng, number // 2, span_s, WORKERS_LOT, since_s=since_s, points=SIMULATED_POINTS)
@@ -148,14 +175,20 @@ def weather(rng: random.Random, severity: float, span_s: float, since_s: float) 
 
 
 def pair(rng: random.Random, seed: int, since_s: float) -> tuple[Fault, Fault]:
-    """Draws a fault shortly after another one.  The seed decides which two, so that consecutive seeds cover all pairs."""
+    """Draws a fault shortly after another one.  The seed decides which two, so that consecutive seeds cover
+    all pairs.
+    """
     kinds = tuple(Kind)
-    first, second = (draw(rng, 1, 12.0, (kinds[n % len(kinds)],), since_s=since_s)[0] for n in (seed, seed // len(kinds)))
+    first, second = (
+        draw(rng, 1, 12.0, (kinds[n % len(kinds)],), since_s=since_s)[0] for n in (seed, seed // len(kinds))
+    )
     state = rng.choice(STATES) if rng.random() < 0.3 else ""
     return first, replace(second, at=round(first.at + 0.8 * rng.random(), 3), state=state)
 
 
-def small_rules(min_workers: int, max_workers: int, layout: LayoutRule, target_step: int, save_every: int) -> Rules:
+def small_rules(
+    min_workers: int, max_workers: int, layout: LayoutRule, target_step: int, save_every: int
+) -> Rules:
     """Returns rules whose deadlines have the proportions of production if a step takes a second."""
     return Rules(
         min_workers=min_workers,

@@ -1,4 +1,6 @@
-"""Runs one job in virtual time.  The coordinator's decisions are the product's; everything that it talks to is a model."""
+"""Runs one job in virtual time.  The coordinator's decisions are the product's; everything that it talks to
+is a model.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ Line = tuple[float, Event | None, str]
 EPILOGUE_S = 3.0
 """Time in seconds after the end in which late messages still arrive.  They must change nothing."""
 SLOW, SLOW_S = 0.25, 0.5
-"""Share of the runs whose coordinators are slow to read what workers say, so that messages are taken together, and by how many seconds."""
+"""Share of the runs whose coordinators are slow to read what workers say, so that messages are taken
+together, and by how many seconds.
+"""
 STORY_LINES = 30
 """Number of lines of the story that a violation shows."""
 
@@ -71,7 +75,9 @@ class Simulation:
         self.network = Network(self.clock, random.Random(seed + 1))
         self.slow = random.Random(seed + 2)
         self.slow_s = SLOW_S if self.slow.random() < SLOW else 0.0
-        """The longest time in seconds for which the coordinators of this run let the messages of workers wait."""
+        """The longest time in seconds for which the coordinators of this run let the messages of workers
+        wait.
+        """
         self.lines: list[Line] = []
         self.worlds: dict[int, World] = {}
         self.stop_asked = False
@@ -119,7 +125,9 @@ class Simulation:
 
     @property
     def _patience_s(self) -> float:
-        """Returns how long after the last fault the run may last: if its steps were slow, one that stands still is found later."""
+        """Returns how long after the last fault the run may last: if its steps were slow, one that stands
+        still is found later.
+        """
         return self.scenario.patience_s + 3 * self.coordinators.present.run.watch.step_s
 
     def _until_the_end(self) -> None:
@@ -127,20 +135,25 @@ class Simulation:
         begun, clock, coordinators = self.clock.now, self.clock, self.coordinators
         last_s = 0.0
         while not coordinators.present.run.over:
-            if clock.now > last_s and clock.now > (last_s := max(self.strikes.calm_at, begun) + self._patience_s):
+            if clock.now > last_s and clock.now > (
+                last_s := max(self.strikes.calm_at, begun) + self._patience_s
+            ):
                 raise Violation(f"no end after {last_s:.0f} s: {coordinators.present.run.state}")
             clock.step()
         end, until_s, present = coordinators.present.run.state, clock.now + EPILOGUE_S, coordinators.present
         while clock.now < until_s:
             clock.step()
             if not coordinators.present.whole and coordinators.present is not present:
-                return self._until_the_end()  # the next coordinator could not read of this end, so it does not count
+                # the next coordinator could not read of this end, so it does not count
+                return self._until_the_end()
             if coordinators.present.run.state != end:
                 raise Violation(f"{end} was not the end: {coordinators.present.run.state}")
 
 
 def simulate(seed: int, scenario: Scenario | None = None, advance: Advance = machine.advance) -> Report:
-    """Simulates one run, which ``seed`` alone decides.  ``scenario`` is drawn from it unless given.  Raises :class:`Violation`."""
+    """Simulates one run, which ``seed`` alone decides.  ``scenario`` is drawn from it unless given.  Raises
+    :class:`Violation`.
+    """
     sim = Simulation(seed, scenario, advance)
     try:
         end = sim.run()

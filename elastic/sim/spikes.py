@@ -1,7 +1,9 @@
-"""Corrupt samples of a simulated job, the memory of them that travels with the state, and the judgement of what the coordinator knows.
+"""Corrupt samples of a simulated job, the memory of them that travels with the state, and the judgement of
+what the coordinator knows.
 
-A step reads one of a few samples.  If that one is corrupt, all members skip the step, or, if it is noisy, leave its microbatch out of it.
-Either way the sample goes into quarantine, as the state says from then on: a world that begins from an earlier version reads it again.
+A step reads one of a few samples.  If that one is corrupt, all members skip the step, or, if it is noisy,
+leave its microbatch out of it. Either way the sample goes into quarantine, as the state says from then on: a
+world that begins from an earlier version reads it again.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ CORRUPT = (0, 1, 1, 2)
 
 
 class SpikeTruth:
-    """Follows the corrupt samples of one run.  ``held`` has the quarantine that the state of each version holds."""
+    """Follows the corrupt samples of one run.  ``held`` has the quarantine that the state of each version
+    holds.
+    """
 
     def __init__(self, sim: Simulation) -> None:
         self.sim, draw = sim, random.Random(f"spikes {sim.seed}")
@@ -40,12 +44,18 @@ class SpikeTruth:
         self.noisy = frozenset(each for each in sorted(self.corrupt) if draw.random() < 1 / 3)
         self.held: dict[Version, tuple[Held, ...]] = {Version(0, 0): ()}
         self.reported: set[tuple[int, Version]] = set()
-        """The incarnation of the coordinator that world rank 0 obeyed when it reported a step, and that version."""
+        """The incarnation of the coordinator that world rank 0 obeyed when it reported a step, and that
+        version.
+        """
         self.heard: dict[int, set[tuple[int, int]]] = defaultdict(set)
-        """The (step, generation) that put samples into quarantine, and of which a coordinator has taken note, by its incarnation."""
+        """The (step, generation) that put samples into quarantine, and of which a coordinator has taken note,
+        by its incarnation.
+        """
 
     def seen(self, plan: Plan, outcome: Outcome) -> Outcome:
-        """Returns the outcome of a step as the members of ``plan`` conclude it from the state before the step."""
+        """Returns the outcome of a step as the members of ``plan`` conclude it from the state before the
+        step.
+        """
         before, step = self.held[base_of(plan, outcome.step)], outcome.step
         avoided = {each.sample for each in before}
         sample = next(each % SAMPLES for each in range(step, step + SAMPLES) if each % SAMPLES not in avoided)
@@ -60,7 +70,9 @@ class SpikeTruth:
         return outcome
 
     def listed(self, outcome: Outcome, member: Member) -> tuple[tuple[tuple[int, int], ...], tuple[int, ...]]:
-        """Returns what ``member``, world rank 0, reports of the quarantine that the state after ``outcome`` holds, and of its steps."""
+        """Returns what ``member``, world rank 0, reports of the quarantine that the state after ``outcome``
+        holds, and of its steps.
+        """
         version = Version(outcome.step, outcome.generation)
         self.reported.add((member.incarnation, version))
         return listed(self.held[version] if member.lists() else ())
@@ -69,32 +81,50 @@ class SpikeTruth:
         """Notes what a coordinator has taken note of."""
         run = transition.run
         for each in transition.taken:
-            if not isinstance(each, StepDone) or not run.history.contains(version := Version(each.outcome.step, each.generation)):
+            if not isinstance(each, StepDone) or not run.history.contains(
+                version := Version(each.outcome.step, each.generation)
+            ):
                 continue
-            if (run.incarnation, version) in self.reported:  # this report, or one before it, has told this coordinator all
+            # this report, or one before it, has told this coordinator all
+            if (run.incarnation, version) in self.reported:
                 by = expanded(run.history.lineage)
-                self.heard[run.incarnation].update((each.step, by[each.step - 1]) for each in self.held[version])
-        self.sim.oracle.occasions["a quarantine that was lost is listed"] += "that the journal did not know of" in transition.reason
+                self.heard[run.incarnation].update(
+                    (each.step, by[each.step - 1]) for each in self.held[version]
+                )
+        self.sim.oracle.occasions["a quarantine that was lost is listed"] += (
+            "that the journal did not know of"
+        ) in transition.reason
 
     def judge(self, run: RunState) -> None:
-        """Checks the lineage of a run that has ended: no step reads what was in quarantine before it, and the coordinator knows what is.
+        """Checks the lineage of a run that has ended: no step reads what was in quarantine before it, and the
+        coordinator knows what is.
 
-        It need not know what no coordinator was told.  If something was lost with an earlier one, it must know what it was told itself.
+        It need not know what no coordinator was told.  If something was lost with an earlier one, it must
+        know what it was told itself.
         """
         quarantine, put, applied, told = dict[int, int](), set[int](), set[int](), self.sim.oracle.told
         for step, generation in enumerate(expanded(run.history.lineage), 1):
             outcome = self.sim.worlds[generation].outcomes[step]
             (read,) = outcome.samples[0]
             if read in quarantine:
-                raise Violation(f"step {step} of generation {generation} reads sample {read}, in quarantine since step {quarantine[read]}")
+                raise Violation(
+                    f"step {step} of generation {generation} reads sample {read}, in quarantine "
+                    f"since step {quarantine[read]}"
+                )
             quarantine |= dict.fromkeys(outcome.quarantined, step)
             put |= {step} if outcome.quarantined and (step, generation) in told else set()
             applied |= {step} if outcome.applies else set()
         known, occasions = dict(run.skips.quarantined), self.sim.oracle.occasions
         by = expanded(run.history.lineage)
-        if any(occasions[each] for each in LOST) or by[-1:] != [run.generation]:  # or the last world was formed to save, and made no step
+        # or the last world was formed to save, and made no step
+        if any(occasions[each] for each in LOST) or by[-1:] != [run.generation]:
             put = {step for step in put if (step, by[step - 1]) in self.heard[run.incarnation]}
-        if not known.items() <= quarantine.items() or not {each for each in quarantine.values() if each in put} <= {*known.values()}:
+        if not known.items() <= quarantine.items() or not {
+            each for each in quarantine.values() if each in put
+        } <= {*known.values()}:
             raise Violation(f"the coordinator knows the quarantine {known}, and it is {quarantine}")
         if run.skips.total != (number := len({*known.values()} - applied)):
-            raise Violation(f"the coordinator knows of {run.skips.total} skipped steps, and {number} of those that are known were skipped")
+            raise Violation(
+                f"the coordinator knows of {run.skips.total} skipped steps, and {number} of "
+                "those that are known were skipped"
+            )

@@ -1,4 +1,6 @@
-"""Performs a schedule of faults on the simulated cluster: each fault at its time, or at its first occasion afterwards."""
+"""Performs a schedule of faults on the simulated cluster: each fault at its time, or at its first occasion
+afterwards.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ CUTS = {
 class Strikes:
     """Performs the faults of one run.
 
-    ``calm_at`` is the time at which the last fault that has struck ends.  The counters tell what the schedule really covered.
+    ``calm_at`` is the time at which the last fault that has struck ends.  The counters tell what the schedule
+    really covered.
     """
 
     def __init__(self, sim: Simulation) -> None:
@@ -35,9 +38,13 @@ class Strikes:
         self.struck: Counter[tuple[str, str]] = Counter()
         """Number of times that each kind struck in each state, by (kind, state)."""
         self.overlaps: Counter[tuple[str, str]] = Counter()
-        """Number of times that the second kind struck before the first was recovered from, by (first, second)."""
+        """Number of times that the second kind struck before the first was recovered from, by (first,
+        second).
+        """
         self._open: dict[Kind, float] = {}
-        """Kinds that have struck and are not recovered from, each with the time at which it counts as recovered from at the latest."""
+        """Kinds that have struck and are not recovered from, each with the time at which it counts as
+        recovered from at the latest.
+        """
         self._in_state: dict[str, list[Fault]] = {}
         self._at_point: list[Fault] = []
         for fault in sim.scenario.faults:
@@ -60,7 +67,9 @@ class Strikes:
     def recovered(self) -> None:
         """Notes that a step was committed, which ends the recovery from all faults that do not last."""
         now = self.clock.now
-        self._open = {kind: until for kind, until in self._open.items() if until > now and kind in SHARED_KINDS}
+        self._open = {
+            kind: until for kind, until in self._open.items() if until > now and kind in SHARED_KINDS
+        }
 
     def passes(self, worker: Worker, point: Point) -> Kind | None:
         """Returns the kind of the fault that strikes ``worker`` as it passes ``point``, or None."""
@@ -82,13 +91,29 @@ class Strikes:
             if until > now:
                 self.overlaps[kind, fault.kind] += 1
         self._open[fault.kind] = max(self._open.get(fault.kind, 0.0), open_until)
-        sim.tell(f"fault: {fault.kind} of {victim or 'all'}" + (f" at {fault.point}" if fault.point else "") + f" in {sim.state_name}")
+        sim.tell(
+            f"fault: {fault.kind} of {victim or 'all'}"
+            + (f" at {fault.point}" if fault.point else "")
+            + f" in {sim.state_name}"
+        )
 
     def strike(self, fault: Fault) -> None:
         """Performs a fault now.  Without a victim nothing happens."""
-        cluster, sim, kind, ends = self.sim.cluster, self.sim, fault.kind, self.clock.now + (fault.duration_s or 0.0)
+        cluster, sim, kind, ends = (
+            self.sim.cluster,
+            self.sim,
+            fault.kind,
+            self.clock.now + (fault.duration_s or 0.0),
+        )
         match kind:
-            case Kind.DELAY | Kind.LOSS | Kind.DUPLICATE | Kind.KILL_LOST | Kind.BUCKET_DOWN | Kind.START_FAILURE:
+            case (
+                Kind.DELAY
+                | Kind.LOSS
+                | Kind.DUPLICATE
+                | Kind.KILL_LOST
+                | Kind.BUCKET_DOWN
+                | Kind.START_FAILURE
+            ):
                 self._note(fault, "")
                 sim.network.worsen(kind, fault.amount, ends)
             case Kind.BUCKET_DAMAGE:
@@ -105,7 +130,13 @@ class Strikes:
             case Kind.STORE_LOSS:
                 self._note(fault, "")
                 cluster.next_store_sick_until = ends
-            case Kind.COORDINATOR_KILL | Kind.COORDINATOR_FREEZE | Kind.COORDINATOR_CUT | Kind.COORDINATOR_CLOCK | Kind.DISK_LOSS:
+            case (
+                Kind.COORDINATOR_KILL
+                | Kind.COORDINATOR_FREEZE
+                | Kind.COORDINATOR_CUT
+                | Kind.COORDINATOR_CLOCK
+                | Kind.DISK_LOSS
+            ):
                 self._note(fault, "")
                 sim.coordinators.suffer(kind, fault.duration_s or 0.0, fault.amount)
             case Kind.NODE_KILL | Kind.NODE_FREEZE | Kind.KEEPER_KILL:
@@ -117,7 +148,8 @@ class Strikes:
                     self._note(fault, worker.name)
                     self._hurt(fault, worker, None)
 
-    # -- victims --------------------------------------------------------------------------------------------------
+    # -- victims
+    # --------------------------------------------------------------------------------------------------
 
     def _workers(self, target: int) -> list[Worker]:
         there = self.sim.cluster.running  # in the order in which they were started

@@ -1,6 +1,7 @@
 """Turns spot traces into schedules of faults.  A trace records when which machines came and went.
 
-It has lines of ``seconds,event,node`` in order, in which the event is "add" or "remove".  Lines that begin with # name its source.
+It has lines of ``seconds,event,node`` in order, in which the event is "add" or "remove".  Lines that begin
+with # name its source.
 """
 
 from __future__ import annotations
@@ -9,11 +10,14 @@ from elastic.protocol.faults import Fault, Kind
 from elastic.sim.scenario import LAYOUTS, Scenario, small_rules
 
 STEPS_A_SECOND = 0.5
-"""Number of steps that a run makes in each second of its trace: half of what an undisturbed run makes, whose steps take a second."""
+"""Number of steps that a run makes in each second of its trace: half of what an undisturbed run makes, whose
+steps take a second.
+"""
 
 
 def from_trace(text: str, pace: float = 1.0) -> tuple[int, tuple[Fault, ...]]:
-    """Returns the number of nodes at the beginning, and the faults, ``pace`` times as fast as they were recorded.
+    """Returns the number of nodes at the beginning, and the faults, ``pace`` times as fast as they were
+    recorded.
 
     Raises ValueError for a line that is not part of a trace.
     """

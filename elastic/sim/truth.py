@@ -1,4 +1,6 @@
-"""Computes what follows from the events, row by row and step by step.  It shares no code with the machine that it judges."""
+"""Computes what follows from the events, row by row and step by step.  It shares no code with the machine
+that it judges.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +22,23 @@ if TYPE_CHECKING:
 
 @lru_cache(maxsize=4096)
 def covers(cells: frozenset[Cell], rows: tuple[int, ...]) -> bool:
-    """Returns whether ``cells`` together hold every row.  It looks at the rows one by one (torch's chunk rule)."""
+    """Returns whether ``cells`` together hold every row.  It looks at the rows one by one (torch's chunk
+    rule).
+    """
     shards = [shard_of(cell) for cell in cells]
     if not shards:
         return False
-    return all(any(row // -(-length // count) == index for count, index in shards) for length in rows for row in range(length))
+    return all(
+        any(row // -(-length // count) == index for count, index in shards)
+        for length in rows
+        for row in range(length)
+    )
 
 
 def shard_of(cell: Cell) -> tuple[int, int]:
-    """Returns the number of shards and the index of ``cell`` among them, read from its text.  Worlds here are cut along one axis."""
+    """Returns the number of shards and the index of ``cell`` among them, read from its text.  Worlds here are
+    cut along one axis.
+    """
     index, _, count = cell.removeprefix("dp_shard ").partition("/") if cell else ("0", "/", "1")
     return int(count), int(index)
 
@@ -39,7 +49,9 @@ def base_of(plan: Plan, step: int) -> Version:
 
 
 def expanded(lineage: tuple[tuple[int, int], ...]) -> list[int]:
-    """Returns the generation of each step of a lineage, which has (generation, last step) for each generation."""
+    """Returns the generation of each step of a lineage, which has (generation, last step) for each
+    generation.
+    """
     generations: list[int] = []
     for generation, last_step in lineage:
         generations += [generation] * (last_step - len(generations))
@@ -49,27 +61,35 @@ def expanded(lineage: tuple[tuple[int, int], ...]) -> list[int]:
 LOST = ("a coordinator takes over without what was written last", "a superseded coordinator acts on")
 """The occasions on which a coordinator was told what its follower cannot know."""
 LATE_S = 1.0
-"""Seconds by which a coordinator may handle the end of a world late: it counts from the arrival, and the oracle from the decision."""
+"""Seconds by which a coordinator may handle the end of a world late: it counts from the arrival, and the
+oracle from the decision.
+"""
 
 
 def a_budget_is_spent(seen: Oracle) -> bool:
-    """Returns whether the run may fail, by what the oracle saw: errors of the job, fruitless generations, waiting, a last save refused.
+    """Returns whether the run may fail, by what the oracle saw: errors of the job, fruitless generations,
+    waiting, a last save refused.
 
-    A short wait is enough if there are nodes on which no worker may run and no world has been formed, or nodes on which none forms and no
-    step has been run.
+    A short wait is enough if there are nodes on which no worker may run and no world has been formed, or
+    nodes on which none forms and no step has been run.
     """
     raised = [worker for _, worker in seen.sim.cluster.errors_raised]
     alone = seen.plan is not None and len(seen.plan.members) == 1
     if seen.startups > 3 or max(seen.stumbles.values(), default=0) >= 3:
         return True
     again = len(raised) > 1 and (alone or len(set(raised)) > 1)
-    reached = [(max(seen.evidence[generation], default=0), generation not in seen.headless) for generation in sorted(seen.plans)]
+    reached = [
+        (max(seen.evidence[generation], default=0), generation not in seen.headless)
+        for generation in sorted(seen.plans)
+    ]
     waited_s = 0.0 if seen.waiting_since is None else seen.sim.clock.now - seen.waiting_since
     rules, misfits, misset = seen.sim.rules, seen.sim.cluster.misfits, seen.sim.scenario.misset
     enough_s = rules.refused_s if misfits and not seen.begun else rules.wait_s
     if misset and not any(step for step, _ in reached):
         enough_s = min(enough_s, rules.refused_s - LATE_S)
-    return seen.refused or again or fruitless_at_the_end(reached) > rules.max_fruitless or waited_s >= enough_s
+    return (
+        seen.refused or again or fruitless_at_the_end(reached) > rules.max_fruitless or waited_s >= enough_s
+    )
 
 
 def fruitless_at_the_end(generations: Iterable[tuple[int, bool]]) -> int:
@@ -97,12 +117,18 @@ def check_start(worker: Worker) -> None:
 
 
 def check_answer(worker: Worker, answer: Fenced) -> None:
-    """Checks that a fence answer names exactly what ``worker`` holds, at a moment when no update can change it."""
+    """Checks that a fence answer names exactly what ``worker`` holds, at a moment when no update can change
+    it.
+    """
     if worker.member.applying:
-        raise Violation(f"{worker.name} answers the fence of generation {answer.generation} in the midst of an update")
+        raise Violation(
+            f"{worker.name} answers the fence of generation {answer.generation} in the midst of an update"
+        )
     claimed = {(each.version, each.cell) for each in answer.held}
     if claimed != worker.held:
-        raise Violation(f"{worker.name} answers that it holds {sorted(claimed)}, and holds {sorted(worker.held)}")
+        raise Violation(
+            f"{worker.name} answers that it holds {sorted(claimed)}, and holds {sorted(worker.held)}"
+        )
 
 
 def check_plan(worker: Worker, plan: Plan) -> None:
@@ -110,7 +136,10 @@ def check_plan(worker: Worker, plan: Plan) -> None:
     for holding in plan.holders:
         slot = (holding.version, holding.cell)
         if holding.worker == worker.name and not holding.keeper and slot not in worker.held:
-            raise Violation(f"generation {plan.generation}: {worker.name} is said to hold {slot}, and holds {sorted(worker.held)}")
+            raise Violation(
+                f"generation {plan.generation}: {worker.name} is said to hold {slot}, and holds "
+                f"{sorted(worker.held)}"
+            )
 
 
 def check_manifest(version: Version, cells: frozenset[Cell], rows: tuple[int, ...]) -> None:
@@ -120,13 +149,24 @@ def check_manifest(version: Version, cells: frozenset[Cell], rows: tuple[int, ..
 
 
 def check_last_step(sim: Simulation, step: int, generations: list[int]) -> int:
-    """Returns the last step of a run that says ``step`` (0: the target step): its loops made it the last one, and no commit an earlier."""
+    """Returns the last step of a run that says ``step`` (0: the target step): its loops made it the last one,
+    and no commit an earlier.
+    """
     ends, occasions = sim.scenario.ends_at or 0, sim.oracle.occasions
     occasions["a loop ends the run"] += bool(step)
     if step not in (0, ends):
         raise Violation(f"finished at step {step}, which no loop made the last one")
-    by, unknown = generations[ends - 1] if 0 < ends < len(generations) else 0, any(occasions[each] for each in LOST) or sim.scenario.resumes
-    if by and not step and not unknown and sim.worlds[by].outcomes[ends].boundary == ENDS and (ends, by) in sim.oracle.told:
+    by, unknown = (
+        generations[ends - 1] if 0 < ends < len(generations) else 0,
+        any(occasions[each] for each in LOST) or sim.scenario.resumes,
+    )
+    if (
+        by
+        and not step
+        and not unknown
+        and sim.worlds[by].outcomes[ends].boundary == ENDS
+        and (ends, by) in sim.oracle.told
+    ):
         raise Violation(f"step {ends} of generation {by} ends the run, which goes on")
     last = Version(step or sim.rules.target_step, generations[-1])
     if last not in sim.oracle.parent:

@@ -35,7 +35,9 @@ class Uploads:
         self._begun: set[tuple[Save, WorkerId]] = set()
         self._refusals: Counter[tuple[Save, WorkerId]] = Counter()
         self._refused: dict[tuple[Save, WorkerId], bool] = {}
-        """The parts that are being written; the value is True if the bucket has refused the part, and the coordinator was told so."""
+        """The parts that are being written; the value is True if the bucket has refused the part, and the
+        coordinator was told so.
+        """
         self.writing: set[tuple[Save, WorkerId]] = set()
         """The parts of which the bucket takes bytes now, as is true and not as it is said."""
 
@@ -43,8 +45,12 @@ class Uploads:
     def lives(self) -> bool:
         return self.node.alive and self.node.keeper and self.node.uploads is self
 
-    def obey(self, number: tuple[int, int], saves: tuple[Save, ...], generation: int, version: Version) -> None:
-        """Takes the saves that are on their way from now on.  No other save that began by ``version`` of ``generation`` is."""
+    def obey(
+        self, number: tuple[int, int], saves: tuple[Save, ...], generation: int, version: Version
+    ) -> None:
+        """Takes the saves that are on their way from now on.  No other save that began by ``version`` of
+        ``generation`` is.
+        """
         if number <= self.latest.number:
             return
         self.latest = uploads.Told(number, saves, generation, version)
@@ -67,7 +73,10 @@ class Uploads:
         worker = self.cluster.workers[name]
         copy = Copy(save.version, cell_of(save.layout, save.members.index(name)))
         slots = worker.memory.slots if worker.alive else self.node.shelf.left.get(name, [])
-        place = next((n for n, slot in enumerate(slots) if slot and slot.complete and slot.save and slot.copy == copy), None)
+        place = next(
+            (n for n, slot in enumerate(slots) if slot and slot.complete and slot.save and slot.copy == copy),
+            None,
+        )
         if place is not None:
             self.cluster.sim.oracle.occasions["a dead worker's copy is saved"] += not worker.alive
             self._write(save, name, slots, place, slots[place])
@@ -79,13 +88,17 @@ class Uploads:
     @property
     def uploading(self) -> tuple[Version, ...]:
         """The saves of which a part is being written, unless the bucket has just refused that part."""
-        return tuple(dict.fromkeys(save.version for (save, _), refused in self._refused.items() if not refused))
+        return tuple(
+            dict.fromkeys(save.version for (save, _), refused in self._refused.items() if not refused)
+        )
 
     def _write(self, save: Save, name: WorkerId, slots: Slots, place: int, slot: Slot | None) -> None:
         self._refused.setdefault((save, name), False)
         self.writing.add((save, name))
         longest_s = SLOW_S if self.cluster.rng.random() < SLOW else 0.9
-        self.cluster.clock.after(0.1 + longest_s * self.cluster.rng.random(), self._written, save, name, slots, place, slot)
+        self.cluster.clock.after(
+            0.1 + longest_s * self.cluster.rng.random(), self._written, save, name, slots, place, slot
+        )
 
     def _is_over(self, save: Save, name: WorkerId) -> bool:
         """Returns whether the keeper no longer writes this part; then it forgets the part."""
@@ -97,14 +110,20 @@ class Uploads:
         return True
 
     def _written(self, save: Save, name: WorkerId, slots: Slots, place: int, slot: Slot | None) -> None:
-        """Ends the upload.  A slot that was released stays while it is being written, one that was overwritten does not."""
+        """Ends the upload.  A slot that was released stays while it is being written, one that was
+        overwritten does not.
+        """
         overwritten = slots[place] is not None and slots[place] is not slot
         if self._is_over(save, name):
             return
         if overwritten and self._superseded(save, name):
-            return self._end(save, name, SaveFailed(save.version, f"{name} was to save it again", save.by, again=False))
+            return self._end(
+                save, name, SaveFailed(save.version, f"{name} was to save it again", save.by, again=False)
+            )
         if overwritten:
-            raise Violation(f"the copy of {save.version} of {name} was overwritten before it was in the bucket")
+            raise Violation(
+                f"the copy of {save.version} of {name} was overwritten before it was in the bucket"
+            )
         if self.cluster.bucket_fails():
             return self._try_again(save, name, slots, place, slot)
         self.cluster.bucket.written(save.version, cell_of(save.layout, save.members.index(name)), save.by)
@@ -115,11 +134,23 @@ class Uploads:
         if not self._refused[save, name]:
             self._refused[save, name] = True
             self._refusals[save, name] += 1
-            self._say(save, name, SaveFailed(save.version, f"no part of {name} yet: store unavailable", save.by, again=True, worker=name))
+            self._say(
+                save,
+                name,
+                SaveFailed(
+                    save.version,
+                    f"no part of {name} yet: store unavailable",
+                    save.by,
+                    again=True,
+                    worker=name,
+                ),
+            )
         self.cluster.clock.after(AGAIN_S, self._write_again, save, name, slots, place, slot)
 
     def _write_again(self, save: Save, name: WorkerId, slots: Slots, place: int, slot: Slot | None) -> None:
-        """Begins the part again.  If the bucket takes its first bytes, the part counts as one that is being written."""
+        """Begins the part again.  If the bucket takes its first bytes, the part counts as one that is being
+        written.
+        """
         if self._is_over(save, name):
             return
         if self.cluster.bucket_fails():
@@ -128,7 +159,9 @@ class Uploads:
         self._write(save, name, slots, place, slot)
 
     def _superseded(self, save: Save, name: WorkerId) -> bool:
-        """Returns whether the worker is in a later world, which saves the same version again or has given it up."""
+        """Returns whether the worker is in a later world, which saves the same version again or has given it
+        up.
+        """
         copies = self.cluster.workers[name].memory.copies
         if copies is None or copies.plan.generation <= save.by:
             return False

@@ -1,8 +1,10 @@
-"""One worker of the simulated cluster: the product's own :class:`Member`, with durations drawn instead of work done.
+"""One worker of the simulated cluster: the product's own :class:`Member`, with durations drawn instead of
+work done.
 
     idle -> forming -> healing -> ready -> (computing -> prepared -> applying)* -> left
 
-``Member`` decides.  This file says how long things take, what reaches the worker, what breaks, and what its memory really holds.
+``Member`` decides.  This file says how long things take, what reaches the worker, what breaks, and what its
+memory really holds.
 """
 
 from __future__ import annotations
@@ -44,7 +46,8 @@ class Phase(StrEnum):
     STANDING = "standing"
     """The worker cannot go on, reports this, and waits for a fence."""
     DONE = "done"
-    """The worker has nothing left to do in this world: it has reached the target step or an agreed boundary."""
+    """The worker has nothing left to do in this world: it has reached the target step or an agreed boundary.
+    """
 
 
 class Worker(Process):
@@ -77,10 +80,13 @@ class Worker(Process):
     def passes(self, point: Point) -> None:
         self.sim.strikes.passes(self, point)
 
-    # -- coming and going -----------------------------------------------------------------------------------------
+    # -- coming and going
+    # -----------------------------------------------------------------------------------------
 
     def begin(self, parts: int) -> None:
-        """Joins after so many long parts of its start, each shorter than ``form_s``; it says so when one begins."""
+        """Joins after so many long parts of its start, each shorter than ``form_s``; it says so when one
+        begins.
+        """
         if not parts:
             return self.join()
         self.report(Starting(self.name, f"has {parts} parts of its start before it"))
@@ -104,21 +110,26 @@ class Worker(Process):
         return Joined(self.name, self.node, kind, scenario.classes, build, least_shard=least, states=states)
 
     def order(self, incarnation: int, call: Callable[..., object], *args: Any) -> None:
-        """Obeys an order or an answer of a coordinator, or refuses it if the coordinator's incarnation is too old."""
+        """Obeys an order or an answer of a coordinator, or refuses it if the coordinator's incarnation is too
+        old.
+        """
         if self.member.heed(incarnation):
             call(*args)
         else:
             self.sim.oracle.occasions["an order of an older incarnation is refused"] += 1
 
     def attached(self) -> None:
-        """Reports to a new coordinator the state of this worker, and all events that perhaps no coordinator has heard."""
+        """Reports to a new coordinator the state of this worker, and all events that perhaps no coordinator
+        has heard.
+        """
         if not self.joined:
             return
         self.report(self.introduction)
         for event in self.member.attached():
             self._answer(event) if isinstance(event, Fenced) else self.report(event)
 
-    # -- forming and healing --------------------------------------------------------------------------------------
+    # -- forming and healing
+    # --------------------------------------------------------------------------------------
 
     def form(self, plan: Plan) -> None:
         if self.member.form(plan):
@@ -130,7 +141,10 @@ class Worker(Process):
         if plan is None or not self.member.enter(plan):
             return
         if self.world is not None:
-            raise Violation(f"{self.name} enters generation {plan.generation} and has not left generation {self.world.generation}")
+            raise Violation(
+                f"{self.name} enters generation {plan.generation} and has not left generation "
+                f"{self.world.generation}"
+            )
         check_plan(self, plan)
         self.world, self.phase = self.sim.world(plan), Phase.FORMING
         self._planned_at = self.sim.clock.now
@@ -174,7 +188,9 @@ class Worker(Process):
                 self._whole()
 
     def _whole(self, *, garbage: bool = False) -> None:
-        """Notes that its shard of the plan's version is in its memory.  With ``garbage`` the shard only looks complete."""
+        """Notes that its shard of the plan's version is in its memory.  With ``garbage`` the shard only looks
+        complete.
+        """
         assert self.world is not None
         slot = (self.world.plan.version, self.cell)
         if not self._may(self.member.healed, self.now, Holding(self.name, *slot)):
@@ -186,10 +202,11 @@ class Worker(Process):
         self.post(self.member.say(Ready(self.name, self.world.generation)))
 
     def garbled(self) -> None:
-        """Handles a collective that looks complete because somebody aborted the groups, and whose result is garbage.
+        """Handles a collective that looks complete because somebody aborted the groups, and whose result is
+        garbage.
 
-        A commit record has a checksum, so the worker notices.  A slice that arrives during healing has none: only an earlier fence prevents
-        its use.
+        A commit record has a checksum, so the worker notices.  A slice that arrives during healing has none:
+        only an earlier fence prevents its use.
         """
         self.sim.oracle.occasions["a collective completes with garbage"] += 1
         if self.phase is Phase.HEALING:
@@ -208,7 +225,8 @@ class Worker(Process):
         self.memory.enter(self.world.plan)
         self._start_step()
 
-    # -- one step -------------------------------------------------------------------------------------------------
+    # -- one step
+    # -------------------------------------------------------------------------------------------------
 
     @property
     def version(self) -> Version | None:
@@ -219,7 +237,9 @@ class Worker(Process):
         version = self.version
         assert version is not None
         assert self.world is not None
-        if version.step >= min(self.world.plan.ends or self.sim.rules.target_step, self.sim.rules.target_step):
+        if version.step >= min(
+            self.world.plan.ends or self.sim.rules.target_step, self.sim.rules.target_step
+        ):
             self.phase = Phase.DONE
             return
         self.phase = Phase.COMPUTING
@@ -243,7 +263,11 @@ class Worker(Process):
         assert self.world is not None
         self.sim.oracle.contributes(self, step)
         self.phase = Phase.PREPARED
-        if step == self.sim.scenario.ends_at and self.sim.scenario.asks and self.world.plan.members[-1] == self.name:
+        if (
+            step == self.sim.scenario.ends_at
+            and self.sim.scenario.asks
+            and self.world.plan.members[-1] == self.name
+        ):
             self.member.end()
             self.report(Ends(self.name, self.world.generation, 0, "it asks"))
         self.world.contribute(self, step, self.member.boundary, self.memory.through())
@@ -257,7 +281,9 @@ class Worker(Process):
         if self.phase is Phase.PREPARED:
             self._begin_update(outcome, self._applied)
 
-    def _begin_update(self, outcome: Outcome, then: Callable[[Outcome], None], *, settled: bool = False) -> None:
+    def _begin_update(
+        self, outcome: Outcome, then: Callable[[Outcome], None], *, settled: bool = False
+    ) -> None:
         if self._may(self.member.apply, outcome, self.now, settled=settled):
             self.sim.oracle.applying(self, outcome, settled)
             self.phase = Phase.APPLYING
@@ -283,7 +309,9 @@ class Worker(Process):
         self._answer(self.member.answer())
         if self.member.leaving:
             self._follow_settlement()
-        elif outcome.boundary == ENDS or (outcome.step == self.sim.scenario.ends_at and not self.sim.scenario.asks):
+        elif outcome.boundary == ENDS or (
+            outcome.step == self.sim.scenario.ends_at and not self.sim.scenario.asks
+        ):
             self._ends(outcome.step)
         elif outcome.boundary:
             self.fence(outcome.generation)
@@ -296,9 +324,12 @@ class Worker(Process):
         if step < self.sim.rules.target_step and not self.member.barred:
             self.ended = self.member.generation
             self.memory.ended()
-            self.report(self.member.say(Ends(self.name, self.member.generation, step, asked=self.sim.scenario.asks)))
+            self.report(
+                self.member.say(Ends(self.name, self.member.generation, step, asked=self.sim.scenario.asks))
+            )
 
-    # -- control --------------------------------------------------------------------------------------------------
+    # -- control
+    # --------------------------------------------------------------------------------------------------
 
     def pause(self, generation: int, save: bool) -> None:
         self.member.pause(generation, save)
@@ -345,9 +376,13 @@ class Worker(Process):
         self.sim.clock.after(self.sim.rules.lease_s / self.clock_rate / 4, self.receive, self._keep_lease)
 
     def _renew(self) -> None:
-        self.sim.network.send(Way.FROM, self.node, self.sim.coordinators.renew, self, self.member.generation, self.now)
+        self.sim.network.send(
+            Way.FROM, self.node, self.sim.coordinators.renew, self, self.member.generation, self.now
+        )
 
-    def renewed(self, generation: int, asked_at: float, granted: bool, recorded_step: int, dismissed: bool) -> None:
+    def renewed(
+        self, generation: int, asked_at: float, granted: bool, recorded_step: int, dismissed: bool
+    ) -> None:
         """Handles the coordinator's answer to a request for the lease."""
         if dismissed:
             return self.end("the run goes on without it")
@@ -355,7 +390,8 @@ class Worker(Process):
         self.member.renewed(generation, asked_at, granted, recorded_step)
         self.sim.oracle.forgets(self, before[: len(before) - len(self.member.outcomes)])
 
-    # -- going wrong ----------------------------------------------------------------------------------------------
+    # -- going wrong
+    # ----------------------------------------------------------------------------------------------
 
     def peer_lost(self) -> None:
         """Handles the failure of a collective."""
@@ -365,8 +401,8 @@ class Worker(Process):
     def raises(self, point: Point | None, cause: str = "job") -> None:
         """Handles an error that was raised at ``point``.
 
-        An error in a save only means that its part of the save is missing.  After an error during an update, or of its device, the worker
-        holds nothing.
+        An error in a save only means that its part of the save is missing.  After an error during an update,
+        or of its device, the worker holds nothing.
         """
         if self.world is None or self.phase is Phase.STANDING or (point is Point.SAVE and cause == "job"):
             return
@@ -407,7 +443,12 @@ class Worker(Process):
     def held_after(self, settle: Settle | None) -> set[tuple[Version, Cell]]:
         """Returns what it will hold after it has received ``settle``."""
         told = settle is not None and self.name in settle.members and self._generation() == settle.generation
-        if settle is None or settle.outcome is None or not told or self.member.prepared != settle.outcome.step:
+        if (
+            settle is None
+            or settle.outcome is None
+            or not told
+            or self.member.prepared != settle.outcome.step
+        ):
             return self.held
         return {(Version(settle.outcome.step, settle.generation), self.cell)}
 

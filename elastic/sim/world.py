@@ -1,8 +1,9 @@
 """Models the collectives of one generation, which no decision controls.
 
-It has three rules.  A collective completes nowhere unless every member contributed.  Once all have, it completes on *any subset* of the
-members: each sees it after a time of its own, and perhaps never if a member has gone meanwhile.  If a member *aborts*, the collective that
-the others wait for may look complete, with garbage as its result.
+It has three rules.  A collective completes nowhere unless every member contributed.  Once all have, it
+completes on *any subset* of the members: each sees it after a time of its own, and perhaps never if a member
+has gone meanwhile.  If a member *aborts*, the collective that the others wait for may look complete, with
+garbage as its result.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ if TYPE_CHECKING:
 
 
 class World:
-    """A world, in which members find each other (``arrive``) and commit step after step (``contribute``) until they leave."""
+    """A world, in which members find each other (``arrive``) and commit step after step (``contribute``)
+    until they leave.
+    """
 
     def __init__(self, sim: Simulation, plan: Plan) -> None:
         self.sim, self.plan, self.generation = sim, plan, plan.generation
@@ -27,21 +30,28 @@ class World:
         self.broken = False
         """True if a member died or left, so that nothing new completes."""
         self.asked: dict[int, dict[WorkerId, tuple[int, Copied]]] = {}
-        """Contributions by step and worker: the boundary flag that it asked for, and what it says of its copies."""
+        """Contributions by step and worker: the boundary flag that it asked for, and what it says of its
+        copies.
+        """
         self.completed_at: dict[int, float] = {}
         self.outcomes: dict[int, Outcome] = {}
 
     def arrive(self, worker: Worker) -> None:
         """Adds a member.
 
-        The groups form once all have arrived and the store answers; otherwise each member hangs until it is told to leave.
+        The groups form once all have arrived and the store answers; otherwise each member hangs until it is
+        told to leave.
         """
         self.here[worker.name] = worker
         if len(self.here) == len(self.plan.members):
             self.sim.clock.after(0.1 + 0.4 * self.sim.rng.random(), self._form)
 
     def _form(self) -> None:
-        if self.broken or self.sim.cluster.peers_cut(self.plan.members) or not self.sim.cluster.store_answers(self.plan):
+        if (
+            self.broken
+            or self.sim.cluster.peers_cut(self.plan.members)
+            or not self.sim.cluster.store_answers(self.plan)
+        ):
             return
         for name in self.plan.members:
             worker = self.here[name]
@@ -63,12 +73,29 @@ class World:
         rng, clock = self.sim.rng, self.sim.clock
         mark = rng.random()  # tells outcomes of the same step in two generations apart, as real losses would
         boundary, records = max(each[0] for each in asked), [each[1] for each in asked]
-        copied, buddied = min(each.copied_through for each in records), min(each.buddied_through for each in records)
+        copied, buddied = (
+            min(each.copied_through for each in records),
+            min(each.buddied_through for each in records),
+        )
         behind = any(each.behind for each in records)
         saves = is_saved(boundary, max(each.save for each in records), behind)
-        seldom = step // 7 % 4 if self.generation % 3 == 0 else 0  # for some steps, members ask for fewer copies
+        # for some steps, members ask for fewer copies
+        seldom = step // 7 % 4 if self.generation % 3 == 0 else 0
         outcome = Outcome(
-            step, self.generation, 1.0, (mark,), (1,), ((step,),), True, boundary, copied, buddied, behind, seldom, seldom + 1, saves
+            step,
+            self.generation,
+            1.0,
+            (mark,),
+            (1,),
+            ((step,),),
+            True,
+            boundary,
+            copied,
+            buddied,
+            behind,
+            seldom,
+            seldom + 1,
+            saves,
         )
         self.outcomes[step] = self.sim.spikes.seen(self.plan, outcome)
         self.completed_at[step] = clock.now

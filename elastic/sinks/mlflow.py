@@ -1,10 +1,12 @@
 """MLflow: a tracking server, or any other store that a tracking URI names.
 
-All rows belong to one MLflow run.  It carries the id of the run in the bucket as a tag, by which whoever goes on finds it again.
+All rows belong to one MLflow run.  It carries the id of the run in the bucket as a tag, by which whoever goes
+on finds it again.
 
-MLflow adds the numbers of a call one by one, and would add a step twice.  So the first call of a process reads back which step each
-metric has last, and every call leaves out what is there: each step is there once, whichever process dies at whatever moment.  If two
-coordinators live at the same time, of which one is cut off and still reaches MLflow until its lease ends, a step may be there twice.
+MLflow adds the numbers of a call one by one, and would add a step twice.  So the first call of a process
+reads back which step each metric has last, and every call leaves out what is there: each step is there once,
+whichever process dies at whatever moment.  If two coordinators live at the same time, of which one is cut off
+and still reaches MLflow until its lease ends, a step may be there twice.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ class Tracker:
         self._client = MlflowClient(tracking_uri=uri)
         found = self._client.get_experiment_by_name(experiment)
         where = self._client.create_experiment(experiment) if found is None else found.experiment_id
-        known = self._client.search_runs([where], f"tags.`{MARK}` = '{run.id}'", order_by=["attributes.start_time ASC"])
+        known = self._client.search_runs(
+            [where], f"tags.`{MARK}` = '{run.id}'", order_by=["attributes.start_time ASC"]
+        )
         self._id = known[0].info.run_id if known else self._begin(where, run)
         self._there: dict[str, int] = {}
         """The last step of each metric, as far as it was read back or added."""
@@ -56,12 +60,16 @@ class Tracker:
 
     def _last(self, name: str) -> int:
         if name not in self._there:
-            self._there[name] = max((each.step for each in self._client.get_metric_history(self._id, name)), default=0)
+            self._there[name] = max(
+                (each.step for each in self._client.get_metric_history(self._id, name)), default=0
+            )
         return self._there[name]
 
     def _begin(self, experiment: str, run: TrackedRun) -> str:
         made: str = self._client.create_run(experiment, tags={MARK: run.id}, run_name=run.title).info.run_id
         settings = [Param(name, str(value)[:PARAM_LENGTH]) for name, value in run.settings.items()]
         for first in range(0, len(settings), PARAMS):
-            self._client.log_batch(made, params=settings[first : first + PARAMS], tags=[RunTag("mlflow.source.name", "elastic")])
+            self._client.log_batch(
+                made, params=settings[first : first + PARAMS], tags=[RunTag("mlflow.source.name", "elastic")]
+            )
         return made

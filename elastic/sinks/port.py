@@ -1,13 +1,15 @@
 """The port: what every sink of metrics can do, and what it is told of its run.
 
-A sink gets only rows that no fall-back takes back, in order of their steps.  "Each step once" holds against the death of any process as
-follows: a sink says itself which step it has last, so what counts is what is there, not what somebody meant to write.
+A sink gets only rows that no fall-back takes back, in order of their steps.  "Each step once" holds against
+the death of any process as follows: a sink says itself which step it has last, so what counts is what is
+there, not what somebody meant to write.
 
-Steps that a person has abandoned (``rollback``, ``--resume 15000``) stay where they were shown.  What goes on from there is another run of
-the tracker, named after the branch, with all steps that count.
+Steps that a person has abandoned (``rollback``, ``--resume 15000``) stay where they were shown.  What goes on
+from there is another run of the tracker, named after the branch, with all steps that count.
 
-In one case a sink keeps the numbers that it got first, and gets none of the same steps later: steps that are done again since a checkpoint
-proved to be damaged after they were handed on.  ``elastic metrics`` prints those that count.
+In one case a sink keeps the numbers that it got first, and gets none of the same steps later: steps that are
+done again since a checkpoint proved to be damaged after they were handed on.  ``elastic metrics`` prints
+those that count.
 """
 
 from __future__ import annotations
@@ -31,15 +33,17 @@ from storage.objects import ObjectStore
 AXES = ("step", "time", "final", "validation_data")
 """Names in a row that say where it belongs.  All others are what is shown."""
 EVENT = "event"
-"""The name of the sentence in the first row of a world that says why there is a new one.  All other values are numbers."""
+"""The name of the sentence in the first row of a world that says why there is a new one.  All other values
+are numbers.
+"""
 
 
 @dataclass(frozen=True)
 class TrackedRun:
     """A run as a sink knows it.
 
-    ``settings`` are those of its job, flat, by dotted names.  ``store`` is its bucket.  ``branch`` is the newest branch that has abandoned
-    steps which sinks were shown; 0 without one.
+    ``settings`` are those of its job, flat, by dotted names.  ``store`` is its bucket.  ``branch`` is the
+    newest branch that has abandoned steps which sinks were shown; 0 without one.
     """
 
     name: str
@@ -58,7 +62,9 @@ class TrackedRun:
 
     @property
     def id(self) -> str:
-        """A random text of 16 letters and digits that no other run has, also not one of the same name in another bucket."""
+        """A random text of 16 letters and digits that no other run has, also not one of the same name in
+        another bucket.
+        """
         key = f"{self._folder}/id"
         with suppress(Exists):
             self.store.put_if_absent(key, uuid.uuid4().hex[:16].encode())
@@ -75,7 +81,9 @@ class TrackedRun:
             raise Damaged(self.store.full_name(self._cursor(sink)), "a step", "something else", fix) from None
 
     def note(self, sink: str, step: int) -> None:
-        """Notes in the bucket up to which step ``sink`` has its rows: for trackers that cannot always say so themselves."""
+        """Notes in the bucket up to which step ``sink`` has its rows: for trackers that cannot always say so
+        themselves.
+        """
         self.store.put(self._cursor(sink), json.dumps({"step": step}).encode())
 
     def _cursor(self, sink: str) -> str:
@@ -85,15 +93,18 @@ class TrackedRun:
 class Sink(Protocol):
     """A place outside of the metrics folder that gets the rows, such as a database or a tracker.
 
-    It is made with a :class:`TrackedRun` and the arguments of ``metrics.sinks``, on a thread of its own.  A run may go on in another
-    process, on another machine: what is made there with the same arguments must be the same place.
+    It is made with a :class:`TrackedRun` and the arguments of ``metrics.sinks``, on a thread of its own.  A
+    run may go on in another process, on another machine: what is made there with the same arguments must be
+    the same place.
     """
 
     def last(self) -> int:
         """Returns the step of the newest row that it has; 0 without any."""
 
     def write(self, rows: Sequence[Row]) -> None:
-        """Adds rows, in order of their steps: all of them or none, so that none comes twice.  When it returns, they are there to stay."""
+        """Adds rows, in order of their steps: all of them or none, so that none comes twice.  When it
+        returns, they are there to stay.
+        """
 
 
 def shown(row: Row) -> dict[str, float]:
@@ -120,7 +131,8 @@ def sink_class(name: str) -> Callable[..., Sink]:
         if not isinstance(cause, ModuleNotFoundError) or (cause.name or "").partition(".")[0] in PACKAGES:
             raise
         raise CodeError(
-            f"metrics.sinks.{name} needs the package {cause.name!r}, which is not on this machine; install it on every node of the cluster "
+            f"metrics.sinks.{name} needs the package {cause.name!r}, which is not on this machine; install "
+            "it on every node of the cluster "
             f"with pip install 'elastic-train[{name}]', or leave the sink out"
         ) from None
     return tracker

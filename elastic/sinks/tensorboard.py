@@ -2,13 +2,15 @@
 
     <run>/tensorboard/<run>/events.out.tfevents.000000000051
 
-An event file has the rows of some steps, and its name has the first of them.  It is created whole and never again, as every object is:
-so each step is there exactly once, whichever process dies at whatever moment, and even if two coordinators write at the same time.
-TensorBoard reads all files of a folder in the order of their names as one run: ``tensorboard --logdir <bucket>/<run>/tensorboard``, also
-in object stores that fsspec knows.
+An event file has the rows of some steps, and its name has the first of them.  It is created whole and never
+again, as every object is:
+so each step is there exactly once, whichever process dies at whatever moment, and even if two coordinators
+write at the same time. TensorBoard reads all files of a folder in the order of their names as one run:
+``tensorboard --logdir <bucket>/<run>/tensorboard``, also in object stores that fsspec knows.
 
-torch's ``SummaryWriter`` appends to a local file instead, where a death leaves half a record, and a restart on another machine no file.
-Only protocol buffers and the framing of records are used here, both TensorBoard's own.
+torch's ``SummaryWriter`` appends to a local file instead, where a death leaves half a record, and a restart
+on another machine no file. Only protocol buffers and the framing of records are used here, both TensorBoard's
+own.
 """
 
 from __future__ import annotations
@@ -33,10 +35,14 @@ PREFIX = "events.out.tfevents."
 
 
 class Tracker:
-    """Writes an event file for the rows of each call into ``folder``, a folder or a URL; without one, into the run's bucket."""
+    """Writes an event file for the rows of each call into ``folder``, a folder or a URL; without one, into
+    the run's bucket.
+    """
 
     def __init__(self, run: TrackedRun, folder: str = "") -> None:
-        self._store, self._folder = (ObjectStore.open(folder), "") if folder else (run.store, f"{run.name}/tensorboard/")
+        self._store, self._folder = (
+            (ObjectStore.open(folder), "") if folder else (run.store, f"{run.name}/tensorboard/")
+        )
         self._folder += run.title
         self._last = 0
         """The last step that this process has written: its file may be too new to be listed."""
@@ -52,7 +58,9 @@ class Tracker:
         writer = RecordWriter(file)
         writer.write(Event(wall_time=rows[0]["time"], file_version="brain.Event:2").SerializeToString())
         for row in rows:
-            writer.write(Event(wall_time=row["time"], step=int(row["step"]), summary=_summary(row)).SerializeToString())
+            writer.write(
+                Event(wall_time=row["time"], step=int(row["step"]), summary=_summary(row)).SerializeToString()
+            )
         self._store.put_if_absent(f"{self._folder}/{PREFIX}{int(rows[0]['step']):012d}", file.getvalue())
         self._last = int(rows[-1]["step"])
 
@@ -66,7 +74,9 @@ def _summary(row: Row) -> Summary:
 
 
 def _events(file: bytes) -> Iterator[Event]:
-    """Yields the events of a file.  A record is its length (8 bytes), a checksum (4), the event, and a checksum (4)."""
+    """Yields the events of a file.  A record is its length (8 bytes), a checksum (4), the event, and a
+    checksum (4).
+    """
     at = 0
     while at < len(file):
         (size,) = struct.unpack_from("<Q", file, at)

@@ -1,17 +1,20 @@
 """Weights & Biases, online or offline.
 
-All that is ever written belongs to one W&B run: its id is that of the run in the bucket.  The rows of each call are a session of their
-own, which W&B has finished, and so has all of, before the call returns.  Between two saves W&B therefore shows the run as finished.
+All that is ever written belongs to one W&B run: its id is that of the run in the bucket.  The rows of each
+call are a session of their own, which W&B has finished, and so has all of, before the call returns.  Between
+two saves W&B therefore shows the run as finished.
 
-Offline, a session is made beside its place and moved there when it is whole, so that each step is there exactly once:
+Offline, a session is made beside its place and moved there when it is whole, so that each step is there
+exactly once:
 
     <folder>/<run>-<id>/000000000051-000000000100/wandb/offline-run-20261126_153744-<id>/
 
 ``wandb sync <folder>/<run>-<id>/*/wandb/offline-run-*`` sends them on, in order.
 
-Online, W&B itself says with which step a resumed run goes on, and refuses earlier ones.  For a folder that is not there on another machine,
-the bucket has a note of the last step.  One case remains, offline, with folders on several machines: if one dies between the move and the
-note, two sessions hold the same steps, of which W&B refuses the second ones when they are sent on in order.
+Online, W&B itself says with which step a resumed run goes on, and refuses earlier ones.  For a folder that is
+not there on another machine, the bucket has a note of the last step.  One case remains, offline, with folders
+on several machines: if one dies between the move and the note, two sessions hold the same steps, of which W&B
+refuses the second ones when they are sent on in order.
 """
 
 from __future__ import annotations
@@ -34,25 +37,42 @@ BEGUN = ".begun-"
 
 
 class Tracker:
-    """Logs rows to a run of ``project``.  ``folder`` is a local one for W&B's own files; offline, all nodes should share it.
+    """Logs rows to a run of ``project``.  ``folder`` is a local one for W&B's own files; offline, all nodes
+    should share it.
 
-    The key of W&B is in the environment of the coordinator or in its home folder, as for any program; ``entity`` is the team.
+    The key of W&B is in the environment of the coordinator or in its home folder, as for any program;
+    ``entity`` is the team.
     """
 
     def __init__(
-        self, run: TrackedRun, folder: str, project: str = "elastic", entity: str = "", mode: Literal["online", "offline"] = "online"
+        self,
+        run: TrackedRun,
+        folder: str,
+        project: str = "elastic",
+        entity: str = "",
+        mode: Literal["online", "offline"] = "online",
     ) -> None:
         if mode not in ("online", "offline"):
             raise ValueError(f"mode = {mode!r} must be 'online' or 'offline'")
         self._run, self._mode = run, mode
         self._folder = Path(folder).expanduser().absolute() / f"{run.title}-{run.id}"
-        self._about: dict[str, Any] = {"project": project, "entity": entity or None, "id": run.id, "name": run.title, "resume": "allow"}
+        self._about: dict[str, Any] = {
+            "project": project,
+            "entity": entity or None,
+            "id": run.id,
+            "name": run.title,
+            "resume": "allow",
+        }
         self._about |= {"config": dict(run.settings), "mode": mode, "reinit": "create_new"}
         for begun in self._folder.glob(f"{BEGUN}*"):  # of sessions that died
             shutil.rmtree(begun, ignore_errors=True)
 
     def last(self) -> int:
-        there = [int(each.name.partition("-")[2]) for each in self._folder.glob("[0-9]*-[0-9]*")] if self._mode == "offline" else []
+        there = (
+            [int(each.name.partition("-")[2]) for each in self._folder.glob("[0-9]*-[0-9]*")]
+            if self._mode == "offline"
+            else []
+        )
         return max([*there, self._run.noted(SINK)])
 
     def write(self, rows: Sequence[Row]) -> None:

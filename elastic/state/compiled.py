@@ -1,13 +1,15 @@
 """Compiled code goes from node to node, so that the first worker on a new node compiles nothing.
 
-Each node has one folder for a job's compiled code, in which torch's compiler and Triton keep what they make.  A worker that has warmed up
-writes an index of the folder: each file with its size and its sha256.  A worker on a node without an index asks the keepers of other nodes
-for the files of theirs.  It takes all of them or none: they go into the folder when all are there and match their sums.
+Each node has one folder for a job's compiled code, in which torch's compiler and Triton keep what they make.
+A worker that has warmed up writes an index of the folder: each file with its size and its sha256.  A worker
+on a node without an index asks the keepers of other nodes for the files of theirs.  It takes all of them or
+none: they go into the folder when all are there and match their sums.
 
-This is code, and whoever takes it runs it.  So it is taken only from a process that knows the secret of the run, whose workers run the same
-user's code anyway, and never from the bucket.  The index comes with an HMAC by that secret, so nobody on the way can replace a file either.
-The name of the folder is a key, a digest of all that the code depends on: code for another kind of machine, or of another torch, is never
-asked for.  The files keep their relative names: both compilers find them by their content.
+This is code, and whoever takes it runs it.  So it is taken only from a process that knows the secret of the
+run, whose workers run the same user's code anyway, and never from the bucket.  The index comes with an HMAC
+by that secret, so nobody on the way can replace a file either. The name of the folder is a key, a digest of
+all that the code depends on: code for another kind of machine, or of another torch, is never asked for.  The
+files keep their relative names: both compilers find them by their content.
 """
 
 from __future__ import annotations
@@ -33,13 +35,16 @@ from elastic.state.wire import Wire
 ASK = "compiled"
 """The request for compiled code, among those that a keeper answers."""
 LIMIT = 2**28
-"""Largest size in bytes of the code that goes to another node; the blocks of one model take some megabytes."""
+"""Largest size in bytes of the code that goes to another node; the blocks of one model take some megabytes.
+"""
 FETCH_S = 20.0
 """Seconds after which fetching is given up, because compiling takes no longer than that by much."""
 LOCK_S = 30.0
 """Longest time in seconds that a worker waits for another one of its node that fetches the same code."""
 UNUSED_S = 14 * 86400.0
-"""Seconds after its last use when the code of a key is removed: longer than a holiday, and a job that comes back later compiles once."""
+"""Seconds after its last use when the code of a key is removed: longer than a holiday, and a job that comes
+back later compiles once.
+"""
 KEY = re.compile(r"[0-9a-f]{32}")
 NOT_KEPT = ("locks",)
 """Folders of the compilers that hold no code."""
@@ -52,7 +57,8 @@ class Compiled:
     """The compiled code of one job on this node.  Several workers of the node may use it at the same time."""
 
     def __init__(self, root: Path, key: str, say: Callable[[str], None] = print) -> None:
-        """``root`` is this user's folder for the compiled code of all jobs, and ``key`` 32 hexadecimal digits.
+        """``root`` is this user's folder for the compiled code of all jobs, and ``key`` 32 hexadecimal
+        digits.
 
         ``say`` receives a sentence for code that was taken, and for code that was not.
         """
@@ -61,7 +67,8 @@ class Compiled:
 
     @contextmanager
     def kept(self, peers: Sequence[str], secret: bytes) -> Iterator[None]:
-        """Lets the caller compile.  Before that it fetches what a keeper at one of ``peers`` has; after that it writes the index.
+        """Lets the caller compile.  Before that it fetches what a keeper at one of ``peers`` has; after that
+        it writes the index.
 
         Whatever fails here is said, and the worker compiles what it lacks.
         """
@@ -75,10 +82,12 @@ class Compiled:
             return
         try:
             _remove_unused(self.root)
-            shared = _locked(lock, fcntl.LOCK_SH)  # files that somebody still writes are not put into the index
+            # files that somebody still writes are not put into the index
+            shared = _locked(lock, fcntl.LOCK_SH)
             self._fetch_once(peers, secret)
             yield
-            if shared and _locked(lock, fcntl.LOCK_EX, 0.0):  # otherwise another worker still compiles, and writes the index
+            # otherwise another worker still compiles, and writes the index
+            if shared and _locked(lock, fcntl.LOCK_EX, 0.0):
                 self._write_index()
         finally:
             os.close(lock)
@@ -88,7 +97,9 @@ class Compiled:
         return _index(self.root, self.key).exists() and self.folder.exists()
 
     def _fetch_once(self, peers: Sequence[str], secret: bytes) -> None:
-        """Fetches the code if it is not here and no other worker of this node has asked for it while this one waited."""
+        """Fetches the code if it is not here and no other worker of this node has asked for it while this one
+        waited.
+        """
         try:
             lock = _opened(self.root, self.key, "fetch")
         except OSError as error:
@@ -96,7 +107,11 @@ class Compiled:
             return
         try:
             asked = os.fstat(lock).st_mtime_ns
-            if _locked(lock, fcntl.LOCK_EX, unless=self._complete) and not self._complete() and os.fstat(lock).st_mtime_ns == asked:
+            if (
+                _locked(lock, fcntl.LOCK_EX, unless=self._complete)
+                and not self._complete()
+                and os.fstat(lock).st_mtime_ns == asked
+            ):
                 self._fetch(peers, secret)
                 if peers:
                     os.utime(lock, ns=(time.time_ns(),) * 2)
@@ -111,15 +126,23 @@ class Compiled:
             try:
                 files = self._take(peer, secret)
             except (WireError, OSError) as error:
-                self._say(f"compiled code at {peer} is not used, and this worker compiles unless another node has it: {error}")
+                self._say(
+                    f"compiled code at {peer} is not used, and this worker compiles unless another "
+                    f"node has it: {error}"
+                )
                 continue
             if files:
                 size, took_s = sum(size for _, size, _ in files), time.monotonic() - began
-                self._say(f"compiled code came from {peer}: {len(files)} files, {size / 1e6:.1f} MB, in {took_s:.3f} s")
+                self._say(
+                    f"compiled code came from {peer}: {len(files)} files, {size / 1e6:.1f} MB, in "
+                    f"{took_s:.3f} s"
+                )
                 return
 
     def _take(self, peer: str, secret: bytes) -> Sequence[File]:
-        """Receives the files of the keeper at ``peer``; none if it has no code of this key.  Raises :class:`WireError` or OSError."""
+        """Receives the files of the keeper at ``peer``; none if it has no code of this key.  Raises
+        :class:`WireError` or OSError.
+        """
         until = time.monotonic() + FETCH_S
         with closing(Wire.connect(peer, secret)) as wire:
             wire.send({"ask": ASK, "key": self.key})
@@ -142,9 +165,11 @@ class Compiled:
         return files
 
     def _merge(self, coming: Path, files: Sequence[File]) -> None:
-        """Moves the files into the folder, in which another worker may be compiling, and then gives them their index.
+        """Moves the files into the folder, in which another worker may be compiling, and then gives them
+        their index.
 
-        The index is written first, so that what another worker puts in place of one of them meanwhile counts as changed.
+        The index is written first, so that what another worker puts in place of one of them meanwhile counts
+        as changed.
         """
         index = self._new_index(files)
         self.folder.mkdir(mode=0o700, exist_ok=True)
@@ -154,30 +179,43 @@ class Compiled:
         index.replace(_index(self.root, self.key))
 
     def _write_index(self) -> None:
-        """Writes the index of what is here.  A worker that found nothing and made nothing writes none, so the next one asks."""
+        """Writes the index of what is here.  A worker that found nothing and made nothing writes none, so the
+        next one asks.
+        """
         try:
-            found = [path for path in sorted(self.folder.rglob("*")) if path.is_file() and not path.is_symlink()]
+            found = [
+                path for path in sorted(self.folder.rglob("*")) if path.is_file() and not path.is_symlink()
+            ]
             stats = {path.relative_to(self.folder).as_posix(): path.stat() for path in found}
             stats = {name: stat for name, stat in stats.items() if name.partition("/")[0] not in NOT_KEPT}
             if not stats:
                 return
             files: list[File] = []
             if (size := sum(stat.st_size for stat in stats.values())) > LIMIT:
-                self._say(f"compiled code in {self.folder} stays here: {size / 1e6:.0f} MB, and {LIMIT / 1e6:.0f} MB may go to other nodes")
+                self._say(
+                    f"compiled code in {self.folder} stays here: {size / 1e6:.0f} MB, and "
+                    f"{LIMIT / 1e6:.0f} MB may go to other nodes"
+                )
             else:
                 known, written_ns = self._known()
                 for name, stat in stats.items():
                     digest = known.get((name, stat.st_size)) if stat.st_mtime_ns < written_ns else None
-                    files.append((name, stat.st_size, digest or sha256((self.folder / name).read_bytes()).hexdigest()))
+                    files.append(
+                        (name, stat.st_size, digest or sha256((self.folder / name).read_bytes()).hexdigest())
+                    )
             self._new_index(files).replace(_index(self.root, self.key))
         except OSError as error:
             self._say(f"compiled code in {self.folder} is not offered to other nodes: {error}")
 
     def _known(self) -> tuple[dict[tuple[str, int], str], int]:
-        """Returns the sums of the last index by name and size, and when it was written: older files need not be read again."""
+        """Returns the sums of the last index by name and size, and when it was written: older files need not
+        be read again.
+        """
         index = _index(self.root, self.key)
         try:
-            return {(name, size): digest for name, size, digest in _checked(json.loads(index.read_text()))}, index.stat().st_mtime_ns
+            return {
+                (name, size): digest for name, size, digest in _checked(json.loads(index.read_text()))
+            }, index.stat().st_mtime_ns
         except (OSError, ValueError, WireError):  # there is none, or nobody can read it
             return {}, 0
 
@@ -191,7 +229,8 @@ class Compiled:
 def serve(wire: Wire, root: Path | None, head: dict[str, Any], secret: bytes) -> None:
     """Answers a request for compiled code: the files of the index with its proof, then their bytes.
 
-    Raises :class:`WireError` or OSError, which ends the connection, if a file has changed since the index was written.
+    Raises :class:`WireError` or OSError, which ends the connection, if a file has changed since the index was
+    written.
     """
     key = head["key"]
     files: list[File] = []
@@ -226,7 +265,8 @@ def _used(root: Path, key: str) -> None:
 def _remove_unused(root: Path) -> None:
     """Removes the code of all keys that nobody has used for ``UNUSED_S`` and in which nobody compiles."""
     for path in root.glob("*.lock"):
-        with contextlib.suppress(OSError):  # another worker removes it, too; or it cannot be removed, and stays
+        # another worker removes it, too; or it cannot be removed, and stays
+        with contextlib.suppress(OSError):
             oldest = time.time() - UNUSED_S
             if not KEY.fullmatch(path.stem) or path.stat().st_mtime > oldest:
                 continue
@@ -242,7 +282,8 @@ def _remove(root: Path, key: str) -> None:
     _index(root, key).unlink(missing_ok=True)  # first, because it says that the folder is whole
     for folder in (*root.glob(key), *root.glob(f"{key}-*")):
         shutil.rmtree(folder)
-    for path in (*root.glob(f"{key}.[!l]*"), root / f"{key}.lock"):  # the lock is the last, because it says how old the rest is
+    # the lock is the last, because it says how old the rest is
+    for path in (*root.glob(f"{key}.[!l]*"), root / f"{key}.lock"):
         path.unlink(missing_ok=True)
 
 
@@ -252,12 +293,15 @@ def proof(secret: bytes, key: str, files: Any) -> str:
 
 
 def _proven(head: Any, key: str, secret: bytes) -> Any:
-    """Returns the index in an answer.  Raises :class:`WireError` if the answer was not made for ``key`` by a process of the run."""
+    """Returns the index in an answer.  Raises :class:`WireError` if the answer was not made for ``key`` by a
+    process of the run.
+    """
     try:
         files, found = head["files"], head["proof"]
     except (LookupError, TypeError):
         files, found = None, None
-    if not hmac.compare_digest(ascii(found), ascii(proof(secret, key, files))):  # ASCII, because it compares no other text
+    # ASCII, because it compares no other text
+    if not hmac.compare_digest(ascii(found), ascii(proof(secret, key, files))):
         raise WireError("its index is not proven by the secret of this run")
     return files
 
@@ -286,8 +330,12 @@ def _safe(name: str) -> bool:
     return not path.is_absolute() and ".." not in path.parts and bool(path.parts) and "\0" not in name
 
 
-def _locked(descriptor: int, how: int, wait_s: float = LOCK_S, unless: Callable[[], bool] = lambda: False) -> bool:
-    """Takes the lock, shared or alone.  Returns False if it is not free within ``wait_s``, or once there is no need of it."""
+def _locked(
+    descriptor: int, how: int, wait_s: float = LOCK_S, unless: Callable[[], bool] = lambda: False
+) -> bool:
+    """Takes the lock, shared or alone.  Returns False if it is not free within ``wait_s``, or once there is
+    no need of it.
+    """
     until = time.monotonic() + wait_s
     while not unless():
         try:

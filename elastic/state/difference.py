@@ -21,7 +21,9 @@ ELEMENTS = 2**22
 
 @dataclass
 class Moved:
-    """A tensor that two checkpoints have: norms of it in each, and of the difference, over its finite elements."""
+    """A tensor that two checkpoints have: norms of it in each, and of the difference, over its finite
+    elements.
+    """
 
     tensor: Tensor
     equal: bool = True
@@ -41,7 +43,9 @@ class Moved:
 
     @property
     def part(self) -> float:
-        """The norm of the difference as a part of the norm in the first; infinite if that is 0 and something has moved."""
+        """The norm of the difference as a part of the norm in the first; infinite if that is 0 and something
+        has moved.
+        """
         first, _, moved = self.norms
         return moved / first if first else math.inf if moved else 0.0
 
@@ -49,7 +53,10 @@ class Moved:
         """Counts the bytes of the same slice in both."""
         self.equal = self.equal and first == second
         dtype = DTYPES[self.tensor.dtype]
-        a, b = (torch.frombuffer(bytearray(raw), dtype=dtype) if raw.nbytes else torch.empty(0) for raw in (first, second))
+        a, b = (
+            torch.frombuffer(bytearray(raw), dtype=dtype) if raw.nbytes else torch.empty(0)
+            for raw in (first, second)
+        )
         for x, y in zip(a.split(ELEMENTS), b.split(ELEMENTS), strict=True):
             p, q = x.double(), y.double()
             is_finite, also = p.isfinite(), q.isfinite()
@@ -75,7 +82,10 @@ def compare(first: Reader, second: Reader, kinds: Sequence[str]) -> Comparison:
 
     Raises :class:`~storage.errors.Damaged` for bytes that changed.
     """
-    ours, theirs = ({tensor for tensor in reader.tensors() if tensor.kind.startswith(tuple(kinds))} for reader in (first, second))
+    ours, theirs = (
+        {tensor for tensor in reader.tensors() if tensor.kind.startswith(tuple(kinds))}
+        for reader in (first, second)
+    )
     moved = tuple(_moved(first, second, tensor) for tensor in sorted(ours & theirs))
     return Comparison(moved, tuple(sorted(ours - theirs)), tuple(sorted(theirs - ours)))
 

@@ -1,8 +1,8 @@
 """Computes the digest of a copy: for each block of a tensor's bytes the sum of its 64-bit words, modulo 2^64.
 
-It runs on the device that has the bytes, in one pass at the speed of memory, so every copy can have one.  It detects torn, stale and
-corrupted bytes, but no change that leaves the sum of a block as it was, as when words only change places there.  It does not resist an
-attacker.
+It runs on the device that has the bytes, in one pass at the speed of memory, so every copy can have one.  It
+detects torn, stale and corrupted bytes, but no change that leaves the sum of a block as it was, as when words
+only change places there.  It does not resist an attacker.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ WORD = 8
 
 
 def digests(data: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Returns the digests of a contiguous tensor, int64 [ceil(bytes / BLOCK)], in ``out`` if given.  Zeros fill up the last word."""
+    """Returns the digests of a contiguous tensor, int64 [ceil(bytes / BLOCK)], in ``out`` if given.  Zeros
+    fill up the last word.
+    """
     raw = data.reshape(-1).view(torch.uint8)
     whole, rest = divmod(raw.numel(), BLOCK)
     found = torch.empty(whole + bool(rest), dtype=torch.int64, device=data.device) if out is None else out

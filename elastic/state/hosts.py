@@ -1,7 +1,8 @@
-"""Heals a shard from host memory: reads the slices that the plan takes from keepers, and checks their digests where they arrive.
+"""Heals a shard from host memory: reads the slices that the plan takes from keepers, and checks their digests
+where they arrive.
 
-A copy on this node is read in place; a copy on another node comes over a direct socket.  Both are read in whole blocks, because a digest
-covers one block.
+A copy on this node is read in place; a copy on another node comes over a direct socket.  Both are read in
+whole blocks, because a digest covers one block.
 """
 
 from __future__ import annotations
@@ -32,16 +33,18 @@ from storage.background import begin
 from storage.slices import Slice, Tensor, nbytes
 
 TURN = 2**30
-"""Read quantum of one staging stream in bytes, rounded up to a tensor.  After it, another stream may continue with the same copy."""
+"""Read quantum of one staging stream in bytes, rounded up to a tensor.  After it, another stream may continue
+with the same copy.
+"""
 
 
 @dataclass(frozen=True)
 class Range:
     """The whole blocks of a slot that contain the memory of ``slice``.
 
-    The first element of the slice is ``skip`` bytes after the beginning of these blocks; its first to its last element span ``span`` bytes.
-    ``memory`` is the shape of the tensor in the copy's memory.  If ``slice`` is not contiguous there, the bytes between its elements are
-    read too.
+    The first element of the slice is ``skip`` bytes after the beginning of these blocks; its first to its
+    last element span ``span`` bytes. ``memory`` is the shape of the tensor in the copy's memory.  If
+    ``slice`` is not contiguous there, the bytes between its elements are read too.
     """
 
     tensor: Tensor
@@ -56,7 +59,8 @@ class Range:
 
 
 Chunk = tuple[Range, torch.Tensor, torch.Tensor | Wire]
-"""One range as it was read: the range, its digests (int64 [blocks]) and its bytes (uint8 [bytes]), both on the host.
+"""One range as it was read: the range, its digests (int64 [blocks]) and its bytes (uint8 [bytes]), both on
+the host.
 
 Instead of the bytes it may have the wire on which they come next.
 """
@@ -64,7 +68,9 @@ Instead of the bytes it may have the wire on which they come next.
 
 @dataclass(frozen=True)
 class Access:
-    """The means by which ``worker`` reads the copies of keepers: the run's secret, and its own region, whose memory is pinned here."""
+    """The means by which ``worker`` reads the copies of keepers: the run's secret, and its own region, whose
+    memory is pinned here.
+    """
 
     worker: WorkerId
     secret: bytes
@@ -82,8 +88,9 @@ def read(
 ) -> int:
     """Fills the parts of ``shard`` that ``moves`` take from keepers, and returns the bytes used.
 
-    For each of ``streams`` there is one thread that reads.  The copies are read by turns of about ``TURN`` bytes.  ``hook`` is called
-    before each turn and between two pieces.  Raises :class:`CopyLost`; after any exception no thread writes to ``shard`` any more.
+    For each of ``streams`` there is one thread that reads.  The copies are read by turns of about ``TURN``
+    bytes.  ``hook`` is called before each turn and between two pieces.  Raises :class:`CopyLost`; after any
+    exception no thread writes to ``shard`` any more.
     """
     turns = iter(_turns(tensors, plan, access.worker, moves))
     failed = threading.Event()
@@ -118,8 +125,12 @@ def read(
     return sum(reader.result() for reader in readers)
 
 
-def _turns(tensors: Sequence[Tensor], plan: Plan, worker: WorkerId, moves: Sequence[Move]) -> list[tuple[Holding, list[Range]]]:
-    """Returns the turns of ``worker`` in reading order: the first turn of every copy, then the second turn of those that have one."""
+def _turns(
+    tensors: Sequence[Tensor], plan: Plan, worker: WorkerId, moves: Sequence[Move]
+) -> list[tuple[Holding, list[Range]]]:
+    """Returns the turns of ``worker`` in reading order: the first turn of every copy, then the second turn of
+    those that have one.
+    """
     by_name = {(tensor.kind, tensor.name): tensor for tensor in tensors}
     copies: dict[tuple[NodeId, WorkerId], list[Holding]] = defaultdict(list)
     for each in plan.holders:
@@ -161,7 +172,10 @@ def _tell(plan: Plan, access: Access, damaged: Holding) -> None:
 
     If the keeper cannot be reached, the coordinator learns of the copy from the error and avoids it.
     """
-    with contextlib.suppress(WireError), contextlib.closing(Wire.connect(dict(plan.hosts)[damaged.keeper], access.secret)) as wire:
+    with (
+        contextlib.suppress(WireError),
+        contextlib.closing(Wire.connect(dict(plan.hosts)[damaged.keeper], access.secret)) as wire,
+    ):
         wire.send(_request("damaged", damaged))
         wire.head()
 
@@ -209,7 +223,9 @@ class _Over(Exception):
     """Another staging stream has failed, and with it the healing."""
 
 
-def _fill(shard: Shard, chunks: Iterator[Chunk], staging_stream: StagingStream, hook: Callable[[], None]) -> tuple[int, bool]:
+def _fill(
+    shard: Shard, chunks: Iterator[Chunk], staging_stream: StagingStream, hook: Callable[[], None]
+) -> tuple[int, bool]:
     """Copies ``chunks`` into ``shard``; returns the bytes used, and whether all blocks match their digests."""
     used, sums = 0, [torch.empty(0, dtype=torch.int64)]
     scattered: list[tuple[Range, torch.Tensor, torch.Tensor]] = []
@@ -234,7 +250,9 @@ def _fill(shard: Shard, chunks: Iterator[Chunk], staging_stream: StagingStream, 
 
 
 def _gathered(part: Range, room: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Returns a slice as a view of ``room``, which has the copy's memory from the first to the last element of the slice."""
+    """Returns a slice as a view of ``room``, which has the copy's memory from the first to the last element
+    of the slice.
+    """
     steps = [1]
     for length in reversed(part.memory[1:]):
         steps.insert(0, steps[0] * length)
@@ -251,7 +269,9 @@ def _pieces(room: torch.Tensor, chunk: Chunk) -> Iterator[StagedBlocks]:
 
 
 Answer = tuple[Iterator[Chunk], Callable[[], bool]]
-"""The chunks that were asked for, and a call that says whether their copy is still there; it is made once all chunks were used."""
+"""The chunks that were asked for, and a call that says whether their copy is still there; it is made once all
+chunks were used.
+"""
 
 
 def _local(wire: Wire, holding: Holding, ranges: Sequence[Range], own: Region | None) -> Answer:
@@ -269,7 +289,11 @@ def _local(wire: Wire, holding: Holding, ranges: Sequence[Range], own: Region | 
 
     def chunks() -> Iterator[Chunk]:
         for part in ranges:
-            yield part, sums[part.block : part.block + part.blocks], data[part.offset : part.offset + part.bytes]
+            yield (
+                part,
+                sums[part.block : part.block + part.blocks],
+                data[part.offset : part.offset + part.bytes],
+            )
             region.let_go(region.data_at(slot) + part.offset, region.data_at(slot) + part.offset + part.bytes)
 
     return chunks(), lambda: region.find(_copy(holding)) == slot
@@ -277,7 +301,10 @@ def _local(wire: Wire, holding: Holding, ranges: Sequence[Range], own: Region | 
 
 def _remote(wire: Wire, holding: Holding, ranges: Sequence[Range]) -> Answer:
     """Reads a copy of another node over the wire, in the order of ``ranges``."""
-    wire.send(_request("read", holding) | {"ranges": [[part.offset, part.bytes, part.block, part.blocks] for part in ranges]})
+    wire.send(
+        _request("read", holding)
+        | {"ranges": [[part.offset, part.bytes, part.block, part.blocks] for part in ranges]}
+    )
     if not wire.head()["found"]:
         raise StateMissing("it is not there any more")
 
@@ -297,7 +324,9 @@ def _copy(holding: Holding) -> Copy:
 
 
 def _holding(copies: Sequence[Holding], move: Move, tensor: Tensor) -> Holding:
-    """Returns the copy that has the slice, of those of the move's source; a worker may have left two copies, of two layouts."""
+    """Returns the copy that has the slice, of those of the move's source; a worker may have left two copies,
+    of two layouts.
+    """
     for holding in copies:
         if place_of(tensor, holding.cell, move.slice) is not None:
             return holding
@@ -305,11 +334,17 @@ def _holding(copies: Sequence[Holding], move: Move, tensor: Tensor) -> Holding:
 
 
 def _range(tensor: Tensor, part: Slice, holding: Holding, shape: Frame) -> Range:
-    place, memory, at = shape.places[tensor], held(tensor, holding.cell).shape, place_of(tensor, holding.cell, part)
+    place, memory, at = (
+        shape.places[tensor],
+        held(tensor, holding.cell).shape,
+        place_of(tensor, holding.cell, part),
+    )
     assert at is not None, f"{holding} does not have {part}"
     item = nbytes(tensor, part) // part.count
     first_byte = item * _flat(at, memory)
-    last_byte = item * (_flat(tuple(begin + size - 1 for begin, size in zip(at, part.shape, strict=True)), memory) + 1)
+    last_byte = item * (
+        _flat(tuple(begin + size - 1 for begin, size in zip(at, part.shape, strict=True)), memory) + 1
+    )
     first, last = first_byte // BLOCK, -(-last_byte // BLOCK)
     begin, end = first * BLOCK, min(last * BLOCK, place.bytes)
     return Range(

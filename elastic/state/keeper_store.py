@@ -1,7 +1,9 @@
-"""The store of a keeper: the regions of its node's workers, dead or alive, and the copies that it keeps as the buddy of other nodes.
+"""The store of a keeper: the regions of its node's workers, dead or alive, and the copies that it keeps as
+the buddy of other nodes.
 
-A listener serves slots to workers that heal, and takes the copies that other keepers bring.  One thread brings this node's copies to the
-buddy.  The store never looks into the bytes: the reader of a copy checks its digests.
+A listener serves slots to workers that heal, and takes the copies that other keepers bring.  One thread
+brings this node's copies to the buddy.  The store never looks into the bytes: the reader of a copy checks its
+digests.
 """
 
 from __future__ import annotations
@@ -48,17 +50,25 @@ class KeeperStore:
         folder: str = "",
         compiled_at: Path | None = None,
     ) -> None:
-        """``say`` receives the sentences that belong in the keeper's log.  Copies of other nodes' workers are in files of ``folder``, if
-        it is given.  ``compiled_at`` is the node's folder of compiled code.
+        """``say`` receives the sentences that belong in the keeper's log.  Copies of other nodes' workers are
+        in files of ``folder``, if it is given.  ``compiled_at`` is the node's folder of compiled code.
         """
-        self.node, self.secret, self.say, self.folder, self._compiled_at = node, secret, say, folder, compiled_at
+        self.node, self.secret, self.say, self.folder, self._compiled_at = (
+            node,
+            secret,
+            say,
+            folder,
+            compiled_at,
+        )
         self._lock = threading.Lock()
         self._own: dict[WorkerId, Region] = {}
         self._dead: set[WorkerId] = set()
         self._lacking: set[WorkerId] = set()
         """Workers for whose copies this node has no memory, as the log already says."""
         self._sent_s: dict[WorkerId, float] = {}
-        """Seconds that it takes to bring a copy of each living worker to the buddy: an average in which the last copy counts for half."""
+        """Seconds that it takes to bring a copy of each living worker to the buddy: an average in which the
+        last copy counts for half.
+        """
         self._others: dict[WorkerId, Region] = {}
         """Copies of the shards of other nodes' workers."""
         self.saves: Collection[tuple[WorkerId, Copy]] = ()
@@ -73,7 +83,9 @@ class KeeperStore:
         keep_going(self._bring, "buddy", say)
 
     def adopt(self, worker: WorkerId, pid: int, descriptor: int) -> None:
-        """Opens the region of a living worker and keeps it.  Raises :class:`StateMissing` or OSError if it cannot be opened."""
+        """Opens the region of a living worker and keeps it.  Raises :class:`StateMissing` or OSError if it
+        cannot be opened.
+        """
         region = Region.of_process(pid, descriptor)
         region["keeper"] = os.getpid()
         with self._lock:
@@ -82,17 +94,22 @@ class KeeperStore:
             self._dead.discard(worker)
 
     def ended(self, worker: WorkerId) -> None:
-        """Notes that ``worker`` is dead, and gives back the memory of those of its slots that no reader will want.
+        """Notes that ``worker`` is dead, and gives back the memory of those of its slots that no reader will
+        want.
 
-        Such a slot holds a torn copy, or a copy that another dead worker has left here too and that is no save under way.  So deaths in a
-        row do not fill the node: each leaves at most what no other has left.
+        Such a slot holds a torn copy, or a copy that another dead worker has left here too and that is no
+        save under way.  So deaths in a row do not fill the node: each leaves at most what no other has left.
         """
         with self._lock:
             if worker not in self._own or worker in self._dead:
                 return
-            left, region = {copy for other in self._dead for copy in self._own[other].all_held() if copy}, self._own[worker]
+            left, region = (
+                {copy for other in self._dead for copy in self._own[other].all_held() if copy},
+                self._own[worker],
+            )
             saves = {copy for of, copy in self.saves if of == worker}
-            if region.saving and (newest := region.copy("save")):  # this keeper may not have been told of it yet
+            # this keeper may not have been told of it yet
+            if region.saving and (newest := region.copy("save")):
                 saves.add(newest)
             for slot, copy in enumerate(region.all_held()):
                 if copy is None or copy in left - saves:
@@ -108,7 +125,10 @@ class KeeperStore:
             lacking = region["lacking"]
             if lacking and worker not in self._lacking:
                 self._lacking.add(worker)
-                self.say(f"this node has no memory for a copy of {worker} ({amount(lacking)}): training goes on without copies")
+                self.say(
+                    f"this node has no memory for a copy of {worker} ({amount(lacking)}): training "
+                    "goes on without copies"
+                )
             elif not lacking and worker in self._lacking:
                 self._lacking.discard(worker)
                 self.say(f"this node has memory for copies of {worker} again")
@@ -119,7 +139,9 @@ class KeeperStore:
             return list(self._own.items())
 
     def region(self, worker: WorkerId) -> tuple[Region | None, bool]:
-        """Returns the region of one of this node's workers (None if the store has none), and whether the worker has ended."""
+        """Returns the region of one of this node's workers (None if the store has none), and whether the
+        worker has ended.
+        """
         with self._lock:
             return self._own.get(worker), worker in self._dead
 
@@ -141,9 +163,9 @@ class KeeperStore:
     def release(self, copied: Version, buddied: Version) -> None:
         """Frees the regions that newer copies have made useless.
 
-        The version ``copied`` is complete on all keepers of the present world; the version ``buddied`` is also complete at their buddies.
-        The region of a dead worker is freed if all its copies are older than both, that of a worker on another node if all are older than
-        ``buddied``.
+        The version ``copied`` is complete on all keepers of the present world; the version ``buddied`` is
+        also complete at their buddies. The region of a dead worker is freed if all its copies are older than
+        both, that of a worker on another node if all are older than ``buddied``.
         """
         with self._lock:
             for worker in sorted(self._dead):
@@ -155,7 +177,9 @@ class KeeperStore:
                     del self._others[worker]
 
     def pair(self, buddy: str) -> None:
-        """Makes the keeper at ``buddy`` the receiver of this node's copies; "" means none.  A new buddy has none of them yet."""
+        """Makes the keeper at ``buddy`` the receiver of this node's copies; "" means none.  A new buddy has
+        none of them yet.
+        """
         with self._lock:
             if buddy != self._buddy:
                 self._buddy = buddy
@@ -191,11 +215,14 @@ class KeeperStore:
         wanted = _wanted(head)
         with self._lock:
             there = [regions[worker] for regions in (self._own, self._others) if worker in regions]
-            there += [self._own[other] for other in sorted(self._dead - {worker})]  # of equal copies, ``ended`` keeps only one
+            # of equal copies, ``ended`` keeps only one
+            there += [self._own[other] for other in sorted(self._dead - {worker})]
         return next(((region, slot) for region in there if (slot := region.find(wanted)) is not None), None)
 
     def _read(self, wire: Wire, worker: WorkerId, head: dict[str, Any]) -> None:
-        """Sends the digests of each range, then its bytes, and at the end whether the slot still holds the same copy."""
+        """Sends the digests of each range, then its bytes, and at the end whether the slot still holds the
+        same copy.
+        """
         found = self._find(worker, head)
         wire.send({"found": found is not None})
         if found is None:
@@ -203,7 +230,9 @@ class KeeperStore:
         region, slot = found
         digests = region.digests(slot)
         for offset, size, block, blocks in head["ranges"]:
-            wire.send_raw(chain([digests[block : block + blocks].cast("B")], region.pieces(slot, offset, size)))
+            wire.send_raw(
+                chain([digests[block : block + blocks].cast("B")], region.pieces(slot, offset, size))
+            )
         wire.send({"still": region.find(_wanted(head)) == slot})
 
     def _damaged(self, worker: WorkerId, head: dict[str, Any]) -> None:
@@ -224,7 +253,9 @@ class KeeperStore:
             region.begin(slot)
             region.give_back(slot, head["bytes"])
             if why := reserve(region, slot, head["bytes"]):
-                self.say(f"this node has no memory for a copy of {worker}, which lives on another node: {why}")
+                self.say(
+                    f"this node has no memory for a copy of {worker}, which lives on another node: {why}"
+                )
                 raise WireError(f"no memory for a copy of {worker}")
             wire.receive_into(region.digests(slot)[: head["blocks"]].cast("B"))
             for piece in region.pieces(slot, 0, head["bytes"]):
@@ -237,21 +268,32 @@ class KeeperStore:
         wire.send({"taken": complete})
 
     def _slot_for(self, worker: WorkerId, head: dict[str, Any]) -> tuple[Region, int]:
-        """Returns the region and the slot into which nobody else will receive a copy, until the slot is taken out of ``_coming``.
+        """Returns the region and the slot into which nobody else will receive a copy, until the slot is taken
+        out of ``_coming``.
 
-        The slot never has the copy of the version that is complete at all buddies.  Raises :class:`WireError` if there is none, so that
-        the bringer tries again later.
+        The slot never has the copy of the version that is complete at all buddies.  Raises :class:`WireError`
+        if there is none, so that the bringer tries again later.
         """
-        safe, sizes = _wanted(head["safe"]) if head["safe"] else None, (head["slot_bytes"], head["slot_blocks"])
+        safe, sizes = (
+            _wanted(head["safe"]) if head["safe"] else None,
+            (head["slot_bytes"], head["slot_blocks"]),
+        )
         with self._lock:
             region, coming = self._others.get(worker), self._coming[worker]
             if region is None or (not coming and (region.slot_bytes, region.slot_blocks) != sizes):
                 region = self._others[worker] = Region.create(BUDDY_SLOTS, *sizes, folder=self.folder)
             held = region.all_held()
-            free = [slot for slot, copy in enumerate(held) if slot not in coming and (copy is None or copy != safe or held.count(safe) > 1)]
+            free = [
+                slot
+                for slot, copy in enumerate(held)
+                if slot not in coming and (copy is None or copy != safe or held.count(safe) > 1)
+            ]
             if not free or (region.slot_bytes, region.slot_blocks) != sizes:
                 arrive = f"{len(coming)} of its copies arrive now"
-                why = f"this node has no slot for another copy of {worker}, which lives on another node: {arrive}"
+                why = (
+                    f"this node has no slot for another copy of {worker}, which lives on another node: "
+                    f"{arrive}"
+                )
                 self.say(why)
                 raise WireError(why)
             slot = min(free, key=lambda each: _worth(held[each]))
@@ -293,13 +335,20 @@ class KeeperStore:
 
     def _send(self, wire: Wire, buddy: str, worker: WorkerId, region: Region, slot: int) -> None:
         asked, copy = region["asked"], region.held(slot)
-        if copy is None or copy != region.copy("send"):  # it was overwritten, or the worker now asks for another copy
+        # it was overwritten, or the worker now asks for another copy
+        if copy is None or copy != region.copy("send"):
             return
         wire.send({"ask": "where"} | request(worker, copy))
         there = wire.head()["descriptor"] >= 0
         if not there:
             size, blocks, safe = region.filled(slot), region.slot_blocks, region.copy("safe")
-            head = {"ask": "bring", "bytes": size, "blocks": blocks, "slot_bytes": region.slot_bytes, "slot_blocks": blocks}
+            head = {
+                "ask": "bring",
+                "bytes": size,
+                "blocks": blocks,
+                "slot_bytes": region.slot_bytes,
+                "slot_blocks": blocks,
+            }
             head |= {"safe": request(worker, safe) if safe else None} | request(worker, copy)
             began = time.monotonic()
             wire.send(head, chain([region.digests(slot).cast("B")], region.pieces(slot, 0, size)))

@@ -1,8 +1,9 @@
 """Measures the memory, or the disk, that a node has left for copies, and takes it for them.
 
-Copies lie in anonymous files (memfd), which count for the cgroup like any memory, but not for the size of /dev/shm.  The system gives such
-memory as it is written, and ends a process by SIGKILL where a limit is passed.  So a slot is written only after :func:`reserve` has looked
-whether there is room, and has taken the memory while no other process of the node looks.
+Copies lie in anonymous files (memfd), which count for the cgroup like any memory, but not for the size of
+/dev/shm.  The system gives such memory as it is written, and ends a process by SIGKILL where a limit is
+passed.  So a slot is written only after :func:`reserve` has looked whether there is room, and has taken the
+memory while no other process of the node looks.
 """
 
 from __future__ import annotations
@@ -28,34 +29,48 @@ FOLDER = Path("/dev/shm")
 REGIONS = f"/memfd:{NAME}"
 """Beginning of the link in ``/proc/<pid>/fd`` of a descriptor that is a region."""
 PATIENCE_S = 30.0
-"""Longest time in seconds that :func:`alone` waits; without an end, one process that hangs would stop the whole node."""
+"""Longest time in seconds that :func:`alone` waits; without an end, one process that hangs would stop the
+whole node.
+"""
 SPARE = 2**27
-"""Bytes that copies leave free, since training takes memory too, little by little, and nobody asks before it does."""
+"""Bytes that copies leave free, since training takes memory too, little by little, and nobody asks before it
+does.
+"""
 VERSIONS = (
     ("", "", "memory.max", "memory.current", "inactive_file"),
     ("memory", "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
-"""Names in the two versions of cgroups, 2 and 1: controller, its folder, and the fields for limit, use and reclaimable memory."""
+"""Names in the two versions of cgroups, 2 and 1: controller, its folder, and the fields for limit, use and
+reclaimable memory.
+"""
 
 
 def free_memory(meminfo: Path = MEMINFO, cgroup: Path = CGROUP, own: Path = OWN) -> tuple[int, str]:
-    """Returns the bytes that may still be taken, and the limit that is reached first: the node's or that of a cgroup of this process."""
+    """Returns the bytes that may still be taken, and the limit that is reached first: the node's or that of a
+    cgroup of this process.
+    """
     found = [(1024 * int(_table(meminfo)["MemAvailable:"]), "the node (MemAvailable)")]
     for group, limit, allowed, used, cached in _limits(cgroup, own):
         with suppress(OSError):
-            kept = allowed - int((group / used).read_text()) + int(_table(group / "memory.stat").get(cached, "0"))
+            kept = (
+                allowed
+                - int((group / used).read_text())
+                + int(_table(group / "memory.stat").get(cached, "0"))
+            )
             found.append((kept, f"the container ({limit} = {allowed})"))
     return min(found)
 
 
 def whole_memory(meminfo: Path = MEMINFO, cgroup: Path = CGROUP, own: Path = OWN) -> int:
     """Returns the bytes that the node has, or that the cgroups of this process allow if that is less."""
-    return min([1024 * int(_table(meminfo)["MemTotal:"]), *(allowed for _, _, allowed, _, _ in _limits(cgroup, own))])
+    return min(
+        [1024 * int(_table(meminfo)["MemTotal:"]), *(allowed for _, _, allowed, _, _ in _limits(cgroup, own))]
+    )
 
 
 def _limits(cgroup: Path, own: Path) -> Iterator[tuple[Path, str, int, str, str]]:
-    """Yields each cgroup of this process that has a limit: its folder, the name of the limit and its bytes, and two names of
-    ``VERSIONS``."""
+    """Yields each cgroup of this process that has a limit: its folder, the name of the limit and its bytes,
+    and two names of ``VERSIONS``."""
     for controller, folder, limit, used, cached in VERSIONS:
         for group in groups(controller, cgroup / folder, own):
             with suppress(OSError):  # the group is not visible from here, or has no limit
@@ -65,16 +80,24 @@ def _limits(cgroup: Path, own: Path) -> Iterator[tuple[Path, str, int, str, str]
 
 
 def groups(controller: str, folder: Path, own: Path = OWN) -> list[Path]:
-    """Returns the cgroup of this process for ``controller``, and those around it, as folders in ``folder``; some may not be visible."""
+    """Returns the cgroup of this process for ``controller``, and those around it, as folders in ``folder``;
+    some may not be visible.
+    """
     found: dict[str, str] = {}
     with suppress(OSError):  # the kernel has no cgroups
-        found = {names: path for _, names, path in (line.split(":", 2) for line in own.read_text().splitlines())}
-    mine = Path(next((path for names, path in found.items() if controller in names.split(",")), "/")).relative_to("/")
+        found = {
+            names: path for _, names, path in (line.split(":", 2) for line in own.read_text().splitlines())
+        }
+    mine = Path(
+        next((path for names, path in found.items() if controller in names.split(",")), "/")
+    ).relative_to("/")
     return [folder / each for each in (mine, *mine.parents)]
 
 
 def free_disk(folder: str | int) -> tuple[int, str]:
-    """Returns the bytes that may still be taken on the disk that has ``folder``, or an open file, and words for that disk."""
+    """Returns the bytes that may still be taken on the disk that has ``folder``, or an open file, and words
+    for that disk.
+    """
     found = os.statvfs(folder)
     return found.f_bavail * found.f_frsize, "the disk of offload_folder"
 
@@ -86,7 +109,9 @@ def whole_disk(folder: str) -> int:
 
 
 def filesystem(folder: str, mounts: Path = MOUNTS) -> str:
-    """Returns the type of the filesystem that has ``folder``, such as ``ext4``; empty if the system does not tell."""
+    """Returns the type of the filesystem that has ``folder``, such as ``ext4``; empty if the system does not
+    tell.
+    """
     there, found = Path(folder).resolve(), dict[Path, str]()
     with suppress(OSError):
         for line in mounts.read_text().splitlines():
@@ -115,42 +140,57 @@ def alone() -> Iterator[None]:
                 break
             time.sleep(0.05)
         else:
-            print(f"other processes have held the lock on {FOLDER} for {PATIENCE_S:g} s; going on without it", flush=True)
+            print(
+                f"other processes have held the lock on {FOLDER} for {PATIENCE_S:g} s; going on without it",
+                flush=True,
+            )
         yield
     finally:
         os.close(folder)
 
 
 def copies_here(folder: str = "") -> tuple[int, int]:
-    """Returns two sizes of this node's copies, of any run: bytes wanted but not written, and written bytes that may become free.
+    """Returns two sizes of this node's copies, of any run: bytes wanted but not written, and written bytes
+    that may become free.
 
     They are those of copies in memory, or in files of ``folder``.
 
-    The latter are what living workers have beyond what they want, and what only a keeper still holds: copies of workers on other nodes, and
-    of dead workers.  Those of dead workers are freed once the next world has newer copies.
+    The latter are what living workers have beyond what they want, and what only a keeper still holds: copies
+    of workers on other nodes, and of dead workers.  Those of dead workers are freed once the next world has
+    newer copies.
     """
     sizes, holders = dict[int, tuple[int, int]](), defaultdict[int, set[str]](set)
     links = f"{os.path.realpath(folder)}/" if folder else REGIONS
     for process, entry in _open_files():
-        with suppress(OSError, ValueError):  # the process is gone, or belongs to another user; or its build is another one
+        # the process is gone, or belongs to another user; or its build is another one
+        with suppress(OSError, ValueError):
             if (link := os.readlink(entry)).startswith(links) and link.endswith(" (deleted)"):
                 found = os.stat(entry)
                 sizes[found.st_ino] = Region.wanted(Path(entry)), 512 * found.st_blocks
                 holders[found.st_ino].add(process)
     coming = sum(max(wanted - written, 0) for wanted, written in sizes.values())
     only_kept = {inode for inode in sizes if len(holders[inode]) == 1}
-    return coming, sum(written if inode in only_kept else max(written - wanted, 0) for inode, (wanted, written) in sizes.items())
+    return coming, sum(
+        written if inode in only_kept else max(written - wanted, 0)
+        for inode, (wanted, written) in sizes.items()
+    )
 
 
 def _open_files() -> Iterator[tuple[str, str]]:
-    """Yields each process of this node with the path of each file that it has open: many thousands, so they are plain texts."""
+    """Yields each process of this node with the path of each file that it has open: many thousands, so they
+    are plain texts.
+    """
     for process in filter(str.isdigit, os.listdir("/proc")):
         with suppress(OSError):  # it is gone, or belongs to another user
-            yield from ((process, f"/proc/{process}/fd/{number}") for number in os.listdir(f"/proc/{process}/fd"))
+            yield from (
+                (process, f"/proc/{process}/fd/{number}") for number in os.listdir(f"/proc/{process}/fd")
+            )
 
 
 def reserve(region: Region, slot: int, size: int) -> str:
-    """Takes the memory that the first ``size`` bytes of the slot still lack.  Returns why there is no room for it; "" if it is taken."""
+    """Takes the memory that the first ``size`` bytes of the slot still lack.  Returns why there is no room
+    for it; "" if it is taken.
+    """
     if not region.lacks(slot, size):
         return ""
     with alone():
@@ -161,7 +201,10 @@ def take(region: Region, slot: int, size: int) -> str:
     """Takes memory like :func:`reserve`, for a caller that is :func:`alone` already."""
     (free, where), lacking = free_for(region), region.lacks(slot, size)
     if lacking and lacking + SPARE > free:
-        return f"it needs {amount(lacking)} more, and {where} leaves {amount(free)}, of which {amount(SPARE)} stay free"
+        return (
+            f"it needs {amount(lacking)} more, and {where} leaves {amount(free)}, of which "
+            f"{amount(SPARE)} stay free"
+        )
     try:
         region.reserve(slot, size)
     except OSError as error:  # somebody else filled the disk just now

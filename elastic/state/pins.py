@@ -1,9 +1,9 @@
 """The pinned memory of a worker's slots: how much of each slot is pinned, and when that changes.
 
-A device copies to pinned memory three times as fast as to other memory, and without holding up the step.  But memory is slow to pin: new
-memory comes from the system at four gigabytes a second, and kernel launches wait while it is pinned.  So a slot gets what its copy needs
-and, while the node has room, what a copy will need in the next world.  A slot is pinned in one piece, because CUDA refuses a copy over the
-border of two pieces.
+A device copies to pinned memory three times as fast as to other memory, and without holding up the step.  But
+memory is slow to pin: new memory comes from the system at four gigabytes a second, and kernel launches wait
+while it is pinned.  So a slot gets what its copy needs and, while the node has room, what a copy will need in
+the next world.  A slot is pinned in one piece, because CUDA refuses a copy over the border of two pieces.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from elastic.state.node_memory import SPARE, alone, free_memory, take
 from elastic.state.region import Region
 
 AT_FIRST = 2
-"""Slots for which a worker waits before it joins: one keeps the copy that is complete, and one gets the next, without holding up a step."""
+"""Slots for which a worker waits before it joins: one keeps the copy that is complete, and one gets the next,
+without holding up a step.
+"""
 Register = Callable[[torch.Tensor], Callable[[], object] | None]
 """``register(memory)`` pins memory and returns a call that ends this; None if it could not."""
 
@@ -32,7 +34,13 @@ def register(memory: torch.Tensor) -> Callable[[], object] | None:
     cuda, place = torch.cuda.cudart(), memory.data_ptr()
     if code := int(cuda.cudaHostRegister(place, len(memory), 0)):
         forget_error()
-        print(f"{amount(len(memory))} of host memory are not pinned, copies there are slow: cudaHostRegister said {code}", flush=True)
+        print(
+            (
+                f"{amount(len(memory))} of host memory are not pinned, copies there are slow: "
+                f"cudaHostRegister said {code}"
+            ),
+            flush=True,
+        )
         return None
 
     def end() -> None:
@@ -43,7 +51,8 @@ def register(memory: torch.Tensor) -> Callable[[], object] | None:
 
 
 def forget_error() -> None:
-    """Makes CUDA forget the error of this thread's last call.  Otherwise the next launch of this thread would be taken for the failure.
+    """Makes CUDA forget the error of this thread's last call.  Otherwise the next launch of this thread would
+    be taken for the failure.
 
     torch has no call for that, but the library that it has loaded for all of the process has one.
     """
@@ -72,7 +81,9 @@ class Pins:
         return [self._ends.get(slot, (0, None))[0] for slot in range(self.region.slots)]
 
     def ready(self) -> None:
-        """Returns once as many slots of :meth:`begin` have been seen to as two worlds need that follow each other (``AT_FIRST``)."""
+        """Returns once as many slots of :meth:`begin` have been seen to as two worlds need that follow each
+        other (``AT_FIRST``).
+        """
         self._first.wait()
 
     def usable(self) -> int:
@@ -80,9 +91,13 @@ class Pins:
         return min([*self._coming], default=self.slots)
 
     def begin(self, slots: int, size: int) -> None:
-        """Begins to pin the first ``size`` bytes of the first ``slots`` slots, unless a slot is pinned already."""
+        """Begins to pin the first ``size`` bytes of the first ``slots`` slots, unless a slot is pinned
+        already.
+        """
         if slots > self.slots:
-            pins = threading.Thread(target=self._pin, args=(range(self.slots, slots), size), name="pin", daemon=True)
+            pins = threading.Thread(
+                target=self._pin, args=(range(self.slots, slots), size), name="pin", daemon=True
+            )
             self._coming.update(range(self.slots, slots))
             self.slots = slots
             pins.start()
@@ -100,18 +115,28 @@ class Pins:
         finally:  # a copy into a slot that is missing tries again, and says why if it cannot
             self._coming.difference_update(slots)
             self._first.set()
-        print(f"host copies: {sum(self.sizes()) / 2**30:.2f} GiB pinned in {time.monotonic() - began:.1f} s", flush=True)
+        print(
+            f"host copies: {sum(self.sizes()) / 2**30:.2f} GiB pinned in {time.monotonic() - began:.1f} s",
+            flush=True,
+        )
 
     def fit(self, slot: int, size: int, foreseen: int) -> str:
-        """Gives the slot, which holds no copy, pinned memory of at least ``size`` bytes.  Returns why there is too little, or ""."""
+        """Gives the slot, which holds no copy, pinned memory of at least ``size`` bytes.  Returns why there
+        is too little, or "".
+        """
         with self._locks[slot]:
             return self._fit(slot, size, min(foreseen, self.region.slot_bytes))
 
     def _fit(self, slot: int, size: int, foreseen: int) -> str:
-        has, others = self._ends[slot][0] if slot in self._ends else 0, SPARE + (self.slots + BUDDY_SLOTS) * size
-        if slot_size(has, size, foreseen, free_memory()[0], others) == has:  # as for most copies: they need not wait for other workers
+        has, others = (
+            self._ends[slot][0] if slot in self._ends else 0,
+            SPARE + (self.slots + BUDDY_SLOTS) * size,
+        )
+        # as for most copies: they need not wait for other workers
+        if slot_size(has, size, foreseen, free_memory()[0], others) == has:
             return ""
-        with alone():  # the workers of a node come here at the same time, and each must see what the others have taken
+        # the workers of a node come here at the same time, and each must see what the others have taken
+        with alone():
             best = slot_size(has, size, foreseen, free_memory()[0], others)
             if best == has:
                 return ""

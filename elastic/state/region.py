@@ -1,19 +1,25 @@
-"""The memory of one worker's copies: a few slots, each of which holds one complete version of its shard, or nothing.
+"""The memory of one worker's copies: a few slots, each of which holds one complete version of its shard, or
+nothing.
 
-It is an anonymous file (memfd) that the worker makes and its keeper opens too, as ``/proc/<pid>/fd/<n>``: the bytes outlive the worker, and
-nothing is left on the node when both are gone.  A slot counts as empty while it is written: its header says so before the first byte is
-written, and says "complete" after the last.  Each block of a slot has a digest, so that torn or corrupted bytes are never taken for state.
+It is an anonymous file (memfd) that the worker makes and its keeper opens too, as ``/proc/<pid>/fd/<n>``: the
+bytes outlive the worker, and nothing is left on the node when both are gone.  A slot counts as empty while it
+is written: its header says so before the first byte is written, and says "complete" after the last.  Each
+block of a slot has a digest, so that torn or corrupted bytes are never taken for state.
 
-With ``offload_folder`` it is a file of a disk instead, which has no name there.  So all of this holds for it, too.  Every process maps it
-as it maps memory, and :meth:`Region.let_go` keeps the part of the file that is in a process's memory small.
+With ``offload_folder`` it is a file of a disk instead, which has no name there.  So all of this holds for it,
+too.  Every process maps it as it maps memory, and :meth:`Region.let_go` keeps the part of the file that is in
+a process's memory small.
 
-The file is as long as the copies of the largest permitted shard, but that costs nothing: a slot takes memory when it is written, as much
-as its copy needs, and gives back what a larger copy once needed.  On CUDA a slot is pinned in one piece, which may be longer than its copy:
-``snapshot.py`` says when.  The worker owns a slot's memory for as long as it lives, and its keeper after that.
+The file is as long as the copies of the largest permitted shard, but that costs nothing: a slot takes memory
+when it is written, as much as its copy needs, and gives back what a larger copy once needed.  On CUDA a slot
+is pinned in one piece, which may be longer than its copy:
+``snapshot.py`` says when.  The worker owns a slot's memory for as long as it lives, and its keeper after
+that.
 
-The alternative is a pool that the keeper owns and lends out extent by extent.  A new worker would not have to take memory anew (four
-gigabytes a second, beside the steps).  But it would have to pin it anew, every reader of a copy would need a list of extents, and tensors
-would be cut at the borders of extents, over which CUDA refuses to copy.
+The alternative is a pool that the keeper owns and lends out extent by extent.  A new worker would not have to
+take memory anew (four gigabytes a second, beside the steps).  But it would have to pin it anew, every reader
+of a copy would need a list of extents, and tensors would be cut at the borders of extents, over which CUDA
+refuses to copy.
 
     header, a header for each slot | which tensors there are | digests of each slot | slots, page by page
 """
@@ -46,8 +52,9 @@ PAGE = mmap.PAGESIZE
 ALIGNED = 64
 """Bytes to whose multiples the place of each tensor in a slot is rounded up."""
 COPIES = ("send", "safe", "save")
-"""``send`` is the copy that the keeper is to bring to its buddy.  ``safe`` is this worker's part of the version that is complete at every
-member's buddy.  ``save`` is the newest save that this worker has named, see :meth:`Region.begin_save`."""
+"""``send`` is the copy that the keeper is to bring to its buddy.  ``safe`` is this worker's part of the
+version that is complete at every member's buddy.  ``save`` is the newest save that this worker has named, see
+:meth:`Region.begin_save`."""
 BLOCK = 2**18
 """Bytes that one digest covers."""
 WORD = 8
@@ -71,28 +78,40 @@ HEADER = (
     "wanted",
     *(f"{name}_{part}" for name in COPIES for part in ("step", "generation", *CELL)),
 )
-"""``keeper`` is the process that has the region open too, 0 before there is one: until then nothing outlives the worker.  ``brought_us`` is
-how long the node's link is busy when a copy of every worker there is brought to the buddy, in microseconds; 0: not measured yet.  ``asked``
-counts how often the worker has said what is to be sent; ``brought`` is the last of these numbers whose copy is at the present buddy, as the
-keeper says.  ``generation`` is the latest world whose first copy the worker has ended or does not make; it has ended every copy of earlier
-worlds.  ``saves`` counts the saves that the worker has named, of which the newest may not be copied yet; ``saves_over`` is the last of
-these numbers whose save is in the bucket or given up, as the keeper says.  ``save_failed`` is 1 if the worker could not copy the newest
-save.  ``lacking`` is the size of the copy for which the worker found no memory, 0 while there is room.  ``wanted`` is how many bytes all
-slots together take in the present world once they are written; before the first world, in the world with the smallest parts."""
+"""``keeper`` is the process that has the region open too, 0 before there is one: until then nothing outlives
+the worker.  ``brought_us`` is how long the node's link is busy when a copy of every worker there is brought
+to the buddy, in microseconds; 0: not measured yet.  ``asked`` counts how often the worker has said what is to
+be sent; ``brought`` is the last of these numbers whose copy is at the present buddy, as the keeper says.
+``generation`` is the latest world whose first copy the worker has ended or does not make; it has ended every
+copy of earlier worlds.  ``saves`` counts the saves that the worker has named, of which the newest may not be
+copied yet; ``saves_over`` is the last of these numbers whose save is in the bucket or given up, as the keeper
+says.  ``save_failed`` is 1 if the worker could not copy the newest save.  ``lacking`` is the size of the copy
+for which the worker found no memory, 0 while there is room.  ``wanted`` is how many bytes all slots together
+take in the present world once they are written; before the first world, in the world with the smallest
+parts."""
 TAKEN = 2**26
-"""Bytes that one call takes from the system.  A call takes 20 ms, and meanwhile no other thread of this process can map or unmap memory."""
+"""Bytes that one call takes from the system.  A call takes 20 ms, and meanwhile no other thread of this
+process can map or unmap memory.
+"""
 TAKERS = 4
-"""Threads that take memory at the same time.  On a machine with two H200 one took 1.8 GiB/s, two took 2.5, four 4.9, and eight 4.6."""
+"""Threads that take memory at the same time.  On a machine with two H200 one took 1.8 GiB/s, two took 2.5,
+four 4.9, and eight 4.6.
+"""
 POPULATE_WRITE = 23
-"""Advice for ``madvise`` that takes memory for writing, since Linux 5.14 (include/uapi/asm-generic/mman-common.h)."""
+"""Advice for ``madvise`` that takes memory for writing, since Linux 5.14
+(include/uapi/asm-generic/mman-common.h).
+"""
 REMOVE = mmap.MADV_REMOVE
-"""Advice for ``madvise`` that gives memory of a file back: for every process that has it open, it is zero from then on."""
+"""Advice for ``madvise`` that gives memory of a file back: for every process that has it open, it is zero
+from then on.
+"""
 PIECE = 2**24
 """Bytes of a slot of a file after which a process that reads or writes all of it lets go of them."""
 SLOT = ("complete", "step", "generation", "bytes", "save", *CELL)
-"""Words of a slot's header.  ``complete`` is 1 while the slot holds a whole copy, whose size is ``bytes``; otherwise it is 0.  ``save`` is
-1 if the worker has made the copy for a save, and does not overwrite it before that save is over.  No other copy may be uploaded: a world
-that begins with the version of a save makes one, but its members may not know of the save."""
+"""Words of a slot's header.  ``complete`` is 1 while the slot holds a whole copy, whose size is ``bytes``;
+otherwise it is 0.  ``save`` is 1 if the worker has made the copy for a save, and does not overwrite it before
+that save is over.  No other copy may be uploaded: a world that begins with the version of a save makes one,
+but its members may not know of the save."""
 
 _madvise = ctypes.CDLL(None).madvise
 _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
@@ -100,7 +119,9 @@ _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 @dataclass(frozen=True)
 class TensorPlace:
-    """The place of a tensor's part of a shard in a slot, and the range of its digests: one for every ``BLOCK`` bytes of it."""
+    """The place of a tensor's part of a shard in a slot, and the range of its digests: one for every
+    ``BLOCK`` bytes of it.
+    """
 
     offset: int
     bytes: int
@@ -121,7 +142,9 @@ class Frame:
 
 
 def frame(tensors: Iterable[Tensor], cell: Cell) -> Frame:
-    """Lays out the part of each tensor that ``cell`` has, as it lies in the member's memory, in the order of ``tensors`` and aligned."""
+    """Lays out the part of each tensor that ``cell`` has, as it lies in the member's memory, in the order of
+    ``tensors`` and aligned.
+    """
     places, end, blocks = {}, 0, 0
     for tensor in tensors:
         place = TensorPlace(end, sum(nbytes(tensor, box.slice) for box in held(tensor, cell).boxes), blocks)
@@ -132,7 +155,9 @@ def frame(tensors: Iterable[Tensor], cell: Cell) -> Frame:
 
 
 def slot_sizes(tensors: Sequence[Tensor], cells: Iterable[Cell]) -> tuple[int, int]:
-    """Returns the bytes and blocks of a slot for any of ``cells``: the cell with most bytes may have fewer tensors, and fewer blocks."""
+    """Returns the bytes and blocks of a slot for any of ``cells``: the cell with most bytes may have fewer
+    tensors, and fewer blocks.
+    """
     frames = [frame(tensors, cell) for cell in cells]
     return max(each.bytes for each in frames), max(each.blocks for each in frames)
 
@@ -140,8 +165,9 @@ def slot_sizes(tensors: Sequence[Tensor], cells: Iterable[Cell]) -> tuple[int, i
 class Region:
     """Gives access to one worker's slots.
 
-    Nothing is locked, because every word has one writer, except that the keeper also empties a damaged slot of a living worker.  A reader
-    of a slot reads its header before and after.  Several threads may use it: memory and descriptor are freed with the last reference.
+    Nothing is locked, because every word has one writer, except that the keeper also empties a damaged slot
+    of a living worker.  A reader of a slot reads its header before and after.  Several threads may use it:
+    memory and descriptor are freed with the last reference.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -162,18 +188,24 @@ class Region:
         self.folder = "" if link.startswith(f"/memfd:{NAME}") else os.path.dirname(link)
         """Folder of the file, empty if it is in memory."""
         self._reserved = [0] * self.slots
-        """Bytes from the beginning of each slot that this process has taken from the system: only a slot's writer takes memory."""
+        """Bytes from the beginning of each slot that this process has taken from the system: only a slot's
+        writer takes memory.
+        """
 
     @property
     def on_disk(self) -> bool:
         return bool(self.folder)
 
     @classmethod
-    def create(cls, slots: int, slot_bytes: int, slot_blocks: int, tensors: Sequence[Tensor] = (), folder: str = "") -> Region:
-        """Makes a region of ``slots`` slots, each of ``slot_bytes`` with ``slot_blocks`` digests.  Memory is given as it is written.
+    def create(
+        cls, slots: int, slot_bytes: int, slot_blocks: int, tensors: Sequence[Tensor] = (), folder: str = ""
+    ) -> Region:
+        """Makes a region of ``slots`` slots, each of ``slot_bytes`` with ``slot_blocks`` digests.  Memory is
+        given as it is written.
 
-        The slots hold parts of ``tensors``, which are described here for readers that outlive the worker.  All slots count as wanted
-        until ``wanted`` is set.  With ``folder`` the region is a file of that folder's disk.  Raises OSError if there can be none.
+        The slots hold parts of ``tensors``, which are described here for readers that outlive the worker.
+        All slots count as wanted until ``wanted`` is set.  With ``folder`` the region is a file of that
+        folder's disk.  Raises OSError if there can be none.
         """
         described = json.dumps([asdict(tensor) for tensor in tensors]).encode()
         descriptor = _nameless(folder) if folder else os.memfd_create(NAME, os.MFD_CLOEXEC)
@@ -182,7 +214,9 @@ class Region:
             first[PAGE:] = described
             words = memoryview(first)[:PAGE].cast("q")
             given = _packed(MAGIC, slots, slot_bytes, slot_blocks, len(described))
-            words[: len(HEADER)] = memoryview(given + bytes((len(HEADER) - len(given) // WORD) * WORD)).cast("q")
+            words[: len(HEADER)] = memoryview(given + bytes((len(HEADER) - len(given) // WORD) * WORD)).cast(
+                "q"
+            )
             for name in COPIES:
                 words[HEADER.index(f"{name}_step")] = -1
             words[HEADER.index("wanted")] = slots * slot_bytes
@@ -211,7 +245,8 @@ class Region:
     def of_process(cls, pid: int, descriptor: int) -> Region:
         """Opens the region that process ``pid`` of this machine has open as ``descriptor``.
 
-        Raises OSError if the process has no such descriptor, and :class:`StateMissing` if that is not a region's.
+        Raises OSError if the process has no such descriptor, and :class:`StateMissing` if that is not a
+        region's.
         """
         return cls(os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC))
 
@@ -227,7 +262,9 @@ class Region:
         return Copy(Version(step, generation), _cell(cell)) if step >= 0 else None
 
     def set_copy(self, field: str, copy: Copy | None) -> None:
-        """Sets one of :data:`COPIES`.  It writes the step last, because readers ignore the other words until there is a step."""
+        """Sets one of :data:`COPIES`.  It writes the step last, because readers ignore the other words until
+        there is a step.
+        """
         self[f"{field}_step"] = -1
         if copy is not None:
             for part, word in zip(CELL, _words(copy.cell), strict=True):
@@ -240,7 +277,8 @@ class Region:
         self["asked"] += 1
 
     def begin_save(self, copy: Copy) -> None:
-        """Says that ``copy`` is a save: the worker does not overwrite it before the keeper says that the save is over.
+        """Says that ``copy`` is a save: the worker does not overwrite it before the keeper says that the save
+        is over.
 
         The copy may be in a slot already, or not be made yet.
         """
@@ -253,7 +291,8 @@ class Region:
     def failed(self, copy: Copy) -> bool:
         """Returns whether ``copy`` is the newest save and the worker could not make it.
 
-        The worker clears the flag before it names another save, so the flag belongs to ``copy`` if that is named before and after.
+        The worker clears the flag before it names another save, so the flag belongs to ``copy`` if that is
+        named before and after.
         """
         return self.copy("save") == copy and bool(self["save_failed"]) and self.copy("save") == copy
 
@@ -294,7 +333,9 @@ class Region:
         self.header(slot)[0] = 0
 
     def finish(self, slot: int, copy: Copy, size: int, *, save: bool = False) -> None:
-        """Marks the slot as one that holds ``copy``, which has ``size`` bytes and was made for a save if ``save`` says so."""
+        """Marks the slot as one that holds ``copy``, which has ``size`` bytes and was made for a save if
+        ``save`` says so.
+        """
         words = self.header(slot)
         fields = (copy.version.step, copy.version.generation, size, int(save), *_words(copy.cell))
         words[1:] = memoryview(_packed(*fields)).cast("q")
@@ -307,10 +348,13 @@ class Region:
 
     def data_at(self, slot: int) -> int:
         """Returns where the slot's bytes begin in ``memory``."""
-        return self._digests_at + self.slots * _pages(self.slot_blocks * WORD) + slot * _pages(self.slot_bytes)
+        return (
+            self._digests_at + self.slots * _pages(self.slot_blocks * WORD) + slot * _pages(self.slot_bytes)
+        )
 
     def take(self, first: int, last: int) -> None:
-        """Takes the memory between these bytes from the system, which would otherwise give it page by page as it is written.
+        """Takes the memory between these bytes from the system, which would otherwise give it page by page as
+        it is written.
 
         Its content stays.  On a system that cannot do so, nothing happens.
         """
@@ -323,32 +367,41 @@ class Region:
             deque(pool.map(piece, range(first, last, TAKEN)), 0)
 
     def lacks(self, slot: int, size: int) -> int:
-        """Returns how many of the first ``size`` bytes of the slot its writer has not taken from the system yet."""
+        """Returns how many of the first ``size`` bytes of the slot its writer has not taken from the system
+        yet.
+        """
         return max(_pages(size) - self._reserved[slot], 0)
 
     def reserve(self, slot: int, size: int) -> None:
-        """Takes the memory of the first ``size`` bytes of the slot.  ``node_memory.reserve`` looks first whether there is room for it.
+        """Takes the memory of the first ``size`` bytes of the slot.  ``node_memory.reserve`` looks first
+        whether there is room for it.
 
         Raises OSError if the disk of a file has none.
         """
         first = self.data_at(slot)
         if self.on_disk:
-            os.posix_fallocate(self.descriptor, first, max(_pages(size), 1))  # otherwise a write to a full disk would end the process
+            # otherwise a write to a full disk would end the process
+            os.posix_fallocate(self.descriptor, first, max(_pages(size), 1))
         else:
             self.take(first + self._reserved[slot], first + size)
         self._reserved[slot] = max(_pages(size), self._reserved[slot])
 
     def give_back(self, slot: int, size: int = 0) -> None:
         """Gives the memory of the slot back to the system, except that of its first ``size`` bytes."""
-        start, kept = ctypes.addressof(ctypes.c_char.from_buffer(self.memory)) + self.data_at(slot), _pages(size)
+        start, kept = (
+            ctypes.addressof(ctypes.c_char.from_buffer(self.memory)) + self.data_at(slot),
+            _pages(size),
+        )
         if (rest := _pages(self.slot_bytes) - kept) > 0:
             _madvise(start + kept, rest, REMOVE)
         self._reserved[slot] = min(kept, self._reserved[slot])
 
     def let_go(self, first: int, last: int) -> None:
-        """Lets the system take the pages with these bytes out of this process's memory, if they are in a file; they come again when used.
+        """Lets the system take the pages with these bytes out of this process's memory, if they are in a
+        file; they come again when used.
 
-        What was written there stays: the system brings it to the disk.  Nothing happens to a region in memory.
+        What was written there stays: the system brings it to the disk.  Nothing happens to a region in
+        memory.
         """
         if self.on_disk:
             start, first = ctypes.addressof(ctypes.c_char.from_buffer(self.memory)), first - first % PAGE
@@ -369,7 +422,9 @@ class Region:
 
 
 def _nameless(folder: str) -> int:
-    """Returns the descriptor of a new file of ``folder`` that has no name there: it is gone as soon as no process has it open."""
+    """Returns the descriptor of a new file of ``folder`` that has no name there: it is gone as soon as no
+    process has it open.
+    """
     with TemporaryFile(dir=folder) as file:
         return os.dup(file.fileno())
 
@@ -377,7 +432,9 @@ def _nameless(folder: str) -> int:
 def _words(cell: Cell) -> tuple[int, ...]:
     """Returns the text of a cell as words of a header."""
     text = cell.encode().ljust(CELL_BYTES, b"\0")
-    return tuple(int.from_bytes(text[at : at + WORD], "little", signed=True) for at in range(0, CELL_BYTES, WORD))
+    return tuple(
+        int.from_bytes(text[at : at + WORD], "little", signed=True) for at in range(0, CELL_BYTES, WORD)
+    )
 
 
 def _cell(words: Iterable[int]) -> Cell:

@@ -29,7 +29,9 @@ Key = tuple[str, str]
 
 @dataclass(frozen=True)
 class ShardHome:
-    """A slot of host memory in which a shard lives: the place of each of its tensors, and of their digests (int64, a range by tensor)."""
+    """A slot of host memory in which a shard lives: the place of each of its tensors, and of their digests
+    (int64, a range by tensor).
+    """
 
     slot: int
     bytes: int
@@ -41,14 +43,17 @@ class ShardHome:
     folder: str = ""
     """Folder of the file that has the slot; empty if it is in memory."""
     let_go: Callable[[Key], None] = lambda key: None
-    """Takes a tensor out of this process's memory where it is in a file.  It is called after each use; the next one brings it again."""
+    """Takes a tensor out of this process's memory where it is in a file.  It is called after each use; the
+    next one brings it again.
+    """
 
 
 @dataclass
 class Shard:
     """The part of the whole state that ``cell`` names, at ``version``, in this process's memory.
 
-    ``values`` has the memory of each tensor that has a part in it; :func:`placement.held` gives its shape and its boxes.
+    ``values`` has the memory of each tensor that has a part in it; :func:`placement.held` gives its shape and
+    its boxes.
     """
 
     version: Version
@@ -58,13 +63,17 @@ class Shard:
     """The slot in which the parameters and moments lie, if they are in no memory of their own."""
 
     def let_go(self, *keys: Key) -> None:
-        """Takes the tensors out of this process's memory if they live in a file, or all of them if none is named."""
+        """Takes the tensors out of this process's memory if they live in a file, or all of them if none is
+        named.
+        """
         if self.home is not None:
             for key in keys or self.home.values:
                 self.home.let_go(key)
 
     def part(self, tensor: Tensor, wanted: Slice) -> torch.Tensor:
-        """Returns the memory of ``wanted``.  Raises :class:`StateMissing` if no box of this shard contains all of it."""
+        """Returns the memory of ``wanted``.  Raises :class:`StateMissing` if no box of this shard contains
+        all of it.
+        """
         value = self.values[tensor.kind, tensor.name]
         place = place_of(tensor, self.cell, wanted)
         if place is None:
@@ -73,8 +82,13 @@ class Shard:
 
 
 def place_of(tensor: Tensor, cell: Cell, wanted: Slice) -> tuple[int, ...] | None:
-    """Returns where ``wanted`` begins in the memory of a member in ``cell``; None if none of its boxes contains all of it."""
+    """Returns where ``wanted`` begins in the memory of a member in ``cell``; None if none of its boxes
+    contains all of it.
+    """
     for box in held(tensor, cell).boxes:
         if box.slice.intersect(wanted) == wanted:
-            return tuple(at + start - first for at, start, first in zip(box.at, wanted.start, box.slice.start, strict=True))
+            return tuple(
+                at + start - first
+                for at, start, first in zip(box.at, wanted.start, box.slice.start, strict=True)
+            )
     return None

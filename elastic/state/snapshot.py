@@ -1,16 +1,19 @@
 """Copies a worker's shard into a slot after an update, while the next step computes.
 
-A thread makes the copy, and marks the slot complete at the end.  On an accelerator the bytes go over a stream of their own into pinned
-memory, piece by piece, because an abort has to wait for everything that was launched before it.  When a world ends, a copy goes on while
-the next world forms: it reads the shard that is left, and what it writes outlives this process (``state/region.py``).
+A thread makes the copy, and marks the slot complete at the end.  On an accelerator the bytes go over a stream
+of their own into pinned memory, piece by piece, because an abort has to wait for everything that was launched
+before it.  When a world ends, a copy goes on while the next world forms: it reads the shard that is left, and
+what it writes outlives this process (``state/region.py``).
 
-A save is such a copy.  Making it is all that a worker does for a save: the keeper uploads what the slot holds.
+A save is such a copy.  Making it is all that a worker does for a save: the keeper uploads what the slot
+holds.
 
-Where state is offloaded it lives in a slot itself (``state/streaming.py``).  Then nothing is copied: each update fills another slot, which
-is the copy.  Slots in a file are never pinned: they would stay in memory.
+Where state is offloaded it lives in a slot itself (``state/streaming.py``).  Then nothing is copied: each
+update fills another slot, which is the copy.  Slots in a file are never pinned: they would stay in memory.
 
-**Memory.**  A slot has as much as its copy needs.  Where slots are pinned they get more while the node has it: as much as a copy will need
-in the next world, if a node or a worker is lost.  To pin memory while a smaller world begins to train would hold up its first steps.
+**Memory.**  A slot has as much as its copy needs.  Where slots are pinned they get more while the node has
+it: as much as a copy will need in the next world, if a node or a worker is lost.  To pin memory while a
+smaller world begins to train would hold up its first steps.
 """
 
 from __future__ import annotations
@@ -42,16 +45,22 @@ from storage.slices import Tensor
 NEVER = -1
 """Step that a member reports while it has no copy of the present world."""
 PIECE = 2**28
-"""Bytes after which a piece ends, rounded up to a tensor.  At most two pieces are in flight, so that an abort waits for little."""
+"""Bytes after which a piece ends, rounded up to a tensor.  At most two pieces are in flight, so that an abort
+waits for little.
+"""
 POLL_S = 0.005
 """Seconds between two checks whether the keeper has finished a save."""
 
 Part = tuple[torch.Tensor, torch.Tensor, slice]
 """The memory of a tensor, its place in the slot, and the range of its digests among those of the slot."""
 Strike = Callable[[Plan, int, int], None]
-"""``strike(plan, world_rank, step)`` is called while the copy of ``step``, which is a save, is under way; tests end the process here."""
+"""``strike(plan, world_rank, step)`` is called while the copy of ``step``, which is a save, is under way;
+tests end the process here.
+"""
 Foresee = Callable[[Plan], int]
-"""``foresee(plan)`` returns the bytes of a copy in the world that follows if a part of the plan's members is lost; 0 if none can follow."""
+"""``foresee(plan)`` returns the bytes of a copy in the world that follows if a part of the plan's members is
+lost; 0 if none can follow.
+"""
 
 
 def nothing(plan: Plan, world_rank: int, step: int) -> None:
@@ -81,13 +90,16 @@ class Snapshots:
         strike: Strike = nothing,
         foresee: Foresee = no_loss,
     ) -> None:
-        """``patience_s`` limits how long a due save waits, once, for the previous save; after that, steps continue and the save is owed.
+        """``patience_s`` limits how long a due save waits, once, for the previous save; after that, steps
+        continue and the save is owed.
 
         If that was in vain no later save waits, until one finds the save before it over.
         """
         self.saves, self.patience_s, self.strike, self.foresee = saves, patience_s, strike, foresee
         self._rank = self._awaited = 0
-        """``_rank`` is the world rank in the present world; ``_awaited`` is the number of the newest save that was waited for."""
+        """``_rank`` is the world rank in the present world; ``_awaited`` is the number of the newest save
+        that was waited for.
+        """
         self._in_vain = False
         """True if the previous save was not over when the last one became due, even after waiting for it."""
         self._homeless: Shard | None = None
@@ -96,7 +108,9 @@ class Snapshots:
         self.memory = torch.frombuffer(region.memory, dtype=torch.uint8)
         self.copies: CopySchedule | None = None
         self.made: Version | None = None
-        """The newest version of the present world whose copy was begun here.  It is complete once ``settle`` has returned."""
+        """The newest version of the present world whose copy was begun here.  It is complete once ``settle``
+        has returned.
+        """
         self.buddied: Version | None = None
         """The newest version of the present world that the buddy has, according to the keeper."""
         self._frame, self._foreseen = Frame({}, 0, 0), 0
@@ -104,7 +118,11 @@ class Snapshots:
         self._took_s: float | None = None
         self._lived_in: frozenset[int] = frozenset()
         """The slots in which shards live, which no copy protects."""
-        self._way = _Pinned(region, self.memory, device) if device.type == "cuda" and not region.on_disk else _HostCopy(region)
+        self._way = (
+            _Pinned(region, self.memory, device)
+            if device.type == "cuda" and not region.on_disk
+            else _HostCopy(region)
+        )
         self._under_way: tuple[Future[None], Callable[[], None]] | None = None
         """The copy that is being made, and a call that makes it again."""
 
@@ -118,12 +136,17 @@ class Snapshots:
         self.made, self.buddied, self._frame = None, None, frame(self.tensors, shard.cell)
         self._homeless, self._rank = None, plan.world_rank(worker)
         before = self.copies if self.copies is None or self.region.saving else replace(self.copies, saving=())
-        self.copies = CopySchedule.begin(plan, worker, before, self.region.all_held(), self.saves, lives=shard.home is not None)
+        self.copies = CopySchedule.begin(
+            plan, worker, before, self.region.all_held(), self.saves, lives=shard.home is not None
+        )
         if self.copies.begun is not None and self.region.find(self.copies.begun) is not None:
             self.made = shard.version
         self.region.set_copy("safe", self.copies.buddied)
         self.region.send(self.copies.sent)
-        slots, self._foreseen = slots_for(plan.copy_every, plan.buddy_every, offload=shard.home is not None), self.foresee(plan)
+        slots, self._foreseen = (
+            slots_for(plan.copy_every, plan.buddy_every, offload=shard.home is not None),
+            self.foresee(plan),
+        )
         slots = min(slots, self.region.slots)
         self._way.pin(slots, self.bytes)
         self.region["wanted"] = self._way.slots * self.bytes
@@ -133,12 +156,16 @@ class Snapshots:
             self._name_world()
 
     def _name_world(self) -> None:
-        """Tells the keeper the present world, after its first copy: that may be the copy which a save of an earlier world still lacks."""
+        """Tells the keeper the present world, after its first copy: that may be the copy which a save of an
+        earlier world still lacks.
+        """
         assert self.copies is not None
         self.region["generation"] = self.copies.plan.generation
 
     def committed(self, outcome: Outcome, shard: Shard | None) -> None:
-        """Records that a step was applied, and begins the copy that is due now.  If ``shard`` is None, nothing is copied."""
+        """Records that a step was applied, and begins the copy that is due now.  If ``shard`` is None,
+        nothing is copied.
+        """
         if self.copies is None:
             return
         now = time.monotonic()
@@ -189,7 +216,9 @@ class Snapshots:
             self.made = shard.version
 
     def make_room(self, give_up: Callable[[], bool]) -> None:
-        """Returns once the last save of this world is copied, or ``give_up()`` holds while there is no room for it."""
+        """Returns once the last save of this world is copied, or ``give_up()`` holds while there is no room
+        for it.
+        """
         while self._homeless is not None and not give_up():
             if self.region.saving:
                 time.sleep(POLL_S)
@@ -215,7 +244,8 @@ class Snapshots:
     def home(self, copy: Copy, held: Iterable[Shard], *, adopt: bool) -> ShardHome:
         """Returns a slot for a shard that becomes ``copy``; ``held`` are the shards that live in slots now.
 
-        With ``adopt`` it is the slot that holds the copy, as it is, if there is one.  Raises :class:`NoMemory`.
+        With ``adopt`` it is the slot that holds the copy, as it is, if there is one.  Raises
+        :class:`NoMemory`.
         """
         self._wait()
         self._lived_in = frozenset(shard.home.slot for shard in held if shard.home is not None)
@@ -226,7 +256,8 @@ class Snapshots:
         return self._empty(copy.cell, layout, copy.version)
 
     def next_home(self, shard: Shard) -> ShardHome:
-        """Returns a slot for the next version of ``shard``, which lives in another one.  Raises :class:`NoMemory`.
+        """Returns a slot for the next version of ``shard``, which lives in another one.  Raises
+        :class:`NoMemory`.
 
         It is called before a step is prepared: after its commit, an update must not fail for want of memory.
         """
@@ -242,7 +273,8 @@ class Snapshots:
     def _empty(self, cell: Cell, layout: Frame, wanted: Version | None = None) -> ShardHome:
         """Empties a slot that nobody needs and makes it fit.
 
-        Copies of ``wanted`` stay if they can.  Of the others, slots that have memory are taken first, and then the oldest copy.
+        Copies of ``wanted`` stay if they can.  Of the others, slots that have memory are taken first, and
+        then the oldest copy.
         """
         slots = self.region.all_held()[: self._way.slots]
         free = self._free(slots)
@@ -261,7 +293,10 @@ class Snapshots:
     def _home(self, slot: int, cell: Cell, layout: Frame, *, whole: bool = False) -> ShardHome:
         data, values, blocks = self.region.data_at(slot), {}, {}
         for tensor, place in layout.places.items():
-            key, room = (tensor.kind, tensor.name), self.memory[data + place.offset : data + place.offset + place.bytes]
+            key, room = (
+                (tensor.kind, tensor.name),
+                self.memory[data + place.offset : data + place.offset + place.bytes],
+            )
             values[key] = room.view(DTYPES[tensor.dtype]).view(held(tensor, cell).shape)
             blocks[key] = slice(place.first_block, place.first_block + place.blocks)
         places = {(tensor.kind, tensor.name): place for tensor, place in layout.places.items()}
@@ -279,7 +314,8 @@ class Snapshots:
         return [slot for slot in free if slot not in self._lived_in]
 
     def _make_fit(self, slot: int, size: int, free: Iterable[int]) -> None:
-        """Makes the slot as large as the copy.  Where the node lacks memory, the other ``free`` slots give theirs back first.
+        """Makes the slot as large as the copy.  Where the node lacks memory, the other ``free`` slots give
+        theirs back first.
 
         Raises :class:`NoMemory` if there is still too little.
         """
@@ -302,7 +338,11 @@ class Snapshots:
             if saves and self.copies is not None:
                 self.strike(self.copies.plan, self._rank, shard.version.step)
             value = shard.values[tensor.kind, tensor.name]
-            room = self.memory[data + place.offset : data + place.offset + place.bytes].view(value.dtype).view(value.shape)
+            room = (
+                self.memory[data + place.offset : data + place.offset + place.bytes]
+                .view(value.dtype)
+                .view(value.shape)
+            )
             yield value, room, slice(place.first_block, place.first_block + place.blocks)
 
     def _wait(self) -> None:
@@ -312,13 +352,17 @@ class Snapshots:
             self._name_world()
 
     def _end(self, future: Future[None], again: Callable[[], None]) -> None:
-        """Ends the copy under way.  One that fails is made once more: without it no later one begins in this world."""
+        """Ends the copy under way.  One that fails is made once more: without it no later one begins in this
+        world.
+        """
         self._under_way = None
         for attempt in (future.result, again):
             try:
                 return attempt()
             except NoMemory as error:
-                print(f"no memory for a copy of the state: {error}; training goes on without copies", flush=True)
+                print(
+                    f"no memory for a copy of the state: {error}; training goes on without copies", flush=True
+                )
                 break
             except Exception:  # the step needs no copy
                 traceback.print_exc()
@@ -329,11 +373,14 @@ class Snapshots:
     def _patiently(self) -> bool:
         """Returns whether the previous save is over.
 
-        It waits up to ``patience_s`` for that, but only once for each save, and not while saves are slower than they become due: then
-        waiting costs steps and brings nothing.
+        It waits up to ``patience_s`` for that, but only once for each save, and not while saves are slower
+        than they become due: then waiting costs steps and brings nothing.
         """
         if self._awaited < self.region["saves"]:
-            self._awaited, until = self.region["saves"], time.monotonic() + (0.0 if self._in_vain else self.patience_s)
+            self._awaited, until = (
+                self.region["saves"],
+                time.monotonic() + (0.0 if self._in_vain else self.patience_s),
+            )
             while self.region.saving and time.monotonic() < until:
                 time.sleep(POLL_S)
             self._in_vain = self.region.saving
@@ -349,7 +396,8 @@ class Snapshots:
         self._wait()
         sent, asks = (self.copies.sent, self.copies.asks) if self.copies else (None, NO_SAVE)
         over = self._patiently() if asks != NO_SAVE else not self.region.saving
-        copied = self.copies is not None and bool(self.copies.plan.copy_every)  # if only saves are copied, no save is reported as a copy
+        # if only saves are copied, no save is reported as a copy
+        copied = self.copies is not None and bool(self.copies.plan.copy_every)
         lacking = copied and self.made is None and not self._has_room_again()
         brought = self.region["brought"]
         if sent and brought in (0, self.region["asked"]):
@@ -364,7 +412,9 @@ class Snapshots:
         )
 
     def _has_room_again(self) -> bool:
-        """Returns whether a copy for which there was no memory would find it now.  Then the next save begins, and copies go on after it."""
+        """Returns whether a copy for which there was no memory would find it now.  Then the next save begins,
+        and copies go on after it.
+        """
         lacking = self.region["lacking"]
         return lacking > 0 and free_for(self.region)[0] >= lacking + SPARE
 
@@ -391,7 +441,9 @@ class _HostCopy:
         """Pins nothing: copies from host memory need no pinned memory."""
 
     def fit(self, slot: int, size: int, foreseen: int) -> str:
-        """Gives the slot, which holds no copy, memory of ``size`` bytes and no more.  Returns why there is too little, or ""."""
+        """Gives the slot, which holds no copy, memory of ``size`` bytes and no more.  Returns why there is
+        too little, or "".
+        """
         self.region.give_back(slot, size)
         return reserve(self.region, slot, size)
 

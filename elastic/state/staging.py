@@ -1,8 +1,9 @@
 """Brings bytes of host memory into a shard, and takes the digest of each block where it arrives.
 
-Copies from unpinned memory to a device reach a third of the possible speed.  So unpinned bytes are first copied to stages of pinned memory,
-and go on from there on a stream of their own.  Several stages are filled at once, since a single thread maps and copies another process's
-memory at 6 GB/s only.  Bytes that are already pinned skip the stages; bytes from a wire are received straight into a stage.
+Copies from unpinned memory to a device reach a third of the possible speed.  So unpinned bytes are first
+copied to stages of pinned memory, and go on from there on a stream of their own.  Several stages are filled
+at once, since a single thread maps and copies another process's memory at 6 GB/s only.  Bytes that are
+already pinned skip the stages; bytes from a wire are received straight into a stage.
 """
 
 from __future__ import annotations
@@ -23,20 +24,28 @@ from storage.background import begin
 STAGE = 2**24
 """Bytes of one piece, and of the stage that holds it."""
 STAGES = 8
-"""Number of stages of one staging stream, which limits how many pieces are being filled or are on their way to the device at once."""
+"""Number of stages of one staging stream, which limits how many pieces are being filled or are on their way
+to the device at once.
+"""
 STREAMS = 2
-"""Number of staging streams of one worker: with two, pinned memory arrives at bus speed while other memory is being staged or received."""
+"""Number of staging streams of one worker: with two, pinned memory arrives at bus speed while other memory is
+being staged or received.
+"""
 
 
 @dataclass(frozen=True)
 class Coming:
-    """The next ``bytes`` bytes on ``wire``.  They go into memory that is reused, because new memory costs more than receiving them."""
+    """The next ``bytes`` bytes on ``wire``.  They go into memory that is reused, because new memory costs
+    more than receiving them.
+    """
 
     wire: Wire
     bytes: int
 
     def into(self, memory: torch.Tensor) -> torch.Tensor:
-        """Receives the bytes into the beginning of ``memory`` (uint8, on the host), and returns that part of it."""
+        """Receives the bytes into the beginning of ``memory`` (uint8, on the host), and returns that part of
+        it.
+        """
         here = memory[: self.bytes]
         self.wire.receive_into(memoryview(here.numpy()))  # type: ignore[arg-type]
         return here
@@ -44,14 +53,18 @@ class Coming:
 
 @dataclass(frozen=True)
 class StagedBlocks:
-    """``raw`` is whole blocks on the host.  ``room`` (uint8, flat) is the memory that gets their bytes from ``skip`` on, as many as fit."""
+    """``raw`` is whole blocks on the host.  ``room`` (uint8, flat) is the memory that gets their bytes from
+    ``skip`` on, as many as fit.
+    """
 
     room: torch.Tensor
     raw: torch.Tensor | Coming
     skip: int
 
     def land(self, here: torch.Tensor) -> torch.Tensor:
-        """Fills ``room`` from ``here``, which is ``raw`` on the device of ``room``, and returns the digests of ``here``."""
+        """Fills ``room`` from ``here``, which is ``raw`` on the device of ``room``, and returns the digests
+        of ``here``.
+        """
         self.room.copy_(here[self.skip : self.skip + len(self.room)])
         return digests(here)
 
@@ -67,7 +80,9 @@ class _Stage:
         return raw.into(self.memory) if isinstance(raw, Coming) else self.memory[: len(raw)].copy_(raw)
 
     def pass_by(self, raw: torch.Tensor) -> torch.Tensor:
-        """Returns ``raw``, which is pinned already, once the stage is free, so that pinned pieces too are limited by the stages."""
+        """Returns ``raw``, which is pinned already, once the stage is free, so that pinned pieces too are
+        limited by the stages.
+        """
         self.gone.synchronize()
         return raw
 
@@ -75,7 +90,8 @@ class _Stage:
 class StagingStream(AbstractContextManager["StagingStream"]):
     """Sends pieces to the device, for one thread.
 
-    It begins after all work on the present stream, because until then that work may use the memory that this stream fills.
+    It begins after all work on the present stream, because until then that work may use the memory that this
+    stream fills.
     """
 
     def __init__(self, device: torch.device, number: int = 0) -> None:
@@ -104,7 +120,11 @@ class StagingStream(AbstractContextManager["StagingStream"]):
             self._waiting.append((piece, stage, lambda: here))
             self._launch(0)
             return
-        ready = partial(stage.pass_by, raw) if raw.is_pinned() else begin(partial(stage.take, raw), "staging").result
+        ready = (
+            partial(stage.pass_by, raw)
+            if raw.is_pinned()
+            else begin(partial(stage.take, raw), "staging").result
+        )
         self._waiting.append((piece, stage, ready))
         self._launch(STAGES - 1)  # the piece that the next stage held last is then among those launched
 
@@ -124,7 +144,10 @@ class StagingStream(AbstractContextManager["StagingStream"]):
         sums, self._sums = self._sums, []
         if self._stream is not None:
             with torch.cuda.stream(self._stream):
-                there = torch.cat([each for each in sums if each.is_cuda] or [torch.empty(0, dtype=torch.int64, device=self.device)])
+                there = torch.cat(
+                    [each for each in sums if each.is_cuda]
+                    or [torch.empty(0, dtype=torch.int64, device=self.device)]
+                )
                 parts = iter(there.cpu().split([len(each) for each in sums if each.is_cuda]))
                 sums = [next(parts) if each.is_cuda else each for each in sums]
         return torch.cat([torch.empty(0, dtype=torch.int64), *sums])

@@ -1,17 +1,20 @@
-"""Streams state that lives in the host's memory through the device: from the slot of one version into the slot of the next one.
+"""Streams state that lives in the host's memory through the device: from the slot of one version into the
+slot of the next one.
 
-Nobody writes to the slot of a version.  An update reads it and writes another slot, which then holds the next version and *is* its copy.
-So a process that dies in an update leaves the version before, whole, in memory that its node's keeper holds too.
+Nobody writes to the slot of a version.  An update reads it and writes another slot, which then holds the next
+version and *is* its copy. So a process that dies in an update leaves the version before, whole, in memory
+that its node's keeper holds too.
 
-Tensors come in groups.  While a group is updated, the next one comes and the one before goes, each over a stream of its own, since a bus
-carries as much in both directions at once.  So an update takes about as long as the slowest of the three.  The alternative is to update on
-the CPU (Ren and others 2021, ZeRO-Offload): only gradients and weights travel then, but a CPU adds in another order than a GPU, and is
-slower.
+Tensors come in groups.  While a group is updated, the next one comes and the one before goes, each over a
+stream of its own, since a bus carries as much in both directions at once.  So an update takes about as long
+as the slowest of the three.  The alternative is to update on the CPU (Ren and others 2021, ZeRO-Offload):
+only gradients and weights travel then, but a CPU adds in another order than a GPU, and is slower.
 
-The slots may be in files (Rajbhandari and others 2021, ZeRO-Infinity).  Nothing else changes, except that threads read and write them, and
-that each tensor leaves the memory of this process once it was read or written.  A disk may lose a write without a word, and then the old
-bytes come back.  So the digests of all that was read are compared with those that were written, and an update ends with an error if they
-differ.  What is read outside of an update (:func:`fetch`) is compared before it is used.
+The slots may be in files (Rajbhandari and others 2021, ZeRO-Infinity).  Nothing else changes, except that
+threads read and write them, and that each tensor leaves the memory of this process once it was read or
+written.  A disk may lose a write without a word, and then the old bytes come back.  So the digests of all
+that was read are compared with those that were written, and an update ends with an error if they differ.
+What is read outside of an update (:func:`fetch`) is compared before it is used.
 """
 
 from __future__ import annotations
@@ -40,8 +43,8 @@ GROUP = 2**28
 GROUPS = 3
 """Largest number of groups on the device at once: one comes, one is updated, one goes."""
 SHARES = GROUPS + 2
-"""Number of groups for which ``offload_buffer_gb`` has room: one more for two tensors that are mapped while they are read and written, and
-one for what an optimizer takes to update a group."""
+"""Number of groups for which ``offload_buffer_gb`` has room: one more for two tensors that are mapped while
+they are read and written, and one for what an optimizer takes to update a group."""
 Values = dict[Key, torch.Tensor]
 
 
@@ -51,7 +54,9 @@ def group_bytes(job: Job) -> int:
 
 
 def buffer_gb(group: int) -> str:
-    """Returns the smallest ``offload_buffer_gb`` whose groups have ``group`` bytes, to the byte, as it is written in a job file."""
+    """Returns the smallest ``offload_buffer_gb`` whose groups have ``group`` bytes, to the byte, as it is
+    written in a job file.
+    """
     return f"{SHARES * group / 1e9:.9f}".rstrip("0").rstrip(".")
 
 
@@ -69,14 +74,20 @@ def groups_of(units: Sequence[Mapping[Key, torch.Tensor]], most: int) -> list[li
     return groups
 
 
-def through(device: torch.device, before: ShardHome, after: ShardHome, groups: Sequence[Sequence[Key]]) -> Generator[Values]:
-    """Yields the tensors of each group of ``before`` on ``device``.  What the caller makes of them goes to ``after``, with its digests.
+def through(
+    device: torch.device, before: ShardHome, after: ShardHome, groups: Sequence[Sequence[Key]]
+) -> Generator[Values]:
+    """Yields the tensors of each group of ``before`` on ``device``.  What the caller makes of them goes to
+    ``after``, with its digests.
 
-    A group that was yielded is emptied once its tensors were written, so that the device has at most ``GROUPS`` of them.  Nothing is in
-    flight any more when the generator ends or is closed.  Raises :class:`StateDamaged` after the last group if the bytes of a file are not
-    those that were written there; what went to ``after`` is no state then.
+    A group that was yielded is emptied once its tensors were written, so that the device has at most
+    ``GROUPS`` of them.  Nothing is in flight any more when the generator ends or is closed.  Raises
+    :class:`StateDamaged` after the last group if the bytes of a file are not those that were written there;
+    what went to ``after`` is no state then.
     """
-    way: _Way = _Threads(device) if before.folder else _Streams(device) if device.type == "cuda" else _OnHost()
+    way: _Way = (
+        _Threads(device) if before.folder else _Streams(device) if device.type == "cuda" else _OnHost()
+    )
     coming = [way.load(before, keys) for keys in groups[:1]]
     going = deque[tuple[Values, Callable[[], None]]]()
     try:
@@ -98,8 +109,10 @@ def through(device: torch.device, before: ShardHome, after: ShardHome, groups: S
 def _told(folder: str, wrong: Sequence[Key]) -> str:
     kind, name = wrong[0]
     return (
-        f"state in files of {folder} on {platform.node()}: the bytes are not those that were written (first in {kind} {name!r}); this "
-        f"worker ends, and its state comes from elsewhere; look for errors of that disk in the kernel's log, and name another "
+        f"state in files of {folder} on {platform.node()}: the bytes are not those that were written (first "
+        f"in {kind} {name!r}); this "
+        "worker ends, and its state comes from elsewhere; look for errors of that disk in the kernel's "
+        "log, and name another "
         f"offload_folder if this happens again"
     )
 
@@ -112,7 +125,8 @@ def put(home: ShardHome, key: Key, value: torch.Tensor) -> None:
 
 
 def fetch(home: ShardHome, key: Key, device: torch.device) -> torch.Tensor:
-    """Returns a tensor of a slot for use on ``device``; it may be the slot's own memory.  It waits for nothing on the device.
+    """Returns a tensor of a slot for use on ``device``; it may be the slot's own memory.  It waits for
+    nothing on the device.
 
     Raises :class:`StateDamaged` if the slot is in a file and the bytes are not those that were written there.
     """
@@ -126,7 +140,9 @@ def fetch(home: ShardHome, key: Key, device: torch.device) -> torch.Tensor:
 
 
 def look_at(home: ShardHome, key: Key) -> None:
-    """Raises :class:`StateDamaged` if a tensor is in a file and its bytes there are not those that were written."""
+    """Raises :class:`StateDamaged` if a tensor is in a file and its bytes there are not those that were
+    written.
+    """
     if home.folder:
         sound = torch.equal(digests(home.values[key]), home.sums[home.blocks[key]])
         home.let_go(key)
@@ -135,7 +151,9 @@ def look_at(home: ShardHome, key: Key) -> None:
 
 
 class Moments(Mapping[str, torch.Tensor]):
-    """The moments of a parameter that lives in a slot.  Each is fetched when it is used, because it may be in a file."""
+    """The moments of a parameter that lives in a slot.  Each is fetched when it is used, because it may be in
+    a file.
+    """
 
     def __init__(self, home: ShardHome, name: str, kinds: Iterable[str], device: torch.device) -> None:
         self._home, self._name, self._kinds, self._device = home, name, tuple(kinds), device
@@ -152,7 +170,9 @@ class Moments(Mapping[str, torch.Tensor]):
 
 class _Way(Protocol):
     def load(self, home: ShardHome, keys: Sequence[Key]) -> Callable[[], Values]:
-        """Begins to bring tensors to the device.  Returns a call that returns them, for work on the present stream."""
+        """Begins to bring tensors to the device.  Returns a call that returns them, for work on the present
+        stream.
+        """
 
     def store(self, home: ShardHome, values: Values) -> Callable[[], None]:
         """Begins to write tensors, after the work on the present stream.  Returns a call that waits for that."""
@@ -184,7 +204,9 @@ class _OnHost:
 
 
 class _Threads:
-    """The way between files and any device: one thread reads a group, and another one writes the group before."""
+    """The way between files and any device: one thread reads a group, and another one writes the group
+    before.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -198,7 +220,9 @@ class _Threads:
         return self._begin(partial(self._read, home, keys), "offload in")
 
     def store(self, home: ShardHome, values: Values) -> Callable[[], None]:
-        computed = torch.cuda.current_stream(self.device).record_event() if self.device.type == "cuda" else None
+        computed = (
+            torch.cuda.current_stream(self.device).record_event() if self.device.type == "cuda" else None
+        )
         return self._begin(partial(self._write, home, values, computed), "offload out")
 
     def wrong(self) -> list[Key]:
@@ -229,7 +253,8 @@ class _Threads:
             for key in keys:
                 values[key] = home.values[key].to(self.device, copy=True)
                 found = digests(values[key])
-                written = home.sums[home.blocks[key]].to(self.device)  # it returns after the digests: an update may change the tensor then
+                # it returns after the digests: an update may change the tensor then
+                written = home.sums[home.blocks[key]].to(self.device)
                 self._differ[key] = (found != written).any()
                 home.let_go(key)
         return values
@@ -243,14 +268,16 @@ class _Threads:
                 put(home, key, value)
 
     def _stream(self, purpose: str) -> AbstractContextManager[object]:
-        return torch.cuda.stream(stream(purpose, self.device)) if self.device.type == "cuda" else nullcontext()
+        return (
+            torch.cuda.stream(stream(purpose, self.device)) if self.device.type == "cuda" else nullcontext()
+        )
 
 
 class _Streams:
     """The way to an accelerator and back.
 
-    Memory that came over a stream is given back to torch only once the host has seen that it was written out: torch would not know of its
-    use on other streams.
+    Memory that came over a stream is given back to torch only once the host has seen that it was written out:
+    torch would not know of its use on other streams.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -2,10 +2,11 @@
 
     uploader BUCKET RUN      a line of JSON on stdin for each part to write or to give up, one on stdout for each that goes on or has ended
 
-It is a process of its own so that hashing and sending never hold up the keeper's beats.  It maps the memory that the keeper has open, so
-no byte is copied, and a worker that dies does not matter.  Each block of a slot must have the digest that it got on the worker's device.
-That is checked after the hashes of the file were taken and before a tensor's first byte goes out, so a file with right hashes never holds
-bytes that memory has corrupted.  When the keeper ends, so does this process, because nobody waits for its reports any more.
+It is a process of its own so that hashing and sending never hold up the keeper's beats.  It maps the memory
+that the keeper has open, so no byte is copied, and a worker that dies does not matter.  Each block of a slot
+must have the digest that it got on the worker's device. That is checked after the hashes of the file were
+taken and before a tensor's first byte goes out, so a file with right hashes never holds bytes that memory has
+corrupted.  When the keeper ends, so does this process, because nobody waits for its reports any more.
 """
 
 from __future__ import annotations
@@ -36,17 +37,22 @@ from storage.objects import ObjectStore
 from storage.slices import Tensor, nbytes
 
 AT_ONCE = 4
-"""Parts that one node writes at the same time: a single stream fills neither a fast link nor a node's cores."""
+"""Parts that one node writes at the same time: a single stream fills neither a fast link nor a node's cores.
+"""
 
 PROGRESS_S = 5.0
-"""Least number of seconds between two reports that a part goes on: the keeper kills an uploader that reports nothing for very long."""
+"""Least number of seconds between two reports that a part goes on: the keeper kills an uploader that reports
+nothing for very long.
+"""
 NICE = 5
 """Added to the niceness of the process: where cores are few, the training comes first."""
 
 
 @dataclass(frozen=True)
 class SavePart:
-    """One member's part of a save: the shard that world rank ``rank`` of ``layout`` had of ``version``, in a region of process ``pid``."""
+    """One member's part of a save: the shard that world rank ``rank`` of ``layout`` had of ``version``, in a
+    region of process ``pid``.
+    """
 
     number: int
     pid: int
@@ -60,7 +66,9 @@ class SavePart:
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> SavePart:
-        return cls(**value | {"version": Version(**value["version"]), "layout": Layout.from_json(value["layout"])})
+        return cls(
+            **value | {"version": Version(**value["version"]), "layout": Layout.from_json(value["layout"])}
+        )
 
 
 class GivenUp(Exception):
@@ -72,10 +80,13 @@ def name_of(layout: Layout, rank: int) -> str:
     return f"shard-{rank:05d}-of-{layout.world:05d}"
 
 
-def upload(checkpoints: Checkpoints, region: Region, part: SavePart, given_up: Callable[[], bool] = lambda: False) -> ShardReceipt:
+def upload(
+    checkpoints: Checkpoints, region: Region, part: SavePart, given_up: Callable[[], bool] = lambda: False
+) -> ShardReceipt:
     """Writes ``part`` from its slot in ``region`` and returns the receipt.
 
-    Raises :class:`StateMissing` if the slot does not hold the copy, or holds it corrupted; :class:`GivenUp`; :class:`StorageError`.
+    Raises :class:`StateMissing` if the slot does not hold the copy, or holds it corrupted; :class:`GivenUp`;
+    :class:`StorageError`.
     """
     copy, tensors = Copy(part.version, cell_of(part.layout, part.rank)), region.tensors()
     slot, lies = region.find(copy), frame(tensors, copy.cell)
@@ -98,35 +109,47 @@ def upload(checkpoints: Checkpoints, region: Region, part: SavePart, given_up: C
         (tensor, box.slice, _bytes_of(data, lies.places[tensor], tensor, box, held(tensor, copy.cell).shape))
         for tensor, box in written_by(tensors, part.layout, part.rank)
     ]
-    receipt = checkpoints.write_shard(part.version, name_of(part.layout, part.rank), parts, before_each_slice, tensors, let_go)
+    receipt = checkpoints.write_shard(
+        part.version, name_of(part.layout, part.rank), parts, before_each_slice, tensors, let_go
+    )
     if region.find(copy) != slot:
         raise StateMissing(f"the copy of {part.version} was overwritten while it was written to the bucket")
     return receipt
 
 
-def _bytes_of(data: memoryview, place: TensorPlace, tensor: Tensor, box: Box, shape: tuple[int, ...]) -> memoryview:
-    """Returns the bytes of ``box`` from a member's memory of ``tensor``, which has ``shape``; they are copied only where they lie apart."""
+def _bytes_of(
+    data: memoryview, place: TensorPlace, tensor: Tensor, box: Box, shape: tuple[int, ...]
+) -> memoryview:
+    """Returns the bytes of ``box`` from a member's memory of ``tensor``, which has ``shape``; they are copied
+    only where they lie apart.
+    """
     item = nbytes(tensor, box.slice) // box.slice.count
     memory = np.frombuffer(data, dtype=np.uint8, count=place.bytes, offset=place.offset).reshape(*shape, item)
     piece = memory[tuple(slice(at, at + size) for at, size in zip(box.at, box.slice.shape, strict=True))]
     return np.ascontiguousarray(piece).reshape(-1).data
 
 
-def check(region: Region, slot: int, lies: Frame, done: Callable[[Tensor], None] = lambda tensor: None) -> None:
+def check(
+    region: Region, slot: int, lies: Frame, done: Callable[[Tensor], None] = lambda tensor: None
+) -> None:
     """Raises :class:`StateMissing` unless every block in the slot has the digest that it was copied with.
 
     Calls ``done`` for each tensor that is checked.
     """
     data, digests = region.data(slot), region.digests(slot)
     for tensor, place in lies.places.items():
-        expected = np.frombuffer(digests[place.first_block : place.first_block + place.blocks], dtype=np.int64)
+        expected = np.frombuffer(
+            digests[place.first_block : place.first_block + place.blocks], dtype=np.int64
+        )
         if not np.array_equal(_sums(data, place), expected):
             raise StateMissing(f"the copy of {tensor.kind} {tensor.name!r} in host memory is damaged")
         done(tensor)
 
 
 def _sums(data: memoryview, place: TensorPlace) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Returns the digests of a tensor's bytes as ``digest.digests`` takes them: the sum of each block's words, modulo 2^64."""
+    """Returns the digests of a tensor's bytes as ``digest.digests`` takes them: the sum of each block's
+    words, modulo 2^64.
+    """
     raw = np.frombuffer(data, dtype=np.uint8, count=place.bytes, offset=place.offset)
     whole, rest = divmod(place.bytes, BLOCK)
     sums = raw[: whole * BLOCK].view(np.int64).reshape(whole, BLOCK // WORD).sum(axis=1)
@@ -147,7 +170,9 @@ class Uploader:
         self._said_at = -PROGRESS_S
 
     def serve(self, lines: TextIO) -> None:
-        """Serves requests until the other end of ``lines`` is closed; uploads that are under way then are abandoned."""
+        """Serves requests until the other end of ``lines`` is closed; uploads that are under way then are
+        abandoned.
+        """
         pool = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="upload")
         for line in lines:
             value = json.loads(line)
@@ -173,7 +198,9 @@ class Uploader:
             self._say(part.number, receipt=receipt.to_json())
 
     def _goes_on(self, number: int, slices: int) -> bool:
-        """Tells the keeper, at the first and then now and then, how many slices of a part are written.  Returns whether it is given up."""
+        """Tells the keeper, at the first and then now and then, how many slices of a part are written.
+        Returns whether it is given up.
+        """
         if slices == 1 or time.monotonic() - self._said_at >= PROGRESS_S:
             self._said_at = time.monotonic()
             self._say(number, slices=slices)

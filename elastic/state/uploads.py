@@ -1,9 +1,11 @@
-"""Uploads a keeper's saves: picks the copies of its node's workers that go to the bucket, and reports the results.
+"""Uploads a keeper's saves: picks the copies of its node's workers that go to the bucket, and reports the
+results.
 
-The coordinator says which saves are under way; all others are over.  A thread looks for copies of them that have become complete, hands
-them to the uploader process (``state/uploader.py``) and reports its results.  A part fails once its copy can never be complete: its
-worker has ended, or is in a later world, without it.  An uploader that dies is followed by another, which begins the part again.  Objects
-are created and never replaced, so writing a part twice does no harm.
+The coordinator says which saves are under way; all others are over.  A thread looks for copies of them that
+have become complete, hands them to the uploader process (``state/uploader.py``) and reports its results.  A
+part fails once its copy can never be complete: its worker has ended, or is in a later world, without it.  An
+uploader that dies is followed by another, which begins the part again.  Objects are created and never
+replaced, so writing a part twice does no harm.
 """
 
 from __future__ import annotations
@@ -33,13 +35,21 @@ from storage.checkpoints import ShardReceipt
 POLL_S = 0.02
 """Seconds between two looks for copies that have become complete."""
 UNKNOWN_S = 10.0
-"""Seconds that a part waits until its worker's memory is opened here: a keeper that has just started does not know its workers yet."""
+"""Seconds that a part waits until its worker's memory is opened here: a keeper that has just started does not
+know its workers yet.
+"""
 RETRY_S = 1.0
-"""Seconds after a failed start of an uploader until the next one: a node without memory is not asked for a process at every look."""
+"""Seconds after a failed start of an uploader until the next one: a node without memory is not asked for a
+process at every look.
+"""
 HUNG_S = 900.0
-"""Seconds after which an uploader that has parts and reports nothing is killed: a store may take 740 s to join the pieces of an object."""
+"""Seconds after which an uploader that has parts and reports nothing is killed: a store may take 740 s to
+join the pieces of an object.
+"""
 AGAIN_S = 5.0
-"""Seconds after the bucket refused a part until it is tried again; before that, the store itself has tried for up to a minute."""
+"""Seconds after the bucket refused a part until it is tried again; before that, the store itself has tried
+for up to a minute.
+"""
 ATTEMPTS = 3
 """Number of uploaders that may die while they write a part before that part fails."""
 
@@ -49,7 +59,8 @@ Tell = Callable[[Save, ShardSaved | SaveFailed, ShardReceipt | None], None]
 
 @dataclass(eq=False)
 class Task:
-    """One worker's part of a save.  ``number`` is that of the request to the uploader; 0 means that it has none yet.
+    """One worker's part of a save.  ``number`` is that of the request to the uploader; 0 means that it has
+    none yet.
 
     ``region`` is kept from that request on, even if its worker ends.
     """
@@ -63,7 +74,9 @@ class Task:
     again_at: float = 0.0
     """The time before which the part is not tried again."""
     refused: bool = False
-    """True if the bucket has refused the part and the coordinator was told so; nothing has reached the bucket since."""
+    """True if the bucket has refused the part and the coordinator was told so; nothing has reached the bucket
+    since.
+    """
     full: bool = False
     """True if the last refusal was for want of room."""
     refusals: int = 0
@@ -76,9 +89,13 @@ class Task:
 
 
 class Uploads:
-    """Runs the uploads of one keeper.  ``command`` starts its uploader; ``say`` receives sentences for the keeper's log."""
+    """Runs the uploads of one keeper.  ``command`` starts its uploader; ``say`` receives sentences for the
+    keeper's log.
+    """
 
-    def __init__(self, store: KeeperStore, command: Sequence[str], tell: Tell, say: Callable[[str], None] = print) -> None:
+    def __init__(
+        self, store: KeeperStore, command: Sequence[str], tell: Tell, say: Callable[[str], None] = print
+    ) -> None:
         self.store, self.command, self.tell, self.say = store, command, tell, say
         self._told = Told()
         self._tasks: dict[tuple[Save, WorkerId], Task] = {}
@@ -91,17 +108,21 @@ class Uploads:
         keep_going(self._run, "uploads", lambda sentence: self.say(sentence))
 
     def obey(self, number: tuple[int, int], saves: Sequence[Save], generation: int, version: Version) -> None:
-        """Takes ``saves`` for all saves under way; any other that had begun by ``version`` of ``generation`` is over.
+        """Takes ``saves`` for all saves under way; any other that had begun by ``version`` of ``generation``
+        is over.
 
-        Results that are already known are reported again, since the coordinator may be a new one.  A call is ignored unless its ``number``
-        is greater than that of the last one.
+        Results that are already known are reported again, since the coordinator may be a new one.  A call is
+        ignored unless its ``number`` is greater than that of the last one.
         """
         with self._lock:
             if number <= self._told.number:
                 return
             self._told = Told(number, saves, generation, version)
             wanted = {
-                (save, worker) for save in saves for worker, node in zip(save.members, save.nodes, strict=True) if node == self.store.node
+                (save, worker)
+                for save in saves
+                for worker, node in zip(save.members, save.nodes, strict=True)
+                if node == self.store.node
             }
             self.store.saves = {(worker, _copy(save, worker)) for save, worker in wanted}
             for key in self._tasks.keys() - wanted:
@@ -116,17 +137,22 @@ class Uploads:
             self.tell(task.save, *task.told)
 
     def start(self) -> None:
-        """Starts the uploader, unless there is one.  It is called before the first save needs it, since its imports take a second."""
+        """Starts the uploader, unless there is one.  It is called before the first save needs it, since its
+        imports take a second.
+        """
         with self._lock:
             if self._process is None and not self._closed.is_set() and time.monotonic() >= self._start_at:
                 try:
                     self._process = self._started()
-                except (OSError, RuntimeError) as error:  # no memory for a process or no thread, for example: its parts wait
+                # no memory for a process or no thread, for example: its parts wait
+                except (OSError, RuntimeError) as error:
                     self._start_at = time.monotonic() + RETRY_S
                     self.say(f"no uploader can be started: {error}")
 
     def _started(self) -> subprocess.Popen[str]:
-        """Starts an uploader and the thread that listens to it, or neither: Python raises RuntimeError at the system's limit of threads."""
+        """Starts an uploader and the thread that listens to it, or neither: Python raises RuntimeError at the
+        system's limit of threads.
+        """
         process = subprocess.Popen(self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         listener = threading.Thread(target=self._listen, args=(process,), name="uploader", daemon=True)
         try:
@@ -147,9 +173,17 @@ class Uploads:
             listener.join()
 
     def uploading(self) -> tuple[Version, ...]:
-        """Returns the saves of which a part is being written now, unless the bucket has just refused that part."""
+        """Returns the saves of which a part is being written now, unless the bucket has just refused that
+        part.
+        """
         with self._lock:
-            return tuple({task.save.version for task in self._tasks.values() if task.number and not task.told and not task.refused})
+            return tuple(
+                {
+                    task.save.version
+                    for task in self._tasks.values()
+                    if task.number and not task.told and not task.refused
+                }
+            )
 
     # ---- on the thread
 
@@ -160,13 +194,18 @@ class Uploads:
     def _turn(self) -> None:
         with self._lock:
             now = time.monotonic()
-            waiting = [task for task in self._tasks.values() if not task.told and not task.number and now >= task.again_at]
+            waiting = [
+                task
+                for task in self._tasks.values()
+                if not task.told and not task.number and now >= task.again_at
+            ]
             failed = [(task, why) for task in waiting if (why := self._look(task))]
             told = self._told
         for task, why in failed:
             self._fail(task, why)
         for worker, region in self.store.regions():
-            number, save = region["saves"], region.copy("save")  # in this order: the worker first names a save, then counts it
+            # in this order: the worker first names a save, then counts it
+            number, save = region["saves"], region.copy("save")
             if save is not None and region["saves_over"] != number and told.is_over(worker, save.version):
                 region["saves_over"] = number
         self._forget_the_dead()
@@ -179,12 +218,15 @@ class Uploads:
         region = task.region or region
         if region is None:
             return "its keeper has not opened its memory" if time.monotonic() - task.since > UNKNOWN_S else ""
-        generation = region["generation"]  # like ``ended`` before ``find``: the copy may become complete just before either changes
+        # like ``ended`` before ``find``: the copy may become complete just before either changes
+        generation = region["generation"]
         if region.find_save(copy) is not None:
             task.region = region
             self._hand_over(task)
             return ""
-        return hopeless(task.save, generation, ended=ended, failed=generation >= task.save.by and region.failed(copy))
+        return hopeless(
+            task.save, generation, ended=ended, failed=generation >= task.save.by and region.failed(copy)
+        )
 
     def _hand_over(self, task: Task) -> None:
         self.start()
@@ -194,7 +236,9 @@ class Uploads:
         self._number += 1
         task.number, task.attempts = self._number, task.attempts + 1
         assert task.region is not None
-        part = SavePart(task.number, os.getpid(), task.region.descriptor, task.save.version, task.save.layout, task.rank)
+        part = SavePart(
+            task.number, os.getpid(), task.region.descriptor, task.save.version, task.save.layout, task.rank
+        )
         self._write(part.to_json())
 
     def _write(self, line: str) -> None:
@@ -205,7 +249,8 @@ class Uploads:
         try:
             process.stdin.write(f"{line}\n")
             process.stdin.flush()
-        except (OSError, ValueError):  # it has died: the thread that listens to it begins all of its parts again
+        # it has died: the thread that listens to it begins all of its parts again
+        except (OSError, ValueError):
             return
 
     def _give_up(self, task: Task) -> None:
@@ -216,12 +261,15 @@ class Uploads:
         self._tell(task, _failed(task, f": {why}", again=False), None)
 
     def _refused(self, task: Task, why: str, full: bool) -> None:
-        """Tries the part again soon, as long as its save is under way: the copy stays where it is.  Says so once, and once that there is
-        no room.
+        """Tries the part again soon, as long as its save is under way: the copy stays where it is.  Says so
+        once, and once that there is no room.
         """
         with self._lock:
             task.number, task.attempts, task.again_at = 0, 0, time.monotonic() + AGAIN_S
-            known, task.refusals = task.refused and (task.full or not full), task.refusals + (not task.refused)
+            known, task.refusals = (
+                task.refused and (task.full or not full),
+                task.refusals + (not task.refused),
+            )
             task.refused, task.full = True, full
         if not known:
             self.tell(task.save, _failed(task, f" yet: {why}", again=True, full=full), None)
@@ -231,7 +279,9 @@ class Uploads:
         self.tell(task.save, event, receipt)
 
     def _forget_the_dead(self) -> None:
-        """Frees the memory of dead workers once their save is over.  This is for jobs without copies; otherwise ``release`` frees it."""
+        """Frees the memory of dead workers once their save is over.  This is for jobs without copies;
+        otherwise ``release`` frees it.
+        """
         for worker, region in self.store.regions():
             if region.slots == slots_for(0, 0) and not region.saving and self.store.region(worker)[1]:
                 self.store.forget(worker)
@@ -239,7 +289,10 @@ class Uploads:
     def _end_if_hung(self) -> None:
         """Kills an uploader that makes no progress; the next one begins its parts again."""
         with self._lock:
-            process, has_parts = self._process, any(task.number and not task.told for task in self._tasks.values())
+            process, has_parts = (
+                self._process,
+                any(task.number and not task.told for task in self._tasks.values()),
+            )
         if process is not None and has_parts and time.monotonic() - self._heard_at > HUNG_S:
             self._heard_at = time.monotonic()
             self.say(f"its uploader made no progress for {HUNG_S:g} s and is killed")
@@ -291,7 +344,9 @@ class Uploads:
 
 
 def _failed(task: Task, why: str, *, again: bool, full: bool = False) -> SaveFailed:
-    """Returns the report that a part was not written; ``again`` says that it is tried again, ``full`` that there is no room for it."""
+    """Returns the report that a part was not written; ``again`` says that it is tried again, ``full`` that
+    there is no room for it.
+    """
     reason = f"no part of {task.worker} ({name_of(task.save.layout, task.rank)}){why}"
     return SaveFailed(task.save.version, reason, task.save.by, again=again, worker=task.worker, full=full)
 

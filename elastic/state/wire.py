@@ -1,7 +1,9 @@
-"""Direct sockets between the processes of one run; a process that does not know the run's secret learns nothing.
+"""Direct sockets between the processes of one run; a process that does not know the run's secret learns
+nothing.
 
-Both sides first prove that they know the secret (HMAC-SHA256 over both sides' nonces, RFC 2104); the secret itself never travels.  Then
-they exchange messages: the length of a JSON head, the head, and after it as many bytes as both sides expect.
+Both sides first prove that they know the secret (HMAC-SHA256 over both sides' nonces, RFC 2104); the secret
+itself never travels.  Then they exchange messages: the length of a JSON head, the head, and after it as many
+bytes as both sides expect.
 """
 
 from __future__ import annotations
@@ -65,7 +67,9 @@ class Wire:
 
     @classmethod
     def accept(cls, connection: socket.socket, secret: bytes) -> Wire:
-        """Returns the wire of an accepted connection.  Raises :class:`WireError` if the other side does not know the secret."""
+        """Returns the wire of an accepted connection.  Raises :class:`WireError` if the other side does not
+        know the secret.
+        """
         wire, ours = cls(connection), secrets.token_bytes(NONCE)
         wire.send_raw([ours])
         theirs = bytes(wire.receive(NONCE))
@@ -90,10 +94,14 @@ class Wire:
             raise WireError(f"the other side is gone: {error}") from error
 
     def head(self) -> dict[str, Any]:
-        """Returns the head of the next message.  Raises :class:`WireError` if there is none, or if the connection has ended."""
+        """Returns the head of the next message.  Raises :class:`WireError` if there is none, or if the
+        connection has ended.
+        """
         (length,) = LENGTH.unpack(self.receive(LENGTH.size))
         if length > HEAD_LIMIT:
-            raise WireError(f"the message announces a head of {length} bytes, more than the {HEAD_LIMIT} that are allowed")
+            raise WireError(
+                f"the message announces a head of {length} bytes, more than the {HEAD_LIMIT} that are allowed"
+            )
         try:
             found: dict[str, Any] = json.loads(bytes(self.receive(length)))
         except ValueError as error:
@@ -142,7 +150,8 @@ class Listener:
         while True:
             try:
                 connection, (peer, *_) = self._socket.accept()
-            except OSError:  # it was closed; or no descriptor was left, for example, and some become free later
+            # it was closed; or no descriptor was left, for example, and some become free later
+            except OSError:
                 if self._closed.wait(RETRY_S):
                     return
                 continue
@@ -158,7 +167,8 @@ class Listener:
             try:
                 while True:
                     self._serve(wire, wire.head())
-            except (WireError, OSError):  # the other side hung up, or there is no memory for the copy that it brings
+            # the other side hung up, or there is no memory for the copy that it brings
+            except (WireError, OSError):
                 return
 
     def close(self) -> None:

@@ -1,1 +1,3 @@
-"""The worker's own program: its state, one step, and the loop that lives through worlds.  It does not use Ray."""
+"""The worker's own program: its state, one step, and the loop that lives through worlds.  It does not use
+Ray.
+"""

@@ -1,7 +1,8 @@
 """The apply fence: the lock between a worker's two threads, around the rules of its :class:`Member`.
 
-The training thread holds the lock for as long as an update runs.  The control thread takes the same lock for a fence.  So a fence comes
-before an update or after it, never within, and its answer is one of: at s-1; prepared s; applied s.
+The training thread holds the lock for as long as an update runs.  The control thread takes the same lock for
+a fence.  So a fence comes before an update or after it, never within, and its answer is one of: at s-1;
+prepared s; applied s.
 """
 
 from __future__ import annotations
@@ -17,11 +18,15 @@ from elastic.protocol.member import Member
 
 
 class ApplyFence:
-    """Guards a member: ``with apply_fence as member:`` holds the lock.  Nothing slow belongs inside, except an update."""
+    """Guards a member: ``with apply_fence as member:`` holds the lock.  Nothing slow belongs inside, except
+    an update.
+    """
 
     def __init__(self, member: Member) -> None:
         self.member = member
-        """The guarded member.  Without the lock, only single values may be read, in places that must not wait for an update."""
+        """The guarded member.  Without the lock, only single values may be read, in places that must not wait
+        for an update.
+        """
         self._lock = threading.Lock()
 
     def __enter__(self) -> Member:
@@ -33,7 +38,9 @@ class ApplyFence:
 
     @contextmanager
     def applying(self, outcome: Outcome, *, settled: bool = False) -> Iterator[None]:
-        """Holds the lock while the update of ``outcome`` runs.  Raises ``FencedOff`` instead if it may not run (``Member.apply``)."""
+        """Holds the lock while the update of ``outcome`` runs.  Raises ``FencedOff`` instead if it may not
+        run (``Member.apply``).
+        """
         with self as member:
             shard = member.apply(outcome, time.monotonic(), settled=settled)
             try:

@@ -1,8 +1,10 @@
-"""Finds out what stopped a generation here: the job, a peer, the bucket, or this process's own device or disk.
+"""Finds out what stopped a generation here: the job, a peer, the bucket, or this process's own device or
+disk.
 
-An error of a device that cannot be mended (a failed assertion in a kernel, an illegal address, a hardware fault) is *sticky*.  Its cause
-was launched long ago.  It appears in the next call to the device, which may be a peer's collective or our own polling, and then in every
-later call of this process.  So neither its class nor its place tells it from other errors; another call to the device does.
+An error of a device that cannot be mended (a failed assertion in a kernel, an illegal address, a hardware
+fault) is *sticky*.  Its cause was launched long ago.  It appears in the next call to the device, which may be
+a peer's collective or our own polling, and then in every later call of this process.  So neither its class
+nor its place tells it from other errors; another call to the device does.
 """
 
 from __future__ import annotations
@@ -17,7 +19,15 @@ import torch
 import torch.distributed as dist
 
 from elastic.engine.parallelize import parallelize
-from elastic.errors import AbortStuck, CopyLost, ElasticError, FencedOff, ReplicasDiffer, StateDamaged, WorldBroken
+from elastic.errors import (
+    AbortStuck,
+    CopyLost,
+    ElasticError,
+    FencedOff,
+    ReplicasDiffer,
+    StateDamaged,
+    WorldBroken,
+)
 from elastic.protocol.commit_record import BadRecord
 from elastic.protocol.events import DIFFER
 from elastic.state.snapshot import NoMemory
@@ -37,7 +47,8 @@ REFUSALS = {
 }
 """Words of NCCL and gloo where trying again in the same process cannot help, and their meaning.
 
-NCCL says "invalid usage" of two members on one GPU, and of members with other versions of NCCL (NCCL 2.28, ``src/init.cc``).
+NCCL says "invalid usage" of two members on one GPU, and of members with other versions of NCCL (NCCL 2.28,
+``src/init.cc``).
 """
 WORDS = 300
 """Characters of a library's words that the story tells."""
@@ -46,7 +57,9 @@ SOURCE = re.compile(r"\[[^\]]*\.(?:cc|cpp|h):\d+\] ?")
 
 
 def touch(device: torch.device) -> None:
-    """Makes the cheapest call to ``device``.  It never waits, and raises if this process cannot use the device any more."""
+    """Makes the cheapest call to ``device``.  It never waits, and raises if this process cannot use the
+    device any more.
+    """
     if device.type == "cuda":
         torch.cuda.current_stream(device).query()
 
@@ -54,10 +67,11 @@ def touch(device: torch.device) -> None:
 def classify(error: Exception, ask_device: Callable[[], None], *, forming: bool = False) -> tuple[str, str]:
     """Returns (cause of ``Broken``, signature) of the error that stopped a generation here.
 
-    ``ask_device`` is :func:`touch` for this worker's device.  A failed collective is a peer's doing; the place where the exception was
-    raised tells it from an error in the user's code (:func:`in_a_collective`).  ``forming`` means that no step had begun: if memory is
-    short then, earlier worlds may have left some behind, and a new process has it; and the words of a communication library are the
-    signature.  If it refuses, no peer is to blame.
+    ``ask_device`` is :func:`touch` for this worker's device.  A failed collective is a peer's doing; the
+    place where the exception was raised tells it from an error in the user's code (:func:`in_a_collective`).
+    ``forming`` means that no step had begun: if memory is short then, earlier worlds may have left some
+    behind, and a new process has it; and the words of a communication library are the signature.  If it
+    refuses, no peer is to blame.
     """
     if isinstance(error, FencedOff):
         return "lease", ""
@@ -76,22 +90,32 @@ def classify(error: Exception, ask_device: Callable[[], None], *, forming: bool 
     if isinstance(error, CopyLost):
         return "copy", error.keeper
     if isinstance(error, StorageError | BadRecord | WorldBroken | dist.DistError) or in_a_collective(error):
-        refused = next((meaning for words, meaning in REFUSALS.items() if words in str(error)), "") if forming else ""
+        refused = (
+            next((meaning for words, meaning in REFUSALS.items() if words in str(error)), "")
+            if forming
+            else ""
+        )
         ours = isinstance(error, ElasticError | StorageError | BadRecord)
-        return ("setup", refused) if refused else ("peer", in_its_words(error) if forming and not ours else "")
+        return (
+            ("setup", refused) if refused else ("peer", in_its_words(error) if forming and not ours else "")
+        )
     return "job", _signature(error)
 
 
 def in_a_collective(error: Exception) -> bool:
-    """Returns whether ``error`` was raised where torch talks with peers: by a collective, or by what waits for one.
+    """Returns whether ``error`` was raised where torch talks with peers: by a collective, or by what waits
+    for one.
 
-    Much of ``torch.distributed`` talks with nobody.  It refuses what the job's model or loss asks of it: where a model is wrapped, where
-    tensors that are split are used, and by errors of other classes than those of communication.
+    Much of ``torch.distributed`` talks with nobody.  It refuses what the job's model or loss asks of it:
+    where a model is wrapped, where tensors that are split are used, and by errors of other classes than those
+    of communication.
     """
     last = traceback.extract_tb(error.__traceback__)[-1].filename
     if COLLECTIVES in last or "/torch/distributed/" not in last:
         return COLLECTIVES in last
-    wrapping = any(frame.f_code is parallelize.__code__ for frame, _ in traceback.walk_tb(error.__traceback__))
+    wrapping = any(
+        frame.f_code is parallelize.__code__ for frame, _ in traceback.walk_tb(error.__traceback__)
+    )
     refused = isinstance(error, NotImplementedError) or not isinstance(error, RuntimeError)
     return not (wrapping or refused or SPLIT_TENSORS in last)
 
@@ -99,19 +123,24 @@ def in_a_collective(error: Exception) -> bool:
 def plainly(error: Exception, *, words: str = "") -> str:
     """Returns what happened, for an error that is not the user's.
 
-    The ``words`` of a communication library are told of a world that was being formed, where they may be all that anybody knows.  After a
-    death they say no more than this does, and are left to the log.
+    The ``words`` of a communication library are told of a world that was being formed, where they may be all
+    that anybody knows.  After a death they say no more than this does, and are left to the log.
     """
     if isinstance(error, ElasticError | StorageError | BadRecord):
         return str(error)
     happened = "the connection to another member broke, or that member does not answer"
-    return f"{happened}; the library says: {words}" if words else f"{happened}; this worker's log has the library's own words"
+    return (
+        f"{happened}; the library says: {words}"
+        if words
+        else (f"{happened}; this worker's log has the library's own words")
+    )
 
 
 def in_its_words(error: Exception) -> str:
     """Returns the line in which a communication library says what happened, without places in its source.
 
-    That is what follows "Last error:" in a message of NCCL, if anything does, or the line with the name of NCCL's error.
+    That is what follows "Last error:" in a message of NCCL, if anything does, or the line with the name of
+    NCCL's error.
     """
     lines = [line.strip() for line in str(error).partition("Exception raised from")[0].splitlines()]
     said = [line for line in lines if line and line != "Last error:"]
@@ -129,9 +158,12 @@ def _signature(error: Exception) -> str:
 def tell_where_all_stand() -> None:
     """Writes the stack of every thread to the log.
 
-    It holds the GIL meanwhile: ``faulthandler`` walks the frames of running threads, which sometimes ends the process (cpython issue
-    116008).
+    It holds the GIL meanwhile: ``faulthandler`` walks the frames of running threads, which sometimes ends the
+    process (cpython issue 116008).
     """
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     for ident, frame in sys._current_frames().items():
-        print(f"thread {names.get(ident, ident)} stands at\n{''.join(traceback.format_stack(frame))}", flush=True)
+        print(
+            f"thread {names.get(ident, ident)} stands at\n{''.join(traceback.format_stack(frame))}",
+            flush=True,
+        )

@@ -1,8 +1,10 @@
-"""The loop that trains: our own, in three lines, or a function of the user's that goes through the same steps.
+"""The loop that trains: our own, in three lines, or a function of the user's that goes through the same
+steps.
 
-``loop(ctx)`` is called on every member, once for each world: if a member is lost or joins, the function is left by an exception and called
-again, in the same process, and ``ctx.steps()`` goes on where the world stands.  So what stands between two steps may run twice for one step
-number, and only what the engine keeps (weights, moments, buffers) and what depends on the number of the step is the same again.
+``loop(ctx)`` is called on every member, once for each world: if a member is lost or joins, the function is
+left by an exception and called again, in the same process, and ``ctx.steps()`` goes on where the world
+stands.  So what stands between two steps may run twice for one step number, and only what the engine keeps
+(weights, moments, buffers) and what depends on the number of the step is the same again.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ from elastic.train.step import Step
 
 
 class _WorldEnds(BaseException):
-    """Leaves the loop at a boundary that is not the end of the run: the function is called again in the next world."""
+    """Leaves the loop at a boundary that is not the end of the run: the function is called again in the next
+    world.
+    """
 
 
 @dataclass(frozen=True)
@@ -34,9 +38,11 @@ class Built:
     """The model of this world, with the weights of the run."""
 
     model: nn.Module
-    """The job's model, wrapped for this world.  Call it, on every member; do not change it, and keep it in no place that outlives the loop.
+    """The job's model, wrapped for this world.  Call it, on every member; do not change it, and keep it in no
+    place that outlives the loop.
 
-    Its parameters are what it computes with: of an older step until it is called, in the format of forward, perhaps only a part of each.
+    Its parameters are what it computes with: of an older step until it is called, in the format of forward,
+    perhaps only a part of each.
     """
     step: int
     """The number of the step after which these weights are."""
@@ -54,7 +60,8 @@ class Context:
         stop: Callable[[str], None] = lambda reason: None,
         leave: Callable[[], None] = lambda: None,
     ) -> None:
-        """``steps()`` yields the steps of the world, and returns whether the run ends there.  ``stop`` gets the reason of :meth:`stop`.
+        """``steps()`` yields the steps of the world, and returns whether the run ends there.  ``stop`` gets
+        the reason of :meth:`stop`.
 
         ``leave()`` makes the newest step the last one of the run, because the loop was left behind it.
         """
@@ -70,7 +77,8 @@ class Context:
     def build(self) -> Built:
         """Returns the model, with the weights at which this world begins.
 
-        A call of it between steps has the weights after the last commit, for which the members may gather them: all must call it.
+        A call of it between steps has the weights after the last commit, for which the members may gather
+        them: all must call it.
         """
         if not self._built:
             before_calls(self._state.model, self._refresh)
@@ -82,7 +90,8 @@ class Context:
             self._state.parameters.refresh()
 
     def on_committed(self, function: Callable[[int], object]) -> None:
-        """Lets ``function(step)`` be called for each committed step, in order, on one member; see :class:`Effects`.
+        """Lets ``function(step)`` be called for each committed step, in order, on one member; see
+        :class:`Effects`.
 
         It may not call the model, since the other members do not.  It is called before the loop goes on.
         """
@@ -92,8 +101,9 @@ class Context:
     def steps(self) -> Iterator[Step]:
         """Yields the steps of the run that are to be done, each to be committed before the next comes.
 
-        It ends after the last step of the run: that of the job, or the one with which :meth:`stop` ends the run.  If it is left before, by
-        ``break`` or ``return``, on every member after the same step, that step is the last one of the run.
+        It ends after the last step of the run: that of the job, or the one with which :meth:`stop` ends the
+        run.  If it is left before, by ``break`` or ``return``, on every member after the same step, that step
+        is the last one of the run.
         """
         self._expect(not self._begun, "ctx.steps() is called twice; go through it once")
         self._begun = True
@@ -125,17 +135,26 @@ class Context:
             raise
 
     def stop(self, reason: str) -> None:
-        """Ends the run with the next step that is committed, on all members, with a save: before ``step.commit()`` that is the present one.
+        """Ends the run with the next step that is committed, on all members, with a save: before
+        ``step.commit()`` that is the present one.
 
         ``reason`` is shown.  One member that asks is enough.
         """
-        self._expect(isinstance(reason, str) and bool(reason.strip()), f"ctx.stop({reason!r}): say why in words")
+        self._expect(
+            isinstance(reason, str) and bool(reason.strip()), (f"ctx.stop({reason!r}): say why in words")
+        )
         self._stop(reason)
 
     def _leave_early(self) -> None:
-        """Says at once that the loop was left, since what comes after it may take long.  An error is raised once it has returned."""
+        """Says at once that the loop was left, since what comes after it may take long.  An error is raised
+        once it has returned.
+        """
         step = self._step
-        if self._left or not self._state.shard.version.step or (step is not None and (step.failed is not None or self._is_within)):
+        if (
+            self._left
+            or not self._state.shard.version.step
+            or (step is not None and (step.failed is not None or self._is_within))
+        ):
             return
         self._left = True
         try:
@@ -152,7 +171,8 @@ class Context:
     def run(self, loop: Callable[[Context], object]) -> None:
         """Calls ``loop``.  If it is left before the last step of the run, the newest step is the last one.
 
-        Raises :class:`LoopError` if it is left without any step, or within one, and what it raises, or has hidden.
+        Raises :class:`LoopError` if it is left without any step, or within one, and what it raises, or has
+        hidden.
         """
         broken = False
         try:
@@ -179,8 +199,14 @@ class Context:
         if self._over or self._left:
             return
         step = self._state.shard.version.step
-        self._expect(self._begun and step > 0, f"it ended after step {step} of {self.job.steps}; go through ctx.steps()")
-        self._expect(not self._is_within, f"it was left within step {step + 1}; leave it after step.commit(), or before the first batch")
+        self._expect(
+            self._begun and step > 0,
+            (f"it ended after step {step} of {self.job.steps}; go through ctx.steps()"),
+        )
+        self._expect(
+            not self._is_within,
+            (f"it was left within step {step + 1}; leave it after step.commit(), or before the first batch"),
+        )
         self._left = True
         self._state.guard.check()
         self._leave()
@@ -191,7 +217,9 @@ class Context:
 
 
 def _raises(frame: FrameType) -> bool:
-    """Returns whether an error is on its way through ``frame``, which no ``sys.exc_info()`` shows: its traceback names the frame."""
+    """Returns whether an error is on its way through ``frame``, which no ``sys.exc_info()`` shows: its
+    traceback names the frame.
+    """
     return any(isinstance(each, TracebackType) for each in gc.get_referrers(frame))
 
 

@@ -1,7 +1,9 @@
-"""The side effects of committed steps: functions of the user's that are told each step, and the note in the bucket of which were told.
+"""The side effects of committed steps: functions of the user's that are told each step, and the note in the
+bucket of which were told.
 
-The note is written by a thread of its own, because a bucket may take seconds for it, and no step waits for a bucket.  While one note is on
-its way, more steps may be told; the next note then has the newest of them.  So the note is behind by what was told during one write.
+The note is written by a thread of its own, because a bucket may take seconds for it, and no step waits for a
+bucket.  While one note is on its way, more steps may be told; the next note then has the newest of them.  So
+the note is behind by what was told during one write.
 """
 
 from __future__ import annotations
@@ -17,17 +19,23 @@ from storage.objects import ObjectStore
 
 FORMAT = 1
 BROKEN_S = 2.0
-"""Seconds that a world that broke waits for the last note.  All others wait for this member then; what has no note is only told again."""
+"""Seconds that a world that broke waits for the last note.  All others wait for this member then; what has no
+note is only told again.
+"""
 ENDS_S = 20.0
-"""Seconds that a world that ends in peace waits for it; the next one forms meanwhile, and a bucket may be down."""
+"""Seconds that a world that ends in peace waits for it; the next one forms meanwhile, and a bucket may be
+down.
+"""
 
 
 class Effects:
-    """Calls the user's functions for each committed step, on world rank 0, and has it noted in the bucket for which they have been called.
+    """Calls the user's functions for each committed step, on world rank 0, and has it noted in the bucket for
+    which they have been called.
 
-    Each committed step is told, in order, over kills of any process and over steps that are done again.  A step of which the bucket has the
-    note is never told again.  Those without one, the last that were told, are told once more if the process dies, or if the world ends and
-    the note takes longer than :data:`ENDS_S`, or :data:`BROKEN_S`; the functions can tell by the number.  A branch tells its own steps.
+    Each committed step is told, in order, over kills of any process and over steps that are done again.  A
+    step of which the bucket has the note is never told again.  Those without one, the last that were told,
+    are told once more if the process dies, or if the world ends and the note takes longer than
+    :data:`ENDS_S`, or :data:`BROKEN_S`; the functions can tell by the number.  A branch tells its own steps.
     """
 
     def __init__(self, store: ObjectStore, run: str, *, tells: bool) -> None:
@@ -42,14 +50,17 @@ class Effects:
     def begin(self, step: int) -> None:
         """Tells the steps up to ``step``, at which the world stands, that were committed and not told.
 
-        It waits for the bucket, since a step that is told before there is a note would be lost to whoever looks for the first one.
+        It waits for the bucket, since a step that is told before there is a note would be lost to whoever
+        looks for the first one.
         """
         if self._functions and self._tells:
             self._note.begin(step)
         self.committed(step)
 
     def committed(self, step: int) -> None:
-        """Tells the steps up to ``step``.  If it is not known yet which were told, that is left to the next call."""
+        """Tells the steps up to ``step``.  If it is not known yet which were told, that is left to the next
+        call.
+        """
         self._reached = step
         if not self._functions or not self._tells or (told := self._note.told) is None:
             return self._note.stir()
@@ -60,7 +71,9 @@ class Effects:
             self._note.stir()
 
     def close(self, *, broken: bool) -> None:
-        """Waits for the last note, so that nobody tells its step again; at most :data:`ENDS_S`, or :data:`BROKEN_S` if the world broke."""
+        """Waits for the last note, so that nobody tells its step again; at most :data:`ENDS_S`, or
+        :data:`BROKEN_S` if the world broke.
+        """
         if self._note.close(BROKEN_S if broken else ENDS_S) and not broken:
             self.committed(self._reached)  # what is known only now
             self._note.write()
@@ -78,9 +91,13 @@ class _Note:
         self._thread: threading.Thread | None = None
 
     def begin(self, step: int) -> None:
-        """Finds out which steps were told before ``step``, or notes that a run begins to tell after it.  Returns after one attempt."""
+        """Finds out which steps were told before ``step``, or notes that a run begins to tell after it.
+        Returns after one attempt.
+        """
         self._begun = step
-        self._thread = keep_going(self._work, "the note of the told steps", lambda text: print(text, flush=True))
+        self._thread = keep_going(
+            self._work, "the note of the told steps", lambda text: print(text, flush=True)
+        )
         self.stir()
         self._asked.wait()
 
@@ -89,7 +106,9 @@ class _Note:
         self._stirred.set()
 
     def close(self, patience_s: float) -> bool:
-        """Lets the thread do what is left to do, once, and waits so many seconds for it.  Returns whether it has."""
+        """Lets the thread do what is left to do, once, and waits so many seconds for it.  Returns whether it
+        has.
+        """
         self._closing = True
         self.stir()
         if self._thread is None:
@@ -105,7 +124,13 @@ class _Note:
                 self._store.put(self._key, seal({"format": FORMAT, "step": told}))
                 self._noted = told
             except StorageError as error:
-                print(f"that step {told} was told to the functions of ctx.on_committed() could not be noted: {error}", flush=True)
+                print(
+                    (
+                        f"that step {told} was told to the functions of ctx.on_committed() could not be "
+                        f"noted: {error}"
+                    ),
+                    flush=True,
+                )
 
     def _work(self) -> None:
         while True:
@@ -126,10 +151,15 @@ class _Note:
         try:
             key = f"{self._run}/effects/{max(branches.Branches(self._store, self._run).newest(), 1):06d}.json"
             try:
-                self._noted = told = int(unseal(self._store.get(key), self._store.full_name(key), FORMAT)["step"])
+                self._noted = told = int(
+                    unseal(self._store.get(key), self._store.full_name(key), FORMAT)["step"]
+                )
             except (Missing, Damaged):
                 told = self._begun
             self._key, self.told = key, told
             self.write()
         except StorageError as error:
-            print(f"which steps were told to the functions of ctx.on_committed() is not known yet: {error}", flush=True)
+            print(
+                f"which steps were told to the functions of ctx.on_committed() is not known yet: {error}",
+                flush=True,
+            )

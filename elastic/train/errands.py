@@ -1,7 +1,9 @@
-"""Makes what a run owes for a checkpoint (:mod:`elastic.runs.owed`) from the bucket: an export, samples of text, or a validation.
+"""Makes what a run owes for a checkpoint (:mod:`elastic.runs.owed`) from the bucket: an export, samples of
+text, or a validation.
 
-Exports and samples are made on the CPU, and nothing of them belongs to a world.  A spare worker makes a validation in a world of its own.
-Several processes may make the same at once: the bytes are the same, and only one of them notes it.
+Exports and samples are made on the CPU, and nothing of them belongs to a world.  A spare worker makes a
+validation in a world of its own. Several processes may make the same at once: the bytes are the same, and
+only one of them notes it.
 """
 
 from __future__ import annotations
@@ -39,25 +41,35 @@ AGAIN_S = 5.0
 """Seconds from a validation by a spare that met a bucket which did not answer to the next attempt."""
 
 Progressed = Callable[[], None]
-"""The function that an errand calls after each small part of its work, so that whoever waits for it sees that it makes progress."""
+"""The function that an errand calls after each small part of its work, so that whoever waits for it sees that
+it makes progress.
+"""
 Made = tuple[dict[str, Any], str]
 """The document of what was made, and the sentence that tells of it."""
 
 
 def pay(run: Run, job: Job, debt: Debt) -> tuple[str, bool]:
-    """Makes what is owed with the settings that were recorded when its checkpoint was saved; all else is as ``job`` says.
+    """Makes what is owed with the settings that were recorded when its checkpoint was saved; all else is as
+    ``job`` says.
 
     Returns and raises as :func:`attempt`.
     """
-    return attempt(run, debt, lambda progressed: WORK[debt.kind](run, recorded.of(run).job(job, debt.version), debt, progressed))
+    return attempt(
+        run,
+        debt,
+        lambda progressed: WORK[debt.kind](run, recorded.of(run).job(job, debt.version), debt, progressed),
+    )
 
 
-def attempt(run: Run, debt: Debt, make: Callable[[Progressed], Made], *, traced: bool = False) -> tuple[str, bool]:
-    """Notes what ``make`` returns, or that it failed.  Returns the sentence for the story, and whether it is done.
+def attempt(
+    run: Run, debt: Debt, make: Callable[[Progressed], Made], *, traced: bool = False
+) -> tuple[str, bool]:
+    """Notes what ``make`` returns, or that it failed.  Returns the sentence for the story, and whether it is
+    done.
 
-    With ``traced``, the traceback of a failure goes to the log of this process.
-    The sentence is "" if somebody else was first.  Raises :class:`Unavailable` if the bucket does not answer, and :class:`FencedOff` if
-    there is something else to do: these are no failures.
+    With ``traced``, the traceback of a failure goes to the log of this process. The sentence is "" if
+    somebody else was first.  Raises :class:`Unavailable` if the bucket does not answer, and
+    :class:`FencedOff` if there is something else to do: these are no failures.
     """
     try:
         about, told = make(owed.ProgressNote(run, debt))
@@ -71,11 +83,16 @@ def attempt(run: Run, debt: Debt, make: Callable[[Progressed], Made], *, traced:
 
 
 def export(run: Run, job: Job, debt: Debt, progressed: Progressed) -> Made:
-    """Writes the weights as one safetensors file into the bucket, with the bytes of model.safetensors of `elastic checkpoint export`."""
+    """Writes the weights as one safetensors file into the bucket, with the bytes of model.safetensors of
+    `elastic checkpoint export`.
+    """
     key = f"{job.name}/exports/{debt.version.step:012d}/g{debt.version.generation}/model.safetensors"
     file = run.checkpoints.export_model(debt.version, key, progressed)
-    run.store.tidy(f"{key.rpartition('/')[0]}/")  # what processes that died have left; one that lives tries again, and finds the export
-    return {"place": key, "bytes": file.size, "digest": file.blake3}, f"{debt}: {file.size:,} bytes in {run.store.full_name(key)}"
+    # what processes that died have left; one that lives tries again, and finds the export
+    run.store.tidy(f"{key.rpartition('/')[0]}/")
+    return {"place": key, "bytes": file.size, "digest": file.blake3}, (
+        f"{debt}: {file.size:,} bytes in {run.store.full_name(key)}"
+    )
 
 
 def samples(run: Run, job: Job, debt: Debt, progressed: Progressed) -> Made:
@@ -89,27 +106,44 @@ def samples(run: Run, job: Job, debt: Debt, progressed: Progressed) -> Made:
         begun = encoded(encoder, prompt)
         end = encoder.coding.end_of_document
         found = list[int]()
-        for token in generate(model, begun, asked.tokens, asked.temperature, generator, end, getattr(dataset, "seq_len", None)):
+        for token in generate(
+            model, begun, asked.tokens, asked.temperature, generator, end, getattr(dataset, "seq_len", None)
+        ):
             found.append(token)
             progressed()
         tokens.append(found)
         texts.append(encoder.decode(np.array(found, encoder.coding.dtype)).decode(errors="replace"))
-    about = {"prompts": list(asked.prompts), "texts": texts, "tokens": tokens, "temperature": asked.temperature, "seed": asked.seed}
+    about = {
+        "prompts": list(asked.prompts),
+        "texts": texts,
+        "tokens": tokens,
+        "temperature": asked.temperature,
+        "seed": asked.seed,
+    }
     said = "; ".join(f"{prompt!r} → {text!r}" for prompt, text in zip(asked.prompts, texts, strict=True))
     return about, f"{debt}: {said}"
 
 
-WORK: Mapping[str, Callable[[Run, Job, Debt, Progressed], Made]] = {owed.EXPORT: export, owed.SAMPLES: samples}
+WORK: Mapping[str, Callable[[Run, Job, Debt, Progressed], Made]] = {
+    owed.EXPORT: export,
+    owed.SAMPLES: samples,
+}
 """The functions that make what any process can make, by its kind."""
 
 
 def validate_by_spare(
-    session: Session, device: torch.device, checkpoints: Checkpoints, version: Version, interrupted: Callable[[], bool]
+    session: Session,
+    device: torch.device,
+    checkpoints: Checkpoints,
+    version: Version,
+    interrupted: Callable[[], bool],
 ) -> None:
-    """Validates a checkpoint while the others train (``validation.by = "spares"``), and notes the result in the bucket, or that it failed.
+    """Validates a checkpoint while the others train (``validation.by = "spares"``), and notes the result in
+    the bucket, or that it failed.
 
-    The spare reads the checkpoint into a world of its own, on its own device, so the result has the bits that the members would have found.
-    It drops the work at the next slice or microbatch once it is ``interrupted`` by an order; the validation then stays owed.
+    The spare reads the checkpoint into a world of its own, on its own device, so the result has the bits that
+    the members would have found. It drops the work at the next slice or microbatch once it is ``interrupted``
+    by an order; the validation then stays owed.
     """
     run, debt = Run(session.job, checkpoints.store), Debt(version, owed.VALIDATION)
 
@@ -119,7 +153,9 @@ def validate_by_spare(
             return interrupted()
 
         found = evaluate_between(session, device, checkpoints, version, asked)
-        return owed.validated(found, held_out_of(session)), f"{told_of(version.step, found)}, by this spare worker"
+        return owed.validated(found, held_out_of(session)), (
+            f"{told_of(version.step, found)}, by this spare worker"
+        )
 
     while True:
         again_at = 0.0
@@ -140,7 +176,9 @@ def validate_by_spare(
 
 
 def encoder_of(dataset: object) -> Encoder:
-    """Returns the encoder of the dataset, or of the first part of a mixture that has one; else each byte is a token."""
+    """Returns the encoder of the dataset, or of the first part of a mixture that has one; else each byte is a
+    token.
+    """
     for each in (dataset, *getattr(dataset, "parts", ())):
         if callable(made := getattr(each, "encoder", None)):
             found: Encoder = made()
@@ -156,9 +194,16 @@ def encoded(encoder: Encoder, prompt: str) -> list[int]:
 
 @torch.no_grad()
 def generate(
-    model: nn.Module, begun: list[int], most: int, temperature: float, generator: torch.Generator, end: int, window: int | None
+    model: nn.Module,
+    begun: list[int],
+    most: int,
+    temperature: float,
+    generator: torch.Generator,
+    end: int,
+    window: int | None,
 ) -> Iterator[int]:
-    """Yields at most ``most`` tokens that follow ``begun``, up to the end of a document.  The model sees the last ``window`` of them.
+    """Yields at most ``most`` tokens that follow ``begun``, up to the end of a document.  The model sees the
+    last ``window`` of them.
 
     With ``temperature`` 0 each is the most likely one, the first of several.
     """
@@ -177,26 +222,40 @@ def generate(
 
 
 def _logits(found: Any, tokens: Tensor, model: nn.Module) -> Tensor:
-    """Returns what the model has ``found`` for tokens, [1, seq, vocabulary].  Raises :class:`ModelError` if that is something else."""
+    """Returns what the model has ``found`` for tokens, [1, seq, vocabulary].  Raises :class:`ModelError` if
+    that is something else.
+    """
     if not isinstance(found, Tensor) or found.dim() != 3 or found.shape[:2] != tokens.shape:
-        what = f"a tensor of shape {list(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
+        what = (
+            f"a tensor of shape {list(found.shape)}"
+            if isinstance(found, Tensor)
+            else f"a {type(found).__name__}"
+        )
         raise ModelError(
-            f"samples.every: {type(model).__name__} returns {what} for tokens of shape {list(tokens.shape)}; text can be written by a "
-            f"model that returns logits, [batch, seq, vocabulary]; leave [samples] out, or let forward(tokens) return them"
+            f"samples.every: {type(model).__name__} returns {what} for tokens of shape "
+            f"{list(tokens.shape)}; text can be written by a "
+            "model that returns logits, [batch, seq, vocabulary]; leave [samples] out, or let "
+            "forward(tokens) return them"
         )
     return found
 
 
 def check_samples(job: Job, model: nn.Module, dataset: object) -> None:
-    """Raises :class:`ModelError` if the model, which is on the meta device, cannot continue the prompts of the job."""
+    """Raises :class:`ModelError` if the model, which is on the meta device, cannot continue the prompts of
+    the job.
+    """
     if not job.samples.every:
         return
     encoder, window = encoder_of(dataset), getattr(dataset, "seq_len", None)
     for prompt in job.samples.prompts:
         tokens = encoded(encoder, prompt)
         if not tokens:
-            raise ModelError(f"samples.prompts: {prompt!r} has no token that the model could continue; give it some text")
-        shown = torch.zeros((1, len(tokens[-window:] if window else tokens)), dtype=torch.int64, device="meta")
+            raise ModelError(
+                f"samples.prompts: {prompt!r} has no token that the model could continue; give it some text"
+            )
+        shown = torch.zeros(
+            (1, len(tokens[-window:] if window else tokens)), dtype=torch.int64, device="meta"
+        )
         try:
             with torch.no_grad(), torch.device("meta"):
                 found = model(shown)
@@ -205,7 +264,8 @@ def check_samples(job: Job, model: nn.Module, dataset: object) -> None:
         vocabulary = _logits(found, shown, model).shape[2]
         if max(tokens) >= vocabulary:
             raise ModelError(
-                f"samples.prompts: {prompt!r} has the token {max(tokens)}, and the model knows {vocabulary}; leave [samples] out, or give "
+                f"samples.prompts: {prompt!r} has the token {max(tokens)}, and the model knows "
+                f"{vocabulary}; leave [samples] out, or give "
                 f"the dataset an encoder() whose tokens the model knows"
             )
 
@@ -216,19 +276,31 @@ def restored(job: Job, reader: Reader, progressed: Progressed = lambda: None) ->
     Raises :class:`ModelError` if the checkpoint lacks one of them.
     """
     model = build_model(job, builder_of(job))
-    named: dict[tuple[str, str], Tensor] = {("parameter", name): each for name, each in model.named_parameters()}
+    named: dict[tuple[str, str], Tensor] = {
+        ("parameter", name): each for name, each in model.named_parameters()
+    }
     persistent = model.state_dict(keep_vars=True).keys()
     for name, each in model.named_buffers():
         named[BUFFERS[0] if name in persistent else BUFFERS[1], name] = each
     stored = {(each.kind, each.name): each for each in reader.tensors()}
     if lacking := [name for kind, name in named if (kind, name) not in stored]:
-        raise ModelError(f"model = {job.model!r}: {lacking[0]!r} is not in the checkpoint; use the model of the run")
+        raise ModelError(
+            f"model = {job.model!r}: {lacking[0]!r} is not in the checkpoint; use the model of the run"
+        )
     made = dict[int, Any]()
     for part, data in reader.read([stored[key].whole() for key in named]):
         tensor, there = stored[part.kind, part.name], named[part.kind, part.name]
-        value = torch.frombuffer(bytearray(data), dtype=DTYPES[tensor.dtype]) if part.count else torch.empty(0, dtype=DTYPES[tensor.dtype])
+        value = (
+            torch.frombuffer(bytearray(data), dtype=DTYPES[tensor.dtype])
+            if part.count
+            else torch.empty(0, dtype=DTYPES[tensor.dtype])
+        )
         value = value.view(tensor.shape)
-        made[id(there)] = nn.Parameter(value, requires_grad=there.requires_grad) if isinstance(there, nn.Parameter) else value
+        made[id(there)] = (
+            nn.Parameter(value, requires_grad=there.requires_grad)
+            if isinstance(there, nn.Parameter)
+            else value
+        )
         progressed()
     for module in model.modules():  # a weight that modules share stays shared
         for held in (module._parameters, module._buffers):

@@ -1,4 +1,6 @@
-"""Faults that a worker performs on itself, at an exact point of an exact step: the real signal, the real exit, the real exception."""
+"""Faults that a worker performs on itself, at an exact point of an exact step: the real signal, the real
+exit, the real exception.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,12 @@ from elastic.engine.parallelize import sharding_table
 EXIT_CODE = 17
 """Exit code of a worker that performs a fault of kind "exit"; nothing else exits with it."""
 HELD_S = 600.0
-"""Seconds for which a fault of kind "held_gil" holds the GIL if it has no duration: longer than any deadline."""
+"""Seconds for which a fault of kind "held_gil" holds the GIL if it has no duration: longer than any deadline.
+"""
 HOG_BYTES = 256 * 2**20
-"""Bytes that a fault of kind "memory_hog" takes before it ends the process as the kernel would: few enough to spare other processes."""
+"""Bytes that a fault of kind "memory_hog" takes before it ends the process as the kernel would: few enough to
+spare other processes.
+"""
 PAGE_BYTES = 4096
 KINDS = (
     "SIGKILL",
@@ -70,7 +75,9 @@ class FaultOrder(NamedTuple):
 
 
 class Faults:
-    """The faults that are set for this worker.  ``strike`` performs the one that is set at a point; each happens once in a process."""
+    """The faults that are set for this worker.  ``strike`` performs the one that is set at a point; each
+    happens once in a process.
+    """
 
     def __init__(self, faults: tuple[WorkerFault, ...]) -> None:
         self.faults = list(faults)
@@ -82,7 +89,9 @@ class Faults:
         self._one_takes = threading.Lock()
 
     def ask(self, asked: FaultOrder) -> None:
-        """Sets a fault that happens when this process next reaches its point.  Raises ValueError for a kind not in :data:`KINDS`."""
+        """Sets a fault that happens when this process next reaches its point.  Raises ValueError for a kind
+        not in :data:`KINDS`.
+        """
         _check(asked.kind)
         self.asked.append(asked)
 
@@ -116,7 +125,8 @@ class Faults:
         compiled = middle._compiled_call_impl
         if compiled is None:
             middle.register_forward_hook(after)
-        else:  # the call goes round the compiled code: a hook would be traced into it and recompiled for every step
+        # the call goes round the compiled code: a hook would be traced into it and recompiled for every step
+        else:
 
             def call(*args: object, **named: object) -> Any:
                 output = compiled(*args, **named)
@@ -126,7 +136,9 @@ class Faults:
             middle._compiled_call_impl = call
 
     def strike(self, point: str, step: int, place: Position) -> None:
-        """Performs the fault that chaos has asked for at ``point``, if any, and then the one that the job sets here."""
+        """Performs the fault that chaos has asked for at ``point``, if any, and then the one that the job
+        sets here.
+        """
         if self.asked and (asked := self._take(point)):
             perform(asked.kind, asked.duration_s, asked.amount)
         for fault in self.faults:
@@ -137,7 +149,9 @@ class Faults:
                 return
 
     def _take(self, point: str) -> FaultOrder | None:
-        """Removes and returns the first fault that fits ``point``.  It holds a lock because the thread that saves reaches points too."""
+        """Removes and returns the first fault that fits ``point``.  It holds a lock because the thread that
+        saves reaches points too.
+        """
         with self._one_takes:
             found = next((each for each in self.asked if each.point in ("", point)), None)
             if found is not None:
@@ -148,8 +162,8 @@ class Faults:
 def perform(kind: str, duration_s: float = 0.0, amount: float = 0.0) -> None:
     """Performs a fault now, on this thread.
 
-    ``duration_s`` is for a held GIL, where 0 means ``HELD_S``; ``amount`` is for a skewed clock.  Raises ValueError for a kind not in
-    :data:`KINDS`.
+    ``duration_s`` is for a held GIL, where 0 means ``HELD_S``; ``amount`` is for a skewed clock.  Raises
+    ValueError for a kind not in :data:`KINDS`.
     """
     _check(kind)
     match kind:
@@ -164,14 +178,17 @@ def perform(kind: str, duration_s: float = 0.0, amount: float = 0.0) -> None:
         case "clock_skew":
             skew(amount)
         case "device_assert":
-            torch._assert_async(torch.zeros((), device="cuda"))  # it shows later, in the next call that asks the device
+            # it shows later, in the next call that asks the device
+            torch._assert_async(torch.zeros((), device="cuda"))
         case name:
             signal.raise_signal(signal.Signals[name])  # to this thread: a crash shows where it happened
 
 
 def _check(kind: str) -> None:
     if kind not in KINDS:
-        raise ValueError(f"kind = {kind!r} is not a fault that a worker can perform itself; these are {', '.join(KINDS)}")
+        raise ValueError(
+            f"kind = {kind!r} is not a fault that a worker can perform itself; these are {', '.join(KINDS)}"
+        )
 
 
 def hold_the_gil(duration_s: float) -> None:
@@ -180,7 +197,9 @@ def hold_the_gil(duration_s: float) -> None:
 
 
 def skew(amount: float) -> None:
-    """Makes ``time.monotonic`` of this process, which times its lease, run too fast from now on; ``amount`` 0.1 means 10 %."""
+    """Makes ``time.monotonic`` of this process, which times its lease, run too fast from now on; ``amount``
+    0.1 means 10 %.
+    """
     true, since = time.monotonic, time.monotonic()
     time.monotonic = lambda: since + (true() - since) * (1 + amount)
 

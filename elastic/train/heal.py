@@ -1,7 +1,8 @@
 """Brings every slice of a new shard to the plan's version, from the nearest place that holds it.
 
-All peers compute with the same pure function who sends what to whom, so there are no requests: each pair exchanges all its slices in a
-few messages.  A member copies the slices that it already holds from its own memory.
+All peers compute with the same pure function who sends what to whom, so there are no requests: each pair
+exchanges all its slices in a few messages.  A member copies the slices that it already holds from its own
+memory.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ from storage.slices import AVERAGE, Slice, Tensor
 WEIGHTS = ("parameter", *BUFFERS)
 """The kinds of tensors with which a run begins that takes the weights of another."""
 MESSAGE = 2**28
-"""Largest size of a message in bytes; both sides stage it on their device, beside the old and the new shard."""
+"""Largest size of a message in bytes; both sides stage it on their device, beside the old and the new shard.
+"""
 
 
 def nothing() -> None:
@@ -50,9 +52,11 @@ def nothing() -> None:
 
 
 def home_of(session: Session, plan: Plan, worker: WorkerId, held: Iterable[Shard] = ()) -> ShardHome | None:
-    """Returns the slot in which the worker's shard of a new world will live: the one that holds it already, if there is one.
+    """Returns the slot in which the worker's shard of a new world will live: the one that holds it already,
+    if there is one.
 
-    ``held`` are the shards that the worker holds until then.  Returns None if the job does not offload its state.
+    ``held`` are the shards that the worker holds until then.  Returns None if the job does not offload its
+    state.
     """
     if session.snapshots is None or not session.job.offloads:
         return None
@@ -61,15 +65,38 @@ def home_of(session: Session, plan: Plan, worker: WorkerId, held: Iterable[Shard
 
 
 class Healing:
-    """Heals one member's shard.  It begins without a group: threads read slices from keepers' copies while the members still connect."""
+    """Heals one member's shard.  It begins without a group: threads read slices from keepers' copies while
+    the members still connect.
+    """
 
-    def __init__(self, state: State, plan: Plan, worker: WorkerId, session: Session, leave_if_over: Callable[[], None] = nothing) -> None:
+    def __init__(
+        self,
+        state: State,
+        plan: Plan,
+        worker: WorkerId,
+        session: Session,
+        leave_if_over: Callable[[], None] = nothing,
+    ) -> None:
         """``leave_if_over()`` raises once the healing has become pointless."""
-        self.state, self.plan, self.worker, self.session, self.leave_if_over = state, plan, worker, session, leave_if_over
+        self.state, self.plan, self.worker, self.session, self.leave_if_over = (
+            state,
+            plan,
+            worker,
+            session,
+            leave_if_over,
+        )
         self.moves: tuple[Move, ...] = ()
         self._reading: Future[int] | None = None
         if plan.tier != "init":
-            self.moves = moves(state.tensors, plan.holders, plan.layout, plan.members, plan.nodes, partly=plan.tier == "bucket", of=worker)
+            self.moves = moves(
+                state.tensors,
+                plan.holders,
+                plan.layout,
+                plan.members,
+                plan.nodes,
+                partly=plan.tier == "bucket",
+                of=worker,
+            )
         home = state.shard.home
         self._there = home is not None and home.whole
         """True if the shard is in its slot already: nothing is read or copied."""
@@ -84,14 +111,24 @@ class Healing:
         with contextlib.ExitStack() as open_:
             for staging_stream in streams:
                 open_.enter_context(staging_stream)
-            return read(state.shard, state.tensors, self.plan, access, self.moves, streams, partial(self._got_further, self.leave_if_over))
+            return read(
+                state.shard,
+                state.tensors,
+                self.plan,
+                access,
+                self.moves,
+                streams,
+                partial(self._got_further, self.leave_if_over),
+            )
 
-    def finish(self, there: list[Shard], checkpoints: Checkpoints, hook: Callable[[], None] = nothing) -> None:
+    def finish(
+        self, there: list[Shard], checkpoints: Checkpoints, hook: Callable[[], None] = nothing
+    ) -> None:
         """Fills the rest of the shard.
 
-        ``there`` has the shards that this worker still holds, of any version and layout.  ``hook`` is called several times on the way.
-        Raises :class:`WorldBroken` if a member is lost (:class:`CopyLost`: if a keeper's copy cannot be read), :class:`StateMissing`, and
-        the errors of the bucket.
+        ``there`` has the shards that this worker still holds, of any version and layout.  ``hook`` is called
+        several times on the way. Raises :class:`WorldBroken` if a member is lost (:class:`CopyLost`: if a
+        keeper's copy cannot be read), :class:`StateMissing`, and the errors of the bucket.
         """
         counters = self.session.counters
         if self.plan.tier == "init":
@@ -119,7 +156,9 @@ class Healing:
             return
         if self._there:
             state.read_the_rest()
-        counters["healed_live_bytes"] += from_members(state, plan, self.worker, there, self.moves, hook, fill=not self._there)
+        counters["healed_live_bytes"] += from_members(
+            state, plan, self.worker, there, self.moves, hook, fill=not self._there
+        )
         if self._reading is not None:
             counters["healed_host_bytes"] += self._reading.result()
         if plan.tier == "bucket" and not self._there:
@@ -127,14 +166,18 @@ class Healing:
             counters["healed_bucket_bytes"] += from_bucket(state, plan, checkpoints, left, hook)
 
     def settle(self) -> None:
-        """Makes the slot in which the shard lives its copy.  It is called once it is certain that nothing was torn."""
+        """Makes the slot in which the shard lives its copy.  It is called once it is certain that nothing was
+        torn.
+        """
         state, snapshots = self.state, self.session.snapshots
         if snapshots is None or (home := state.shard.home) is None or self._there:
             return
         state.write_the_rest()
         with torch.no_grad():
             for key, value in home.values.items():
-                home.sums[home.blocks[key]] = digests(value.to(state.world.device, non_blocking=True)).to(home.sums.device)
+                home.sums[home.blocks[key]] = digests(value.to(state.world.device, non_blocking=True)).to(
+                    home.sums.device
+                )
                 home.let_go(key)
         snapshots.moved_in(state.shard, self.plan.version)
 
@@ -150,11 +193,12 @@ def from_members(
     *,
     fill: bool = True,
 ) -> int:
-    """Exchanges with the other members the slices that ``todo`` takes from live memory; returns the bytes received.
+    """Exchanges with the other members the slices that ``todo`` takes from live memory; returns the bytes
+    received.
 
-    Slices that this worker itself holds are copied from ``there``.  Without ``fill`` the shard stays as it is.  Raises
-    :class:`WorldBroken` if a member is lost, :class:`StateMissing` if this worker does not hold what the plan takes from it, and
-    :class:`StateDamaged` if that is in a file that changed.
+    Slices that this worker itself holds are copied from ``there``.  Without ``fill`` the shard stays as it
+    is.  Raises :class:`WorldBroken` if a member is lost, :class:`StateMissing` if this worker does not hold
+    what the plan takes from it, and :class:`StateDamaged` if that is in a file that changed.
     """
     tensors = {(tensor.kind, tensor.name): tensor for tensor in state.tensors}
     rank_of = {member: rank for rank, member in enumerate(plan.members)}
@@ -190,7 +234,8 @@ def from_members(
 def _find(sources: list[Shard], tensor: Tensor, wanted: Slice, sound: set[tuple[int, Key]]) -> torch.Tensor:
     """Returns the memory of ``wanted`` in the first of the shards that contains it.
 
-    ``sound`` has the slots and tensors that were looked at already.  Raises :class:`StateDamaged` if the tensor is in a file that changed.
+    ``sound`` has the slots and tensors that were looked at already.  Raises :class:`StateDamaged` if the
+    tensor is in a file that changed.
     """
     for shard in sources:
         if place_of(tensor, shard.cell, wanted) is not None:
@@ -203,32 +248,45 @@ def _find(sources: list[Shard], tensor: Tensor, wanted: Slice, sound: set[tuple[
 
 
 def _exchange(
-    outgoing: dict[int, list[torch.Tensor]], incoming: dict[int, list[torch.Tensor]], world: World, hook: Callable[[], None]
+    outgoing: dict[int, list[torch.Tensor]],
+    incoming: dict[int, list[torch.Tensor]],
+    world: World,
+    hook: Callable[[], None],
 ) -> int:
     """Exchanges messages round by round, one for each pair of members in a round; returns the bytes received.
 
     Both sides list the same slices in the same order.
     """
-    sends, receives = ({rank: _messages(parts) for rank, parts in side.items()} for side in (outgoing, incoming))
+    sends, receives = (
+        {rank: _messages(parts) for rank, parts in side.items()} for side in (outgoing, incoming)
+    )
     rounds = max((len(messages) for messages in (*sends.values(), *receives.values())), default=1)
     received = 0
     for turn in range(rounds):
         if turn:
             hook()  # a member that was fenced meanwhile, and perhaps aborted, must launch nothing more
-        sending, receiving = ({rank: each[turn] for rank, each in side.items() if turn < len(each)} for side in (sends, receives))
+        sending, receiving = (
+            {rank: each[turn] for rank, each in side.items() if turn < len(each)}
+            for side in (sends, receives)
+        )
         received += _exchange_at_once(sending, receiving, world, hook)
     return received
 
 
 def _messages(parts: list[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Returns ``parts``, in their order, as messages of at most ``MESSAGE`` bytes, or of one row if a row is larger.
+    """Returns ``parts``, in their order, as messages of at most ``MESSAGE`` bytes, or of one row if a row is
+    larger.
 
     The result depends on shapes alone, which both sides know.
     """
     messages: list[list[torch.Tensor]] = []
     room = 0
     for part in parts:
-        rows = part.split(max(1, MESSAGE * len(part) // part.nbytes)) if part.nbytes > MESSAGE and part.shape else (part,)
+        rows = (
+            part.split(max(1, MESSAGE * len(part) // part.nbytes))
+            if part.nbytes > MESSAGE and part.shape
+            else (part,)
+        )
         for piece in rows:
             if piece.nbytes > room or not messages:
                 messages.append([])
@@ -239,11 +297,17 @@ def _messages(parts: list[torch.Tensor]) -> list[list[torch.Tensor]]:
 
 
 def _exchange_at_once(
-    outgoing: dict[int, list[torch.Tensor]], incoming: dict[int, list[torch.Tensor]], world: World, hook: Callable[[], None]
+    outgoing: dict[int, list[torch.Tensor]],
+    incoming: dict[int, list[torch.Tensor]],
+    world: World,
+    hook: Callable[[], None],
 ) -> int:
     device = world.device
     sends = {rank: torch.cat([_bytes(part).to(device) for part in parts]) for rank, parts in outgoing.items()}
-    receives = {rank: torch.empty(sum(part.nbytes for part in parts), dtype=torch.uint8, device=device) for rank, parts in incoming.items()}
+    receives = {
+        rank: torch.empty(sum(part.nbytes for part in parts), dtype=torch.uint8, device=device)
+        for rank, parts in incoming.items()
+    }
     operations = [dist.P2POp(dist.isend, buffer, rank) for rank, buffer in sorted(sends.items())]
     operations += [dist.P2POp(dist.irecv, buffer, rank) for rank, buffer in sorted(receives.items())]
     under_way = world.exchange(operations)
@@ -251,11 +315,15 @@ def _exchange_at_once(
     for work in under_way:
         try:
             work.wait()
-        except RuntimeError as error:  # gloo raises this class for a lost peer; only this place tells that from an error of ours
+        # gloo raises this class for a lost peer; only this place tells that from an error of ours
+        except RuntimeError as error:
             raise WorldBroken("the connection to another member broke while slices were exchanged") from error
-    world.finish()  # waits by polling: copies to the host synchronise, and would block behind a peer that died
+    # waits by polling: copies to the host synchronise, and would block behind a peer that died
+    world.finish()
     for rank, buffer in receives.items():
-        for part, raw in zip(incoming[rank], buffer.split([part.nbytes for part in incoming[rank]]), strict=True):
+        for part, raw in zip(
+            incoming[rank], buffer.split([part.nbytes for part in incoming[rank]]), strict=True
+        ):
             aligned = raw if raw.storage_offset() % part.element_size() == 0 and part.shape else raw.clone()
             part.copy_(aligned.view(part.dtype).view(part.shape))
     return sum(buffer.numel() for buffer in receives.values())
@@ -266,17 +334,26 @@ def _bytes(part: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def from_bucket(state: State, plan: Plan, checkpoints: Checkpoints, wanted: Sequence[Slice], hook: Callable[[], None] = nothing) -> int:
-    """Reads the slices ``wanted`` of this member's shard from the checkpoint of the plan's version; returns the bytes read.
+def from_bucket(
+    state: State,
+    plan: Plan,
+    checkpoints: Checkpoints,
+    wanted: Sequence[Slice],
+    hook: Callable[[], None] = nothing,
+) -> int:
+    """Reads the slices ``wanted`` of this member's shard from the checkpoint of the plan's version; returns
+    the bytes read.
 
-    What the job keeps beside the rule, and the loss scale, may be new: a branch begins it anew, also in another size.  Raises
-    :class:`StateMissing` if the checkpoint has other tensors than the model, ``Damaged``, which names the object, and other errors of the
-    bucket.
+    What the job keeps beside the rule, and the loss scale, may be new: a branch begins it anew, also in
+    another size.  Raises :class:`StateMissing` if the checkpoint has other tensors than the model,
+    ``Damaged``, which names the object, and other errors of the bucket.
     """
     reader = checkpoints.open(plan.version)
     stored = reader.tensors()
     anew = begun_anew(state.job, state.optimizer.rule, state.tensors).difference(stored)
-    if why := misfit(state.job, [tensor for tensor in state.tensors if tensor not in anew], stored, plan.version):
+    if why := misfit(
+        state.job, [tensor for tensor in state.tensors if tensor not in anew], stored, plan.version
+    ):
         raise StateMissing(why)
     names = {(tensor.kind, tensor.name) for tensor in anew}
     read = _fill(state, reader, [part for part in wanted if (part.kind, part.name) not in names], hook)
@@ -290,13 +367,17 @@ def from_bucket(state: State, plan: Plan, checkpoints: Checkpoints, wanted: Sequ
 
 @torch.no_grad()
 def weights_of(state: State, checkpoints: Checkpoints, hook: Callable[[], None]) -> int:
-    """Reads this member's part of the weights of ``init``, a checkpoint of another run; returns the bytes read.  Raises as above."""
+    """Reads this member's part of the weights of ``init``, a checkpoint of another run; returns the bytes
+    read.  Raises as above.
+    """
     origin = Origin.of(state.job.init)
     reader = forks.checkpoints(checkpoints.store, origin.run).open(origin.version)
     weights = [tensor for tensor in state.tensors if tensor.kind in WEIGHTS]
     if why := misfit(state.job, weights, reader.tensors(), origin.version, AS_IT_IS_THERE):
         raise StateMissing(f"init = {state.job.init!r}: {why}")
-    return _fill(state, reader, [box.slice for tensor in weights for box in held(tensor, state.shard.cell).boxes], hook)
+    return _fill(
+        state, reader, [box.slice for tensor in weights for box in held(tensor, state.shard.cell).boxes], hook
+    )
 
 
 def _fill(state: State, reader: Reader, wanted: Sequence[Slice], hook: Callable[[], None]) -> int:

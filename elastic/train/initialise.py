@@ -1,8 +1,10 @@
-"""Gives a new run its first values: every member runs the user's initialisation by itself and keeps its own slices.
+"""Gives a new run its first values: every member runs the user's initialisation by itself and keeps its own
+slices.
 
-All members run the same code from the same seed on devices of one kind, so they get the same bits, and nothing travels but a few numbers by
-which they check that.  It takes as long as it takes: the coordinator sees that a member still gets further, and ``deadlines.form_s`` begins
-anew each time.  A member that is lost meanwhile ends the world, and the next one initialises again, in its own layout, to the same bits.
+All members run the same code from the same seed on devices of one kind, so they get the same bits, and
+nothing travels but a few numbers by which they check that.  It takes as long as it takes: the coordinator
+sees that a member still gets further, and ``deadlines.form_s`` begins anew each time.  A member that is lost
+meanwhile ends the world, and the next one initialises again, in its own layout, to the same bits.
 """
 
 from __future__ import annotations
@@ -31,29 +33,52 @@ SAMPLED = 4096
 
 
 @torch.no_grad()
-def initialise(state: State, builder: Builder, counters: Counters, hook: Callable[[], None], leave_if_over: Callable[[], None]) -> None:
+def initialise(
+    state: State,
+    builder: Builder,
+    counters: Counters,
+    hook: Callable[[], None],
+    leave_if_over: Callable[[], None],
+) -> None:
     """Initialises the shard: parameters and buffers as the user's code does, moments and scalars to zero.
 
     ``hook`` is called after each tensor, ``leave_if_over`` before each operation of the user's code.
     """
     for tensor in state.tensors:
-        if tensor.kind not in ("parameter", *BUFFERS) and (value := state.shard.values.get((tensor.kind, tensor.name))) is not None:
+        if (
+            tensor.kind not in ("parameter", *BUFFERS)
+            and (value := state.shard.values.get((tensor.kind, tensor.name))) is not None
+        ):
             value.zero_()
             state.shard.let_go((tensor.kind, tensor.name))
     differing = _by_itself(state, builder, counters, hook, leave_if_over)
     if not differing:
         return
-    what = f"init_weights() of model = {state.job.model!r} gives other values for {differing[0]!r} on some workers than on the first one"
+    what = (
+        f"init_weights() of model = {state.job.model!r} gives other values for {differing[0]!r} on some "
+        "workers than on the first one"
+    )
     if state.job.reproducible:
-        raise ModelError(f"{what} (and {len(differing) - 1} more); draw from the generators of torch, random or numpy, which are seeded")
-    print(f"{what}: world rank 0 initialises the model on its CPU, and the others take its values", flush=True)
+        raise ModelError(
+            f"{what} (and {len(differing) - 1} more); draw from the generators of torch, "
+            "random or numpy, which are seeded"
+        )
+    print(
+        f"{what}: world rank 0 initialises the model on its CPU, and the others take its values", flush=True
+    )
     from_first(state, builder, hook)
 
 
 def _by_itself(
-    state: State, builder: Builder, counters: Counters, hook: Callable[[], None], leave_if_over: Callable[[], None]
+    state: State,
+    builder: Builder,
+    counters: Counters,
+    hook: Callable[[], None],
+    leave_if_over: Callable[[], None],
 ) -> list[str]:
-    """Initialises this member's slices; returns the names of tensors that some member has with other values than world rank 0."""
+    """Initialises this member's slices; returns the names of tensors that some member has with other values
+    than world rank 0.
+    """
     job, device, began = state.job, state.world.device, time.monotonic()
     tensors = {tensor.name: tensor for tensor in state.tensors if tensor.kind in ("parameter", *BUFFERS)}
     samples: dict[str, torch.Tensor] = {}
@@ -73,7 +98,13 @@ def _by_itself(
     counters.at("forms")
     took_s = time.monotonic() - began
     if took_s >= TOLD_S:
-        print(f"initialised in {took_s:.3f} s on {device}: {passes} passes, at most {amount(peak)} of whole tensors at once", flush=True)
+        print(
+            (
+                f"initialised in {took_s:.3f} s on {device}: {passes} passes, at most {amount(peak)} of whole "
+                "tensors at once"
+            ),
+            flush=True,
+        )
     return _differing(state, [(name, samples[name].to(device)) for name in tensors])
 
 
@@ -83,7 +114,10 @@ def cut(state: State, tensor: Tensor, whole: torch.Tensor) -> None:
         whole = with_rows(whole)
     if tuple(whole.shape) != tensor.shape:
         there = f"the shape {tensor.shape} on the meta device, and {tuple(whole.shape)} on {whole.device}"
-        raise ModelError(f"{tensor.name!r} of model = {state.job.model!r} has {there}; build the same model on every device")
+        raise ModelError(
+            f"{tensor.name!r} of model = {state.job.model!r} has {there}; build the same model "
+            "on every device"
+        )
     for box in held(tensor, state.shard.cell).boxes:
         part = tuple(slice(a, b) for a, b in zip(box.slice.start, box.slice.stop, strict=True))
         state.shard.part(tensor, box.slice).copy_(whole[part])
@@ -91,17 +125,23 @@ def cut(state: State, tensor: Tensor, whole: torch.Tensor) -> None:
 
 
 def lay(name: str, nbytes: int) -> None:
-    """Raises :class:`JobError` unless the node has room to lay aside ``nbytes`` of host memory for the values of ``name``."""
+    """Raises :class:`JobError` unless the node has room to lay aside ``nbytes`` of host memory for the values
+    of ``name``.
+    """
     free, where = free_memory()
     if nbytes + SPARE > free:
         raise JobError(
-            f"the initialisation reads {name!r} again after other tensors, so its {amount(nbytes)} must be laid aside in host memory, and "
-            f"{where} leaves {amount(free)}; let it finish each tensor before the next one, and build the model in its final dtype"
+            f"the initialisation reads {name!r} again after other tensors, so its {amount(nbytes)} must be "
+            "laid aside in host memory, and "
+            f"{where} leaves {amount(free)}; let it finish each tensor before the next one, and build the "
+            "model in its final dtype"
         )
 
 
 def _sample(whole: torch.Tensor) -> torch.Tensor:
-    """Returns a number for the bits of ``SAMPLED`` elements and their order, int64 on the device of ``whole``."""
+    """Returns a number for the bits of ``SAMPLED`` elements and their order, int64 on the device of
+    ``whole``.
+    """
     flat = whole.detach().flatten()
     bits = flat[:: max(1, flat.numel() // SAMPLED)].contiguous().view(torch.uint8).to(torch.int64)
     places = torch.arange(1, bits.numel() + 1, dtype=torch.int64, device=whole.device)
@@ -122,7 +162,9 @@ def _differing(state: State, samples: list[tuple[str, torch.Tensor]]) -> list[st
 
 
 def from_first(state: State, builder: Builder, hook: Callable[[], None]) -> None:
-    """Initialises the parameters and buffers of all members from world rank 0, which builds the whole model on its CPU."""
+    """Initialises the parameters and buffers of all members from world rank 0, which builds the whole model
+    on its CPU.
+    """
     sources: dict[str, torch.Tensor] = {}
     if state.world.rank == 0:
         torch.manual_seed(state.job.seed)

@@ -1,8 +1,10 @@
-"""The life of a worker: it waits for a plan, forms the world, heals, steps until the world ends, and waits for the next plan.
+"""The life of a worker: it waits for a plan, forms the world, heals, steps until the world ends, and waits
+for the next plan.
 
-There are two threads.  The training thread is in ``run``; the control thread brings the orders (``train/orders.py``).  Neither leaves a
-group before the coordinator settles the generation: leaving breaks the group's commit, and a member that is not yet fenced could still
-apply it.  The member (``protocol/member.py``) decides under its lock which orders count and what the answers are.
+There are two threads.  The training thread is in ``run``; the control thread brings the orders
+(``train/orders.py``).  Neither leaves a group before the coordinator settles the generation: leaving breaks
+the group's commit, and a member that is not yet fenced could still apply it.  The member
+(``protocol/member.py``) decides under its lock which orders count and what the answers are.
 """
 
 from __future__ import annotations
@@ -46,20 +48,27 @@ from elastic.train.validation import validate
 from storage.checkpoints import Checkpoints
 
 SLOW_S = 5.0
-"""Seconds after its settlement at which a generation that is not left yet has the stacks of all threads written to the log."""
+"""Seconds after its settlement at which a generation that is not left yet has the stacks of all threads
+written to the log.
+"""
 WITNESS_S = 0.05
 """Seconds that the flight recorder has to say what is in flight before the world is aborted."""
 SHOWN = 8
 """Number of collectives in flight that are written to the log: the newest ones."""
 ABORT_S = 15.0
-"""Seconds that an abort may take.  It takes one or two on a busy device; if it takes longer than this, something is stuck."""
+"""Seconds that an abort may take.  It takes one or two on a busy device; if it takes longer than this,
+something is stuck.
+"""
 LOOKS = 6
-"""Number of times in ``deadlines.stall_s`` that a member looks whether it stands still because members run unlike blocks.
+"""Number of times in ``deadlines.stall_s`` that a member looks whether it stands still because members run
+unlike blocks.
 
 It takes up to three looks to tell, and the coordinator has counted since before.
 """
 UNLIKE = "ModelError: members ran unlike blocks"
-"""Signature of the error that makes a world stand still because its members gather and sum blocks in different orders."""
+"""Signature of the error that makes a world stand still because its members gather and sum blocks in
+different orders.
+"""
 RUN_TIMEOUT_S = 24 * 3600.0
 """Seconds after which collectives time out; so long that a loss is always noticed in another way."""
 
@@ -68,7 +77,12 @@ class Trainer(Controlled):
     """Runs one worker."""
 
     def __init__(
-        self, session: Session, fence: ApplyFence, device: torch.device, checkpoints: Checkpoints, report: Callable[[Event], None]
+        self,
+        session: Session,
+        fence: ApplyFence,
+        device: torch.device,
+        checkpoints: Checkpoints,
+        report: Callable[[Event], None],
     ) -> None:
         super().__init__(fence, report)
         self.session, self.device, self.checkpoints = session, device, checkpoints
@@ -77,7 +91,9 @@ class Trainer(Controlled):
         self.profiler = Profiler(session.job, checkpoints.store, partial(print, flush=True))
         self.world: World | None = None
         self._abort: threading.Thread | None = None
-        """The thread that aborts the previous world; no collective of the next world begins until it has ended."""
+        """The thread that aborts the previous world; no collective of the next world begins until it has
+        ended.
+        """
         self._slow = threading.Timer(0, nothing)
         self._newest: Outcome | None = None
         """The newest commit of the present world."""
@@ -86,7 +102,9 @@ class Trainer(Controlled):
         self._worse = 0
         """The number of validations after that one."""
         self._left: Version | None = None
-        """The version that the loop has left behind as the last one; if its world was over by then, the next one is told."""
+        """The version that the loop has left behind as the last one; if its world was over by then, the next
+        one is told.
+        """
 
     # ---- control thread
 
@@ -110,12 +128,17 @@ class Trainer(Controlled):
         witness.join(WITNESS_S)
         began = time.monotonic()
         world.abort()
-        print(f"{self.worker}: generation {world.generation} aborted in {time.monotonic() - began:.3f} s", flush=True)
+        print(
+            f"{self.worker}: generation {world.generation} aborted in {time.monotonic() - began:.3f} s",
+            flush=True,
+        )
         if before is not None:
             before.join()
 
     def _tell_what_hangs(self, world: World) -> None:
-        """Writes to the log which collectives are in flight.  It has a thread of its own, so that the abort does not depend on it."""
+        """Writes to the log which collectives are in flight.  It has a thread of its own, so that the abort
+        does not depend on it.
+        """
         if hanging := world.in_flight():
             print(f"{self.worker}: in flight: {'; '.join(hanging[-SHOWN:])}", flush=True)
 
@@ -127,7 +150,9 @@ class Trainer(Controlled):
             while True:
                 order = self._next_plan()
                 self._live(order.plan, order.store)
-                gc.collect()  # a wrapped model is full of cycles; what it holds must be free before the next one takes memory
+                # a wrapped model is full of cycles; what it holds must be free before the next one takes
+                # memory
+                gc.collect()
         except Leave:
             return
         finally:
@@ -136,8 +161,12 @@ class Trainer(Controlled):
             self.profiler.close()
 
     def _evaluate(self, version: Version) -> None:
-        """Validates a checkpoint and notes the result in the bucket, or that it failed; an order that comes meanwhile ends it."""
-        validate_by_spare(self.session, self.device, self.checkpoints, version, lambda: not self.orders.empty())
+        """Validates a checkpoint and notes the result in the bucket, or that it failed; an order that comes
+        meanwhile ends it.
+        """
+        validate_by_spare(
+            self.session, self.device, self.checkpoints, version, lambda: not self.orders.empty()
+        )
 
     def _live(self, plan: Plan, store: tuple[str, int]) -> None:
         """Lives through one generation, from its plan to its settlement."""
@@ -166,7 +195,9 @@ class Trainer(Controlled):
         self._answer(answer)
 
     def _apply_the_settled(self, state: State) -> None:
-        """Applies the outcome that the settlement demands.  The coordinator relies on it, so a failure here ends the process."""
+        """Applies the outcome that the settlement demands.  The coordinator relies on it, so a failure here
+        ends the process.
+        """
         with self.apply_fence as member:
             outcome = member.settles()
         if outcome is None:
@@ -194,12 +225,15 @@ class Trainer(Controlled):
         with self.apply_fence as member:
             held = list(member.held.values())
         home = home_of(session, plan, self.worker, held)
-        state = State(session.job.in_stage(plan.zero), session.builder, session.rule, world, plan.version, home)
+        state = State(
+            session.job.in_stage(plan.zero), session.builder, session.rule, world, plan.version, home
+        )
         built = time.monotonic()
         if (abort := self._abort) is not None:
             abort.join(ABORT_S)
             if abort.is_alive():
-                # the text names the worker, so no two workers report the same error, and it does not count as the job's own
+                # the text names the worker, so no two workers report the same error, and it does not count as
+                # the job's own
                 where = f"the abort before generation {plan.generation} has not ended in {self.worker}"
                 raise AbortStuck(f"{where} within {ABORT_S:g} s")
         alone = time.monotonic()
@@ -214,11 +248,22 @@ class Trainer(Controlled):
         healing.settle()
         self.session.counters["step"] = plan.version.step
         print(
-            f"{self.worker}: generation {plan.generation}: rendezvous took {met - began:.3f} s, model {built - met:.3f} s, "
-            f"the abort before {alone - built:.3f} s, connecting {formed - alone:.3f} s, receiving state {now - formed:.3f} s",
+            f"{self.worker}: generation {plan.generation}: rendezvous took {met - began:.3f} s, model "
+            f"{built - met:.3f} s, "
+            f"the abort before {alone - built:.3f} s, connecting {formed - alone:.3f} s, receiving state "
+            f"{now - formed:.3f} s",
             flush=True,
         )
-        self._say(Ready(self.worker, plan.generation, formed - began, now - formed, self._received - before, self.interface))
+        self._say(
+            Ready(
+                self.worker,
+                plan.generation,
+                formed - began,
+                now - formed,
+                self._received - before,
+                self.interface,
+            )
+        )
         return state
 
     @property
@@ -227,7 +272,9 @@ class Trainer(Controlled):
         return self.session.counters["healed_live_bytes"] + self.session.counters["healed_host_bytes"]
 
     def _leave_if_fenced(self) -> None:
-        """Raises ``FencedOff`` once the generation is fenced; an abort alone does not stop reads from the bucket or a keeper."""
+        """Raises ``FencedOff`` once the generation is fenced; an abort alone does not stop reads from the
+        bucket or a keeper.
+        """
         with self.apply_fence as member:
             member.go_on("healed")
 
@@ -238,7 +285,9 @@ class Trainer(Controlled):
 
     @property
     def _form_s(self) -> float:
-        """Returns half of the forming deadline in seconds: a worker that waits in vain for a member is back in time for new orders."""
+        """Returns half of the forming deadline in seconds: a worker that waits in vain for a member is back
+        in time for new orders.
+        """
         return self.session.job.deadlines.form_s / 2
 
     def _meet(self, plan: Plan, store: tuple[str, int]) -> World:
@@ -260,7 +309,13 @@ class Trainer(Controlled):
         """Steps until the last step of the job or an agreed boundary."""
         job = self.session.job
         shape = CommitShape(
-            plan.incarnation, plan.generation, job.microbatches, job.microbatch_size, plan.layout, job.reduction.block, plan.nodes
+            plan.incarnation,
+            plan.generation,
+            job.microbatches,
+            job.microbatch_size,
+            plan.layout,
+            job.reduction.block,
+            plan.nodes,
         )
         self.profiler.finish()  # of a world that broke
         snapshots = self.session.snapshots
@@ -270,21 +325,34 @@ class Trainer(Controlled):
         effects = Effects(self.checkpoints.store, job.name, tells=state.world.rank == 0)
         assert self.session.loop is not None
         with self._looking_at_the_order(plan, state):
-            steps, leave = partial(self._steps, plan, state, shape, effects), partial(self._leave, plan, state)
+            steps, leave = (
+                partial(self._steps, plan, state, shape, effects),
+                partial(self._leave, plan, state),
+            )
             Context(job, state, steps, effects, partial(self._stop, plan), leave).run(self.session.loop)
         self.profiler.finish()
         if snapshots is not None:
             snapshots.make_room(lambda: not self.orders.empty())
 
     def _looking_at_the_order(self, plan: Plan, state: State) -> AbstractContextManager[None]:
-        """Tells the coordinator if the world stands still because members run unlike blocks, before it is stopped without a cause."""
+        """Tells the coordinator if the world stands still because members run unlike blocks, before it is
+        stopped without a cause.
+        """
 
         def tell(sentence: str) -> None:
             print(sentence, flush=True)
-            self._say(Broken(self.worker, plan.generation, self.session.counters["step"] + 1, "job", sentence, UNLIKE))
+            self._say(
+                Broken(
+                    self.worker, plan.generation, self.session.counters["step"] + 1, "job", sentence, UNLIKE
+                )
+            )
 
         order = state.parameters.order
-        return order.watched(self.session.job.deadlines.stall_s / LOOKS, tell) if order is not None else nullcontext()
+        return (
+            order.watched(self.session.job.deadlines.stall_s / LOOKS, tell)
+            if order is not None
+            else nullcontext()
+        )
 
     def _stop(self, plan: Plan, why: str) -> None:
         """Asks all members to end the run with the next commit."""
@@ -293,7 +361,9 @@ class Trainer(Controlled):
         self._say(Ends(self.worker, plan.generation, 0, why))
 
     def _loses_patience(self, state: State, found: Validated) -> bool:
-        """Returns whether ``found``, of the present state, is the last validation for which the run has patience."""
+        """Returns whether ``found``, of the present state, is the last validation for which the run has
+        patience.
+        """
         version, rule = state.shard.version, self.session.job.validation
         self._best = better_of(self._best, score := Score(version, found), rule.min_delta)
         self._worse = 0 if self._best is score else self._worse + (version > self._best.version)
@@ -302,7 +372,8 @@ class Trainer(Controlled):
     def _leave(self, plan: Plan, state: State) -> None:
         """Ends the run with the step that the loop has left behind.
 
-        It is validated only if all members know that it is the last one: others may be in the next step by now.
+        It is validated only if all members know that it is the last one: others may be in the next step by
+        now.
         """
         self._left, outcome = state.shard.version, self._newest
         if self._left.step >= self._last(plan) or (outcome is not None and outcome.boundary == ENDS):
@@ -314,8 +385,8 @@ class Trainer(Controlled):
         return min(plan.ends or self.session.job.steps, self.session.job.steps)
 
     def _save_last(self, plan: Plan, state: State, *, patience: bool = False) -> None:
-        """Tells the coordinator that the step that is done is the last one, if it is not that of the job, and begins its save, if its
-        commit has not.
+        """Tells the coordinator that the step that is done is the last one, if it is not that of the job, and
+        begins its save, if its commit has not.
         """
         if (step := state.shard.version.step) < self.session.job.steps:
             with self.apply_fence as member:
@@ -326,7 +397,8 @@ class Trainer(Controlled):
             self._say(Ends(self.worker, plan.generation, step, patience=patience, asked=asked))
 
     def _ends(self, plan: Plan, state: State, found: Validated | None = None) -> None:
-        """Ends the run with the step that is done, on all members: saves it, and validates what this world has made.
+        """Ends the run with the step that is done, on all members: saves it, and validates what this world
+        has made.
 
         A run without patience was ended by ``found``.
         """
@@ -335,17 +407,28 @@ class Trainer(Controlled):
         if found is None and outcome is not None and job.validates(job.steps):
             found = validate(self.session, state, self.apply_fence, step)
         if found is not None and state.world.rank == 0:
-            told = StepDone(self.worker, plan.generation, outcome, validated=found) if outcome else Evaluated(state.shard.version, found)
+            told = (
+                StepDone(self.worker, plan.generation, outcome, validated=found)
+                if outcome
+                else Evaluated(state.shard.version, found)
+            )
             self.report(told)
 
-    def _steps(self, plan: Plan, state: State, shape: CommitShape, effects: Effects) -> Generator[Step, None, bool]:
-        """Yields the steps of this world; the loop commits each of them before the next one.  Returns whether the run ends with them."""
+    def _steps(
+        self, plan: Plan, state: State, shape: CommitShape, effects: Effects
+    ) -> Generator[Step, None, bool]:
+        """Yields the steps of this world; the loop commits each of them before the next one.  Returns whether
+        the run ends with them.
+        """
         job, world, step = self.session.job, state.world, plan.version.step
         last = self._last(plan)
 
         def done(outcome: Outcome, metrics: Metrics) -> None:
             if self.session.meter.first:
-                print(f"{self.worker}: generation {plan.generation}: {memory_line(self.session.meter.held)}", flush=True)
+                print(
+                    f"{self.worker}: generation {plan.generation}: {memory_line(self.session.meter.held)}",
+                    flush=True,
+                )
             if world.rank == 0:
                 with self.apply_fence as member:
                     lists = member.lists()
@@ -396,7 +479,11 @@ class Trainer(Controlled):
         at = f"{self.session.computing}\n" if self.session.computing else ""
         self.session.computing = ""
         print(f"{at}{trace}", flush=True)
-        detail = f"{at}{trace}" if cause in ("job", "device", "setup", "replicas") else plainly(error, words=signature)
+        detail = (
+            f"{at}{trace}"
+            if cause in ("job", "device", "setup", "replicas")
+            else plainly(error, words=signature)
+        )
         if cause in ("job", "device") and (less := less_memory(error)):
             detail += f"{less}\n"
         if cause == "setup":

@@ -26,7 +26,14 @@ from elastic.engine.loss_scale import SCALARS, is_scaled
 from elastic.engine.meta import without_memory
 from elastic.engine.optim.base import Optimizer, Part, Rule, dtype_of_average
 from elastic.engine.optim.groups import decays, parameter_groups
-from elastic.engine.parallelize import matrices_of, parallelize, sharding_table, shared_across, unlike_within, without_dimensions
+from elastic.engine.parallelize import (
+    matrices_of,
+    parallelize,
+    sharding_table,
+    shared_across,
+    unlike_within,
+    without_dimensions,
+)
 from elastic.engine.parameters.base import shape_of
 from elastic.engine.parameters.whole import Whole
 from elastic.engine.spikes import SpikeMemory
@@ -48,12 +55,16 @@ UPDATES = Tensor("updates", "scalar", "F32", ())
 """Number of updates that were applied; a step that is skipped does not count."""
 
 MISSED = "updates.missed"
-"""Name of the scalars that count, for each trained parameter in the order of names, the updates that left it alone."""
+"""Name of the scalars that count, for each trained parameter in the order of names, the updates that left it
+alone.
+"""
 
 BUFFERS = ("buffer", "constant")
 """Kinds of buffers: those that the model saves (persistent), and those that it does not."""
 Builder = Callable[..., Any]
-"""``builder(**job.model_args)`` returns a new model of the job; it is the user's code, so :func:`build_model` checks what it returns."""
+"""``builder(**job.model_args)`` returns a new model of the job; it is the user's code, so :func:`build_model`
+checks what it returns.
+"""
 
 
 def builder_of(job: Job) -> Builder:
@@ -71,61 +82,85 @@ def build_model(job: Job, builder: Builder) -> nn.Module:
             model = builder(**job.model_args)
     except (ElasticError, Unavailable):
         raise
-    except Exception as error:  # the user's code may raise anything, first of all for an argument that it does not know
+    # the user's code may raise anything, first of all for an argument that it does not know
+    except Exception as error:
         named = f"model = {job.model!r}"
         if unknown := unknown_argument("model_args", named, builder, job.model_args, error):
             raise ModelError(unknown) from error
         raise ModelError(
-            f"model_args = {without_secrets('model_args', job.model_args)}: {named} failed with {failure(error)}; {_fix_of(error)}"
+            f"model_args = {without_secrets('model_args', job.model_args)}: {named} failed with "
+            f"{failure(error)}; {_fix_of(error)}"
         ) from error
     if not isinstance(model, nn.Module):
-        raise ModelError(f"model = {job.model!r} returned a {type(model).__name__}; it must return a torch.nn.Module")
+        raise ModelError(
+            f"model = {job.model!r} returned a {type(model).__name__}; it must return a torch.nn.Module"
+        )
     _check_parameters(job, model)
     if not callable(getattr(model, "init_weights", None)):
         raise ModelError(
-            f"the model of {job.model!r} ({type(model).__name__}) has no init_weights() method; add one that sets every parameter; "
+            f"the model of {job.model!r} ({type(model).__name__}) has no init_weights() method; add one "
+            "that sets every parameter; "
             f"with the body `pass` they keep the values of the constructor"
         )
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.dtype not in DTYPE_NAMES:
             raise ModelError(
-                f"{name!r} of {job.model!r} is {tensor.dtype}, which a checkpoint cannot hold; make it one of {', '.join(DTYPES)}, "
+                f"{name!r} of {job.model!r} is {tensor.dtype}, which a checkpoint cannot hold; make it one "
+                f"of {', '.join(DTYPES)}, "
                 f"say by torch.view_as_real, or compute it in forward"
             )
     for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
-            raise ModelError(f"{name!r} of {job.model!r} has sparse = True, and sparse gradients cannot be summed; leave sparse out")
+        if (
+            isinstance(module, nn.Embedding | nn.EmbeddingBag)
+            and module.sparse
+            and module.weight.requires_grad
+        ):
+            raise ModelError(
+                f"{name!r} of {job.model!r} has sparse = True, and sparse gradients cannot be "
+                "summed; leave sparse out"
+            )
     for name, parameter in model.named_parameters():
         if parameter.numel() == 0:
             raise ModelError(
-                f"parameter {name!r} of {job.model!r} has no elements (shape {[*parameter.shape]}); correct model_args = "
+                f"parameter {name!r} of {job.model!r} has no elements (shape {[*parameter.shape]}); correct "
+                "model_args = "
                 f"{without_secrets('model_args', job.model_args)}"
             )
         usual = torch.empty_like(parameter, memory_format=torch.contiguous_format)
-        if parameter.stride() != usual.stride():  # parts of it have these, and kernels rely on one order in memory
+        # parts of it have these, and kernels rely on one order in memory
+        if parameter.stride() != usual.stride():
             parameter.data = usual.data
     return model
 
 
 def _check_parameters(job: Job, model: nn.Module) -> None:
-    """Raises :class:`ModelError` for a parameter that cannot be part of the state, or not as the one that it is."""
+    """Raises :class:`ModelError` for a parameter that cannot be part of the state, or not as the one that it
+    is.
+    """
     for name, parameter in model.named_parameters():
         named = f"parameter {name!r} of {job.model!r}"
         if is_lazy(parameter):
-            raise ModelError(f"{named} has no shape before the first forward pass; name its sizes, as nn.Linear in place of nn.LazyLinear")
+            raise ModelError(
+                f"{named} has no shape before the first forward pass; name its sizes, as "
+                "nn.Linear in place of nn.LazyLinear"
+            )
         if is_traceable_wrapper_subclass(parameter):
             raise ModelError(
-                f"{named} is a {type(parameter).__name__}, whose values are in other tensors, which cannot be cut into rows; register "
+                f"{named} is a {type(parameter).__name__}, whose values are in other tensors, which cannot "
+                "be cut into rows; register "
                 f"these tensors as parameters"
             )
         if parameter._post_accumulate_grad_hooks:
             raise ModelError(
-                f"{named} has a hook that gets the gradient after it is added (register_post_accumulate_grad_hook), and gradients are "
-                f"added over workers first; use register_hook, which gets that of each microbatch, or optim.kind for an update"
+                f"{named} has a hook that gets the gradient after it is added "
+                "(register_post_accumulate_grad_hook), and gradients are "
+                "added over workers first; use register_hook, which gets that of each microbatch, or "
+                "optim.kind for an update"
             )
     if names := paged.sharing(model):
         raise ModelError(
-            f"{names[0]!r} and {names[1]!r} of {job.model!r} are two tensors in the same memory, and one of them would lose it; make them "
+            f"{names[0]!r} and {names[1]!r} of {job.model!r} are two tensors in the same memory, and one of "
+            "them would lose it; make them "
             f"one parameter, as self.head.weight = self.embed.weight does"
         )
 
@@ -134,16 +169,21 @@ def _fix_of(error: Exception) -> str:
     """Returns what to do about an exception of a builder."""
     if "meta tensors" in str(error):
         return (
-            "a model is built on the meta device, without values: compute a number without a tensor, or with one on the CPU, as "
-            "torch.linspace(0, 0.3, 3, device='cpu'); nn.utils.parametrizations.orthogonal needs use_trivialization=False"
+            "a model is built on the meta device, without values: compute a number without a tensor, or "
+            "with one on the CPU, as "
+            "torch.linspace(0, 0.3, 3, device='cpu'); nn.utils.parametrizations.orthogonal needs "
+            "use_trivialization=False"
         )
     if not any(
-        frame.name == "from_pretrained" and "modeling_utils" in frame.filename for frame in traceback.extract_tb(error.__traceback__)
+        frame.name == "from_pretrained" and "modeling_utils" in frame.filename
+        for frame in traceback.extract_tb(error.__traceback__)
     ):
         return "correct the arguments, or the model"
     return (
-        "a model is built on the meta device, without memory, so it cannot read weights there: build it from its config, and read them in "
-        "init_weights(); elastic.models.transformers_lm:build does so with model_args = { path = '<folder>', pretrained = true }"
+        "a model is built on the meta device, without memory, so it cannot read weights there: build it "
+        "from its config, and read them in "
+        "init_weights(); elastic.models.transformers_lm:build does so with model_args = { path = "
+        "'<folder>', pretrained = true }"
     )
 
 
@@ -152,13 +192,17 @@ OTHER_DEVICE = ("same device", "not compiled with CUDA", "NVIDIA driver", "No CU
 
 
 def remedy(error: Exception, model: nn.Module) -> str:
-    """Returns what to do about an error of memory, or of tensors that are in no place that the engine knows; "" for any other error."""
+    """Returns what to do about an error of memory, or of tensors that are in no place that the engine knows;
+    "" for any other error.
+    """
     if less := less_memory(error):
         return less
     if any(words in str(error) for words in OTHER_DEVICE):
         return (
-            "a tensor is on another device than the microbatch: register it as a buffer (self.register_buffer(name, tensor, "
-            "persistent=False)), which goes where the weights are, or make it with device=x.device; call no .cuda() or .to('cuda')"
+            "a tensor is on another device than the microbatch: register it as a buffer "
+            "(self.register_buffer(name, tensor, "
+            "persistent=False)), which goes where the weights are, or make it with device=x.device; call no "
+            ".cuda() or .to('cuda')"
         )
     if "meta" not in str(error):
         return ""
@@ -167,29 +211,45 @@ def remedy(error: Exception, model: nn.Module) -> str:
         for key, value in vars(module).items():
             if key not in ("_parameters", "_buffers", "_modules"):
                 name = f"{where}.{key}" if where else key
-                some = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else (value,)
+                some = (
+                    value.values()
+                    if isinstance(value, dict)
+                    else value
+                    if isinstance(value, list | tuple)
+                    else (value,)
+                )
                 tables += [name for each in some if isinstance(each, torch.Tensor) and each.is_meta]
-                modules += [name for each in some if isinstance(each, nn.Module) and any(p.is_meta for p in each.parameters())]
+                modules += [
+                    name
+                    for each in some
+                    if isinstance(each, nn.Module) and any(p.is_meta for p in each.parameters())
+                ]
     said = list[str]()
     if tables:
         said.append(
-            f"{', '.join(map(repr, tables))}: a tensor in a plain attribute has no values, since the model is built on the meta device; "
+            f"{', '.join(map(repr, tables))}: a tensor in a plain attribute has no values, since the model "
+            "is built on the meta device; "
             f"register it (self.register_buffer(name, tensor, persistent=False)), or compute it in forward"
         )
     if modules:
-        said.append(f"{', '.join(map(repr, modules))}: modules in a list or dictionary have no values; put them into an nn.ModuleList")
+        said.append(
+            f"{', '.join(map(repr, modules))}: modules in a list or dictionary have no values; put "
+            "them into an nn.ModuleList"
+        )
     return "; ".join(said)
 
 
 def tensors_of(model: nn.Module, rule: Rule) -> tuple[Tensor, ...]:
-    """Returns every tensor of the state in a fixed order: parameters, their moments by ``rule``, buffers, and scalars.
+    """Returns every tensor of the state in a fixed order: parameters, their moments by ``rule``, buffers, and
+    scalars.
 
     Raises :class:`ModelError` if the rule is for matrices of blocks, and the model has none.
     """
     found, matrices, trained = [], matrices_of(model), 0
     if rule.matrix_moments is not None and not matrices:
         raise ModelError(
-            "the optimizer is for the weights with two dimensions inside the model's blocks, and there are none; name the blocks in "
+            "the optimizer is for the weights with two dimensions inside the model's blocks, and there are "
+            "none; name the blocks in "
             "sharding(), or take another optim.kind"
         )
     for name, parameter in model.named_parameters():
@@ -204,23 +264,33 @@ def tensors_of(model: nn.Module, rule: Rule) -> tuple[Tensor, ...]:
                 found.append(Tensor(name, AVERAGE, DTYPE_NAMES[dtype_of_average(parameter)], shape))
     persistent = model.state_dict(keep_vars=True).keys()
     for name, buffer in model.named_buffers():
-        found.append(Tensor(name, "buffer" if name in persistent else "constant", DTYPE_NAMES[buffer.dtype], tuple(buffer.shape)))
+        found.append(
+            Tensor(
+                name,
+                "buffer" if name in persistent else "constant",
+                DTYPE_NAMES[buffer.dtype],
+                tuple(buffer.shape),
+            )
+        )
     counted = (Tensor(MISSED, "scalar", "F32", (trained,)),) if rule.counts and trained else ()
     return (*found, UPDATES, *counted, *(_scalar(name) for name in rule.scalars), *rule.kept)
 
 
 def digest_of(model: nn.Module) -> str:
-    """Returns a digest of all that members must have in common to add their gradients: each tensor in its order, and its block."""
+    """Returns a digest of all that members must have in common to add their gradients: each tensor in its
+    order, and its block.
+    """
     blocks = sharding_table(model).blocks
     tensors = [
-        (name, [*each.shape], str(each.dtype), each.requires_grad) for name, each in (*model.named_parameters(), *model.named_buffers())
+        (name, [*each.shape], str(each.dtype), each.requires_grad)
+        for name, each in (*model.named_parameters(), *model.named_buffers())
     ]
     return hashlib.blake2b(repr((tensors, blocks)).encode(), digest_size=6).hexdigest()
 
 
 def begun_anew(job: Job, rule: Rule, tensors: Iterable[Tensor]) -> set[Tensor]:
-    """Returns the tensors that a branch begins anew if its checkpoint has none: with zeros, which stand for the first loss scale, and
-    averages with the weights.
+    """Returns the tensors that a branch begins anew if its checkpoint has none: with zeros, which stand for
+    the first loss scale, and averages with the weights.
     """
     averages = (tensor for tensor in tensors if tensor.kind == AVERAGE)
     return {*rule.kept, *(_scalar(name) for name in SCALARS if is_scaled(job)), *averages}
@@ -231,20 +301,34 @@ def _scalar(name: str) -> Tensor:
 
 
 def in_its_stage(job: Job, model: nn.Module) -> Job:
-    """Returns the job with stage 2 of ZeRO in place of ``auto``, if stage 3 cannot gather the weights of its model.
+    """Returns the job with stage 2 of ZeRO in place of ``auto``, if stage 3 cannot gather the weights of its
+    model.
 
     Its layouts are those of another job, so plans are made with ``job`` itself.
     """
-    return job.in_stage(2) if job.zero == "auto" and (shared_across(model) or unlike_within(model) or without_dimensions(model)) else job
+    return (
+        job.in_stage(2)
+        if job.zero == "auto" and (shared_across(model) or unlike_within(model) or without_dimensions(model))
+        else job
+    )
 
 
-def misfit(job: Job, tensors: Sequence[Tensor], stored: Iterable[Tensor], version: Version, fix: str = AS_IT_BEGAN) -> str:
-    """Returns a sentence about the first tensor in which the model differs from a checkpoint of ``version``; "" if it fits."""
+def misfit(
+    job: Job, tensors: Sequence[Tensor], stored: Iterable[Tensor], version: Version, fix: str = AS_IT_BEGAN
+) -> str:
+    """Returns a sentence about the first tensor in which the model differs from a checkpoint of ``version``;
+    "" if it fits.
+    """
     there = {(tensor.kind, tensor.name): tensor for tensor in stored}
     here = {(tensor.kind, tensor.name): tensor for tensor in tensors}
-    lost = next((tensor for key, tensor in there.items() if tensor.kind == "parameter" and key not in here), None)
+    lost = next(
+        (tensor for key, tensor in there.items() if tensor.kind == "parameter" and key not in here), None
+    )
     differ = [tensor for key, tensor in here.items() if there.get(key) != tensor]
-    ours = next((tensor for tensor in differ if tensor.name != MISSED), None if lost is not None else next(iter(differ), None))
+    ours = next(
+        (tensor for tensor in differ if tensor.name != MISSED),
+        None if lost is not None else next(iter(differ), None),
+    )
     if ours is None and lost is None:
         return ""
     named, checkpoint = f"model = {job.model!r}", f"the checkpoint of {version}"
@@ -254,7 +338,10 @@ def misfit(job: Job, tensors: Sequence[Tensor], stored: Iterable[Tensor], versio
     elif (theirs := there.get((ours.kind, ours.name))) is None:
         what = f"{_told(ours)} of {named} is not in {checkpoint}"
     else:
-        what = f"{ours.kind} {ours.name!r} of {named} is {_form(ours)}, and in {checkpoint} it is {_form(theirs)}"
+        what = (
+            f"{ours.kind} {ours.name!r} of {named} is {_form(ours)}, and in {checkpoint} it is "
+            f"{_form(theirs)}"
+        )
     return f"{what}; {fix}"
 
 
@@ -272,7 +359,9 @@ def bytes_of(tensors: Sequence[Tensor]) -> int:
 
 
 def _existing(local: Mapping[str, torch.Tensor], tensor: Tensor, cell: Cell) -> torch.Tensor:
-    """Returns the parameter's part that is in this process.  Raises AssertionError if the wrapped model does not have the parameter."""
+    """Returns the parameter's part that is in this process.  Raises AssertionError if the wrapped model does
+    not have the parameter.
+    """
     assert tensor.name in local, (
         f"parameter {tensor.name!r}: the wrapped model of the member in cell {cell!r} does not have it; "
         f"a member without one of the parameters is not possible yet"
@@ -286,17 +375,29 @@ def _is_streamed(key: Key) -> bool:
 
 def _part_of(part: Part, values: Mapping[Key, torch.Tensor]) -> Part:
     moments = {kind: values[f"moment.{kind}", part.name] for kind in part.moments}
-    return replace(part, values=values["parameter", part.name], moments=moments, average=values.get((AVERAGE, part.name)))
+    return replace(
+        part, values=values["parameter", part.name], moments=moments, average=values.get((AVERAGE, part.name))
+    )
 
 
 class State:
-    """The model and the optimizer of ``job``, wrapped for ``world``.  Their memory has no values until it is healed.
+    """The model and the optimizer of ``job``, wrapped for ``world``.  Their memory has no values until it is
+    healed.
 
-    With ``home`` the parameters and moments live in that slot, and only weights to compute with are on the device.  Raises
-    AssertionError if the wrapped model holds other parts of the tensors than ``plan/placement.py`` says.
+    With ``home`` the parameters and moments live in that slot, and only weights to compute with are on the
+    device.  Raises AssertionError if the wrapped model holds other parts of the tensors than
+    ``plan/placement.py`` says.
     """
 
-    def __init__(self, job: Job, builder: Builder, rule: Rule, world: World, version: Version, home: ShardHome | None = None) -> None:
+    def __init__(
+        self,
+        job: Job,
+        builder: Builder,
+        rule: Rule,
+        world: World,
+        version: Version,
+        home: ShardHome | None = None,
+    ) -> None:
         blueprint = build_model(job, builder)
         self.tensors = tensors_of(blueprint, rule)
         shapes = {name: shape_of(parameter) for name, parameter in blueprint.named_parameters()}
@@ -310,7 +411,9 @@ class State:
         self.guard = Guard(self.model, self.parameters, world, job.model, compiles=job.compile)
         self._modules, self._put_into_training = [*self.model.modules()], False
         self.used: torch.Tensor | None = None
-        """It has a 0 for each trained parameter that no microbatch of the prepared step gave a gradient; None if there is none."""
+        """It has a 0 for each trained parameter that no microbatch of the prepared step gave a gradient; None
+        if there is none.
+        """
         self.tried = False
         """True once a microbatch was computed."""
         local = self.parameters.parts
@@ -321,12 +424,19 @@ class State:
         self.optimizer = Optimizer(job, rule, self.trained, boxes, decayed, shapes, matrices, groups)
         self.spikes = SpikeMemory(job, self.optimizer.kept)
         self.shard = Shard(version, cell, self._values(local, cell))
-        assert (home is not None) is job.offloads, "state that is offloaded lives in a slot, and no other does"
+        assert (home is not None) is job.offloads, (
+            "state that is offloaded lives in a slot, and no other does"
+        )
         self.next_home: ShardHome | None = None
         """The slot into which the next update moves the state."""
         if home is not None:
             self._streamed = [
-                {key: value for key, value in self.shard.values.items() if key[1] == name and _is_streamed(key)} for name in local
+                {
+                    key: value
+                    for key, value in self.shard.values.items()
+                    if key[1] == name and _is_streamed(key)
+                }
+                for name in local
             ]
             self.optimizer.visit = self._visit
             self._live_in(home)
@@ -349,7 +459,8 @@ class State:
                     value = (own | {f"moment.{name}": each for name, each in part.moments.items()})[moment]
             expected, found = held(tensor, cell).shape, tuple(value.shape)
             assert found == expected, (
-                f"{tensor.kind} {tensor.name!r}: the member in cell {cell!r} has memory of shape {found}, and placement says {expected}; "
+                f"{tensor.kind} {tensor.name!r}: the member in cell {cell!r} has memory of shape {found}, "
+                f"and placement says {expected}; "
                 f"the axes of engine/parallelize.py must cut the model as the rows of plan/axes.py do"
             )
             values[tensor.kind, tensor.name] = value.detach()
@@ -379,23 +490,33 @@ class State:
             self.parameters.fetch = lambda name: fetch(home, ("parameter", name), device)
         self.trained = {name: values["parameter", name] for name in self.trained}
         self.optimizer.parts = {
-            name: replace(part, values=values["parameter", name], moments=Moments(home, name, part.moments, device))
+            name: replace(
+                part, values=values["parameter", name], moments=Moments(home, name, part.moments, device)
+            )
             for name, part in parts.items()
         }
 
     def _visit(self, update: Callable[[list[Part]], None]) -> None:
-        """Updates the parts on the device, group by group, on their way to the next slot; the model gets the new weights."""
-        assert self.shard.home is not None and self.next_home is not None and isinstance(self.parameters, Whole)
+        """Updates the parts on the device, group by group, on their way to the next slot; the model gets the
+        new weights.
+        """
+        assert (
+            self.shard.home is not None and self.next_home is not None and isinstance(self.parameters, Whole)
+        )
         groups = groups_of(self._streamed, group_bytes(self.job))
         with closing(through(self.world.device, self.shard.home, self.next_home, groups)) as there:
             for values in there:
                 names = [name for kind, name in values if kind == "parameter"]
-                update([_part_of(self.optimizer.parts[name], values) for name in names if name in self.trained])
+                update(
+                    [_part_of(self.optimizer.parts[name], values) for name in names if name in self.trained]
+                )
                 for name in names:
                     self.parameters.take(name, values["parameter", name])
 
     def move(self) -> None:
-        """Lets the shard live in the next slot, to which an update has brought the streamed tensors, and writes the others."""
+        """Lets the shard live in the next slot, to which an update has brought the streamed tensors, and
+        writes the others.
+        """
         assert self.next_home is not None
         self._live_in(self.next_home)
         self.write_the_rest()
@@ -408,26 +529,34 @@ class State:
                 put(self.shard.home, key, value)
 
     def read_the_rest(self) -> None:
-        """Reads from the slot the tensors that do not live in it.  Raises :class:`~elastic.errors.StateDamaged`."""
+        """Reads from the slot the tensors that do not live in it.  Raises
+        :class:`~elastic.errors.StateDamaged`.
+        """
         assert self.shard.home is not None
         for key, value in self.shard.values.items():
             if not _is_streamed(key):
                 value.copy_(fetch(self.shard.home, key, value.device))
 
     def unused(self) -> frozenset[str]:
-        """Returns the names of the trained parameters that no microbatch of the prepared step gave a gradient."""
+        """Returns the names of the trained parameters that no microbatch of the prepared step gave a
+        gradient.
+        """
         if self.used is None:
             return frozenset()
         used = self.world.to_host(self.used, key="used anywhere").tolist()
         return frozenset(name for name, is_used in zip(self.trained, used, strict=True) if not is_used)
 
     def reserve(self) -> None:
-        """Reserves the host memory of :meth:`unused`, and of the guard, before anything is launched that may hang."""
+        """Reserves the host memory of :meth:`unused`, and of the guard, before anything is launched that may
+        hang.
+        """
         self.world.reserve("used anywhere", torch.empty(len(self.trained), dtype=torch.uint8))
         self.guard.reserve()
 
     def train(self) -> None:
-        """Puts the model into training mode by its own ``train()``, which may leave parts of it out, unless that was done and all is."""
+        """Puts the model into training mode by its own ``train()``, which may leave parts of it out, unless
+        that was done and all is.
+        """
         if not (self._put_into_training and all(module.training for module in self._modules)):
             self.model.train()
             self._put_into_training = True

@@ -1,4 +1,5 @@
-"""The control thread's part of a worker: an order passes the member, and what counts waits for the training thread.
+"""The control thread's part of a worker: an order passes the member, and what counts waits for the training
+thread.
 
 The control thread never waits for the training thread, except for an update that is under way.
 """
@@ -40,7 +41,9 @@ class Went:
 
 @dataclass(frozen=True)
 class Evaluate:
-    """An order to measure what the checkpoint of ``version`` loses on the held-out samples, if no other order comes."""
+    """An order to measure what the checkpoint of ``version`` loses on the held-out samples, if no other order
+    comes.
+    """
 
     version: Version
 
@@ -58,7 +61,9 @@ class Controlled:
         self.orders: queue.SimpleQueue[Enter | Settled | Went | Evaluate | None] = queue.SimpleQueue()
         """Accepted orders for the training thread; None means that it leaves the run."""
         self._early: Enter | None = None
-        """The order to enter the next world, if it came before the present one was settled: orders may overtake each other."""
+        """The order to enter the next world, if it came before the present one was settled: orders may
+        overtake each other.
+        """
 
     # ---- control thread
 
@@ -84,14 +89,17 @@ class Controlled:
     def fence(self, generation: int, whole: bool = False) -> None:
         """Stops this member from applying more of ``generation``, and answers what it holds.
 
-        If an update is under way, the answer is deferred and the training thread gives it.  ``whole``: see :meth:`Member.fence`.
+        If an update is under way, the answer is deferred and the training thread gives it.  ``whole``: see
+        :meth:`Member.fence`.
         """
         with self.apply_fence as member:
             answer = member.fence(generation, whole)
         self._answer(answer)
 
     def settle(self, generation: int, outcome: Outcome | None) -> None:
-        """Takes the settlement of a generation and ends its world, which is allowed only now that all members are fenced or expelled."""
+        """Takes the settlement of a generation and ends its world, which is allowed only now that all members
+        are fenced or expelled.
+        """
         with self.apply_fence as member:
             taken = member.settle(generation, outcome)
         if taken:
@@ -99,7 +107,9 @@ class Controlled:
             self.orders.put(Settled(generation))
 
     def _end_world(self, generation: int) -> None:
-        """Frees the training thread from the world of ``generation``, in which it may hang.  It must not wait."""
+        """Frees the training thread from the world of ``generation``, in which it may hang.  It must not
+        wait.
+        """
 
     def exit(self) -> None:
         """Orders the training thread to leave the run, once it has come to the orders given before."""
@@ -110,7 +120,9 @@ class Controlled:
         self.orders.put(Evaluate(version))
 
     def attach(self) -> None:
-        """Tells a new coordinator where this worker stands, and repeats what may have been lost with the previous coordinator."""
+        """Tells a new coordinator where this worker stands, and repeats what may have been lost with the
+        previous coordinator.
+        """
         with self.apply_fence as member:
             events = member.attached()
         for event in events:
@@ -119,7 +131,9 @@ class Controlled:
     # ---- training thread
 
     def _next_plan(self) -> Enter:
-        """Waits for the order to enter a world and returns it, at once if it came early; other orders are skipped."""
+        """Waits for the order to enter a world and returns it, at once if it came early; other orders are
+        skipped.
+        """
         order: Enter | Settled | Went | Evaluate | None = self._early
         self._early = None
         while not isinstance(order, Enter):

@@ -1,7 +1,9 @@
-"""Finds out what lets ``from_pretrained`` of transformers and of peft open an export: names of tensors, and the files beside the weights.
+"""Finds out what lets ``from_pretrained`` of transformers and of peft open an export: names of tensors, and
+the files beside the weights.
 
-The model that the job builds decides.  It may be one of transformers, or have one in it; have adapters of peft; or be one of our own
-that computes what one of transformers does.  The libraries are not imported here: if a model is of theirs, they are there already.
+The model that the job builds decides.  It may be one of transformers, or have one in it; have adapters of
+peft; or be one of our own that computes what one of transformers does.  The libraries are not imported here:
+if a model is of theirs, they are there already.
 """
 
 from __future__ import annotations
@@ -43,7 +45,9 @@ KEPT = (GENERATION, DEFINITION, *CONFIGURATIONS, "chat_template.jinja")
 
 @dataclass
 class Published:
-    """Describes the files of an export.  ``names`` are those in the model's file, None if they are those of the state."""
+    """Describes the files of an export.  ``names`` are those in the model's file, None if they are those of
+    the state.
+    """
 
     names: Names | None = None
     more: dict[str, bytes | Names] = field(default_factory=dict)
@@ -52,7 +56,9 @@ class Published:
 
 @dataclass(frozen=True)
 class Text:
-    """Describes the data, if it is text: the files of its tokenizer, the token that ends documents, and the length of a sample."""
+    """Describes the data, if it is text: the files of its tokenizer, the token that ends documents, and the
+    length of a sample.
+    """
 
     files: Mapping[str, bytes] = field(default_factory=dict)
     end: int | None = None
@@ -60,13 +66,21 @@ class Text:
 
     def ends(self, known: Any) -> Any:
         """Returns the tokens that end a text, of which a config knows some."""
-        return known if self.end is None or self.end in (known if isinstance(known, list) else [known]) else self.end
+        return (
+            known
+            if self.end is None or self.end in (known if isinstance(known, list) else [known])
+            else self.end
+        )
 
 
-def published(run: Run, job: Job, version: Version, *, rename: bool, accept_code: bool, tell: Callable[[str], None]) -> Published:
-    """Returns what an export of ``version`` has.  Only with ``rename`` tensors have other names than in the state.
+def published(
+    run: Run, job: Job, version: Version, *, rename: bool, accept_code: bool, tell: Callable[[str], None]
+) -> Published:
+    """Returns what an export of ``version`` has.  Only with ``rename`` tensors have other names than in the
+    state.
 
-    With ``rename`` it raises :class:`ElasticError` if nothing opens the export.  Without, it tells why, unless the model is of no library.
+    With ``rename`` it raises :class:`ElasticError` if nothing opens the export.  Without, it tells why,
+    unless the model is of no library.
     """
     by, found, text = run.job_at(version), Published(), Text()
     its = code.with_objects(by, job)
@@ -90,7 +104,9 @@ def published(run: Run, job: Job, version: Version, *, rename: bool, accept_code
 
 def _why(error: Exception, place: str) -> Exception:
     """Returns an error with a sentence for the user; one that is not ours is of the code at ``place``."""
-    return error if isinstance(error, ElasticError | StorageError) else ModelError(f"{place}: {failure(error)}")
+    return (
+        error if isinstance(error, ElasticError | StorageError) else ModelError(f"{place}: {failure(error)}")
+    )
 
 
 def _text(job: Job) -> Text:
@@ -102,7 +118,14 @@ def _text(job: Job) -> Text:
     if not hasattr(kind, "encoder") and kind is not Mixture:
         return Text()
     dataset = opened(job)
-    source = next((each for each in (dataset, *getattr(dataset, "parts", ())) if callable(getattr(each, "encoder", None))), None)
+    source = next(
+        (
+            each
+            for each in (dataset, *getattr(dataset, "parts", ()))
+            if callable(getattr(each, "encoder", None))
+        ),
+        None,
+    )
     if source is None:
         return Text()
     encoder = encoder_of(source)
@@ -111,7 +134,10 @@ def _text(job: Job) -> Text:
 
 def _described(job: Job, run: Run, version: Version, text: Text, rename: bool) -> Published:
     model = build_model(job, builder_of(job))
-    here = [Tensor(name, "parameter", DTYPE_NAMES[each.dtype], tuple(each.shape)) for name, each in model.named_parameters()]
+    here = [
+        Tensor(name, "parameter", DTYPE_NAMES[each.dtype], tuple(each.shape))
+        for name, each in model.named_parameters()
+    ]
     stored = [each for each in run.checkpoints.open(version).tensors() if each.kind == "parameter"]
     if differs := misfit(job, here, stored, version, "use the model of the run"):
         raise ModelError(differs)
@@ -119,20 +145,33 @@ def _described(job: Job, run: Run, version: Version, text: Text, rename: bool) -
     modules = [each for _, each in model.named_modules()]  # a module comes before those in it
     if (adapted := next((each for each in modules if getattr(each, "peft_config", None)), None)) is not None:
         return _adapters(model, adapted)
-    if (inner := next((each for each in modules if library and isinstance(each, library.PreTrainedModel)), None)) is not None:
+    if (
+        inner := next(
+            (each for each in modules if library and isinstance(each, library.PreTrainedModel)), None
+        )
+    ) is not None:
         return _of_the_library(model, inner, text, rename)
-    own = vars(type(model)).get("as_transformers")  # a class that is derived from ours may compute something else
+    # a class that is derived from ours may compute something else
+    own = vars(type(model)).get("as_transformers")
     if not rename:
         return Published()
-    if own is None or not all(type(each).__module__.startswith(("torch.nn.", type(model).__module__)) for each in modules):
-        raise ModelError(f"--transformers: model = {job.model!r} ({type(model).__name__}) has no equivalent there; leave it out")
+    if own is None or not all(
+        type(each).__module__.startswith(("torch.nn.", type(model).__module__)) for each in modules
+    ):
+        raise ModelError(
+            f"--transformers: model = {job.model!r} ({type(model).__name__}) has no equivalent "
+            "there; leave it out"
+        )
     equivalent: Equivalent = own(model)
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
     config = {**equivalent.config, "bos_token_id": None, "eos_token_id": text.end, "dtype": dtype}
     if "rope_theta" in config and text.length:
-        config.setdefault("max_position_embeddings", text.length)  # rotation has no limit, so this is what the model was trained with
+        # rotation has no limit, so this is what the model was trained with
+        config.setdefault("max_position_embeddings", text.length)
     ending = {} if text.end is None else {"eos_token_id": text.end}
-    return Published(equivalent.names(each.name for each in here), {CONFIG: _json(config), GENERATION: _json(ending)})
+    return Published(
+        equivalent.names(each.name for each in here), {CONFIG: _json(config), GENERATION: _json(ending)}
+    )
 
 
 def _json(about: Mapping[str, Any]) -> bytes:
@@ -154,16 +193,28 @@ def _of_the_library(model: nn.Module, inner: Any, text: Text, rename: bool) -> P
         usual = type(inner)(deepcopy(inner.config))
     shapes, wanted = ({name: each.shape for name, each in one.state_dict().items()} for one in (inner, usual))
     if other := sorted({*shapes.items()} ^ {*wanted.items()}):
-        raise ModelError(f"a {kind} of its config has another {other[0][0]!r}, or none; let the config say what the model is")
+        raise ModelError(
+            f"a {kind} of its config has another {other[0][0]!r}, or none; let the config say "
+            "what the model is"
+        )
     names, first = dict[str, tuple[str, bool]](), dict[int, str]()
     for name, each in inner.state_dict(keep_vars=True).items():
-        if not {name, first.setdefault(id(each), name)} & {*inner.all_tied_weights_keys} or first[id(each)] == name:
-            names[name] = own[id(each)], False  # the library shares tied weights by itself, and wants others under each name
+        if (
+            not {name, first.setdefault(id(each), name)} & {*inner.all_tied_weights_keys}
+            or first[id(each)] == name
+        ):
+            # the library shares tied weights by itself, and wants others under each name
+            names[name] = own[id(each)], False
     inside = {its for its, _ in names.values()}
     if outside := [name for name, _ in model.named_parameters() if name not in inside]:
-        raise ModelError(f"{outside[0]!r} is outside of the {kind} in it, so no model of transformers has all of its parameters")
+        raise ModelError(
+            f"{outside[0]!r} is outside of the {kind} in it, so no model of transformers has "
+            "all of its parameters"
+        )
     if not rename and any(name != its for name, (its, _) in names.items()):
-        raise ModelError(f"its {kind} has other names of tensors than the whole model; `--transformers` writes those")
+        raise ModelError(
+            f"its {kind} has other names of tensors than the whole model; `--transformers` writes those"
+        )
     config = deepcopy(inner.config)
     config.architectures, config.dtype = [kind], inner.dtype
     config.get_text_config().eos_token_id = text.ends(config.get_text_config().eos_token_id)
@@ -177,30 +228,50 @@ def _of_the_library(model: nn.Module, inner: Any, text: Text, rename: bool) -> P
 
 
 def _kept(folder: str, text: Text) -> dict[str, bytes]:
-    """Returns the files that stay as they are in ``folder``, from which the first weights came; of its tokenizer only if it is that of the
-    data.
+    """Returns the files that stay as they are in ``folder``, from which the first weights came; of its
+    tokenizer only if it is that of the data.
     """
-    there = {name: (Path(folder) / name).read_bytes() for name in KEPT if folder and (Path(folder) / name).is_file()}
+    there = {
+        name: (Path(folder) / name).read_bytes()
+        for name in KEPT
+        if folder and (Path(folder) / name).is_file()
+    }
     same = there.pop(DEFINITION, b"") == text.files.get(DEFINITION)
     return {name: each for name, each in there.items() if same or name == GENERATION}
 
 
 def _adapters(model: nn.Module, adapted: Any) -> Published:
-    """Describes adapters of peft in ``adapted``.  Raises :class:`ModelError` if they are several, or not all that trains."""
+    """Describes adapters of peft in ``adapted``.  Raises :class:`ModelError` if they are several, or not all
+    that trains.
+    """
     if len(adapted.peft_config) > 1:
-        raise ModelError(f"the model has the adapters {' and '.join(adapted.peft_config)}, and a folder of peft has one")
+        raise ModelError(
+            f"the model has the adapters {' and '.join(adapted.peft_config)}, and a folder of peft has one"
+        )
     ((adapter, config),) = adapted.peft_config.items()
     state, own = adapted.state_dict(keep_vars=True), _own(model)
-    found = sys.modules["peft"].get_peft_model_state_dict(adapted, state, adapter, save_embedding_layers=False)
+    found = sys.modules["peft"].get_peft_model_state_dict(
+        adapted, state, adapter, save_embedding_layers=False
+    )
     root = "base_model.model."  # the library has it before names of the model that it adapts
-    names = {name if name.startswith(root) else f"{root}{name}": (own[id(each)], False) for name, each in found.items()}
+    names = {
+        name if name.startswith(root) else f"{root}{name}": (own[id(each)], False)
+        for name, each in found.items()
+    }
     inside = {its for its, _ in names.values()}
-    if outside := [name for name, each in model.named_parameters() if each.requires_grad and name not in inside]:
-        raise ModelError(f"{outside[0]!r} trains, too, and is not in the adapters of peft; name its module in modules_to_save")
+    if outside := [
+        name for name, each in model.named_parameters() if each.requires_grad and name not in inside
+    ]:
+        raise ModelError(
+            f"{outside[0]!r} trains, too, and is not in the adapters of peft; name its module "
+            "in modules_to_save"
+        )
     about = deepcopy(config)
     about.inference_mode = True
     about.base_model_name_or_path = (
-        config.base_model_name_or_path or getattr(getattr(adapted, "config", None), "name_or_path", None) or None
+        config.base_model_name_or_path
+        or getattr(getattr(adapted, "config", None), "name_or_path", None)
+        or None
     )
     if about.task_type is None and type(adapted).__name__.endswith("ForCausalLM"):
         about.task_type = "CAUSAL_LM"

@@ -1,4 +1,6 @@
-"""This member's record of a step, for the one exchange that commits it; ``protocol/commit_record.py`` says what is in it."""
+"""This member's record of a step, for the one exchange that commits it; ``protocol/commit_record.py`` says
+what is in it.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ if TYPE_CHECKING:
 
 
 def blank_record(shape: CommitShape, head: RecordHead, share: Share) -> torch.Tensor:
-    """Returns this member's record, float64 [shape.fields], with all that the host knows; see ``protocol/commit_record.py``."""
+    """Returns this member's record, float64 [shape.fields], with all that the host knows; see
+    ``protocol/commit_record.py``.
+    """
     known: list[float] = [*head]
     for ids in share.samples:
         known += [0, 0, *ids, *(0 for _ in range(shape.microbatch - len(ids)))]
@@ -21,9 +25,13 @@ def blank_record(shape: CommitShape, head: RecordHead, share: Share) -> torch.Te
 
 
 def fill_record(record: torch.Tensor, share: Share, norm: torch.Tensor) -> torch.Tensor:
-    """Fills in what only the device knows, and the checksum, and returns ``record``.  Nothing here waits for the device."""
+    """Fills in what only the device knows, and the checksum, and returns ``record``.  Nothing here waits for
+    the device.
+    """
     record[FROM_DEVICE : FROM_DEVICE + 2] = torch.stack((torch.isfinite(norm).double(), norm))
-    record[HEADER:-1].view(len(share.samples), -1)[:, :2] = torch.stack((_doubles(share.losses), _doubles(share.counts)), 1)
+    record[HEADER:-1].view(len(share.samples), -1)[:, :2] = torch.stack(
+        (_doubles(share.losses), _doubles(share.counts)), 1
+    )
     words = record.view(torch.int64)
     mixed = words[:-1] ^ (words[:-1] >> 32 & LOWER)
     words[-1] = (mixed * torch.arange(1, 2 * len(words) - 1, 2, device=words.device)).sum()
@@ -31,6 +39,8 @@ def fill_record(record: torch.Tensor, share: Share, norm: torch.Tensor) -> torch
 
 
 def _doubles(scalars: list[torch.Tensor]) -> torch.Tensor:
-    """Returns the scalars as one tensor, float64 [scalars].  A stack of several dtypes would round some of them first."""
+    """Returns the scalars as one tensor, float64 [scalars].  A stack of several dtypes would round some of
+    them first.
+    """
     alike = len({each.dtype for each in scalars}) == 1
     return torch.stack(scalars if alike else [each.double() for each in scalars]).double()

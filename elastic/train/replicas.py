@@ -1,8 +1,10 @@
-"""Compares the replicas of the state, so that a silent error of a memory or a processor is found before it is saved.
+"""Compares the replicas of the state, so that a silent error of a memory or a processor is found before it is
+saved.
 
-In a reproducible job all replicas have the same bits, and every member computes the digest of its own part.  They exchange one number each;
-only if replicas differ do they exchange one number for each tensor, which tells where.  A single bit that flipped always shows (see
-``state/digest.py``).  What no member can find so is an error that all replicas share, as in a gradient that one member summed for all.
+In a reproducible job all replicas have the same bits, and every member computes the digest of its own part.
+They exchange one number each; only if replicas differ do they exchange one number for each tensor, which
+tells where.  A single bit that flipped always shows (see ``state/digest.py``).  What no member can find so is
+an error that all replicas share, as in a gradient that one member summed for all.
 """
 
 from __future__ import annotations
@@ -24,8 +26,9 @@ Row = tuple[int, ...]
 def compare(state: State, leave_if_over: Callable[[], None] = lambda: None) -> None:
     """Compares the state with its replicas.  Every member must call it at the same point of a step.
 
-    Raises :class:`StateDamaged` on a member that differs from most replicas of its part, and :class:`ReplicasDiffer` on all of them if no
-    value is that of most.  ``leave_if_over`` raises if the world is over: what it gathered is garbage then.
+    Raises :class:`StateDamaged` on a member that differs from most replicas of its part, and
+    :class:`ReplicasDiffer` on all of them if no value is that of most.  ``leave_if_over`` raises if the world
+    is over: what it gathered is garbage then.
     """
     world, values = state.world, state.shard.values
     if world.layout.dp_replicate == 1:
@@ -43,7 +46,9 @@ def compare(state: State, leave_if_over: Callable[[], None] = lambda: None) -> N
 
 
 def _judge(replicas: dict[int, Row], mine: int, names: list[str], step: int) -> None:
-    """Raises the error of the member ``mine``, if it has one.  ``replicas`` has the numbers of each replica's tensors, by world rank."""
+    """Raises the error of the member ``mine``, if it has one.  ``replicas`` has the numbers of each replica's
+    tensors, by world rank.
+    """
     (common, count), *others = Counter(replicas.values()).most_common()
     if not others:
         return
@@ -52,12 +57,15 @@ def _judge(replicas: dict[int, Row], mine: int, names: list[str], step: int) -> 
     if 2 * count <= len(replicas):
         ranks = ", ".join(map(str, replicas))
         raise ReplicasDiffer(
-            f"the replicas of world ranks {ranks} hold different bits of {said}, and none is that of most: a memory or a processor is "
-            f"faulty.  Find it, leave its node out, and go on from the newest checkpoint, whose replicas were alike"
+            f"the replicas of world ranks {ranks} hold different bits of {said}, and none is that of most: "
+            "a memory or a processor is "
+            "faulty.  Find it, leave its node out, and go on from the newest checkpoint, whose replicas "
+            "were alike"
         )
     if replicas[mine] != common:
         raise StateDamaged(
-            f"world rank {mine} holds other bits of {said} than {count} of {len(replicas)} replicas, so its state is given up"
+            f"world rank {mine} holds other bits of {said} than {count} of {len(replicas)} replicas, so its "
+            "state is given up"
         )
 
 

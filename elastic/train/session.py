@@ -1,4 +1,6 @@
-"""Prepares a worker for a job before its first plan: fixes threads and kernels, finds the user's code, opens the data."""
+"""Prepares a worker for a job before its first plan: fixes threads and kernels, finds the user's code, opens
+the data.
+"""
 
 from __future__ import annotations
 
@@ -53,27 +55,31 @@ from storage.slices import Tensor
 MICROBATCH = 1024
 """Largest microbatch that an error proposes."""
 SAVE_S = 5.0
-"""Seconds that a due save waits, once, for the previous save.  It is a balance: checkpoints that are far apart cost steps, and so does
-waiting for a bucket that is down."""
+"""Seconds that a due save waits, once, for the previous save.  It is a balance: checkpoints that are far
+apart cost steps, and so does waiting for a bucket that is down."""
 NCCL = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # torch's watchdog must not end the process: recovery is ours
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
-    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",  # else its watchdog sleeps 4 × 15 s once a peer's socket breaks, and ending the group waits
-    "NCCL_RAS_ENABLE": "0",  # its thread crashes processes whose peers come and go (NCCL issues 1996 and 2346)
+    # else its watchdog sleeps 4 × 15 s once a peer's socket breaks, and ending the group waits
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
+    # its thread crashes processes whose peers come and go (NCCL issues 1996 and 2346)
+    "NCCL_RAS_ENABLE": "0",
     "NCCL_NVLS_ENABLE": "0",  # an abort crashes on memory that is registered for multicast
 }
 DETERMINISTIC = {"TORCHINDUCTOR_DETERMINISTIC": "1"}
-"""Says to torch's compiler what ``torch.use_deterministic_algorithms`` says to it; it reads this when it is imported."""
+"""Says to torch's compiler what ``torch.use_deterministic_algorithms`` says to it; it reads this when it is
+imported.
+"""
 ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-"""Settings of torch's allocator.  Each layout has tensors of other sizes: with segments of fixed size the remains of every world add up,
-and NCCL finds no memory."""
+"""Settings of torch's allocator.  Each layout has tensors of other sizes: with segments of fixed size the
+remains of every world add up, and NCCL finds no memory."""
 
 
 COMES_S = 5.0
-"""Seconds within which more of a node's memory must become free, or no more is coming.  The system needs half a minute to give back what a
-large process had that was killed."""
+"""Seconds within which more of a node's memory must become free, or no more is coming.  The system needs half
+a minute to give back what a large process had that was killed."""
 IN_MEMORY = ("tmpfs", "ramfs")
 """Filesystems whose files are in memory."""
 OVER_A_NETWORK = (
@@ -84,10 +90,12 @@ OVER_A_NETWORK = (
 
 
 def prepare_process(job: Job, address: str = "", *, alone: bool = False) -> torch.device:
-    """Fixes what would vary between processes; returns this worker's device.  Other nodes reach this one at ``address``.
+    """Fixes what would vary between processes; returns this worker's device.  Other nodes reach this one at
+    ``address``.
 
-    A process that stays ``alone`` does without torch's compiler, whose import takes a second, unless the job or the user's code compiles.
-    For others FSDP2 needs it: it is imported here, and not while the members of a world wait for each other.
+    A process that stays ``alone`` does without torch's compiler, whose import takes a second, unless the job
+    or the user's code compiles. For others FSDP2 needs it: it is imported here, and not while the members of
+    a world wait for each other.
 
     Raises :class:`JobError` if this machine lacks something that the job asks for.
     """
@@ -108,17 +116,30 @@ def prepare_process(job: Job, address: str = "", *, alone: bool = False) -> torc
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined] # no memory is read before it is written
     if job.workers.gpus and not torch.cuda.is_available():
         raise JobError(
-            f"workers.gpus = {job.workers.gpus}, and torch {torch.__version__} finds no GPU for this process; "
+            f"workers.gpus = {job.workers.gpus}, and torch {torch.__version__} finds no GPU for this "
+            "process; "
             f"install a torch for CUDA and its driver, or set workers.gpus = 0"
         )
     device = torch.device("cuda", 0) if job.workers.gpus else torch.device("cpu")
-    if PRECISIONS[job.precision].fp8 is not None and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
-        raise JobError(f"precision = {job.precision!r}: {torch.cuda.get_device_name(device)} cannot multiply in fp8; take 'bf16'")
+    if (
+        PRECISIONS[job.precision].fp8 is not None
+        and device.type == "cuda"
+        and torch.cuda.get_device_capability(device) < (8, 9)
+    ):
+        raise JobError(
+            f"precision = {job.precision!r}: {torch.cuda.get_device_name(device)} cannot "
+            "multiply in fp8; take 'bf16'"
+        )
     if job.offload_folder and (slow := check_folder(job.offload_folder)):
         print(slow, flush=True)
-    if device.type == "cuda" and getattr(sys.modules.get("torch._inductor.config"), "use_static_cuda_launcher", False):
+    if device.type == "cuda" and getattr(
+        sys.modules.get("torch._inductor.config"), "use_static_cuda_launcher", False
+    ):
         name = next(iter(LAUNCHES))
-        print(f"torch's compiler was imported without {name}=0: set it where Ray's nodes are started, or kernels that hang hang the worker")
+        print(
+            f"torch's compiler was imported without {name}=0: set it where Ray's nodes are started, or "
+            "kernels that hang hang the worker"
+        )
     if device.type == "cuda" and (little := little_shared(shared_memory())):
         print(little, flush=True)
     torch.zeros((), device=device)  # opens the accelerator's context now, not while a world forms
@@ -135,26 +156,32 @@ def check_folder(folder: str, kind_of_disk: Callable[[str], str] = filesystem) -
             pass
     except OSError as error:
         raise JobError(
-            f"offload_folder = {folder!r} is not a folder in which a worker on {platform.node()} can make files ({error.strerror}); "
+            f"offload_folder = {folder!r} is not a folder in which a worker on {platform.node()} can make "
+            f"files ({error.strerror}); "
             f"make it on every node, on a local disk, or name another one"
         ) from error
     kind = kind_of_disk(folder)
     if kind in IN_MEMORY:
         raise JobError(
-            f"offload_folder = {folder!r} is a {kind} on {platform.node()}: its files are in the memory that they should spare; name a "
+            f"offload_folder = {folder!r} is a {kind} on {platform.node()}: its files are in the memory "
+            "that they should spare; name a "
             f"folder of a local disk, or leave offload_folder out to keep the state in memory"
         )
     if kind in OVER_A_NETWORK:
         return (
-            f"offload_folder = {folder!r} is a {kind} on {platform.node()}: every update reads and writes all of the state over the "
+            f"offload_folder = {folder!r} is a {kind} on {platform.node()}: every update reads and writes "
+            "all of the state over the "
             f"network, and all nodes may share what it can carry; a folder of a local disk is faster"
         )
     return ""
 
 
 def kind_of(device: torch.device, attention: str = "auto") -> str:
-    """Returns the kind of a worker on ``device``: workers of one kind compute the same bits.  ``attention`` is that of the job."""
-    cpu = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"  # kernels of another capability add in another order
+    """Returns the kind of a worker on ``device``: workers of one kind compute the same bits.  ``attention``
+    is that of the job.
+    """
+    # kernels of another capability add in another order
+    cpu = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu
     flash = ""
     if attention == "flash-4":
@@ -175,7 +202,8 @@ def settled(job: Job) -> Job:
     if job.microbatch != "auto" and samples % job.microbatch:
         fits = [str(size) for size in range(1, min(samples, MICROBATCH) + 1) if not samples % size]
         raise JobError(
-            f"global_batch = 'all': the dataset has {samples} samples, which microbatches of {job.microbatch} do not divide; set "
+            f"global_batch = 'all': the dataset has {samples} samples, which microbatches of "
+            f"{job.microbatch} do not divide; set "
             f"microbatch to {', '.join(fits[-4:])}, or name a number"
         )
     return job.replace(global_batch=samples)
@@ -189,42 +217,67 @@ def make_session(job: Job, counters: Counters, *, prefetch: int | None = None) -
     dataset = opened(job)
     if len(dataset) < job.batches().final:
         raise DataError(
-            f"data.args: the dataset has {len(dataset)} samples, fewer than one step's global_batch = {job.global_batch}; "
+            f"data.args: the dataset has {len(dataset)} samples, fewer than one step's global_batch = "
+            f"{job.global_batch}; "
             f"give it more samples, or lower global_batch"
         )
     rule = rule_of(job)
     check_schedule(job)
     lengths = lengths_of(job, dataset) if job.data.group_by_length else None
     cursor = Cursor.of(job.stretches(), len(dataset), lengths, _sizes_of(job, dataset))
-    ahead, reads = job.data.prefetch * max(job.data.readers, 1) if prefetch is None else prefetch, partial(counters.reads, "data")
-    loader = Loader(dataset, cursor, job.microbatch_size, ahead, named=_named(job), reads=reads, readers=_readers_of(job))
+    ahead, reads = (
+        job.data.prefetch * max(job.data.readers, 1) if prefetch is None else prefetch,
+        partial(counters.reads, "data"),
+    )
+    loader = Loader(
+        dataset, cursor, job.microbatch_size, ahead, named=_named(job), reads=reads, readers=_readers_of(job)
+    )
     loop = loop_of(job)
     faults, held_out = Faults(job.faults), _held_out(job, loader, counters)
-    return Session(job, builder_of(job), rule, loss_of(job), cursor, loader, counters, faults, held_out=held_out, loop=loop)
+    return Session(
+        job,
+        builder_of(job),
+        rule,
+        loss_of(job),
+        cursor,
+        loader,
+        counters,
+        faults,
+        held_out=held_out,
+        loop=loop,
+    )
 
 
 def _sizes_of(job: Job, dataset: Dataset) -> tuple[int, ...]:
-    """Returns the lengths of the parts of a mixture, if the job weights them; else ().  Raises :class:`DataError`."""
+    """Returns the lengths of the parts of a mixture, if the job weights them; else ().  Raises
+    :class:`DataError`.
+    """
     if not job.data.weights:
         return ()
     sizes = tuple(getattr(dataset, "sizes", ()))
     if len(sizes) != len(job.data.weights):
         parts = "1 part" if len(sizes) == 1 else f"{len(sizes) or 'no'} parts"
         raise DataError(
-            f"data.weights has {len(job.data.weights)} numbers, and data.dataset = {job.data.dataset!r} has {parts}; give each part a "
-            f"weight, or leave data.weights out (elastic.data.mixture:Mixture makes one dataset of several parts)"
+            f"data.weights has {len(job.data.weights)} numbers, and data.dataset = {job.data.dataset!r} has "
+            f"{parts}; give each part a "
+            "weight, or leave data.weights out (elastic.data.mixture:Mixture makes one dataset of several "
+            "parts)"
         )
     return sizes
 
 
 def _readers_of(job: Job, section: str = "data") -> Readers | None:
-    """Returns the processes that read the dataset, if the job asks for some.  Raises :class:`JobError` for one that they cannot open."""
+    """Returns the processes that read the dataset, if the job asks for some.  Raises :class:`JobError` for
+    one that they cannot open.
+    """
     if not job.data.readers:
         return None
     if job.data.dataset in job.objects().values():
         raise JobError(
-            f"data.readers = {job.data.readers}: each reader is a process that opens {_named(job, section)} by its name, and this is code "
-            f"of a script or a notebook; put it into a module and import it from there, or set data.readers = 0"
+            f"data.readers = {job.data.readers}: each reader is a process that opens {_named(job, section)} "
+            "by its name, and this is code "
+            "of a script or a notebook; put it into a module and import it from there, or set data.readers "
+            "= 0"
         )
     return Readers(job.data.readers, job.data.dataset, job.data.args, section)
 
@@ -240,12 +293,21 @@ def _held_out(job: Job, loader: Loader, counters: Counters) -> Loader | None:
     if not len(dataset) or validation.samples > len(dataset):
         given = without_secrets("validation.args", validation.args)
         raise DataError(
-            f"validation.samples = {validation.samples}: the dataset of validation.args = {given} has {len(dataset)} samples; "
+            f"validation.samples = {validation.samples}: the dataset of validation.args = {given} has "
+            f"{len(dataset)} samples; "
             f"give it more samples, or leave validation.samples out to take all"
         )
     named_in, reads = _named(held, "validation"), partial(counters.reads, "validation")
     readers = _readers_of(held, "validation")
-    return Loader(dataset, loader.cursor, job.microbatch_size, loader.prefetch, named=named_in, reads=reads, readers=readers)
+    return Loader(
+        dataset,
+        loader.cursor,
+        job.microbatch_size,
+        loader.prefetch,
+        named=named_in,
+        reads=reads,
+        readers=readers,
+    )
 
 
 def loss_of(job: Job) -> Loss:
@@ -253,7 +315,10 @@ def loss_of(job: Job) -> Loss:
     found: Loss = load(job.loss, "loss")
     if isinstance(found, type) or not callable(found):
         what = "a class" if isinstance(found, type) else f"a {type(found).__name__}"
-        raise CodeError(f"loss = {job.loss!r} names {what}; name a function: loss(model, batch) returns (sum, count), two scalars")
+        raise CodeError(
+            f"loss = {job.loss!r} names {what}; name a function: loss(model, batch) returns "
+            "(sum, count), two scalars"
+        )
     return found
 
 
@@ -264,32 +329,51 @@ def loop_of(job: Job) -> Callable[[Context], object]:
     found: Callable[[Context], object] = load(job.loop, "loop")
     if isinstance(found, type) or not callable(found):
         what = "a class" if isinstance(found, type) else f"a {type(found).__name__}"
-        raise CodeError(f"loop = {job.loop!r} names {what}; name a function: loop(ctx) goes through ctx.steps()")
+        raise CodeError(
+            f"loop = {job.loop!r} names {what}; name a function: loop(ctx) goes through ctx.steps()"
+        )
     return found
 
 
 def make_snapshots(
-    job: Job, tensors: tuple[Tensor, ...], device: torch.device, counters: Counters, faults: Faults, least: int = 1, shared: int = 1
+    job: Job,
+    tensors: tuple[Tensor, ...],
+    device: torch.device,
+    counters: Counters,
+    faults: Faults,
+    least: int = 1,
+    shared: int = 1,
 ) -> Snapshots:
-    """Returns this worker's slots.  They may become as large as its shard in the smallest permitted world of ``least`` or more shards, if
-    the node has the memory.  They begin as in a world of ``shared`` or more.
+    """Returns this worker's slots.  They may become as large as its shard in the smallest permitted world of
+    ``least`` or more shards, if the node has the memory.  They begin as in a world of ``shared`` or more.
 
-    Raises :class:`JobError` if this node, beside the copies of its other workers, has no room for its shard in a world of ``workers.max``.
-    Raises :class:`NoRoomYet` if it may have room once the memory of dead workers is given back.  As long as memory comes back, it waits.
+    Raises :class:`JobError` if this node, beside the copies of its other workers, has no room for its shard
+    in a world of ``workers.max``. Raises :class:`NoRoomYet` if it may have room once the memory of dead
+    workers is given back.  As long as memory comes back, it waits.
     """
     layouts = job.layouts(least)
     rule = job.rules()
     slot_bytes, slot_blocks = slot_sizes(tensors, distinct_cells(min(layouts, key=number_of_cells)))
     smallest = _shard_bytes(tensors, job.layouts(min(max(least, shared), job.workers.max))[-1])
-    own, slots = (count(rule.copy_every, rule.buddy_every, offload=job.offloads) for count in (slots_for, slots_a_worker))
+    own, slots = (
+        count(rule.copy_every, rule.buddy_every, offload=job.offloads)
+        for count in (slots_for, slots_a_worker)
+    )
     folder, hosted, most, since = job.offload_folder, need_of(job, tensors).hosted, 0, time.monotonic()
     while True:
         with alone():
-            (free, where), (coming, kept) = (free_disk(folder), copies_here(folder)) if folder else (free_memory(), copies_here())
+            (free, where), (coming, kept) = (
+                (free_disk(folder), copies_here(folder)) if folder else (free_memory(), copies_here())
+            )
             if not folder and hosted:
-                free, where = free - hosted, f"{where}, less {amount(hosted)} for weights with which the model computes,"
+                free, where = (
+                    free - hosted,
+                    (f"{where}, less {amount(hosted)} for weights with which the model computes,"),
+                )
             needed, left = slots * smallest, max(free - coming, 0)
-            why = no_room(job.copies.copy_every, needed, left, where, slots, offload=job.offloads, folder=folder)
+            why = no_room(
+                job.copies.copy_every, needed, left, where, slots, offload=job.offloads, folder=folder
+            )
             if not why:
                 region = Region.create(own, slot_bytes, slot_blocks, tensors, folder)
                 region["wanted"] = own * smallest
@@ -300,7 +384,11 @@ def make_snapshots(
         if time.monotonic() - since >= COMES_S:
             raise (NoRoomYet if needed <= left + kept else JobError)(why)
         time.sleep(COMES_S / 10)
-    if device.type == "cuda" and not folder and (little := little_lockable(own * slot_bytes, lockable_memory())):
+    if (
+        device.type == "cuda"
+        and not folder
+        and (little := little_lockable(own * slot_bytes, lockable_memory()))
+    ):
         print(little, flush=True)
 
     def strike(plan: Plan, rank: int, step: int) -> None:
@@ -311,11 +399,22 @@ def make_snapshots(
         return _shard_bytes(tensors, layout) if layout is not None else 0
 
     saves = SaveRule(job.checkpoint.save_every, job.steps)
-    return Snapshots(region, tensors, device, job.copy_rule(), saves, min(SAVE_S, job.deadlines.stall_s / 2), strike, foresee)
+    return Snapshots(
+        region,
+        tensors,
+        device,
+        job.copy_rule(),
+        saves,
+        min(SAVE_S, job.deadlines.stall_s / 2),
+        strike,
+        foresee,
+    )
 
 
 def _shard_bytes(tensors: Sequence[Tensor], layout: Layout) -> int:
-    """Returns the bytes of a copy of the first member's part, as an estimate for every member.  On the data axes none has more."""
+    """Returns the bytes of a copy of the first member's part, as an estimate for every member.  On the data
+    axes none has more.
+    """
     return frame(tensors, cell_of(layout, 0)).bytes
 
 
@@ -334,9 +433,11 @@ def opened(job: Job, section: str = "data") -> Dataset:
         return dataset_of(kind, arguments(f"{section}.args", job.data.args), named)
     except DataError as error:  # our own datasets name their arguments as those of ``[data]``
         raise DataError(str(error).replace("data.args", f"{section}.args")) from error
-    except (ElasticError, Unavailable):  # ``Unavailable`` passes: a store that does not answer is not the dataset's error
+    # ``Unavailable`` passes: a store that does not answer is not the dataset's error
+    except (ElasticError, Unavailable):
         raise
-    except Exception as error:  # the user's class may raise anything, say for a folder that this machine has not
+    # the user's class may raise anything, say for a folder that this machine has not
+    except Exception as error:
         if unknown := unknown_argument(f"{section}.args", named, kind, job.data.args, error):
             raise DataError(unknown) from error
         given = without_secrets("data.args", job.data.args)
@@ -344,11 +445,14 @@ def opened(job: Job, section: str = "data") -> Dataset:
 
 
 def lengths_of(job: Job, dataset: Dataset) -> Lengths:
-    """Returns what tells the lengths of samples, which raises :class:`DataError` for any failure.  Raises it at once if there is none."""
+    """Returns what tells the lengths of samples, which raises :class:`DataError` for any failure.  Raises it
+    at once if there is none.
+    """
     told = getattr(dataset, "lengths", None)
     if not callable(told):
         raise DataError(
-            f"data.group_by_length = true, and data.dataset = {job.data.dataset!r} has no lengths(); give it lengths(ids), which returns a "
+            f"data.group_by_length = true, and data.dataset = {job.data.dataset!r} has no lengths(); give "
+            "it lengths(ids), which returns a "
             f"whole number for each id without reading the samples, or leave data.group_by_length out"
         )
 
@@ -358,9 +462,14 @@ def lengths_of(job: Job, dataset: Dataset) -> Lengths:
         except Unavailable:
             raise
         except Exception as error:  # the user's code, which may raise anything
-            raise DataError(f"{_failed(job, error)}; mend its lengths(), or leave data.group_by_length out") from error
+            raise DataError(
+                f"{_failed(job, error)}; mend its lengths(), or leave data.group_by_length out"
+            ) from error
         if len(found) != len(ids):
-            raise DataError(f"data.dataset: lengths() returned {len(found)} numbers for {len(ids)} ids; it must return one for each")
+            raise DataError(
+                f"data.dataset: lengths() returned {len(found)} numbers for {len(ids)} ids; it "
+                "must return one for each"
+            )
         return found
 
     lengths((0,))
@@ -373,13 +482,17 @@ def fingerprint_of(job: Job, dataset: Dataset, section: str = "data") -> str:
     except (DataError, Unavailable):
         raise
     except Exception as error:  # the user's code, which may raise anything
-        raise DataError(f"{_failed(job, error, section)}; give it a fingerprint(): equal where the samples are, and only there") from error
+        raise DataError(
+            f"{_failed(job, error, section)}; give it a fingerprint(): equal where the samples "
+            "are, and only there"
+        ) from error
 
 
 def _failed(job: Job, error: Exception, section: str = "data") -> str:
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return (
-        f"{section}.dataset = {job.data.dataset!r} failed with {type(error).__name__}: {error} (in {frame.filename}, line {frame.lineno})"
+        f"{section}.dataset = {job.data.dataset!r} failed with {type(error).__name__}: {error} (in "
+        f"{frame.filename}, line {frame.lineno})"
     )
 
 
@@ -388,18 +501,24 @@ def held_out_of(session: Session) -> str:
     if session.held_out is None:
         return ""
     dataset = session.held_out.dataset
-    return f"{fingerprint_of(session.job, dataset, 'validation')}, {session.job.validation.samples or len(dataset)} samples"
+    return (
+        f"{fingerprint_of(session.job, dataset, 'validation')}, "
+        f"{session.job.validation.samples or len(dataset)} samples"
+    )
 
 
 def expect_same_samples(session: Session, build: Build) -> None:
-    """Raises :class:`JobError` if a fingerprint is another one than in ``build``, with which the same job was checked a moment before."""
+    """Raises :class:`JobError` if a fingerprint is another one than in ``build``, with which the same job was
+    checked a moment before.
+    """
     for section, now, then in (
         ("data", fingerprint_of(session.job, session.loader.dataset), build.data),
         ("validation", held_out_of(session), build.held_out),
     ):
         if now != then:
             raise JobError(
-                f"{section}.dataset = {session.job.data.dataset!r}: fingerprint() returned {then} first, and {now} now; let it depend on "
+                f"{section}.dataset = {session.job.data.dataset!r}: fingerprint() returned {then} first, "
+                f"and {now} now; let it depend on "
                 f"the samples alone, not on the time, random numbers, id() or hash() of a text"
             )
 
@@ -408,11 +527,16 @@ def unlike_held_out(session: Session) -> list[str]:
     """Returns a sentence if the samples of the validation are those that are trained on."""
     if not held_out_of(session).startswith(f"{fingerprint_of(session.job, session.loader.dataset)}, "):
         return []
-    return ["validation.args: these are the samples that are trained on, so the loss on them says little; hold others out"]
+    return [
+        "validation.args: these are the samples that are trained on, so the loss on them says little; "
+        "hold others out"
+    ]
 
 
 def build_of(session: Session, model: nn.Module | None = None) -> Build:
-    """Returns the build of this process: everything that must be the same for all members.  ``model`` is the job's, if it is there."""
+    """Returns the build of this process: everything that must be the same for all members.  ``model`` is the
+    job's, if it is there.
+    """
     job, (major, minor, _) = session.job, platform.python_version_tuple()
     return Build(
         elastic=f"{elastic.__version__} (sources {own_digest()})",

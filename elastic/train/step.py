@@ -1,7 +1,8 @@
 """One step as a transaction, top to bottom: compute, prepare, commit, apply.
 
-A loop, the user's or our own (``context.py``), drives a :class:`Step` through it.  Forward and backward change no state.  The commit is
-one all-gather over the whole world; its result is the same on every member, so all apply or none does.
+A loop, the user's or our own (``context.py``), drives a :class:`Step` through it.  Forward and backward
+change no state.  The commit is one all-gather over the whole world; its result is the same on every member,
+so all apply or none does.
 """
 
 from __future__ import annotations
@@ -59,7 +60,9 @@ from elastic.train.replicas import compare
 from elastic.train.terms import CONTRACT, expect_no_means, expect_sum, wrong_count
 
 Loss = Callable[[torch.nn.Module, dict[str, torch.Tensor]], tuple[torch.Tensor, torch.Tensor]]
-"""``loss(model, batch)`` returns a sum over the terms of the microbatch and their number, both scalars; never a mean."""
+"""``loss(model, batch)`` returns a sum over the terms of the microbatch and their number, both scalars; never
+a mean.
+"""
 
 
 @dataclass
@@ -82,12 +85,15 @@ class Session:
     secret: bytes = b""
     """Secret of the run, by which its processes know each other on direct sockets."""
     computing: str = ""
-    """The microbatch whose forward or backward runs, in words, for the report of a failure in the user's code."""
+    """The microbatch whose forward or backward runs, in words, for the report of a failure in the user's
+    code.
+    """
     meter: Meter = field(default_factory=Meter)
     held_out: Loader | None = None
     """Reads the samples of the validation; None if there is none."""
     shapes: dict[str, list[int]] | None = None
-    """The shapes of the first microbatch that this process has computed, where no other one may have others."""
+    """The shapes of the first microbatch that this process has computed, where no other one may have others.
+    """
     loop: Callable[[Any], object] | None = None
     """The loop that gets a :class:`~elastic.train.context.Context`: the user's, or our own."""
 
@@ -100,7 +106,9 @@ class Session:
 
 @dataclass
 class Share:
-    """This member's part of a step, by round: the sums on the device, and the ids of their samples (none in an idle round)."""
+    """This member's part of a step, by round: the sums on the device, and the ids of their samples (none in
+    an idle round).
+    """
 
     losses: list[torch.Tensor]
     counts: list[torch.Tensor]
@@ -112,15 +120,21 @@ class Share:
     own_rate: float | None = None
     """The learning rate that a schedule of the user's says."""
     most_loss: float | None = None
-    """The largest mean loss of a microbatch that counts, or would if the run did more than warn; None if each does."""
+    """The largest mean loss of a microbatch that counts, or would if the run did more than warn; None if each
+    does.
+    """
     unused: frozenset[str] | None = None
-    """The trained parameters to which none of this member's microbatches gave a gradient; None if it has had none yet."""
+    """The trained parameters to which none of this member's microbatches gave a gradient; None if it has had
+    none yet.
+    """
     keeps: list[torch.Tensor] = field(default_factory=list)
     """True for each microbatch that counts, on the device; empty if each does."""
 
 
 class _Failure:
-    """Keeps the first error of the operations of a step, each of which is a ``with``, and raises it in every later one."""
+    """Keeps the first error of the operations of a step, each of which is a ``with``, and raises it in every
+    later one.
+    """
 
     error: BaseException | None = None
 
@@ -133,10 +147,11 @@ class _Failure:
 
 
 class Step:
-    """One step of a member, for the loop that trains: :meth:`run`, or :meth:`backward` for each of :meth:`batches`; then :meth:`commit`.
+    """One step of a member, for the loop that trains: :meth:`run`, or :meth:`backward` for each of
+    :meth:`batches`; then :meth:`commit`.
 
-    Once an operation has failed, every later one raises the same error, whatever the loop has made of it.  Wrong use raises
-    :class:`LoopError`.
+    Once an operation has failed, every later one raises the same error, whatever the loop has made of it.
+    Wrong use raises :class:`LoopError`.
     """
 
     def __init__(
@@ -150,24 +165,32 @@ class Step:
         validated: Validated | None = None,
         done: Callable[[Outcome, Metrics], None] = lambda outcome, metrics: None,
     ) -> None:
-        """``boundary()`` returns what this member asks for after the step, ``validated`` is told of the state before it, and ``done`` gets
-        the outcome, and the loop's own metrics, once the step is applied.
+        """``boundary()`` returns what this member asks for after the step, ``validated`` is told of the state
+        before it, and ``done`` gets the outcome, and the loop's own metrics, once the step is applied.
         """
         self._session, self._state, self._fence, self.number = session, state, fence, number
         self._boundary, self._done = boundary, done
         self.outcome: Outcome | None = None
         """The outcome of the step, once it is applied."""
-        own_rate = own_rate_of(session.job, number)  # a schedule of the user's that fails must do so before the commit
-        self._share = Share([], [], [], validated=validated, own_rate=own_rate, most_loss=state.spikes.most_loss())
+        # a schedule of the user's that fails must do so before the commit
+        own_rate = own_rate_of(session.job, number)
+        self._share = Share(
+            [], [], [], validated=validated, own_rate=own_rate, most_loss=state.spikes.most_loss()
+        )
         self._rounds, self.begun, self._open = 0, False, False
         self._failure = _Failure()
-        self._shape, device = shape.of(session.cursor.microbatches(number, session.job.microbatch_size)), state.world.device
+        self._shape, device = (
+            shape.of(session.cursor.microbatches(number, session.job.microbatch_size)),
+            state.world.device,
+        )
         session.meter.begin(shape.generation, session.loader.waited_s, device)
         reserve(state, self._shape)
         session.loader.avoid(state.spikes.quarantined, state.spikes.anywhere)
         if session.job.loop:
             state.guard.begin(loop=True)  # the user's code comes next
-        if session.job.checkpoint.compare and due(number, session.job.checkpoint.save_every, session.job.steps):
+        if session.job.checkpoint.compare and due(
+            number, session.job.checkpoint.save_every, session.job.steps
+        ):
             compare(state, partial(leave_if_over, fence))
 
     def run(self, loss: Loss | None = None) -> None:
@@ -177,46 +200,66 @@ class Step:
                 self._backward(*loss_of(self._session, self._state.model, batch, loss))
 
     def batches(self) -> Iterator[dict[str, torch.Tensor]]:
-        """Yields this member's microbatches, on its device.  Each wants forward, and :meth:`backward`, before the next one comes.
+        """Yields this member's microbatches, on its device.  Each wants forward, and :meth:`backward`, before
+        the next one comes.
 
-        The number of microbatches depends on the world.  One whose gradient counts for nothing may be among them, so that all members run
-        as many; it is not known which.
+        The number of microbatches depends on the world.  One whose gradient counts for nothing may be among
+        them, so that all members run as many; it is not known which.
         """
         with self._failure:
-            self._expect(not self.begun, "its microbatches are run twice; call step.run(), or iterate over step.batches(), once")
+            self._expect(
+                not self.begun,
+                ("its microbatches are run twice; call step.run(), or iterate over step.batches(), once"),
+            )
             self.begun = True
             rounds = self._microbatches()
         while True:
             with self._failure:
-                self._expect(not self._open, "a microbatch had no step.backward(loss_sum, count); call it for each of step.batches()")
+                self._expect(
+                    not self._open,
+                    (
+                        "a microbatch had no step.backward(loss_sum, count); call it "
+                        "for each of step.batches()"
+                    ),
+                )
                 batch = next(rounds, None)
             if batch is None:
                 return
             yield batch
 
     def backward(self, loss: torch.Tensor, count: torch.Tensor | float) -> None:
-        """Runs the backward pass of the microbatch that :meth:`batches` gave last; gradients are reduced as they come.
+        """Runs the backward pass of the microbatch that :meth:`batches` gave last; gradients are reduced as
+        they come.
 
         ``loss`` is a sum, and ``count`` the number of its terms.
         """
         with self._failure:
-            self._expect(self._open, "step.backward() has no microbatch; call it once for each of step.batches()")
+            self._expect(
+                self._open, ("step.backward() has no microbatch; call it once for each of step.batches()")
+            )
             loss, count = expect_sum("step.backward()", (loss, count), self._session.job.model)
             self._backward(loss, count)
 
     def commit(self, metrics: Mapping[str, float] | None = None) -> Outcome:
-        """Commits the step with all other members, applies it, and returns its outcome, which is the same on every member.
+        """Commits the step with all other members, applies it, and returns its outcome, which is the same on
+        every member.
 
         ``metrics`` are numbers by name, for the metrics of the run; those of world rank 0 are taken.
 
-        Raises :class:`FencedOff` if the generation is fenced or the lease runs out before the step is applied.
+        Raises :class:`FencedOff` if the generation is fenced or the lease runs out before the step is
+        applied.
         """
         with self._failure:
             self._expect(self.outcome is None, "step.commit() is called twice; call it once")
-            self._expect(self.begun, "step.commit() before step.run(); run the microbatches of the step first")
+            self._expect(
+                self.begun, ("step.commit() before step.run(); run the microbatches of the step first")
+            )
             self._expect(
                 not self._open and len(self._share.losses) == self._rounds,
-                f"step.commit() after {len(self._share.losses)} of {self._rounds} microbatches; run all of step.batches(), without `break`",
+                (
+                    f"step.commit() after {len(self._share.losses)} of {self._rounds} microbatches; run all of "
+                    "step.batches(), without `break`"
+                ),
             )
             told = checked_metrics(metrics or {})
             self.outcome = self._commit()
@@ -264,7 +307,9 @@ class Step:
                     for name, value in batch.items():
                         world.reserve(f"{name} {later}", value)
             session.computing = (
-                f"step {step}, microbatch {index}, samples {list(ids)}" if index is not None else f"step {step}, an idle round"
+                f"step {step}, microbatch {index}, samples {list(ids)}"
+                if index is not None
+                else f"step {step}, an idle round"
             )
             session.faults.aim(step, state.model, world)
             seed_all(microbatch_seed(job.seed, step, 0 if index is None else index), world.device)
@@ -279,7 +324,8 @@ class Step:
         share.losses.append(loss.detach())
         share.counts.append(torch.as_tensor(count, device=state.world.device))
         weight: float | torch.Tensor = 0.0 if index is None else state.optimizer.loss_scale.value
-        if share.most_loss is not None and state.spikes.rule.skips:  # as :attr:`Outcome.left_out` finds, in the same arithmetic
+        # as :attr:`Outcome.left_out` finds, in the same arithmetic
+        if share.most_loss is not None and state.spikes.rule.skips:
             terms = share.counts[-1].double()
             share.keeps.append((share.losses[-1].double() <= share.most_loss * terms) | (terms == 0))
             weight = weight * share.keeps[-1].to(loss.dtype)
@@ -291,7 +337,9 @@ class Step:
             raise
         state.parameters.end_round()
         if index is not None:
-            share.unused = state.parameters.missing if share.unused is None else share.unused & state.parameters.missing
+            share.unused = (
+                state.parameters.missing if share.unused is None else share.unused & state.parameters.missing
+            )
         if not state.tried or len(share.losses) == self._rounds:
             state.guard.check(given_up=self._barred)
         if session.job.loop and len(share.losses) == self._rounds:
@@ -315,7 +363,9 @@ class Step:
             session.meter.held = memory_by_class(state)
         usage = session.meter.usage(session.loader.waited_s, state.world.device)
         order = state.parameters.order.digest() if state.parameters.order is not None else 0
-        blank = blank_record(shape, head_of(shape, state.world.rank, step, self._boundary(), copied, usage, order), share)
+        blank = blank_record(
+            shape, head_of(shape, state.world.rank, step, self._boundary(), copied, usage, order), share
+        )
         record = fill_record(state.world.to_device("record", blank), share, norm)
         outcome = commit(session, state, self._fence, shape, step, record, share)
         session.faults.strike("before_update", step, state.world)
@@ -338,7 +388,9 @@ def reserve(state: State, shape: CommitShape) -> None:
     state.world.reserve("record", record)
     state.world.reserve("used", torch.empty(len(state.trained), dtype=torch.uint8))
     state.reserve()
-    state.world.reserve(TO_HOST, record.new_empty(shape.world * shape.fields + len(state.trained) * _watches(state)))
+    state.world.reserve(
+        TO_HOST, record.new_empty(shape.world * shape.fields + len(state.trained) * _watches(state))
+    )
 
 
 def _watches(state: State) -> bool:
@@ -349,18 +401,24 @@ def _watches(state: State) -> bool:
 def loss_of(
     session: Session, model: torch.nn.Module, batch: dict[str, torch.Tensor], loss: Loss | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | float]:
-    """Returns what the user's loss returns.  Raises :class:`LossError` unless it is (sum, count), two scalars.
+    """Returns what the user's loss returns.  Raises :class:`LossError` unless it is (sum, count), two
+    scalars.
 
     ``loss`` stands in for that of the job.  Raises :class:`ModelError` for a slip in it.
     """
-    named = f"loss = {session.job.loss!r}" if loss is None else f"the loss {getattr(loss, '__qualname__', loss)!r:.60} of step.run()"
+    named = (
+        f"loss = {session.job.loss!r}"
+        if loss is None
+        else (f"the loss {getattr(loss, '__qualname__', loss)!r:.60} of step.run()")
+    )
     try:
         returned = (loss or session.loss)(model, batch)
     except (KeyError, TypeError) as error:  # the usual slips in a loss; any other error speaks for itself
         if in_a_collective(error):
             raise  # a peer's doing
         raise ModelError(
-            f"{named} failed with {failure(error)}; it gets the model and a batch of {sorted(batch)}, and {CONTRACT}"
+            f"{named} failed with {failure(error)}; it gets the model and a batch of {sorted(batch)}, and "
+            f"{CONTRACT}"
         ) from error
     return expect_sum(named, returned, session.job.model)
 
@@ -371,14 +429,17 @@ def by_next_token(session: Session) -> bool:
 
 
 def compare_tokens(session: Session, model: torch.nn.Module) -> None:
-    """Lets the loader compare what it reads from now on with the vocabulary of ``model``, if that and the loss say what tokens are."""
+    """Lets the loader compare what it reads from now on with the vocabulary of ``model``, if that and the
+    loss say what tokens are.
+    """
     known = getattr(model, "vocab", None) if by_next_token(session) else None
     for loader in filter(None, (session.loader, session.held_out)):
         loader.vocab = known if isinstance(known, int) else None
 
 
 def seed_all(seed: int, device: torch.device) -> None:
-    """Seeds the generators from which the user's code may draw: torch's, of the CPU and of ``device``, Python's and numpy's.
+    """Seeds the generators from which the user's code may draw: torch's, of the CPU and of ``device``,
+    Python's and numpy's.
 
     ``torch.manual_seed`` formats a traceback each time if there is no GPU.
     """
@@ -396,10 +457,14 @@ def microbatch_seed(seed: int, step: int, microbatch: int) -> int:
 
 
 def prepare(session: Session, state: State, fence: ApplyFence, step: int, share: Share) -> torch.Tensor:
-    """Reduces what the optimizer needs from the group, and returns the squared norm.  Afterwards this member can apply alone."""
+    """Reduces what the optimizer needs from the group, and returns the squared norm.  Afterwards this member
+    can apply alone.
+    """
     session.counters.at("commits")
     grads = state.parameters.grads()
-    share.squares = squared_norms([grads[name] for name in grads], [state.rows[name] for name in grads], state.world)
+    share.squares = squared_norms(
+        [grads[name] for name in grads], [state.rows[name] for name in grads], state.world
+    )
     norm = tree_sum(share.squares)
     if (scale := state.optimizer.loss_scale.value) != 1:
         norm = norm / scale**2  # in place it would change the square of a single tensor
@@ -415,7 +480,8 @@ def prepare(session: Session, state: State, fence: ApplyFence, step: int, share:
 
 
 def used_anywhere(state: State, share: Share) -> torch.Tensor | None:
-    """Returns, for each trained parameter, 1 if a microbatch of any member gave it a gradient, else 0: uint8, on the device.
+    """Returns, for each trained parameter, 1 if a microbatch of any member gave it a gradient, else 0: uint8,
+    on the device.
 
     A worker without others knows it: None means that all are used.
     """
@@ -433,20 +499,40 @@ def used_anywhere(state: State, share: Share) -> torch.Tensor | None:
 
 
 def tokens_of(share: Share, world: World) -> torch.Tensor:
-    """Returns the number of tokens of the whole step, which :attr:`Outcome.tokens` will have: a float64 scalar on the device."""
-    counts = [count * keep for count, keep in zip(share.counts, share.keeps, strict=True)] if share.keeps else share.counts
+    """Returns the number of tokens of the whole step, which :attr:`Outcome.tokens` will have: a float64
+    scalar on the device.
+    """
+    counts = (
+        [count * keep for count, keep in zip(share.counts, share.keeps, strict=True)]
+        if share.keeps
+        else share.counts
+    )
     mine = [count.double() for count, samples in zip(counts, share.samples, strict=True) if samples]
     speaks = world.rank in reporters(world.layout)
-    total = torch.stack(mine).sum() if mine and speaks else torch.zeros((), dtype=torch.float64, device=world.device)
+    total = (
+        torch.stack(mine).sum()
+        if mine and speaks
+        else torch.zeros((), dtype=torch.float64, device=world.device)
+    )
     dist.all_reduce(total)
     return total
 
 
-def commit(session: Session, state: State, fence: ApplyFence, shape: CommitShape, step: int, record: torch.Tensor, share: Share) -> Outcome:
-    """Performs the one all-gather, and returns the outcome.  The norms of the tensors come to the host in the same copy.
+def commit(
+    session: Session,
+    state: State,
+    fence: ApplyFence,
+    shape: CommitShape,
+    step: int,
+    record: torch.Tensor,
+    share: Share,
+) -> Outcome:
+    """Performs the one all-gather, and returns the outcome.  The norms of the tensors come to the host in the
+    same copy.
 
-    Raises :class:`WorldBroken` or the collective's own error if it does not complete, :class:`BadRecord` if a record is invalid,
-    :class:`LossError` if a count is no number of terms, and :class:`ModelError` if members ran unlike blocks.
+    Raises :class:`WorldBroken` or the collective's own error if it does not complete, :class:`BadRecord` if a
+    record is invalid, :class:`LossError` if a count is no number of terms, and :class:`ModelError` if members
+    ran unlike blocks.
     """
     told = state.sync.gather(record)
     if _watches(state) and share.squares is not None:
@@ -456,8 +542,13 @@ def commit(session: Session, state: State, fence: ApplyFence, shape: CommitShape
     try:
         outcome = conclude(shape, step, told.numpy().astype("<f8", copy=False).tobytes(), share.validated)
     except BadCount as bad:  # the same one on every member
-        named, where = session.job.loop or session.job.loss, f"step {step}, microbatch {bad.index}, samples {list(bad.samples)}"
-        raise LossError(wrong_count(f"{'loop' if session.job.loop else 'loss'} = {named!r}", bad.count, where)) from None
+        named, where = (
+            session.job.loop or session.job.loss,
+            (f"step {step}, microbatch {bad.index}, samples {list(bad.samples)}"),
+        )
+        raise LossError(
+            wrong_count(f"{'loop' if session.job.loop else 'loss'} = {named!r}", bad.count, where)
+        ) from None
     except Unlike:  # on every member, too
         assert state.parameters.order is not None
         raise ModelError(state.parameters.order.differs()) from None
@@ -480,7 +571,9 @@ def _with_layers(state: State, outcome: Outcome, squares: torch.Tensor) -> Outco
     scale = state.optimizer.loss_scale
     if outcome.step % state.job.watch.every if outcome.finite else scale.shrinks:
         return outcome
-    return replace(outcome, layers=state.layers.recorded(squares.tolist(), scale.value, finite=outcome.finite))
+    return replace(
+        outcome, layers=state.layers.recorded(squares.tolist(), scale.value, finite=outcome.finite)
+    )
 
 
 def update(session: Session, state: State, outcome: Outcome) -> None:
@@ -497,4 +590,8 @@ def update(session: Session, state: State, outcome: Outcome) -> None:
     state.world.finish()
     state.parameters.forget_grads()
     session.counters["updates_applied"] += 1
-    session.counters["step"], session.counters["microbatch"], session.counters["collective"] = outcome.step, 0, 0
+    session.counters["step"], session.counters["microbatch"], session.counters["collective"] = (
+        outcome.step,
+        0,
+        0,
+    )

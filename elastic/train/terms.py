@@ -1,6 +1,7 @@
 """The contract of a loss, (sum, count), and the sentences for whatever breaks it.
 
-A count is a number of terms: the journal has whole numbers, and a step without terms divides by 1.  So a sum of weights like 4.5 is none:
+A count is a number of terms: the journal has whole numbers, and a step without terms divides by 1.  So a sum
+of weights like 4.5 is none:
 cut to 4 it would train on another mean, and 0.5 on a sum.
 """
 
@@ -16,33 +17,44 @@ from elastic.errors import LossError
 from elastic.job import Job
 from elastic.protocol.commit_record import Outcome, is_count
 
-CONTRACT = "it must return (sum, count): two scalars, the sum over the terms of the microbatch and their number, not a mean"
+CONTRACT = (
+    "it must return (sum, count): two scalars, the sum over the terms of the microbatch and their "
+    "number, not a mean"
+)
 """End of the message of an error that a wrong :data:`Loss` causes."""
 
 
 def wrong_count(named: str, count: float, where: str = "") -> str:
-    """Returns the sentence for a count that is none, which begins with ``named``; ``where`` says which microbatch has it."""
+    """Returns the sentence for a count that is none, which begins with ``named``; ``where`` says which
+    microbatch has it.
+    """
     where = f": {where}" if where else ""
     return (
-        f"{named}{where} returned the count {count:.9g}, and a count is a number of terms: a whole number, 0 or more; "
-        f"of a loss with weights return the weighted sum and the number of its terms, with weights that have a mean of about 1"
+        f"{named}{where} returned the count {count:.9g}, and a count is a number of terms: a whole number, "
+        "0 or more; "
+        "of a loss with weights return the weighted sum and the number of its terms, with weights that "
+        "have a mean of about 1"
     )
 
 
 def expect_no_means(job: Job, outcome: Outcome) -> None:
-    """Raises :class:`LossError` if the loop of a new run gave a mean beside the count 1 for each microbatch of its first step."""
+    """Raises :class:`LossError` if the loop of a new run gave a mean beside the count 1 for each microbatch
+    of its first step.
+    """
     if job.loop and outcome.step == 1 and job.microbatch_size > 1 and {*outcome.counts} == {1}:
         raise LossError(
-            f"loop = {job.loop!r}: step.backward() got the count 1 for each microbatch of {job.microbatch_size} samples; {CONTRACT}.  For "
+            f"loop = {job.loop!r}: step.backward() got the count 1 for each microbatch of "
+            f"{job.microbatch_size} samples; {CONTRACT}.  For "
             f"a mean over n terms, call step.backward(mean * n, n)"
         )
 
 
 def expect_sum(named: str, returned: Any, model: str) -> tuple[torch.Tensor, torch.Tensor | float]:
-    """Returns ``returned``.  Raises :class:`LossError`, which begins with ``named``, unless it is (sum, count), two scalars.
+    """Returns ``returned``.  Raises :class:`LossError`, which begins with ``named``, unless it is (sum,
+    count), two scalars.
 
-    It waits for no device, so a count in a tensor may still be wrong.  ``model`` is the setting, for the case that none of its parameters
-    has a gradient.
+    It waits for no device, so a count in a tensor may still be wrong.  ``model`` is the setting, for the case
+    that none of its parameters has a gradient.
     """
     match returned:
         case (torch.Tensor(shape=()), torch.Tensor(shape=()) | Real()):
@@ -52,7 +64,8 @@ def expect_sum(named: str, returned: Any, model: str) -> tuple[torch.Tensor, tor
                 raise LossError(wrong_count(named, float(count)))
             if torch.is_grad_enabled() and not loss.requires_grad:
                 raise LossError(
-                    f"{named} returned a sum without a gradient: it was detached, computed without gradients, or no parameter of "
+                    f"{named} returned a sum without a gradient: it was detached, computed without "
+                    "gradients, or no parameter of "
                     f"{model!r} that it depends on requires one"
                 )
             return loss, count
@@ -64,7 +77,9 @@ def expect_sum(named: str, returned: Any, model: str) -> tuple[torch.Tensor, tor
 
 
 def _short(value: object) -> str:
-    """Returns what a value is in one line, without the numbers of tensors: of a mapping its keys, of other things at most 40 letters."""
+    """Returns what a value is in one line, without the numbers of tensors: of a mapping its keys, of other
+    things at most 40 letters.
+    """
     if isinstance(value, Mapping):
         return f"with the keys {', '.join(map(repr, value)) or 'none'}"
     text = " ".join(repr(value).split())
@@ -72,4 +87,8 @@ def _short(value: object) -> str:
 
 
 def _described(value: object) -> str:
-    return f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else f"{type(value).__name__} {_short(value)}"
+    return (
+        f"a tensor of shape {list(value.shape)}"
+        if isinstance(value, torch.Tensor)
+        else f"{type(value).__name__} {_short(value)}"
+    )

@@ -1,11 +1,13 @@
 """Measures the loss on samples that are held out, between two steps, and changes no bit of the training.
 
-The members share the samples, in microbatches of the size that they train with, so that compiled code fits.  The result is added in the
-order of the microbatches, so it has the same bits in every layout; the *best* checkpoint depends on it.  The last microbatch may have fewer
-samples, since a loss may compare those of a microbatch: then its code runs as it is written.
+The members share the samples, in microbatches of the size that they train with, so that compiled code fits.
+The result is added in the order of the microbatches, so it has the same bits in every layout; the *best*
+checkpoint depends on it.  The last microbatch may have fewer samples, since a loss may compare those of a
+microbatch: then its code runs as it is written.
 
-What the state after step s has lost is part of the commit of step s + 1.  So it is told exactly once, by whoever tells of that commit: if
-the world breaks before, the next one stands at s again, and validates it again.
+What the state after step s has lost is part of the commit of step s + 1.  So it is told exactly once, by
+whoever tells of that commit: if the world breaks before, the next one stands at s again, and validates it
+again.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ from elastic.train.step import Session, loss_of, microbatch_seed, seed_all
 from elastic.train.terms import wrong_count
 
 SLOTS = LEAD + 1
-"""Number of batches whose copies to the device may be in flight: the device is at most ``LEAD`` microbatches behind."""
+"""Number of batches whose copies to the device may be in flight: the device is at most ``LEAD`` microbatches
+behind.
+"""
 
 
 @dataclass(frozen=True)
@@ -47,9 +51,11 @@ class Blocks:
 
 
 def validate(session: Session, state: State, fence: ApplyFence, step: int) -> Validated:
-    """Returns what the state after ``step`` loses on the held-out samples.  Every member of the world must call it.
+    """Returns what the state after ``step`` loses on the held-out samples.  Every member of the world must
+    call it.
 
-    Raises :class:`FencedOff` if the generation is fenced, :class:`LossError` if a count is no number of terms, and as a step does.
+    Raises :class:`FencedOff` if the generation is fenced, :class:`LossError` if a count is no number of
+    terms, and as a step does.
     """
     assert session.held_out is not None
     loader, world, began = session.held_out, state.world, session.meter.now()
@@ -80,11 +86,17 @@ def validate(session: Session, state: State, fence: ApplyFence, step: int) -> Va
             seed_all(microbatch_seed(session.job.seed, 0, number * ranks + rank), world.device)
             short = len(mine[number]) < blocks.microbatch
             place = "at last" if short else number % SLOTS
-            there = {name: world.to_device(f"{name} held out {place}", value) for name, value in batch.items()}
+            there = {
+                name: world.to_device(f"{name} held out {place}", value) for name, value in batch.items()
+            }
             with without_compiling() if short else nullcontext():  # another size would be compiled, too
                 loss, count = loss_of(session, state.model, there)
             state.parameters.end_forward()
-            sums.append(torch.stack([torch.as_tensor(each, device=world.device).double() for each in (loss.detach(), count)]))
+            sums.append(
+                torch.stack(
+                    [torch.as_tensor(each, device=world.device).double() for each in (loss.detach(), count)]
+                )
+            )
             world.keep_up()
             session.counters["collective"] += 1
             session.counters.at("reads data")
@@ -101,7 +113,9 @@ def validate(session: Session, state: State, fence: ApplyFence, step: int) -> Va
     session.counters["collective"] = 0
     session.meter.leave_out(session.meter.now() - began)
     losses, counts = found.T.tolist()
-    if (wrong := next((number for number, count in enumerate(counts) if not is_count(count)), None)) is not None:
+    if (
+        wrong := next((number for number, count in enumerate(counts) if not is_count(count)), None)
+    ) is not None:
         where = f"the validation after step {step}, samples {list(blocks.ids(wrong))}"
         raise LossError(wrong_count(f"loss = {session.job.loss!r}", counts[wrong], where))
     return Validated(sum(losses), int(sum(counts)))

@@ -1,7 +1,8 @@
 """Pays the cost of a process's first step before it joins: opens libraries, loads kernels, compiles blocks.
 
-So a world that a newcomer or a spare joins waits for groups and slices only, whatever its layout.  Microbatches are computed over zeros,
-in a world without other members: compiling and loading depend on shapes alone, and no collective can hang.
+So a world that a newcomer or a spare joins waits for groups and slices only, whatever its layout.
+Microbatches are computed over zeros, in a world without other members: compiling and loading depend on shapes
+alone, and no collective can hang.
 """
 
 from __future__ import annotations
@@ -35,12 +36,14 @@ COUNTED = "num_batches_tracked"
 
 
 def warm_up(session: Session, tensors: Sequence[Tensor], device: torch.device) -> int:
-    """Warms up once, before the first world.  A failure here happens again in the first step, and is reported there with its samples.
+    """Warms up once, before the first world.  A failure here happens again in the first step, and is reported
+    there with its samples.
 
     ``tensors`` are those of the state.
 
-    Returns the most bytes that a member of the largest world took on a GPU; 0 on a CPU, and if it failed.  Raises :class:`LossError` if
-    the loss breaks its contract, and :class:`StateChanged` if forward, backward or the loss changes the state.
+    Returns the most bytes that a member of the largest world took on a GPU; 0 on a CPU, and if it failed.
+    Raises :class:`LossError` if the loss breaks its contract, and :class:`StateChanged` if forward, backward
+    or the loss changes the state.
     """
     began, took = time.monotonic(), 0
     try:
@@ -65,12 +68,17 @@ def warm_up(session: Session, tensors: Sequence[Tensor], device: torch.device) -
     gc.freeze()  # what is here by now stays: later collections need not look at it
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    print(f"the warm-up took {time.monotonic() - began:.3f} s{_compiled() if session.job.compile else ''}", flush=True)
+    print(
+        f"the warm-up took {time.monotonic() - began:.3f} s{_compiled() if session.job.compile else ''}",
+        flush=True,
+    )
     return took
 
 
 def choose_recompute(session: Session, tensors: Sequence[Tensor], device: torch.device) -> int:
-    """Warms up, and lets ``session.job`` name what its ``recompute = "auto"`` stands for on ``device``.  Returns as :func:`warm_up`."""
+    """Warms up, and lets ``session.job`` name what its ``recompute = "auto"`` stands for on ``device``.
+    Returns as :func:`warm_up`.
+    """
     job, took = session.job, dict[str | float, int]()
     if job.recompute != "auto":
         return warm_up(session, tensors, device)
@@ -105,11 +113,15 @@ def _computed_in(layout: Layout, session: Session, device: torch.device, zero: i
         world.close()
 
 
-def _with_whole_weights(session: Session, tensors: Sequence[Tensor], device: torch.device, took: int) -> list[tuple[Layout, int | None]]:
-    """Returns the layout, and the stage of ZeRO, in which compiled blocks must be warmed too, because a member may hold whole weights.
+def _with_whole_weights(
+    session: Session, tensors: Sequence[Tensor], device: torch.device, took: int
+) -> list[tuple[Layout, int | None]]:
+    """Returns the layout, and the stage of ZeRO, in which compiled blocks must be warmed too, because a
+    member may hold whole weights.
 
-    Compiled code depends on nothing else of a layout: all degrees of shards, and of replicas, share it.  FSDP gives a block another class,
-    so torch traces it anew where there is no FSDP.  State that lives on the host is left out: it would need all of the node's memory now.
+    Compiled code depends on nothing else of a layout: all degrees of shards, and of replicas, share it.  FSDP
+    gives a block another class, so torch traces it anew where there is no FSDP.  State that lives on the host
+    is left out: it would need all of the node's memory now.
     """
     job = session.job
     if not job.compile or job.workers.max == 1 or job.offloads or job.zero in (1, 2):
@@ -124,13 +136,19 @@ def _with_whole_weights(session: Session, tensors: Sequence[Tensor], device: tor
 
 
 def _compiled() -> str:
-    """Returns the part of a sentence that says how many graphs were compiled in this process, and how many were found compiled."""
+    """Returns the part of a sentence that says how many graphs were compiled in this process, and how many
+    were found compiled.
+    """
     counts = torch._dynamo.utils.counters["inductor"]
-    return f"; {counts['fxgraph_cache_miss']} graphs were compiled, {counts['fxgraph_cache_hit']} were found compiled"
+    return (
+        f"; {counts['fxgraph_cache_miss']} graphs were compiled, {counts['fxgraph_cache_hit']} were "
+        "found compiled"
+    )
 
 
 def _compute(session: Session, world: World, zero: int | None) -> int:
-    """Computes a microbatch as often as it takes to hold all sums, forward and backward, the norm, and what the optimizer prepares.
+    """Computes a microbatch as often as it takes to hold all sums, forward and backward, the norm, and what
+    the optimizer prepares.
 
     Returns as :func:`warm_up`.
     """
@@ -145,25 +163,32 @@ def _compute(session: Session, world: World, zero: int | None) -> int:
     state = State(job, session.builder, session.rule, world, Version(0, 0), home)
     with torch.no_grad():
         for (kind, _), value in state.shard.values.items():
-            value.fill_(0.5 if kind in BUFFERS and value.is_floating_point() else 0)  # averages of zeros would not change
+            # averages of zeros would not change
+            value.fill_(0.5 if kind in BUFFERS and value.is_floating_point() else 0)
         if home is not None:
             home.sums.zero_()  # the digests of zeros
     compare_tokens(session, state.model)
     batch = session.loader.read(session.cursor.some_ids(session.job.microbatch_size))
     state.model.train()
-    flags = any(not each.is_floating_point() and not name.endswith(COUNTED) for name, each in state.model.named_buffers())
+    flags = any(
+        not each.is_floating_point() and not name.endswith(COUNTED)
+        for name, each in state.model.named_buffers()
+    )
     deal = state.sync.begin_step(rounds * world.size)
     for number in range(rounds):
         state.parameters.begin_round(number, last=number + 1 == rounds)
         if number == 0:
             state.guard.begin(values=not flags)
         state.statistics.begin_round(number, deal)
-        loss, _ = loss_of(session, state.model, {name: value.to(world.device, copy=True) for name, value in batch.items()})
+        loss, _ = loss_of(
+            session, state.model, {name: value.to(world.device, copy=True) for name, value in batch.items()}
+        )
         state.parameters.end_forward()
         loss.backward()
         del loss
         state.parameters.end_round()
-    state.guard.check(buffers=not flags)  # a model may do otherwise with flags as they really are, and the first microbatch tells
+    # a model may do otherwise with flags as they really are, and the first microbatch tells
+    state.guard.check(buffers=not flags)
     grads = state.parameters.grads()
     norm = squared_norm([grads[name] for name in grads], [state.rows[name] for name in grads], world)
     if state.optimizer.rule.prepare is not None:
@@ -172,7 +197,9 @@ def _compute(session: Session, world: World, zero: int | None) -> int:
         state.model.eval()
         state.parameters.begin_round(0, last=True)
         with torch.no_grad():
-            session.loss(state.model, {name: value.to(world.device, copy=True) for name, value in batch.items()})
+            session.loss(
+                state.model, {name: value.to(world.device, copy=True) for name, value in batch.items()}
+            )
         state.parameters.end_forward()
     world.finish()
     took = torch.cuda.max_memory_allocated(world.device) - before if world.device.type == "cuda" else 0

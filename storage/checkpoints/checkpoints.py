@@ -1,4 +1,5 @@
-"""Checkpoints of a run.  Writers write shards, and take digests before the upload; the manifest is written last.
+"""Checkpoints of a run.  Writers write shards, and take digests before the upload; the manifest is written
+last.
 
     <run>/steps/<step>/g<generation>/<name>.safetensors   one writer's slices; its header is their index
     <run>/steps/<step>/g<generation>/index.jsonl          which file has which box of which tensors
@@ -6,13 +7,15 @@
     <run>/steps/<step>/g<generation>/DAMAGED.json         a note that the checkpoint is damaged; nothing is deleted
     <run>/steps/<step>/g<generation>/DELETED.json         a note that the checkpoint is being deleted; it goes last
 
-Objects are only created, never replaced.  So a writer that was believed dead cannot change what a manifest lists.  A writer that finds
-its own bytes in place has succeeded.  If an unfinished attempt has left other bytes there, a shard or an index is written under a name with
-its digest in it; writing a manifest raises :class:`Exists`.
+Objects are only created, never replaced.  So a writer that was believed dead cannot change what a manifest
+lists.  A writer that finds its own bytes in place has succeeded.  If an unfinished attempt has left other
+bytes there, a shard or an index is written under a name with its digest in it; writing a manifest raises
+:class:`Exists`.
 
-A deletion has two phases.  ``mark`` adds a note: from then on the checkpoint is not good, and nobody begins from it.  ``remove``, later,
-takes away the manifest, then all the rest, and the note last.  So a deletion that was torn is seen by its note, wherever it was torn, and
-the next ``remove`` ends it.  Where there is no room for the reason, an empty note says the same.  What has no manifest needs no note.
+A deletion has two phases.  ``mark`` adds a note: from then on the checkpoint is not good, and nobody begins
+from it.  ``remove``, later, takes away the manifest, then all the rest, and the note last.  So a deletion
+that was torn is seen by its note, wherever it was torn, and the next ``remove`` ends it.  Where there is no
+room for the reason, an empty note says the same.  What has no manifest needs no note.
 """
 
 from __future__ import annotations
@@ -69,8 +72,13 @@ class ShardReceipt:
     def from_json(cls, text: str | bytes) -> ShardReceipt:
         value = json.loads(text)
         # interned: the receipts of a thousand writers name the same few lists of tensors
-        cuts = tuple(Cut(sys.intern(each["tensors"]), tuple(each["start"]), tuple(each["stop"])) for each in value["cuts"])
-        return cls(Version(**value["version"]), File(**value["file"]), File(**value["header"]), cuts, value["state"])
+        cuts = tuple(
+            Cut(sys.intern(each["tensors"]), tuple(each["start"]), tuple(each["stop"]))
+            for each in value["cuts"]
+        )
+        return cls(
+            Version(**value["version"]), File(**value["file"]), File(**value["header"]), cuts, value["state"]
+        )
 
     def packed(self) -> bytes:
         """Returns the receipt as few bytes: a committer keeps those of a thousand writers."""
@@ -86,7 +94,8 @@ RECENT = 32
 
 
 class Listed(NamedTuple):
-    """A checkpoint in a listing.  ``manifest`` is None if it is missing or unreadable; ``damaged`` says what is damaged, or is "".
+    """A checkpoint in a listing.  ``manifest`` is None if it is missing or unreadable; ``damaged`` says what
+    is damaged, or is "".
 
     ``deleted`` says that it is being deleted.
     """
@@ -103,13 +112,18 @@ class Listed(NamedTuple):
 
 
 Known = dict[Version, tuple[frozenset[str], Listed]]
-"""Maps each checkpoint to the names of its manifest and notes that were there, and to what was read of them."""
+"""Maps each checkpoint to the names of its manifest and notes that were there, and to what was read of them.
+"""
 
 
 class Checkpoints:
-    """The checkpoints of one run.  ``inherited`` are some of other runs that count as its own, each with its run: they are only read."""
+    """The checkpoints of one run.  ``inherited`` are some of other runs that count as its own, each with its
+    run: they are only read.
+    """
 
-    def __init__(self, store: ObjectStore, run: str, inherited: Mapping[Version, str] = MappingProxyType({})) -> None:
+    def __init__(
+        self, store: ObjectStore, run: str, inherited: Mapping[Version, str] = MappingProxyType({})
+    ) -> None:
         self.store, self.run, self.inherited = store, run, inherited
         self._opened: dict[Version, str] = {}
         """The answers of :meth:`damage` so far."""
@@ -134,32 +148,42 @@ class Checkpoints:
         state: Iterable[Tensor] | None = None,
         done: Callable[[Tensor], None] = lambda tensor: None,
     ) -> ShardReceipt:
-        """Writes one writer's slices as ``<name>.safetensors``.  Calls ``hook`` before each slice, and ``done`` whenever one was read.
+        """Writes one writer's slices as ``<name>.safetensors``.  Calls ``hook`` before each slice, and
+        ``done`` whenever one was read.
 
-        ``state``: every tensor of the whole state.  With it, :meth:`commit` also refuses a state that lacks a whole tensor.  Raises
-        :class:`ValueError` if the bytes of a part do not have the size of its slice.
+        ``state``: every tensor of the whole state.  With it, :meth:`commit` also refuses a state that lacks a
+        whole tensor.  Raises :class:`ValueError` if the bytes of a part do not have the size of its slice.
         """
-        ordered = sorted(((entry_of(tensor, part), (tensor, part, data)) for tensor, part, data in parts), key=_alignment)
+        ordered = sorted(
+            ((entry_of(tensor, part), (tensor, part, data)) for tensor, part, data in parts), key=_alignment
+        )
         for entry, (_, _, data) in ordered:
             if data.nbytes != entry.size:
-                raise ValueError(f"{entry.key} as {entry.dtype} has {entry.size} bytes; {data.nbytes} were given")
+                raise ValueError(
+                    f"{entry.key} as {entry.dtype} has {entry.size} bytes; {data.nbytes} were given"
+                )
         slices = [part for _, part in ordered]
         digests = [digest_of(data) for data in _bytes_of(slices, done)]
         header = header_of([entry for entry, _ in ordered], metadata_of(version, digests))
         file = _digested(f"{name}.safetensors", chain([header], _bytes_of(slices, done)))
         file = self._create(version, file, lambda: chain([header], _bytes_of(slices, done, hook)))
         cuts = cuts_of((tensor, part) for tensor, part, _ in slices)
-        return ShardReceipt(version, file, _digested(file.name, [header]), cuts, "" if state is None else _state_digest(state))
+        return ShardReceipt(
+            version, file, _digested(file.name, [header]), cuts, "" if state is None else _state_digest(state)
+        )
 
     def commit(self, version: Version, receipts: Iterable[ShardReceipt], about: Mapping[str, Any]) -> str:
         """Writes index and manifest; returns the manifest's digest.  ``about``: see :class:`Manifest`.
 
-        A manifest that is there and differs only in its time is this one, written by an earlier attempt: it stays.  Raises
-        :class:`Incomplete` if the receipts do not make up the whole state, :class:`Exists` if there is another manifest, and
-        :class:`ValueError` if ``about`` has an unknown key.
+        A manifest that is there and differs only in its time is this one, written by an earlier attempt: it
+        stays.  Raises :class:`Incomplete` if the receipts do not make up the whole state, :class:`Exists` if
+        there is another manifest, and :class:`ValueError` if ``about`` has an unknown key.
         """
         if unknown := about.keys() - ABOUT:
-            raise ValueError(f"a manifest has no entry {', '.join(sorted(unknown))}; its entries are {', '.join(sorted(ABOUT))}")
+            raise ValueError(
+                f"a manifest has no entry {', '.join(sorted(unknown))}; its entries are "
+                f"{', '.join(sorted(ABOUT))}"
+            )
         receipts = sorted(receipts, key=lambda receipt: receipt.file)
         index = self._complete(version, receipts).to_bytes()
         indexed = self._create(version, _digested(INDEX, [index]), lambda: [index])
@@ -179,18 +203,24 @@ class Checkpoints:
         self._note(version, DAMAGED, reason)
 
     def expect(self, versions: Iterable[Version]) -> None:
-        """Notes versions that were committed, so that they are found even if the bucket does not list them yet."""
+        """Notes versions that were committed, so that they are found even if the bucket does not list them
+        yet.
+        """
         self._made.update(versions)
 
     # ---- deleting
 
     def mark(self, version: Version, reason: str) -> None:
-        """Notes that the checkpoint, or what was written of one, is being deleted, and why.  From then on it is not good.
+        """Notes that the checkpoint, or what was written of one, is being deleted, and why.  From then on it
+        is not good.
 
-        Raises :class:`ValueError` for an inherited one, and :class:`Full` if there is no room for the note that a complete one needs.
+        Raises :class:`ValueError` for an inherited one, and :class:`Full` if there is no room for the note
+        that a complete one needs.
         """
         if version in self.inherited:
-            raise ValueError(f"{version} is a checkpoint of {self.holder(version)}, so {self.run} does not delete it")
+            raise ValueError(
+                f"{version} is a checkpoint of {self.holder(version)}, so {self.run} does not delete it"
+            )
         try:
             self._note(version, DELETED, reason)
         except Full:
@@ -214,39 +244,54 @@ class Checkpoints:
         if version in self.inherited or not self._may_go(version):
             return
         self.store.delete(f"{folder}/{MANIFEST}")
-        self._at_once(self.store.delete, [key for key in self.store.list(f"{folder}/") if key != f"{folder}/{DELETED}"])
+        self._at_once(
+            self.store.delete, [key for key in self.store.list(f"{folder}/") if key != f"{folder}/{DELETED}"]
+        )
         self.store.delete(f"{folder}/{DELETED}")
         self.store.tidy(f"{folder}/")
 
     # ---- reading
 
     def versions(self) -> list[Listed]:
-        """Returns every checkpoint that was ever begun, oldest first.  Raises :class:`BadFormat` if a newer release wrote one of them."""
+        """Returns every checkpoint that was ever begun, oldest first.  Raises :class:`BadFormat` if a newer
+        release wrote one of them.
+        """
         return self._listed(self.steps())
 
     def changed(self, known: Known) -> list[Listed]:
         """Returns what :meth:`versions` does, without the names of files, by two listings.
 
-        It reads only the checkpoints whose manifest or notes have come or gone since the last call with ``known``, where it keeps what it
-        has read.  Of a step that has objects, it sees no generation that has none.
+        It reads only the checkpoints whose manifest or notes have come or gone since the last call with
+        ``known``, where it keeps what it has read.  Of a step that has objects, it sees no generation that
+        has none.
         """
         folder, there = f"{self.run}/steps/", dict[Version, set[str]]()
         for key in self.store.list(folder):
             if found := re.fullmatch(r"(\d+)/g(\d+)/(.+)", key.removeprefix(folder)):
-                there.setdefault(Version(int(found[1]), int(found[2])), set()).update({found[3]} & {MANIFEST, DAMAGED, DELETED})
-        self._made.difference_update(version for version, names in there.items() if MANIFEST in names)  # they are listed now
+                there.setdefault(Version(int(found[1]), int(found[2])), set()).update(
+                    {found[3]} & {MANIFEST, DAMAGED, DELETED}
+                )
+        # they are listed now
+        self._made.difference_update(version for version, names in there.items() if MANIFEST in names)
         for gone in known.keys() - there.keys():
             del known[gone]
-        new = [version for version, names in there.items() if version not in known or known[version][0] != names]
+        new = [
+            version for version, names in there.items() if version not in known or known[version][0] != names
+        ]
         for each in self._at_once(self._look, new):
             manifest = each.manifest and replace(each.manifest, files=())
             known[each.version] = frozenset(there[each.version]), each._replace(manifest=manifest)
         seen = {version.step for version in there} - {version.step for version in self.inherited}
-        others = [each for each in self._listed([step for step in self.steps() if step not in seen]) if each.version not in known]
+        others = [
+            each
+            for each in self._listed([step for step in self.steps() if step not in seen])
+            if each.version not in known
+        ]
         return sorted([*(listed for _, listed in known.values()), *others], key=lambda each: each.version)
 
     def recent(self, enough: Callable[[Sequence[Listed]], bool]) -> list[Listed]:
-        """Returns the checkpoints of the newest steps, oldest first: those of :data:`RECENT` steps, and more until they are ``enough``.
+        """Returns the checkpoints of the newest steps, oldest first: those of :data:`RECENT` steps, and more
+        until they are ``enough``.
 
         So what it reads does not grow with the age of the run.  Raises as :meth:`versions` does.
         """
@@ -258,7 +303,11 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """Returns the steps of which a checkpoint was begun, in order."""
-        own = {int(name[:-1]) for name in self.store.children(f"{self.run}/steps/") if re.fullmatch(r"\d+/", name)}
+        own = {
+            int(name[:-1])
+            for name in self.store.children(f"{self.run}/steps/")
+            if re.fullmatch(r"\d+/", name)
+        }
         return sorted(own | {version.step for version in (*self.inherited, *self._unlisted())})
 
     def at(self, step: int) -> list[Listed]:
@@ -266,8 +315,17 @@ class Checkpoints:
         return self._listed([step])
 
     def latest_good(self) -> Version | None:
-        """Returns the greatest version that has a manifest and no note of damage, or None.  Raises as :meth:`versions` does."""
-        return max((each.version for each in self.recent(lambda found: any(each.good for each in found)) if each.good), default=None)
+        """Returns the greatest version that has a manifest and no note of damage, or None.  Raises as
+        :meth:`versions` does.
+        """
+        return max(
+            (
+                each.version
+                for each in self.recent(lambda found: any(each.good for each in found))
+                if each.good
+            ),
+            default=None,
+        )
 
     def manifest(self, version: Version) -> Manifest:
         """Returns the manifest.  Raises :class:`Missing`, :class:`Damaged` or :class:`BadFormat`."""
@@ -275,15 +333,23 @@ class Checkpoints:
         return Manifest.from_bytes(self.store.get(key), self.store.full_name(key), version)
 
     def open(self, version: Version) -> Reader:
-        """Returns a reader of the checkpoint.  Raises :class:`Damaged` also if there is no manifest, since the caller relies on it."""
+        """Returns a reader of the checkpoint.  Raises :class:`Damaged` also if there is no manifest, since
+        the caller relies on it.
+        """
         try:
             manifest = self.manifest(version)
         except Missing as error:
-            raise Damaged(error.object, "a manifest", "none: the checkpoint was never complete, or its manifest was deleted") from None
+            raise Damaged(
+                error.object,
+                "a manifest",
+                ("none: the checkpoint was never complete, or its manifest was deleted"),
+            ) from None
         return Reader(self.store, self.folder(version), manifest)
 
     def damage(self, version: Version) -> str:
-        """Returns what is damaged of the manifest and the index, "" if nothing is.  It reads them once; listings know the answer then."""
+        """Returns what is damaged of the manifest and the index, "" if nothing is.  It reads them once;
+        listings know the answer then.
+        """
         if version not in self._opened:
             try:
                 self.open(version)
@@ -308,16 +374,19 @@ class Checkpoints:
         names: Names | None = None,
         more: Mapping[str, bytes | Names] | None = None,
     ) -> list[Path]:
-        """Writes whole tensors as ``model.safetensors`` and ``optimizer.safetensors`` into ``destination``; returns the paths.
+        """Writes whole tensors as ``model.safetensors`` and ``optimizer.safetensors`` into ``destination``;
+        returns the paths.
 
         ``names`` and ``more`` are as :func:`storage.checkpoints.export.export` takes them.
         """
         return export(self.open(version), destination, average=average, names=names, more=more)
 
     def export_model(self, version: Version, key: str, progressed: Callable[[], None] = lambda: None) -> File:
-        """Creates the object ``key`` with the bytes of ``model.safetensors``, unless it is there, and returns what it is.
+        """Creates the object ``key`` with the bytes of ``model.safetensors``, unless it is there, and returns
+        what it is.
 
-        ``progressed`` is called after each small part of the work.  Raises :class:`Exists` if other bytes are there.
+        ``progressed`` is called after each small part of the work.  Raises :class:`Exists` if other bytes are
+        there.
         """
         reader, name = self.open(version), key.rpartition("/")[2]
         whole = model_pieces(reader)
@@ -339,7 +408,9 @@ class Checkpoints:
         return self.store.exists(f"{folder}/{DELETED}") or not self.store.exists(f"{folder}/{MANIFEST}")
 
     def _create(self, version: Version, file: File, chunks: Callable[[], Iterable[Piece]]) -> File:
-        """Creates the object under the name of ``file``, or under a name with its digest if other bytes are there; returns where it is."""
+        """Creates the object under the name of ``file``, or under a name with its digest if other bytes are
+        there; returns where it is.
+        """
         stem, _, suffix = file.name.rpartition(".")
         for name in (file.name, f"{stem}-{file.blake3[:16]}.{suffix}"):
             key = f"{self.folder(version)}/{name}"
@@ -352,7 +423,9 @@ class Checkpoints:
         raise Exists(key, self.store.url)
 
     def _is_there(self, key: str, file: File, progressed: Callable[[], None] = lambda: None) -> bool:
-        """Returns whether the object under ``key`` has the bytes of ``file``.  Holds at most ``FETCH_BYTES`` of them in memory."""
+        """Returns whether the object under ``key`` has the bytes of ``file``.  Holds at most ``FETCH_BYTES``
+        of them in memory.
+        """
         if self.store.size(key) != file.size:
             return False
         digest = blake3()
@@ -362,9 +435,12 @@ class Checkpoints:
         return digest.hexdigest() == file.blake3
 
     def _is_same(self, manifest: Manifest, raw: bytes) -> bool:
-        """Returns whether ``raw`` is ``manifest``, perhaps of another time.  One that cannot be read is another one."""
+        """Returns whether ``raw`` is ``manifest``, perhaps of another time.  One that cannot be read is
+        another one.
+        """
         with suppress(Damaged, BadFormat):
-            written = Manifest.from_bytes(manifest.to_bytes(), MANIFEST, manifest.version)  # JSON has no tuples
+            # JSON has no tuples
+            written = Manifest.from_bytes(manifest.to_bytes(), MANIFEST, manifest.version)
             return written.same_but_for_time(Manifest.from_bytes(raw, MANIFEST, manifest.version))
         return False
 
@@ -384,21 +460,31 @@ class Checkpoints:
             return None
 
     def _complete(self, version: Version, receipts: Sequence[ShardReceipt]) -> Index:
-        """Returns the index of the receipts.  Raises :class:`Incomplete` unless they are of this version, stored, and the whole state."""
+        """Returns the index of the receipts.  Raises :class:`Incomplete` unless they are of this version,
+        stored, and the whole state.
+        """
         keys = [f"{self.folder(version)}/{receipt.file.name}" for receipt in receipts]
         for key, receipt in zip(keys, receipts, strict=True):
             if receipt.version != version:
-                raise Incomplete(self.store.full_name(key), f"it was written for {receipt.version}, not for {version}")
+                raise Incomplete(
+                    self.store.full_name(key), (f"it was written for {receipt.version}, not for {version}")
+                )
         for key, receipt, size in zip(keys, receipts, self._at_once(self._size, keys), strict=True):
             if size != receipt.file.size:
                 there = "no" if size is None else size
-                raise Incomplete(self.store.full_name(key), f"its writer wrote {receipt.file.size} bytes and {there} bytes are there")
+                raise Incomplete(
+                    self.store.full_name(key),
+                    (f"its writer wrote {receipt.file.size} bytes and {there} bytes are there"),
+                )
         groups = grouped((receipt.file.name, cut) for receipt in receipts for cut in receipt.cuts)
         index = Index(groups, {receipt.file.name: receipt.header for receipt in receipts})
         index.check()
         states = {receipt.state for receipt in receipts if receipt.state}
         if not index.tensors or (states and states != {_state_digest(index.tensors.values())}):
-            raise Incomplete(self.folder(version), f"{len(receipts)} receipts with {len(index.tensors)} tensors are not the whole state")
+            raise Incomplete(
+                self.folder(version),
+                (f"{len(receipts)} receipts with {len(index.tensors)} tensors are not the whole state"),
+            )
         return index
 
     def _listed(self, steps: Sequence[int]) -> list[Listed]:
@@ -407,17 +493,24 @@ class Checkpoints:
 
         def generations(step: int) -> list[int]:
             folder = self.folder(Version(step, 0)).rpartition("/")[0]
-            own = {int(name[1:-1]) for name in self.store.children(f"{folder}/") if re.fullmatch(r"g\d+/", name)}
+            own = {
+                int(name[1:-1]) for name in self.store.children(f"{folder}/") if re.fullmatch(r"g\d+/", name)
+            }
             known = {version.generation for version in others if version.step == step}
             for generation in own & known:
                 self._made.discard(Version(step, generation))
             return sorted(own | known)
 
         found = zip(steps, self._at_once(generations, steps), strict=True)
-        return self._at_once(self._look, [Version(step, generation) for step, generations in found for generation in generations])
+        return self._at_once(
+            self._look,
+            [Version(step, generation) for step, generations in found for generation in generations],
+        )
 
     def _unlisted(self) -> set[Version]:
-        """Returns those that were committed and may be too new to be listed: some buckets list new objects late."""
+        """Returns those that were committed and may be too new to be listed: some buckets list new objects
+        late.
+        """
         for version in tuple(self._made):
             if not self.store.exists(f"{self.folder(version)}/{MANIFEST}"):  # somebody else has deleted it
                 self._made.discard(version)
@@ -448,7 +541,9 @@ class Checkpoints:
             return "it is marked as damaged, and the note that says why is damaged too"
 
 
-def _bytes_of(parts: Iterable[Part], done: Callable[[Tensor], None], hook: Callable[[], None] | None = None) -> Iterator[Piece]:
+def _bytes_of(
+    parts: Iterable[Part], done: Callable[[Tensor], None], hook: Callable[[], None] | None = None
+) -> Iterator[Piece]:
     """Yields the bytes of each part.  It calls ``hook`` before one, and ``done`` once the next is asked for."""
     for tensor, _, data in parts:
         if hook is not None:
@@ -490,5 +585,7 @@ def _alignment(item: tuple[Entry, Part]) -> int:
 
 
 def _state_digest(tensors: Iterable[Tensor]) -> str:
-    names = sorted({f"{describe(tensor.whole())} {tensor.dtype}" for tensor in tensors if tensor.whole().count})
+    names = sorted(
+        {f"{describe(tensor.whole())} {tensor.dtype}" for tensor in tensors if tensor.whole().count}
+    )
     return digest_of("\n".join(names).encode())

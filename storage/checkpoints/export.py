@@ -1,8 +1,9 @@
 """Export writes a checkpoint as ordinary safetensors files of whole tensors, which any tool reads.
 
-``model.safetensors`` has parameters and buffers by their plain names; ``optimizer.safetensors`` has moments as ``exp_avg/<name>``
-and scalars by name.  It holds one tensor at a time in memory.  With ``average`` each parameter has the values of its average.  Other
-programs may want other names, or matrices transposed, so an export can have :data:`Names`.
+``model.safetensors`` has parameters and buffers by their plain names; ``optimizer.safetensors`` has moments
+as ``exp_avg/<name>`` and scalars by name.  It holds one tensor at a time in memory.  With ``average`` each
+parameter has the values of its average.  Other programs may want other names, or matrices transposed, so an
+export can have :data:`Names`.
 """
 
 from __future__ import annotations
@@ -20,22 +21,36 @@ MODEL_KINDS = ("parameter", "buffer")
 EXPORTED = ("model.safetensors", "optimizer.safetensors")
 """The files that every export writes."""
 Names = Mapping[str, tuple[str, bool]]
-"""Maps the name of each tensor in a file to its name in the state, and says whether the matrix is transposed in the file."""
+"""Maps the name of each tensor in a file to its name in the state, and says whether the matrix is transposed
+in the file.
+"""
 
 
 def export(
-    reader: Reader, destination: Path, *, average: bool = False, names: Names | None = None, more: Mapping[str, bytes | Names] | None = None
+    reader: Reader,
+    destination: Path,
+    *,
+    average: bool = False,
+    names: Names | None = None,
+    more: Mapping[str, bytes | Names] | None = None,
 ) -> list[Path]:
     """Writes :data:`EXPORTED` into the folder ``destination``, whole or not at all; returns the paths.
 
-    The model's file has ``names``, by default those of the state.  ``more`` has other files by name: their bytes, or their tensors.
+    The model's file has ``names``, by default those of the state.  ``more`` has other files by name: their
+    bytes, or their tensors.
     """
     destination.mkdir(parents=True, exist_ok=True)
-    optimizer = [(_key(tensor), tensor, False) for tensor in reader.tensors() if tensor.kind not in (*MODEL_KINDS, "constant")]
+    optimizer = [
+        (_key(tensor), tensor, False)
+        for tensor in reader.tensors()
+        if tensor.kind not in (*MODEL_KINDS, "constant")
+    ]
     contents: dict[str, Iterable[Piece]] = {EXPORTED[0]: model_pieces(reader, average=average, names=names)}
     contents[EXPORTED[1]] = _pieces(reader, optimizer)
     for name, each in (more or {}).items():
-        contents[name] = [each] if isinstance(each, bytes) else model_pieces(reader, average=average, names=each)
+        contents[name] = (
+            [each] if isinstance(each, bytes) else model_pieces(reader, average=average, names=each)
+        )
     for name, pieces in contents.items():
         with open(destination / f".{name}.partial", "wb") as file:
             file.writelines(pieces)
@@ -53,13 +68,20 @@ def model_pieces(reader: Reader, *, average: bool = False, names: Names | None =
     """Returns the bytes of ``model.safetensors``, or of a file of the model's tensors that has ``names``."""
     averages = {tensor.name: tensor for tensor in reader.tensors() if average and tensor.kind == AVERAGE}
     model = {tensor.name: tensor for tensor in reader.tensors() if tensor.kind in MODEL_KINDS}
-    model |= {name: averages[name] for name, tensor in model.items() if tensor.kind == "parameter" and name in averages}
+    model |= {
+        name: averages[name]
+        for name, tensor in model.items()
+        if tensor.kind == "parameter" and name in averages
+    }
     chosen = {name: (name, False) for name in model} if names is None else names
     return _pieces(reader, ((name, model[own], transposed) for name, (own, transposed) in chosen.items()))
 
 
 def _pieces(reader: Reader, tensors: Iterable[tuple[str, Tensor, bool]]) -> Sized:
-    named = [(Entry(key, each.dtype, each.shape[::-1] if turned else each.shape), each, turned) for key, each, turned in tensors]
+    named = [
+        (Entry(key, each.dtype, each.shape[::-1] if turned else each.shape), each, turned)
+        for key, each, turned in tensors
+    ]
     named.sort(key=lambda found: (aligned_order(found[0]), found[0].key))
     header = header_of([entry for entry, _, _ in named], {"format": "pt"})
 

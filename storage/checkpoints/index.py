@@ -1,12 +1,13 @@
 """The index of a checkpoint says which file has which box of which tensors.
 
-A checkpoint of many writers has millions of slices, but few ways to cut a tensor: with 1,024 writers, all tensors of one shape are cut at
-the same places.  So the index has one line of JSON for each *group* of tensors that are cut alike: the tensors once, and then the boxes,
-each with its file.  It grows with writers times shapes, not with writers times tensors.
+A checkpoint of many writers has millions of slices, but few ways to cut a tensor: with 1,024 writers, all
+tensors of one shape are cut at the same places.  So the index has one line of JSON for each *group* of
+tensors that are cut alike: the tensors once, and then the boxes, each with its file.  It grows with writers
+times shapes, not with writers times tensors.
 
-Where a slice lies inside its file, and its digest, is in the header of that file (:mod:`storage.checkpoints.shards`).  The first line of
-the index has the length and the digest of every header.  So a reader fetches the index, the headers of the files that it needs, and the
-bytes that it wants.
+Where a slice lies inside its file, and its digest, is in the header of that file
+(:mod:`storage.checkpoints.shards`).  The first line of the index has the length and the digest of every
+header.  So a reader fetches the index, the headers of the files that it needs, and the bytes that it wants.
 
     {"files": [["shard-00000-of-00002.safetensors", 1480, "<blake3>"], ..]}
     {"shape": [8192, 8192], "tensors": [["layers.0.wq", "parameter", "F32"], ..], "boxes": [[0, [0, 0], [4096, 8192]], ..]}
@@ -32,7 +33,9 @@ Corners = tuple[tuple[int, ...], tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Cut:
-    """One box of several tensors of one shape.  ``tensors`` is their list as text (:func:`text_of`), the same text for the same tensors."""
+    """One box of several tensors of one shape.  ``tensors`` is their list as text (:func:`text_of`), the same
+    text for the same tensors.
+    """
 
     tensors: str
     start: tuple[int, ...]
@@ -57,16 +60,25 @@ class Index:
 
     groups: tuple[TensorGroup, ...]
     headers: Mapping[str, File]
-    _meeting: dict[tuple[int, Corners], list[tuple[str, Corners, Corners]]] = field(default_factory=dict, repr=False, compare=False)
+    _meeting: dict[tuple[int, Corners], list[tuple[str, Corners, Corners]]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
 
     @cached_property
     def tensors(self) -> dict[Key, Tensor]:
         """Every tensor of the state, by name and kind, sorted."""
-        return {(tensor.name, tensor.kind): tensor for tensor in sorted(tensor for group in self.groups for tensor in group.tensors)}
+        return {
+            (tensor.name, tensor.kind): tensor
+            for tensor in sorted(tensor for group in self.groups for tensor in group.tensors)
+        }
 
     @cached_property
     def _group_of(self) -> dict[Key, int]:
-        return {(tensor.name, tensor.kind): number for number, group in enumerate(self.groups) for tensor in group.tensors}
+        return {
+            (tensor.name, tensor.kind): number
+            for number, group in enumerate(self.groups)
+            for tensor in group.tensors
+        }
 
     @property
     def slices(self) -> int:
@@ -83,7 +95,11 @@ class Index:
 
     def slices_in(self, file: str) -> list[tuple[Tensor, Slice]]:
         """Returns the slices that ``file`` must have."""
-        return [(tensor, Slice(tensor.name, tensor.kind, *box)) for group, box in self._in_file.get(file, ()) for tensor in group.tensors]
+        return [
+            (tensor, Slice(tensor.name, tensor.kind, *box))
+            for group, box in self._in_file.get(file, ())
+            for tensor in group.tensors
+        ]
 
     def covering(self, wanted: Slice) -> list[Part]:
         """Returns what supplies ``wanted``.  Raises :class:`Incomplete` if an element of it is in no file."""
@@ -101,17 +117,26 @@ class Index:
         return [(file, Slice(name, kind, *stored), Slice(name, kind, *part)) for file, stored, part in found]
 
     def check(self) -> None:
-        """Raises :class:`Incomplete`, naming a tensor, unless the files hold each element of each tensor exactly once."""
+        """Raises :class:`Incomplete`, naming a tensor, unless the files hold each element of each tensor
+        exactly once.
+        """
         seen: dict[Key, Tensor] = {}
         for group in self.groups:
             for tensor in group.tensors:
                 if (other := seen.setdefault((tensor.name, tensor.kind), tensor)) != tensor:
-                    raise Incomplete(describe(tensor.whole()), f"its writers describe it differently: {other} and {tensor}")
+                    raise Incomplete(
+                        describe(tensor.whole()),
+                        (f"its writers describe it differently: {other} and {tensor}"),
+                    )
             first = group.tensors[0]
-            check_exact_cover([(first, Slice(first.name, first.kind, *corners)) for _, corners in group.boxes])
+            check_exact_cover(
+                [(first, Slice(first.name, first.kind, *corners)) for _, corners in group.boxes]
+            )
 
     def to_bytes(self) -> bytes:
-        """Returns the index as text, one line for its files and one for each group: the same for the same cuts in any order."""
+        """Returns the index as text, one line for its files and one for each group: the same for the same
+        cuts in any order.
+        """
         files = sorted(self.headers.values())
         number = {file.name: n for n, file in enumerate(files)}
         lines: list[object] = [{"files": [[file.name, file.size, file.blake3] for file in files]}]
@@ -123,7 +148,9 @@ class Index:
 
     @classmethod
     def from_bytes(cls, raw: bytes, object: str) -> Index:
-        """Returns the index.  Raises :class:`Damaged` if ``raw``, whose digest was checked before, is no index."""
+        """Returns the index.  Raises :class:`Damaged` if ``raw``, whose digest was checked before, is no
+        index.
+        """
         try:
             head, *lines = map(json.loads, raw.splitlines())
             files = [File(*each) for each in head["files"]]
@@ -131,7 +158,10 @@ class Index:
             for line in lines:
                 shape = tuple(map(int, line["shape"]))
                 tensors = tuple(Tensor(name, kind, dtype, shape) for name, kind, dtype in line["tensors"])
-                corners = ((number, tuple(map(int, start)), tuple(map(int, stop))) for number, start, stop in line["boxes"])
+                corners = (
+                    (number, tuple(map(int, start)), tuple(map(int, stop)))
+                    for number, start, stop in line["boxes"]
+                )
                 boxes = tuple((files[number].name, (start, stop)) for number, start, stop in corners)
                 groups.append(TensorGroup(tensors, boxes))
         except (ValueError, KeyError, TypeError, IndexError, AttributeError):
@@ -144,11 +174,15 @@ def cuts_of(slices: Iterable[tuple[Tensor, Slice]]) -> tuple[Cut, ...]:
     alike: dict[tuple[tuple[int, ...], Corners], list[Tensor]] = defaultdict(list)
     for tensor, part in slices:
         alike[tensor.shape, (part.start, part.stop)].append(tensor)
-    return tuple(Cut(text_of(tensors), *corners) for (_, corners), tensors in sorted(alike.items(), key=lambda each: each[0]))
+    return tuple(
+        Cut(text_of(tensors), *corners)
+        for (_, corners), tensors in sorted(alike.items(), key=lambda each: each[0])
+    )
 
 
 def grouped(cuts: Iterable[tuple[str, Cut]]) -> tuple[TensorGroup, ...]:
-    """Returns the cuts of all files as groups: two tensors are in the same group if exactly the same boxes of both are in the same files.
+    """Returns the cuts of all files as groups: two tensors are in the same group if exactly the same boxes of
+    both are in the same files.
 
     The work is that for the *different* lists of tensors, of which there are few, and for the boxes.
     """
@@ -163,7 +197,8 @@ def grouped(cuts: Iterable[tuple[str, Cut]]) -> tuple[TensorGroup, ...]:
     for tensor in sorted(lists):
         alike[tuple(lists[tensor])].append(tensor)
     return tuple(
-        TensorGroup(tuple(tensors), tuple(sorted(each for text in texts for each in places[text]))) for texts, tensors in alike.items()
+        TensorGroup(tuple(tensors), tuple(sorted(each for text in texts for each in places[text])))
+        for texts, tensors in alike.items()
     )
 
 

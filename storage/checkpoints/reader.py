@@ -1,8 +1,10 @@
-"""The reader of a checkpoint fetches only the bytes that are wanted, and hands out none that it has not checked.
+"""The reader of a checkpoint fetches only the bytes that are wanted, and hands out none that it has not
+checked.
 
-A digest covers a stored slice, so the reader fetches a stored slice whole even if only a part of it is wanted.  With tensors cut along one
-dimension, that is at most one slice too many at each edge, and none if the layout is the one that was saved.  Slices that are neighbours in
-a file come in one request of up to ``FETCH_BYTES``.  Several requests are under way while the caller uses the bytes of earlier ones.
+A digest covers a stored slice, so the reader fetches a stored slice whole even if only a part of it is
+wanted.  With tensors cut along one dimension, that is at most one slice too many at each edge, and none if
+the layout is the one that was saved.  Slices that are neighbours in a file come in one request of up to
+``FETCH_BYTES``.  Several requests are under way while the caller uses the bytes of earlier ones.
 
 The index says in which files the wanted slices are; the headers of these files, and of no others, say where.
 """
@@ -33,11 +35,15 @@ if TYPE_CHECKING:
 
 FETCH_BYTES = 16 * 2**20
 AHEAD_BYTES = 2**29
-"""Largest number of bytes of all requests under way.  Several are needed: one connection is slower than the device that waits for it."""
+"""Largest number of bytes of all requests under way.  Several are needed: one connection is slower than the
+device that waits for it.
+"""
 
 
 class Reader:
-    """Reads one checkpoint.  ``bytes_read`` counts the bytes of slices that were fetched.  Every method may raise :class:`Damaged`."""
+    """Reads one checkpoint.  ``bytes_read`` counts the bytes of slices that were fetched.  Every method may
+    raise :class:`Damaged`.
+    """
 
     def __init__(self, store: ObjectStore, folder: str, manifest: Manifest) -> None:
         self.store, self.folder, self.manifest = store, folder, manifest
@@ -61,14 +67,19 @@ class Reader:
         """All slices in their places, sorted.  It reads the headers of all files."""
         files = [file.name for file in self.manifest.files if file != self.manifest.index]
         self._read_headers(files)
-        return tuple(sorted(self._row(file, tensor, part) for file in files for tensor, part in self.index.slices_in(file)))
+        return tuple(
+            sorted(
+                self._row(file, tensor, part) for file in files for tensor, part in self.index.slices_in(file)
+            )
+        )
 
     def tensors(self) -> list[Tensor]:
         """Returns every tensor of the state, sorted."""
         return list(self.index.tensors.values())
 
     def read(self, wanted: Iterable[Slice]) -> Iterator[tuple[Slice, bytearray | memoryview]]:
-        """Yields each wanted slice with its bytes, which the caller must not change, in the order in which they lie in the files.
+        """Yields each wanted slice with its bytes, which the caller must not change, in the order in which
+        they lie in the files.
 
         Raises :class:`Incomplete`, before it fetches any slice, if the checkpoint lacks a part of one.
         """
@@ -79,7 +90,9 @@ class Reader:
         missing = [len(each) for each in parts]
         for number, those in enumerate(parts):
             for file, stored, part in those:
-                users[self._row(file, self.index.tensors[stored.name, stored.kind], stored)].append((number, part))
+                users[self._row(file, self.index.tensors[stored.name, stored.kind], stored)].append(
+                    (number, part)
+                )
         yield from ((each, bytearray()) for number, each in enumerate(slices) if not missing[number])
         buffers: dict[int, bytearray] = {}
         for row, data in self._fetch(sorted(users, key=place)):
@@ -101,14 +114,19 @@ class Reader:
 
     def check(self, row: Stored, data: memoryview) -> None:
         """Raises :class:`Damaged` if the bytes of the row are not those that were written."""
-        check_digest(f"{self.name_of(row.file)} ({describe(row.slice)}, bytes {row.first}-{row.last})", data, row.blake3)
+        check_digest(
+            f"{self.name_of(row.file)} ({describe(row.slice)}, bytes {row.first}-{row.last})",
+            data,
+            row.blake3,
+        )
 
     def name_of(self, file: str) -> str:
         """Returns the file's name for messages."""
         return self.store.full_name(f"{self.folder}/{file}")
 
     def places_of(self, file: str, raw: bytes) -> dict[str, Place]:
-        """Returns where the slices of ``file`` lie.  Raises :class:`Damaged` unless ``raw`` is the header that was written.
+        """Returns where the slices of ``file`` lie.  Raises :class:`Damaged` unless ``raw`` is the header
+        that was written.
 
         ``verify`` and every reader judge a header by this function.
         """
@@ -134,7 +152,9 @@ class Reader:
         waiting: deque[tuple[list[Stored], Future[memoryview]]] = deque()
         ahead = 0
         for group in (*neighbours(rows), None):
-            while waiting and (group is None or len(waiting) == self.store.at_once or ahead + _bytes(group) > AHEAD_BYTES):
+            while waiting and (
+                group is None or len(waiting) == self.store.at_once or ahead + _bytes(group) > AHEAD_BYTES
+            ):
                 done, future = waiting.popleft()
                 data = future.result()
                 ahead -= _bytes(done)
@@ -159,7 +179,11 @@ class Reader:
         except Missing:
             raise Damaged(self.name_of(file), f"{size} bytes", "no object") from None
         if len(data) != last - first:
-            raise Damaged(self.name_of(file), f"{size} bytes", f"{'at least ' if last < size else ''}{first + len(data)} bytes")
+            raise Damaged(
+                self.name_of(file),
+                f"{size} bytes",
+                f"{'at least ' if last < size else ''}{first + len(data)} bytes",
+            )
         return data
 
 
@@ -168,7 +192,9 @@ def _bytes(group: Sequence[Stored]) -> int:
 
 
 def place(row: Stored) -> tuple[str, int, int]:
-    """The sorting key that brings rows into the order of their bytes, with an empty slice before its neighbour."""
+    """The sorting key that brings rows into the order of their bytes, with an empty slice before its
+    neighbour.
+    """
     return row.file, row.first, row.last
 
 
@@ -176,7 +202,11 @@ def neighbours(rows: Iterable[Stored]) -> Iterator[list[Stored]]:
     """Yields rows, which are sorted by place, in groups that one request fetches."""
     group: list[Stored] = []
     for row in rows:
-        if group and (row.file, row.first) == (group[-1].file, group[-1].last) and row.last - group[0].first <= FETCH_BYTES:
+        if (
+            group
+            and (row.file, row.first) == (group[-1].file, group[-1].last)
+            and row.last - group[0].first <= FETCH_BYTES
+        ):
             group.append(row)
         else:
             if group:
@@ -194,7 +224,9 @@ def check_digest(object: str, data: bytes | memoryview, expected: str) -> None:
 
 
 def _box(buffer: bytearray | memoryview, holder: Slice, part: Slice, item: int) -> np.ndarray[Any, Any]:
-    """Returns a view of ``part`` in ``buffer``, which holds ``holder``.  Elements are opaque bytes, since numpy does not know bfloat16."""
+    """Returns a view of ``part`` in ``buffer``, which holds ``holder``.  Elements are opaque bytes, since
+    numpy does not know bfloat16.
+    """
     import numpy as np  # who lists checkpoints needs none
 
     whole = np.frombuffer(buffer, dtype=f"V{item}").reshape(holder.shape)
@@ -220,7 +252,11 @@ class Verified:
 
     def __str__(self) -> str:
         head = f"checkpoint of {self.version}: {self.files} files, {self.slices} slices, {self.bytes:,} bytes"
-        return "\n  ".join((f"{head}; DAMAGED", *map(str, self.problems))) if self.problems else f"{head}, every digest as written"
+        return (
+            "\n  ".join((f"{head}; DAMAGED", *map(str, self.problems)))
+            if self.problems
+            else f"{head}, every digest as written"
+        )
 
 
 def verify(reader: Reader) -> Verified:
@@ -234,7 +270,13 @@ def verify(reader: Reader) -> Verified:
     for file in files:
         if file != reader.manifest.index:
             problems += _problems_of(reader, file)
-    return Verified(reader.manifest.version, len(files), reader.index.slices, sum(file.size for file in files), tuple(problems))
+    return Verified(
+        reader.manifest.version,
+        len(files),
+        reader.index.slices,
+        sum(file.size for file in files),
+        tuple(problems),
+    )
 
 
 def _problems_of(reader: Reader, file: File) -> list[StorageError]:
@@ -248,7 +290,9 @@ def _problems_of(reader: Reader, file: File) -> list[StorageError]:
         whole.update(header)
         places = reader.places_of(file.name, header)
         slices = reader.index.slices_in(file.name)
-        for row in sorted((Stored(tensor, part, file.name, *places[describe(part)]) for tensor, part in slices), key=place):
+        for row in sorted(
+            (Stored(tensor, part, file.name, *places[describe(part)]) for tensor, part in slices), key=place
+        ):
             if row.first != position:
                 return [Damaged(name, f"a slice at byte {position}", f"{describe(row.slice)} at {row.first}")]
             data = reader.fetch([row])

@@ -4,12 +4,13 @@
     header    JSON: key -> {"dtype", "shape", "data_offsets"}; padded with blanks to a multiple of 8
     data      the tensors, without gaps
 
-In a shard the key of a slice is ``kind/name@start-stop`` in the tensor's global coordinates (``parameter/w@0,0-16,64`` is
-``w[0:16, 0:64]``), so any tool that reads safetensors can read a shard and show what it holds.  All sizes are known before the first
-byte is written, so a writer can write slice by slice.  Wider types come first, which aligns every tensor to its type.
+In a shard the key of a slice is ``kind/name@start-stop`` in the tensor's global coordinates
+(``parameter/w@0,0-16,64`` is ``w[0:16, 0:64]``), so any tool that reads safetensors can read a shard and show
+what it holds.  All sizes are known before the first byte is written, so a writer can write slice by slice.
+Wider types come first, which aligns every tensor to its type.
 
-The header is also the index of its file.  Its metadata has the digest of each slice, in the order of the data, and the index of the
-checkpoint has the digest of the header.
+The header is also the index of its file.  Its metadata has the digest of each slice, in the order of the
+data, and the index of the checkpoint has the digest of the header.
 """
 
 from __future__ import annotations
@@ -79,8 +80,11 @@ Place = tuple[int, int, str]
 """The place of a slice in its file, and its digest: (first byte, last byte, blake3)."""
 
 
-def places_in(raw: bytes | memoryview, slices: Iterable[tuple[Tensor, Slice]], object: str) -> dict[str, Place]:
-    """Returns where each slice lies, by its key, from the header ``raw`` of its file, whose digest was checked before.
+def places_in(
+    raw: bytes | memoryview, slices: Iterable[tuple[Tensor, Slice]], object: str
+) -> dict[str, Place]:
+    """Returns where each slice lies, by its key, from the header ``raw`` of its file, whose digest was
+    checked before.
 
     Raises :class:`Damaged` unless the header has exactly ``slices``.
     """

@@ -1,4 +1,5 @@
-"""A token dataset is one long row of tokens, cut into files of equal size, and a description that is written last.
+"""A token dataset is one long row of tokens, cut into files of equal size, and a description that is written
+last.
 
     tokens-00000.bin …    little-endian uint16, or uint32 for vocabularies beyond 65,536; ``SHARD_TOKENS`` in each, fewer in the last
     blocks.b3             the blake3 digests of the blocks of all token files, in order: 32 bytes each
@@ -7,12 +8,12 @@
     dataset.json          format, tokenizer, vocabulary, counts, and every file with its size and digest
     dataset.begun         an empty file that is there while the others are written
 
-A dataset exists once its description does.  The mark dataset.begun tells what a killed writer left, which the next one overwrites, from
-files of somebody else that have such names, which nobody overwrites.
+A dataset exists once its description does.  The mark dataset.begun tells what a killed writer left, which the
+next one overwrites, from files of somebody else that have such names, which nobody overwrites.
 
-Readers fetch and check whole blocks (``tokens.py``).  The size of a block is a trade-off.  A sample of 4,096 tokens has 8 KiB, so larger
-blocks would mostly fetch bytes that nobody wants; smaller ones would spend more on digests and requests.  Format 1 had no blocks: there,
-each token file counts as one block.
+Readers fetch and check whole blocks (``tokens.py``).  The size of a block is a trade-off.  A sample of 4,096
+tokens has 8 KiB, so larger blocks would mostly fetch bytes that nobody wants; smaller ones would spend more
+on digests and requests.  Format 1 had no blocks: there, each token file counts as one block.
 """
 
 from __future__ import annotations
@@ -41,12 +42,16 @@ READABLE = (1, 2)
 DESCRIPTION, DOCUMENTS, BLOCKS, TOKENIZER = "dataset.json", "documents.parquet", "blocks.b3", "tokenizer.json"
 BEGUN = "dataset.begun"
 OURS = {"tokenizer", "vocabulary", "tokens", "documents", "files"}
-"""Fields of a description in every format.  JSON without most of them is that of another program, whatever it calls its file."""
+"""Fields of a description in every format.  JSON without most of them is that of another program, whatever it
+calls its file.
+"""
 WRITTEN = re.compile(rf"tokens-\d{{5,}}\.bin|{'|'.join(map(re.escape, (DOCUMENTS, BLOCKS, TOKENIZER)))}")
 """Matches the names of the files that are written before the description."""
 SHARD_TOKENS = 8 * 2**20
 BLOCK_BYTES = 256 * 2**10
-INDEX = pa.schema([("path", pa.string()), ("first", pa.int64()), ("length", pa.int64()), ("blake3", pa.string())])
+INDEX = pa.schema(
+    [("path", pa.string()), ("first", pa.int64()), ("length", pa.int64()), ("blake3", pa.string())]
+)
 INDEX_ROWS, PIECE_BYTES = 2**16, 4 * 2**20
 """Number of rows of documents.parquet, and number of bytes of a file, that the writer holds in memory."""
 
@@ -86,22 +91,29 @@ class Description:
 
     def to_json(self) -> bytes:
         """Returns the bytes of ``dataset.json``: always the same for the same description."""
-        return json.dumps({"format": FORMAT, "dtype": self.dtype.name, **asdict(self)}, sort_keys=True, indent=1).encode()
+        return json.dumps(
+            {"format": FORMAT, "dtype": self.dtype.name, **asdict(self)}, sort_keys=True, indent=1
+        ).encode()
 
     @classmethod
     def from_json(cls, raw: bytes, name: str = DESCRIPTION) -> Description:
-        """Returns the description in ``raw``.  Raises :class:`Damaged` or :class:`BadFormat`, naming ``name``."""
+        """Returns the description in ``raw``.  Raises :class:`Damaged` or :class:`BadFormat`, naming
+        ``name``.
+        """
         try:
             value = json.loads(raw)
             if not isinstance(value, dict) or 2 * len(OURS & value.keys()) < len(OURS):
                 raise BadFormat(
-                    f"{name} does not describe a dataset of Elastic: it is JSON of another program; `elastic data prepare SOURCE FOLDER` "
+                    f"{name} does not describe a dataset of Elastic: it is JSON of another program; "
+                    "`elastic data prepare SOURCE FOLDER` "
                     f"makes a dataset, in a folder without such a file"
                 )
             number = value.pop("format")
             if number not in READABLE:
                 readable = " and ".join(map(str, READABLE))
-                raise BadFormat(f"{name} has format {number}, but this release reads {readable}: install a newer release")
+                raise BadFormat(
+                    f"{name} has format {number}, but this release reads {readable}: install a newer release"
+                )
             dtype = value.pop("dtype", "uint16")
             value["files"] = tuple(map(File.of, value["files"]))
             for each in ("index", "blocks", "definition"):
@@ -109,7 +121,10 @@ class Description:
             found = cls(**value)
             found = replace(found, block_bytes=found.block_bytes or max(file.size for file in found.files))
             if dtype != found.dtype.name or found.block_bytes % found.dtype.itemsize:
-                raise ValueError(f"dtype {dtype} and blocks of {found.block_bytes} bytes for a vocabulary of {found.vocabulary}")
+                raise ValueError(
+                    f"dtype {dtype} and blocks of {found.block_bytes} bytes for a vocabulary "
+                    f"of {found.vocabulary}"
+                )
             return found
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise Damaged(name, "the description of a dataset", f"{type(error).__name__}: {error}") from None
@@ -126,7 +141,9 @@ class Description:
 
     @property
     def fingerprint(self) -> str:
-        """The digest of the tokens, their meaning and their cut into files.  Names and places of documents do not change it."""
+        """The digest of the tokens, their meaning and their cut into files.  Names and places of documents do
+        not change it.
+        """
         seen: list[Any] = [self.tokenizer, self.vocabulary, [asdict(file) for file in self.files]]
         if self.definition is not None:
             seen.append(self.definition.blake3)
@@ -145,10 +162,12 @@ def write_dataset(
     shard_tokens: int = SHARD_TOKENS,
     block_bytes: int = BLOCK_BYTES,
 ) -> Description:
-    """Writes a dataset of ``documents``, which are (path, tokens), in this order.  Holds one shard in memory.  Only one writer may run.
+    """Writes a dataset of ``documents``, which are (path, tokens), in this order.  Holds one shard in memory.
+    Only one writer may run.
 
-    Writing the same dataset again changes nothing.  If the store holds other tokens, or a file as :func:`expect_room` says, this raises
-    :class:`Exists` and changes nothing.  If ``documents`` raises, the files that were written until then are removed.
+    Writing the same dataset again changes nothing.  If the store holds other tokens, or a file as
+    :func:`expect_room` says, this raises :class:`Exists` and changes nothing.  If ``documents`` raises, the
+    files that were written until then are removed.
     """
     expect_room(store)
     found = _found(store)
@@ -165,8 +184,8 @@ def write_dataset(
 
 
 def expect_room(store: ObjectStore) -> None:
-    """Raises :class:`Exists` if the store holds a file with the name of one of a dataset's, but neither a description nor the mark of a
-    writer that was killed: somebody else's."""
+    """Raises :class:`Exists` if the store holds a file with the name of one of a dataset's, but neither a
+    description nor the mark of a writer that was killed: somebody else's."""
     if not store.exists(DESCRIPTION) and not store.exists(BEGUN):
         for name in _written(store):
             raise Exists(name, store.url)
@@ -177,9 +196,11 @@ def _written(store: ObjectStore) -> list[str]:
 
 
 def files_of_datasets(store: ObjectStore, keys: Iterable[str]) -> set[str]:
-    """Returns those of ``keys`` that are files of datasets, complete or not.  ``keys`` are all keys of ``store``.
+    """Returns those of ``keys`` that are files of datasets, complete or not.  ``keys`` are all keys of
+    ``store``.
 
-    A file of another kind may be called dataset.json; then neither it nor what lies beside it is a file of a dataset.
+    A file of another kind may be called dataset.json; then neither it nor what lies beside it is a file of a
+    dataset.
     """
     folders: dict[str, list[str]] = {}
     for key in keys:
@@ -203,13 +224,20 @@ def _found(store: ObjectStore) -> Description | None:
 
 
 def _write(
-    files: _Digests, index: _Index, documents: Iterable[tuple[str, Tokens]], coding: Coding, shard_tokens: int, block_bytes: int
+    files: _Digests,
+    index: _Index,
+    documents: Iterable[tuple[str, Tokens]],
+    coding: Coding,
+    shard_tokens: int,
+    block_bytes: int,
 ) -> Description:
     shards, blocks = [], []
     for number, data in enumerate(_shards(index.noted(documents), shard_tokens)):
         shards.append(files.put(f"tokens-{number:05d}.bin", data))
         view = memoryview(data)
-        blocks += [blake3(view[first : first + block_bytes]).digest() for first in range(0, len(data), block_bytes)]
+        blocks += [
+            blake3(view[first : first + block_bytes]).digest() for first in range(0, len(data), block_bytes)
+        ]
     table = index.finish()
     return Description(
         tokenizer=coding.tokenizer,
@@ -237,7 +265,9 @@ class _Digests:
 
 
 class _Files(_Digests):
-    """Writes the files.  After an error it removes them, unless somebody else has completed a dataset with them."""
+    """Writes the files.  After an error it removes them, unless somebody else has completed a dataset with
+    them.
+    """
 
     def __init__(self, store: ObjectStore) -> None:
         self.store = store
@@ -272,7 +302,9 @@ def _pieces(data: bytes | IO[bytes]) -> Iterator[bytes]:
 class _Index:
     """Writes documents.parquet to a temporary file while the documents pass through."""
 
-    def __init__(self, file: IO[bytes], table: pq.ParquetWriter, dtype: np.dtype[np.unsignedinteger[Any]]) -> None:
+    def __init__(
+        self, file: IO[bytes], table: pq.ParquetWriter, dtype: np.dtype[np.unsignedinteger[Any]]
+    ) -> None:
         self.dtype, self.documents = dtype, 0
         self._file, self._table = file, table
         self._rows: list[tuple[str, int, int, str]] = []
@@ -296,7 +328,10 @@ class _Index:
 
     def _flush(self) -> None:
         if self._rows:
-            columns = [pa.array(column, kind) for column, kind in zip(zip(*self._rows, strict=True), INDEX.types, strict=True)]
+            columns = [
+                pa.array(column, kind)
+                for column, kind in zip(zip(*self._rows, strict=True), INDEX.types, strict=True)
+            ]
             self._table.write_table(pa.Table.from_arrays(columns, schema=INDEX))
             self._rows.clear()
 

@@ -1,9 +1,10 @@
 """The reader of a token dataset reads whole blocks, from a memory map or by ranges, and checks each of them.
 
-It hands out no token before it has compared the digest of its block with the one that the writer took.  A local file is memory-mapped, so
-the workers of a node share its pages; each process checks a block when it first touches it.  From any other store, the reader fetches
-blocks by range, the blocks of one call at the same time, and keeps some of them.  It fetches a damaged block once more, since a network
-damages bytes more often than the disk of a store does.
+It hands out no token before it has compared the digest of its block with the one that the writer took.  A
+local file is memory-mapped, so the workers of a node share its pages; each process checks a block when it
+first touches it.  From any other store, the reader fetches blocks by range, the blocks of one call at the
+same time, and keeps some of them.  It fetches a damaged block once more, since a network damages bytes more
+often than the disk of a store does.
 """
 
 from __future__ import annotations
@@ -31,13 +32,19 @@ DIGEST_BYTES = 32
 
 
 class TokenFiles:
-    """The tokens of a prepared dataset, by position.  Only one thread may use it at a time.  Raises :class:`Missing` if there is none."""
+    """The tokens of a prepared dataset, by position.  Only one thread may use it at a time.  Raises
+    :class:`Missing` if there is none.
+    """
 
     def __init__(self, store: ObjectStore, cache_bytes: int = CACHE_BYTES) -> None:
         self.store, self.description = store, read_description(store)
         self.block_bytes, self.dtype = self.description.block_bytes, self.description.dtype
-        self._starts = list(accumulate((file.size // self.dtype.itemsize for file in self.description.files), initial=0))
-        self._blocks = list(accumulate((-(-file.size // self.block_bytes) for file in self.description.files), initial=0))
+        self._starts = list(
+            accumulate((file.size // self.dtype.itemsize for file in self.description.files), initial=0)
+        )
+        self._blocks = list(
+            accumulate((-(-file.size // self.block_bytes) for file in self.description.files), initial=0)
+        )
         self._digests = _digests(store, self.description, self._blocks[-1])
         self._checked = bytearray(self._blocks[-1])
         self._maps: dict[int, Tokens] = {}
@@ -52,11 +59,14 @@ class TokenFiles:
     def rows(self, firsts: Sequence[int], length: int) -> Tokens:
         """Returns ``length`` tokens from each of ``firsts`` on: [rows, length].
 
-        Raises IndexError beyond the end of the dataset, and :class:`Damaged` if a file has another size or a block other bytes.
+        Raises IndexError beyond the end of the dataset, and :class:`Damaged` if a file has another size or a
+        block other bytes.
         """
         for first in firsts:
             if not 0 <= first <= first + length <= self.description.tokens:
-                raise IndexError(f"tokens {first} to {first + length} of a dataset of {self.description.tokens}")
+                raise IndexError(
+                    f"tokens {first} to {first + length} of a dataset of {self.description.tokens}"
+                )
         spans = [list(self._spans(first, first + length)) for first in firsts]
         blocks = self._get(list(dict.fromkeys(block for row in spans for block, _, _ in row)))
         rows = np.empty((len(firsts), length), self.dtype)
@@ -68,7 +78,9 @@ class TokenFiles:
         return rows
 
     def _spans(self, first: int, last: int) -> Iterator[tuple[int, int, int]]:
-        """Yields where the tokens lie: (number of the block, counted through all files; first token in it; token behind the last one)."""
+        """Yields where the tokens lie: (number of the block, counted through all files; first token in it;
+        token behind the last one).
+        """
         size = self.block_bytes // self.dtype.itemsize
         while first < last:
             file = bisect_right(self._starts, first) - 1
@@ -128,14 +140,20 @@ class TokenFiles:
 
     def _expect_size(self, file: int, size: int, found: int) -> None:
         if found != size:
-            raise Damaged(self.store.full_name(self.description.files[file].name), f"{size} bytes", f"{found}")
+            raise Damaged(
+                self.store.full_name(self.description.files[file].name), f"{size} bytes", f"{found}"
+            )
 
     def _expect_digest(self, block: int, data: memoryview) -> None:
-        expected, found = self._digests[block * DIGEST_BYTES : (block + 1) * DIGEST_BYTES], blake3(data).digest()
+        expected, found = (
+            self._digests[block * DIGEST_BYTES : (block + 1) * DIGEST_BYTES],
+            blake3(data).digest(),
+        )
         if found != expected:
             file, first, last = self._place(block)
             name = (
-                f"{self.store.full_name(self.description.files[file].name)}, block {block - self._blocks[file]} (bytes {first} to {last}),"
+                f"{self.store.full_name(self.description.files[file].name)}, block "
+                f"{block - self._blocks[file]} (bytes {first} to {last}),"
             )
             raise Damaged(name, f"blake3 {expected.hex()[:16]}…", f"{found.hex()[:16]}…")
 
@@ -146,5 +164,9 @@ def _digests(store: ObjectStore, description: Description, blocks: int) -> bytes
         return b"".join(bytes.fromhex(file.blake3) for file in description.files)
     raw = store.get(description.blocks.name)
     if digest_of(raw) != description.blocks.blake3 or len(raw) != blocks * DIGEST_BYTES:
-        raise Damaged(store.full_name(description.blocks.name), f"blake3 {description.blocks.blake3[:16]}…", f"{digest_of(raw)[:16]}…")
+        raise Damaged(
+            store.full_name(description.blocks.name),
+            f"blake3 {description.blocks.blake3[:16]}…",
+            f"{digest_of(raw)[:16]}…",
+        )
     return raw

@@ -1,4 +1,6 @@
-"""The journal of a run: its writer, its readers, the claims on it, and (:mod:`storage.journal.replicas`) the copies of its end."""
+"""The journal of a run: its writer, its readers, the claims on it, and (:mod:`storage.journal.replicas`) the
+copies of its end.
+"""
 
 from storage.journal.claims import claim_owner, latest_claim, newest_owner, owner_of, owners
 from storage.journal.journal import CONTINUATIONS, RECORDS, SEGMENT_RECORDS, Journal

@@ -1,6 +1,8 @@
-"""The claims on a run are create-only documents: ``<run>/owner/000003.json`` has what the claimant of incarnation 3 says of itself.
+"""The claims on a run are create-only documents: ``<run>/owner/000003.json`` has what the claimant of
+incarnation 3 says of itself.
 
-Each coordinator claims the next incarnation, and so does each process that trains the run by itself or changes it.
+Each coordinator claims the next incarnation, and so does each process that trains the run by itself or
+changes it.
 """
 
 from __future__ import annotations
@@ -29,8 +31,12 @@ def claim_owner(store: ObjectStore, run: str, information: Json, after: int | No
 
 
 def owners(store: ObjectStore, run: str, after: int = 0) -> dict[int, Json]:
-    """Returns the information that each claimant of the run wrote, by incarnation, of those later than incarnation ``after``."""
-    found = ((number, owner_of(store, run, number)) for number in range(after + 1, latest_claim(store, run) + 1))
+    """Returns the information that each claimant of the run wrote, by incarnation, of those later than
+    incarnation ``after``.
+    """
+    found = (
+        (number, owner_of(store, run, number)) for number in range(after + 1, latest_claim(store, run) + 1)
+    )
     return {number: owner for number, owner in found if owner is not None}
 
 
@@ -41,7 +47,9 @@ def newest_owner(store: ObjectStore, run: str) -> Json | None:
 
 
 def owner_of(store: ObjectStore, run: str, number: int) -> Json | None:
-    """Returns the information that the claimant of incarnation ``number`` wrote, or None if its claim is gone or damaged."""
+    """Returns the information that the claimant of incarnation ``number`` wrote, or None if its claim is gone
+    or damaged.
+    """
     return _claims(store, run).find(number)
 
 

@@ -1,26 +1,31 @@
 """Writes the journal of a run.
 
-Object stores cannot append.  So the journal is a sequence of create-only objects.  An object has a head, the records of at most five
-seconds, and the digest of both.  The head is a snapshot of all that was known before, or a reference to the object with the last snapshot.
-An object with a reference is a continuation.  A snapshot and its continuations are one segment.
+Object stores cannot append.  So the journal is a sequence of create-only objects.  An object has a head, the
+records of at most five seconds, and the digest of both.  The head is a snapshot of all that was known before,
+or a reference to the object with the last snapshot. An object with a reference is a continuation.  A snapshot
+and its continuations are one segment.
 
     <run>/journal/000/000/012/000000012345.jsonl.gz     the object whose first record has the number 12,345
 
-Three folders have the leading digits of that number, so no folder has more than a thousand names, and the newest object is found by four
-short listings however old the run is.  The lines are compressed (gzip); the digest follows them.
+Three folders have the leading digits of that number, so no folder has more than a thousand names, and the
+newest object is found by four short listings however old the run is.  The lines are compressed (gzip); the
+digest follows them.
 
-A new snapshot is written once the records since the last snapshot have :data:`RECORDS` times as many bytes as that snapshot, or after
-:data:`CONTINUATIONS` objects.  The first rule keeps snapshots at a third of the journal at most, however long they are.  The second rule
-gives a run that records little a snapshot every few minutes.  A reader needs only the last segment: at most ``1 + CONTINUATIONS`` objects.
-Without the last object, their records have no more than twice the bytes of the snapshot.  An object with 256 or more records ends before
-its time once a snapshot is due.
+A new snapshot is written once the records since the last snapshot have :data:`RECORDS` times as many bytes as
+that snapshot, or after :data:`CONTINUATIONS` objects.  The first rule keeps snapshots at a third of the
+journal at most, however long they are.  The second rule gives a run that records little a snapshot every few
+minutes.  A reader needs only the last segment: at most ``1 + CONTINUATIONS`` objects. Without the last
+object, their records have no more than twice the bytes of the snapshot.  An object with 256 or more records
+ends before its time once a snapshot is due.
 
-Records are numbered without gaps, by one writer; a writer that finds its next object written by another one has been deposed.
+Records are numbered without gaps, by one writer; a writer that finds its next object written by another one
+has been deposed.
 
-A record is in a local file before ``append`` returns, and on the disk if it must be durable.  The local folder has one file per object.  A
-thread copies these files to the bucket, in order: a store that is slow or down delays nothing and costs no memory.  When a file begins,
-the files that are in the bucket already are removed, so the disk holds what the bucket lacks, and little more.  A reader of these files
-that finds a continuation first takes its snapshot from the bucket (:class:`Newest`), which got it earlier.
+A record is in a local file before ``append`` returns, and on the disk if it must be durable.  The local
+folder has one file per object.  A thread copies these files to the bucket, in order: a store that is slow or
+down delays nothing and costs no memory.  When a file begins, the files that are in the bucket already are
+removed, so the disk holds what the bucket lacks, and little more.  A reader of these files that finds a
+continuation first takes its snapshot from the bucket (:class:`Newest`), which got it earlier.
 """
 
 from __future__ import annotations
@@ -43,18 +48,24 @@ from storage.objects.folder import sync_folder
 SEGMENT_RECORDS = 256
 """Number of records after which an object may end before its time is over."""
 RECORDS = 2
-"""Number of times that a snapshot's bytes are written as records before another snapshot is due.  A takeover reads them all."""
+"""Number of times that a snapshot's bytes are written as records before another snapshot is due.  A takeover
+reads them all.
+"""
 OBJECT_BYTES = INFLATED_BYTES // 4
 """Size of an object at which it ends in any case: nobody reads one that is much longer."""
 CONTINUATIONS = 32
-"""Largest number of continuations of a snapshot: a takeover reads them all.  With 5 s each, a snapshot is due after 165 s at the latest."""
+"""Largest number of continuations of a snapshot: a takeover reads them all.  With 5 s each, a snapshot is due
+after 165 s at the latest.
+"""
 CLOSE_S = 10.0
 """Seconds for the bucket to take what is left when the journal is closed."""
 
 
 @dataclass
 class _Snapshot:
-    """The last snapshot that was written: ``length`` bytes up to ``end``, in the object ``first``, with ``continued`` continuations."""
+    """The last snapshot that was written: ``length`` bytes up to ``end``, in the object ``first``, with
+    ``continued`` continuations.
+    """
 
     first: int
     length: int
@@ -81,14 +92,23 @@ class _Part:
 
 
 class Journal:
-    """The writer of a journal.  One process writes, from any thread, to the bucket and to the folder ``local``.
+    """The writer of a journal.  One process writes, from any thread, to the bucket and to the folder
+    ``local``.
 
-    ``first`` is the number of its first record; ``snapshot`` is what was known before.  An object ends ``segment_s`` seconds after it
-    began.  ``retry_s`` is the pause in seconds before the bucket is tried again.
+    ``first`` is the number of its first record; ``snapshot`` is what was known before.  An object ends
+    ``segment_s`` seconds after it began.  ``retry_s`` is the pause in seconds before the bucket is tried
+    again.
     """
 
     def __init__(
-        self, store: ObjectStore, run: str, local: Path, first: int, snapshot: Json, segment_s: float = 5.0, retry_s: float = 1.0
+        self,
+        store: ObjectStore,
+        run: str,
+        local: Path,
+        first: int,
+        snapshot: Json,
+        segment_s: float = 5.0,
+        retry_s: float = 1.0,
     ) -> None:
         self.store, self.run, self.next = store, run, first
         self.deposed = ""
@@ -112,11 +132,13 @@ class Journal:
         self._thread.start()
 
     def append(self, record: Json, after: Callable[[], Json], *, durable: bool) -> None:
-        """Adds ``record``, whose "n" must be :attr:`next`.  With ``durable`` it is on the disk when this returns.
+        """Adds ``record``, whose "n" must be :attr:`next`.  With ``durable`` it is on the disk when this
+        returns.
 
-        ``after()`` returns the snapshot of what is known after this record.  It is called only if a snapshot has to be written there.
-        Raises :class:`Deposed` if another writer has taken over, :class:`ValueError` for another "n", and :class:`OSError` if the disk
-        does not take the record.  Then the journal is as it was before, so the next record may have the same number.
+        ``after()`` returns the snapshot of what is known after this record.  It is called only if a snapshot
+        has to be written there. Raises :class:`Deposed` if another writer has taken over, :class:`ValueError`
+        for another "n", and :class:`OSError` if the disk does not take the record.  Then the journal is as it
+        was before, so the next record may have the same number.
         """
         with self._changed:
             if self.deposed:
@@ -139,7 +161,8 @@ class Journal:
             self._changed.notify_all()
 
     def ship(self, timeout_s: float) -> bool:
-        """Copies all that was appended to the bucket without delay, and waits for it at most ``timeout_s`` seconds.
+        """Copies all that was appended to the bucket without delay, and waits for it at most ``timeout_s``
+        seconds.
 
         Returns whether the bucket has all of it.  Raises :class:`Deposed`.
         """
@@ -171,8 +194,8 @@ class Journal:
     def tail(self, at: int) -> tuple[int, int, bytes]:
         """Returns what was written from the byte ``at`` on, but only what the bucket does not have yet.
 
-        The result is (first byte that the bucket lacks, first byte returned, the bytes).  Bytes are counted as in :attr:`end`.  Raises
-        :class:`Deposed`.
+        The result is (first byte that the bucket lacks, first byte returned, the bytes).  Bytes are counted
+        as in :attr:`end`.  Raises :class:`Deposed`.
         """
         with self._changed:
             if self.deposed:
@@ -186,7 +209,8 @@ class Journal:
     def close(self, timeout_s: float = CLOSE_S) -> None:
         """Copies what is left to the bucket, and ends.
 
-        What the bucket does not take within ``timeout_s`` seconds stays in the local files, and :attr:`behind` says why.
+        What the bucket does not take within ``timeout_s`` seconds stays in the local files, and
+        :attr:`behind` says why.
         """
         with self._changed:
             self._closed_s = time.monotonic() + timeout_s
@@ -207,7 +231,9 @@ class Journal:
         return part
 
     def _head(self) -> tuple[_Snapshot, bytes]:
-        """Returns the head of a new object, and the snapshot to which it refers: the last one, or a new one if that is due."""
+        """Returns the head of a new object, and the snapshot to which it refers: the last one, or a new one
+        if that is due.
+        """
         if (last := self._snapshot) is not None and last.continued < CONTINUATIONS:
             reference = line({"format": CONTINUED, "continues": last.first})
             if not self._snapshot_is_due(len(reference)):
@@ -216,11 +242,18 @@ class Journal:
         return _Snapshot(self.next, len(snapshot), self._size + len(snapshot)), snapshot
 
     def _snapshot_is_due(self, more: int = 0) -> bool:
-        """Returns whether what was written since the last snapshot, and ``more`` bytes, are ``RECORDS`` times as long as that snapshot."""
-        return self._snapshot is None or self._size + more - self._snapshot.end >= RECORDS * self._snapshot.length
+        """Returns whether what was written since the last snapshot, and ``more`` bytes, are ``RECORDS`` times
+        as long as that snapshot.
+        """
+        return (
+            self._snapshot is None
+            or self._size + more - self._snapshot.end >= RECORDS * self._snapshot.length
+        )
 
     def _write(self, part: _Part, lines: bytes, durable: bool) -> None:
-        """Adds ``lines`` to the file of ``part``, whole or not at all: a full disk takes a part of them, which is cut off again."""
+        """Adds ``lines`` to the file of ``part``, whole or not at all: a full disk takes a part of them,
+        which is cut off again.
+        """
         assert self._file is not None
         file, begin, written = self._file.fileno(), self._size - part.begin, 0
         try:
@@ -258,7 +291,9 @@ class Journal:
             self._changed.notify_all()
 
     def _oldest(self) -> _Part | None:
-        """Waits for the next file to copy and returns it, or None when the journal is closed and all is copied."""
+        """Waits for the next file to copy and returns it, or None when the journal is closed and all is
+        copied.
+        """
         with self._changed:
             while not self._queue:
                 closed, left_s = self._closed_s != float("inf"), None
@@ -273,7 +308,9 @@ class Journal:
             return self._queue[0]
 
     def _ship(self, part: _Part) -> bool:
-        """Creates the object.  Returns False if the store cannot, or has another object in its place (then :attr:`deposed` is set)."""
+        """Creates the object.  Returns False if the store cannot, or has another object in its place (then
+        :attr:`deposed` is set).
+        """
         key = key_of(self.run, part.first)
         data = packed(part.read(part.begin))
         try:

@@ -14,7 +14,9 @@ from storage.errors import Damaged
 from storage.objects import ObjectStore
 
 CONTINUED = 4
-"""The format that a reference states.  Releases that know no continuations read formats up to 3, and refuse this one by its number."""
+"""The format that a reference states.  Releases that know no continuations read formats up to 3, and refuse
+this one by its number.
+"""
 GZIP = 31
 """The number by which zlib knows a stream in the format of gzip, with the largest window."""
 PER_FOLDER = 1000
@@ -65,11 +67,15 @@ def unsealed(raw: bytes, object: str) -> bytes:
 
 
 def packed(lines: bytes) -> bytes:
-    """Returns the lines as an object: compressed, the same for the same lines, and with the digest of the compressed bytes behind."""
+    """Returns the lines as an object: compressed, the same for the same lines, and with the digest of the
+    compressed bytes behind.
+    """
     packer = zlib.compressobj(wbits=GZIP)
     return sealed(packer.compress(lines) + packer.flush())
 
 
 def unpacked(raw: bytes, object: str) -> bytes:
-    """Returns the lines of a compressed file, whatever is behind them.  Raises :class:`Damaged` if they cannot be had."""
+    """Returns the lines of a compressed file, whatever is behind them.  Raises :class:`Damaged` if they
+    cannot be had.
+    """
     return inflated(raw, object, GZIP)

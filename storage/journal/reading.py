@@ -19,7 +19,8 @@ READS = 8
 
 
 def read(store: ObjectStore, run: str) -> list[Segment]:
-    """Returns every segment in the bucket, oldest first.  Raises :class:`Damaged` if a record is missing or is there twice.
+    """Returns every segment in the bucket, oldest first.  Raises :class:`Damaged` if a record is missing or
+    is there twice.
 
     If the oldest objects are gone, it begins with the first snapshot that is there.
     """
@@ -27,21 +28,28 @@ def read(store: ObjectStore, run: str) -> list[Segment]:
 
 
 def since(store: ObjectStore, run: str, first: int) -> list[Segment]:
-    """Returns the objects in the bucket from the one that begins with record ``first`` on, each as its head and its records.
+    """Returns the objects in the bucket from the one that begins with record ``first`` on, each as its head
+    and its records.
 
-    A head is a snapshot, or a reference to the object with the last one ("continues").  If the oldest objects are gone, it begins with
-    those that are there.
+    A head is a snapshot, or a reference to the object with the last one ("continues").  If the oldest objects
+    are gone, it begins with those that are there.
     """
     if first == 0:  # the oldest may be gone
         keys = _listed(store, run)
     else:
         newest = _last(store, f"{run}/journal/")
-        keys = _between(store, run, first, first_of(newest) + 1) if newest is not None and first_of(newest) >= first else []
+        keys = (
+            _between(store, run, first, first_of(newest) + 1)
+            if newest is not None and first_of(newest) >= first
+            else []
+        )
     return [object for _, object in _with_unlisted(store, run, keys, first)]
 
 
 def objects(store: ObjectStore, run: str) -> Iterator[Segment]:
-    """Yields each object in the bucket, oldest first, as in :func:`since`, but holds only a few at a time and does not look for gaps."""
+    """Yields each object in the bucket, oldest first, as in :func:`since`, but holds only a few at a time and
+    does not look for gaps.
+    """
     return (object for _, object in _with_unlisted(store, run, _listed(store, run)))
 
 
@@ -54,7 +62,8 @@ class Newest:
         """The objects of the segment that was read last."""
 
     def segment(self) -> Segment | None:
-        """Returns the last segment, or None.  A coordinator that takes over must not have to read days of segments.
+        """Returns the last segment, or None.  A coordinator that takes over must not have to read days of
+        segments.
 
         Raises :class:`Damaged` if its snapshot is gone.
         """
@@ -65,7 +74,10 @@ class Newest:
                 return None
             head, records = self._objects([key])[0]
         except Damaged as error:
-            fix = "put it back from a copy, or remove it: the run goes on from its newest checkpoint with what was recorded before"
+            fix = (
+                "put it back from a copy, or remove it: the run goes on from its newest checkpoint with "
+                "what was recorded before"
+            )
             raise Damaged(error.object, error.expected, error.found, fix) from None
         found = self.rejoined([(head, records)])[0]
         base = head.get("continues", first_of(key))
@@ -73,9 +85,11 @@ class Newest:
         return found
 
     def rejoined(self, segments: Sequence[Segment]) -> list[Segment]:
-        """Returns ``segments``, the first of which may be a continuation, with the snapshot and the records that it continues.
+        """Returns ``segments``, the first of which may be a continuation, with the snapshot and the records
+        that it continues.
 
-        These must be in the bucket, since a writer's objects reach it in order.  Raises :class:`Damaged` if they are not.
+        These must be in the bucket, since a writer's objects reach it in order.  Raises :class:`Damaged` if
+        they are not.
         """
         if not segments or "continues" not in segments[0][0]:
             return list(segments)
@@ -86,7 +100,11 @@ class Newest:
         found = _joined(self.store, zip(keys, self._objects(keys), strict=True))
         numbers = [record["n"] for _, before in found for record in before]
         if len(found) != 1 or (numbers[0], numbers[-1]) != (base, end - 1):
-            there = f"records {numbers[0]} to {numbers[-1]} after {len(found)} snapshots" if numbers else "nothing"
+            there = (
+                f"records {numbers[0]} to {numbers[-1]} after {len(found)} snapshots"
+                if numbers
+                else "nothing"
+            )
             wanted = f"a snapshot and records {base} to {end - 1}, which record {end} continues"
             raise Damaged(f"{self.store.url}: the journal", wanted, there)
         snapshot, before = found[0]
@@ -117,7 +135,9 @@ def newest(store: ObjectStore, run: str) -> Segment | None:
 
 
 def _last(store: ObjectStore, folder: str) -> str | None:
-    """Returns the key of the newest object below ``folder``: it follows the last name of each folder, unless that is empty."""
+    """Returns the key of the newest object below ``folder``: it follows the last name of each folder, unless
+    that is empty.
+    """
     names = [name for name in store.children(folder) if re.fullmatch(rf"\d+/|{NAME}", name)]
     for name in sorted(names, key=lambda name: (name.endswith("/"), name), reverse=True):
         found = _last(store, folder + name) if name.endswith("/") else folder + name
@@ -127,9 +147,13 @@ def _last(store: ObjectStore, folder: str) -> str | None:
 
 
 def _between(store: ObjectStore, run: str, first: int, end: int) -> list[str]:
-    """Returns the keys of the objects whose first record has a number from ``first`` on and below ``end``, in order."""
+    """Returns the keys of the objects whose first record has a number from ``first`` on and below ``end``, in
+    order.
+    """
     there = set[str]()
-    for folder in sorted({key_of(run, number).rpartition("/")[0] for number in (*range(first, end, PER_FOLDER), end - 1)}):
+    for folder in sorted(
+        {key_of(run, number).rpartition("/")[0] for number in (*range(first, end, PER_FOLDER), end - 1)}
+    ):
         there.update(f"{folder}/{name}" for name in store.children(f"{folder}/") if re.fullmatch(NAME, name))
     return sorted((key for key in there if first <= first_of(key) < end), key=first_of)
 
@@ -137,13 +161,19 @@ def _between(store: ObjectStore, run: str, first: int, end: int) -> list[str]:
 def _listed(store: ObjectStore, run: str) -> list[str]:
     """Returns the keys of all objects that the bucket lists, in order."""
     folder = f"{run}/journal/"
-    return sorted((f"{folder}{found[0]}" for found in store.matching(folder, rf"(\d+/)*{NAME}")), key=first_of)
+    return sorted(
+        (f"{folder}{found[0]}" for found in store.matching(folder, rf"(\d+/)*{NAME}")), key=first_of
+    )
 
 
-def _with_unlisted(store: ObjectStore, run: str, keys: Sequence[str], first: int = 0) -> Iterator[tuple[str, Segment]]:
-    """Yields the objects ``keys`` and those after them, each with its key.  Without keys it begins with the one of record ``first``.
+def _with_unlisted(
+    store: ObjectStore, run: str, keys: Sequence[str], first: int = 0
+) -> Iterator[tuple[str, Segment]]:
+    """Yields the objects ``keys`` and those after them, each with its key.  Without keys it begins with the
+    one of record ``first``.
 
-    Some buckets list new objects late.  So the newest objects are asked for by name: the last record of an object names the next one.
+    Some buckets list new objects late.  So the newest objects are asked for by name: the last record of an
+    object names the next one.
     """
     for place in range(0, len(keys), READS):
         batch = keys[place : place + READS]
@@ -170,7 +200,11 @@ def _joined(store: ObjectStore, objects: Iterable[tuple[str, Segment]]) -> list[
     expected: int | None = None
     for key, (head, records) in objects:
         if expected not in (None, first_of(key)):
-            raise Damaged(store.full_name(key), f"records from {expected} on", f"records {first_of(key)} to {records[-1]['n']}")
+            raise Damaged(
+                store.full_name(key),
+                f"records from {expected} on",
+                (f"records {first_of(key)} to {records[-1]['n']}"),
+            )
         expected = records[-1]["n"] + 1
         if segments or "continues" not in head:
             _join(segments, head, records, store.full_name(key))
@@ -178,7 +212,9 @@ def _joined(store: ObjectStore, objects: Iterable[tuple[str, Segment]]) -> list[
 
 
 def _join(segments: list[Segment], head: Json, records: list[Json], where: str) -> None:
-    """Adds an object to ``segments``: as a new one, or to the last one.  Raises :class:`Damaged` if it continues another."""
+    """Adds an object to ``segments``: as a new one, or to the last one.  Raises :class:`Damaged` if it
+    continues another.
+    """
     if "continues" not in head:
         return segments.append((head, list(records)))
     base = _base(*segments[-1]) if segments else None
@@ -200,7 +236,8 @@ def records(store: ObjectStore, run: str) -> list[Json]:
 
 
 def parse(lines: bytes, *, tail: bool = False) -> list[Segment]:
-    """Returns the segments in ``lines``: a coordinator's local file, a copy of an object, or several of them in a row.
+    """Returns the segments in ``lines``: a coordinator's local file, a copy of an object, or several of them
+    in a row.
 
     ``tail``: the first may be a continuation (:func:`rejoined`).  Raises :class:`Damaged`.
     """

@@ -1,8 +1,9 @@
 """Objects as files under a folder.
 
-A writer first writes a file of its own whose name begins with ``.partial-``, and syncs it to the disk.  ``put`` then renames that file;
-``put_if_absent`` links it, which fails atomically if the name is taken.  The partial file of a killed writer is never listed.  A sync
-takes half a millisecond on an SSD.  Without it, a power cut could leave a manifest without the shards that it names.
+A writer first writes a file of its own whose name begins with ``.partial-``, and syncs it to the disk.
+``put`` then renames that file; ``put_if_absent`` links it, which fails atomically if the name is taken.  The
+partial file of a killed writer is never listed.  A sync takes half a millisecond on an SSD.  Without it, a
+power cut could leave a manifest without the shards that it names.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ MOUNTED = "of a mounted bucket give the URL (s3://bucket/prefix), or name a fold
 
 
 def sync_folder(folder: str) -> bool:
-    """Puts the names in a folder on the disk.  Returns False if its file system cannot do that: then they get there some time later."""
+    """Puts the names in a folder on the disk.  Returns False if its file system cannot do that: then they get
+    there some time later.
+    """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -86,14 +89,20 @@ class Folder(ObjectStore):
     def children(self, folder: str = "") -> list[str]:
         try:
             with os.scandir(f"{self.root}/{folder}") as found:
-                return sorted(f"{each.name}/" if each.is_dir() else each.name for each in found if not each.name.startswith(PARTIAL))
+                return sorted(
+                    f"{each.name}/" if each.is_dir() else each.name
+                    for each in found
+                    if not each.name.startswith(PARTIAL)
+                )
         except OSError as error:
             self._cannot_list(error)
             return []
 
     def list(self, prefix: str = "") -> list[str]:
         found = []
-        for folder, _, files in os.walk(f"{self.root}/{prefix.rpartition('/')[0]}", onerror=self._cannot_list):
+        for folder, _, files in os.walk(
+            f"{self.root}/{prefix.rpartition('/')[0]}", onerror=self._cannot_list
+        ):
             relative = os.path.relpath(folder, self.root or "/")
             found += [str(PurePosixPath(relative, file)) for file in files if not file.startswith(PARTIAL)]
         return sorted(key for key in found if key.startswith(prefix))
@@ -103,7 +112,9 @@ class Folder(ObjectStore):
             os.unlink(self._path(key))
 
     def tidy(self, folder: str) -> None:
-        """Removes partial files in ``folder`` and below, each folder there that is empty then, and the one above it if that is empty."""
+        """Removes partial files in ``folder`` and below, each folder there that is empty then, and the one
+        above it if that is empty.
+        """
         path = self._path(folder.rstrip("/"))
         for place, _, files in os.walk(path, topdown=False):
             for name in files:
@@ -117,7 +128,9 @@ class Folder(ObjectStore):
 
     @contextmanager
     def _written_aside(self, key: str, data: Data) -> Iterator[str]:
-        """Yields the path of a file that holds the data and is on the disk.  Removes it afterwards, unless it was renamed."""
+        """Yields the path of a file that holds the data and is on the disk.  Removes it afterwards, unless it
+        was renamed.
+        """
         folder = os.path.dirname(self._path(key))
         aside = f"{folder}/{PARTIAL}{uuid.uuid4().hex}"
         try:
@@ -139,7 +152,9 @@ class Folder(ObjectStore):
             os.link(aside, path)
         except OSError as error:
             if error.errno in NO_LINKS:
-                raise Unavailable(path, f"its file system has no hard links ({error.strerror}); {MOUNTED}") from error
+                raise Unavailable(
+                    path, f"its file system has no hard links ({error.strerror}); {MOUNTED}"
+                ) from error
             raise
 
     def _sync_folders(self, key: str) -> None:
@@ -148,7 +163,9 @@ class Folder(ObjectStore):
             sync_folder(f"{self.root}/{folder}")
 
     def _cannot_list(self, error: OSError) -> None:
-        """Raises :class:`Unavailable` if a folder is there and cannot be read; one that is gone meanwhile has no objects."""
+        """Raises :class:`Unavailable` if a folder is there and cannot be read; one that is gone meanwhile has
+        no objects.
+        """
         if not isinstance(error, FileNotFoundError | NotADirectoryError):
             raise Unavailable(str(error.filename or self.root), str(error)) from error
 

@@ -1,14 +1,17 @@
-"""Objects in any other place that fsspec knows: ``gs://``, ``az://``, or a scheme that an installed package brings.
+"""Objects in any other place that fsspec knows: ``gs://``, ``az://``, or a scheme that an installed package
+brings.
 
-A package brings a scheme by the entry point that fsspec defines: the group ``fsspec.specs``, the scheme, and the class.  Every process
-of a run then finds it, and nothing in Elastic changes.
+A package brings a scheme by the entry point that fsspec defines: the group ``fsspec.specs``, the scheme, and
+the class.  Every process of a run then finds it, and nothing in Elastic changes.
 
-fsspec does not promise that creating an object is atomic: some of its filesystems look first and write then.  The self-test
-(:mod:`storage.objects.selftest`) refuses those before a run begins.  Filesystems also differ in what they try again and in how long
-they wait, so every call here goes through :class:`~storage.objects.remote.RemotePolicy`, on a thread that a silent store cannot hold up.
+fsspec does not promise that creating an object is atomic: some of its filesystems look first and write then.
+The self-test (:mod:`storage.objects.selftest`) refuses those before a run begins.  Filesystems also differ in
+what they try again and in how long they wait, so every call here goes through
+:class:`~storage.objects.remote.RemotePolicy`, on a thread that a silent store cannot hold up.
 
-An object is held whole in memory while it is written.  ``pipe_file`` takes it whole, and a failed attempt needs all bytes again.  A stream,
-``open(path, "xb")``, is no substitute: fsspec leaves to each filesystem whether there is that mode, and whether it is atomic.
+An object is held whole in memory while it is written.  ``pipe_file`` takes it whole, and a failed attempt
+needs all bytes again.  A stream, ``open(path, "xb")``, is no substitute: fsspec leaves to each filesystem
+whether there is that mode, and whether it is atomic.
 """
 
 from __future__ import annotations
@@ -25,8 +28,18 @@ from storage.objects.port import NO_ROOM, Data, ObjectStore, below, pieces_of
 from storage.objects.remote import RemotePolicy, Retryable
 
 MISSING = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
-FINAL = (PermissionError, NotImplementedError, TypeError, ValueError, LookupError, AttributeError, ImportError)
-"""Errors that another attempt would meet again.  All others may pass: every library has classes of its own for a busy server."""
+FINAL = (
+    PermissionError,
+    NotImplementedError,
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    ImportError,
+)
+"""Errors that another attempt would meet again.  All others may pass: every library has classes of its own
+for a busy server.
+"""
 
 
 class Fsspec(ObjectStore):
@@ -54,8 +67,9 @@ class Fsspec(ObjectStore):
     def put_if_absent(self, key: str, data: Data) -> None:
         """Writes the object, or raises :class:`Exists`.
 
-        If the answer to the first attempt is lost, the second attempt raises :class:`Exists` even if the object is its own.  All callers
-        compare the bytes or try another name.  The opposite error, two writers that both believe they won, would be worse.
+        If the answer to the first attempt is lost, the second attempt raises :class:`Exists` even if the
+        object is its own.  All callers compare the bytes or try another name.  The opposite error, two
+        writers that both believe they won, would be worse.
         """
         whole = b"".join(pieces_of(data))
         try:
@@ -85,7 +99,10 @@ class Fsspec(ObjectStore):
             if not isinstance(error.__cause__, NotImplementedError):
                 raise
             return below(folder, self.list(folder))  # a filesystem may have ``find`` alone
-        return sorted(each["name"].rstrip("/").rpartition("/")[2] + ("/" if each["type"] == "directory" else "") for each in found)
+        return sorted(
+            each["name"].rstrip("/").rpartition("/")[2] + ("/" if each["type"] == "directory" else "")
+            for each in found
+        )
 
     def list(self, prefix: str = "") -> list[str]:
         try:
@@ -100,7 +117,8 @@ class Fsspec(ObjectStore):
             self._call(key, "rm_file", self._path(key))
 
     def tidy(self, folder: str) -> None:
-        """Removes the folder, and the one above it, if they are there without objects: some filesystems have real folders.
+        """Removes the folder, and the one above it, if they are there without objects: some filesystems have
+        real folders.
 
         It is never called for others, of which some take ``rmdir`` for the removal of a whole bucket.
         """
@@ -112,7 +130,9 @@ class Fsspec(ObjectStore):
                 self._call(each, "rmdir", f"{self.root}/{each}".rstrip("/"))
 
     def _call(self, key: str, verb: str, *arguments: Any, moved_bytes: int = 0, **options: Any) -> Any:
-        """Calls the filesystem until it answers.  Raises :class:`Missing`, :class:`Unavailable` or :class:`FileExistsError`."""
+        """Calls the filesystem until it answers.  Raises :class:`Missing`, :class:`Unavailable` or
+        :class:`FileExistsError`.
+        """
         name, call = self.full_name(key), partial(getattr(self.filesystem, verb), *arguments, **options)
         try:
             return self.policy.call(name, partial(_attempt, call), self.policy.transfer_s(moved_bytes))
@@ -127,7 +147,9 @@ class Fsspec(ObjectStore):
 
 
 def _attempt(call: Any, seconds: float) -> Any:
-    """Returns the result of ``call()``.  Raises :class:`Retryable` if another attempt may help, and after ``seconds``."""
+    """Returns the result of ``call()``.  Raises :class:`Retryable` if another attempt may help, and after
+    ``seconds``.
+    """
     future = begin(call, "fsspec")
     try:
         error = future.exception(seconds)

@@ -1,7 +1,7 @@
 """Objects in the memory of this process: the double for tests and trials.
 
-All stores of one process share one table, so ``memory://a`` and ``memory://a/b`` see the same objects under ``a/b``.  No other process
-sees them.
+All stores of one process share one table, so ``memory://a`` and ``memory://a/b`` see the same objects under
+``a/b``.  No other process sees them.
 """
 
 from __future__ import annotations

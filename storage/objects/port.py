@@ -1,11 +1,12 @@
 """The port: what every object store can do, and what checkpoints, journals and datasets rely on.
 
-An object is bytes under a key.  Every store keeps three promises.  An object is there whole or not at all.  Of several writers that
-create the same object with ``put_if_absent``, exactly one succeeds.  A reader sees what another process wrote a moment ago: no store
-caches.  Only listings (``list``, ``children``) may be some seconds old: what must be current is found by its name.
+An object is bytes under a key.  Every store keeps three promises.  An object is there whole or not at all.
+Of several writers that create the same object with ``put_if_absent``, exactly one succeeds.  A reader sees
+what another process wrote a moment ago: no store caches.  Only listings (``list``, ``children``) may be some
+seconds old: what must be current is found by its name.
 
-A backend is one file with a subclass of :class:`ObjectStore`, and one row in :data:`storage.objects.urls.BACKENDS`.  Its tests inherit
-``tests/storage/conformance.py``.
+A backend is one file with a subclass of :class:`ObjectStore`, and one row in
+:data:`storage.objects.urls.BACKENDS`.  Its tests inherit ``tests/storage/conformance.py``.
 """
 
 from __future__ import annotations
@@ -22,12 +23,16 @@ from storage.objects.urls import backend_of
 
 Piece = bytes | bytearray | memoryview
 Data = Piece | Iterable[Piece]
-"""The content that a writer passes: the whole object, or its pieces one by one, so that the whole need not be in memory."""
+"""The content that a writer passes: the whole object, or its pieces one by one, so that the whole need not be
+in memory.
+"""
 
 
 @dataclass(frozen=True)
 class Sized:
-    """Yields the pieces of an object that has ``size`` bytes: a store that knows this beforehand uploads it in equal parts."""
+    """Yields the pieces of an object that has ``size`` bytes: a store that knows this beforehand uploads it
+    in equal parts.
+    """
 
     size: int
     pieces: Iterable[Piece]
@@ -40,13 +45,16 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 """Errors of the system by which it refuses to store more."""
 
 PARTIAL = ".partial-"
-"""File names that begin with this are objects that are still being written.  They are never listed, and no key may contain them."""
+"""File names that begin with this are objects that are still being written.  They are never listed, and no
+key may contain them.
+"""
 
 
 class ObjectStore(ABC):
     """The objects under one URL.  A key is a relative path: ``run/steps/10/g1/MANIFEST.json``.
 
-    Every method may raise :class:`Unavailable`; ``get`` and ``size`` raise :class:`Missing` if there is no such object.
+    Every method may raise :class:`Unavailable`; ``get`` and ``size`` raise :class:`Missing` if there is no
+    such object.
     """
 
     local = False
@@ -59,8 +67,8 @@ class ObjectStore(ABC):
 
     @staticmethod
     def open(url: str) -> ObjectStore:
-        """Returns the store at ``url``: a folder (``/data``, ``file:///data``), ``s3://bucket/prefix``, ``memory://name``, or any other
-        URL that fsspec knows."""
+        """Returns the store at ``url``: a folder (``/data``, ``file:///data``), ``s3://bucket/prefix``,
+        ``memory://name``, or any other URL that fsspec knows."""
         try:
             backend = backend_of(url)
         except ValueError as error:
@@ -84,7 +92,9 @@ class ObjectStore(ABC):
 
     @abstractmethod
     def put_if_absent(self, key: str, data: Data) -> None:
-        """Writes the object, or raises :class:`Exists` if there is one already.  Exactly one of several writers succeeds."""
+        """Writes the object, or raises :class:`Exists` if there is one already.  Exactly one of several
+        writers succeeds.
+        """
 
     @abstractmethod
     def get(self, key: str, start: int | None = None, stop: int | None = None) -> bytes:
@@ -96,7 +106,8 @@ class ObjectStore(ABC):
 
     @abstractmethod
     def children(self, folder: str = "") -> list[str]:
-        """Returns the names that stand directly below ``folder``, sorted: of objects, and of folders, which end with "/".
+        """Returns the names that stand directly below ``folder``, sorted: of objects, and of folders, which
+        end with "/".
 
         ``folder`` is "" or ends with "/".  Unlike :meth:`list`, it does not look into the folders.
         """
@@ -110,9 +121,11 @@ class ObjectStore(ABC):
         """Removes the object; does nothing if there is none."""
 
     def matching(self, folder: str, pattern: str) -> Sequence[re.Match[str]]:
-        """Returns the matches of ``pattern`` with the keys below ``folder``, without ``folder``, which ends with "/", in their order.
+        """Returns the matches of ``pattern`` with the keys below ``folder``, without ``folder``, which ends
+        with "/", in their order.
 
-        Keys that do not match are foreign and passed over: NFS, file managers and editors leave files of their own.
+        Keys that do not match are foreign and passed over: NFS, file managers and editors leave files of
+        their own.
         """
         return [found for key in self.list(folder) if (found := re.fullmatch(pattern, key[len(folder) :]))]
 
@@ -125,13 +138,17 @@ class ObjectStore(ABC):
         return True
 
     def tidy(self, folder: str) -> None:  # noqa: B027 (most stores have nothing to tidy)
-        """Removes what a store keeps of a folder beside its objects: what dead writers have begun there, and folders without objects.
+        """Removes what a store keeps of a folder beside its objects: what dead writers have begun there, and
+        folders without objects.
 
-        ``folder`` ends with "/".  Nobody writes there any more.  Most stores have folders only in the names of their objects.
+        ``folder`` ends with "/".  Nobody writes there any more.  Most stores have folders only in the names
+        of their objects.
         """
 
     def in_parts(self) -> ObjectStore | None:
-        """Returns the same store set to upload even the smallest object in parts, or None if it has no such uploads."""
+        """Returns the same store set to upload even the smallest object in parts, or None if it has no such
+        uploads.
+        """
         return None
 
     def full_name(self, key: str) -> str:
@@ -141,14 +158,22 @@ class ObjectStore(ABC):
     def _path(self, key: str) -> str:
         """Returns ``root``/key.  Raises :class:`ValueError` if ``key`` is not a key."""
         if not is_key(key):
-            raise ValueError(f"{key!r} is not a valid key: it must be a relative path without '.', '..', empty parts and {PARTIAL}…")
+            raise ValueError(
+                f"{key!r} is not a valid key: it must be a relative path without '.', '..', "
+                f"empty parts and {PARTIAL}…"
+            )
         return f"{self.root}/{key}"
 
 
 def is_key(key: str) -> bool:
     """Returns whether ``key`` names an object: a relative path that stays where it begins."""
     parts = key.split("/")
-    return all(parts) and not {".", ".."}.intersection(parts) and not parts[-1].startswith(PARTIAL) and "\0" not in key
+    return (
+        all(parts)
+        and not {".", ".."}.intersection(parts)
+        and not parts[-1].startswith(PARTIAL)
+        and "\0" not in key
+    )
 
 
 def below(folder: str, keys: Iterable[str]) -> list[str]:
@@ -164,4 +189,10 @@ def pieces_of(data: Data) -> Iterable[Piece]:
 
 def size_of(data: Data) -> int | None:
     """Returns the number of bytes of ``data``, or None if only its end will tell."""
-    return data.size if isinstance(data, Sized) else memoryview(data).nbytes if isinstance(data, bytes | bytearray | memoryview) else None
+    return (
+        data.size
+        if isinstance(data, Sized)
+        else memoryview(data).nbytes
+        if isinstance(data, bytes | bytearray | memoryview)
+        else None
+    )

@@ -1,9 +1,11 @@
-"""Calls that cross a network: how long each may take, which failures are tried again, and when a call gives up.
+"""Calls that cross a network: how long each may take, which failures are tried again, and when a call gives
+up.
 
-A socket timeout is no deadline: a store that sends one byte a second keeps every socket alive.  So each attempt ends after ``attempt_s``,
-and a call with all its attempts and pauses ends after ``call_s``.  Both grow with the number of bytes moved.  Pauses double, and each is
-drawn at random between zero and its length ("full jitter": Brooker, AWS Architecture Blog, 2015), because a thousand workers that met the
-same failure must not come back at the same moment.
+A socket timeout is no deadline: a store that sends one byte a second keeps every socket alive.  So each
+attempt ends after ``attempt_s``, and a call with all its attempts and pauses ends after ``call_s``.  Both
+grow with the number of bytes moved.  Pauses double, and each is drawn at random between zero and its length
+("full jitter": Brooker, AWS Architecture Blog, 2015), because a thousand workers that met the same failure
+must not come back at the same moment.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ class Retryable(Exception):
 
 @dataclass(frozen=True)
 class RemotePolicy:
-    """The limits of a call.  They are generous, since only background saves, the journal's thread and idle workers wait for a bucket."""
+    """The limits of a call.  They are generous, since only background saves, the journal's thread and idle
+    workers wait for a bucket.
+    """
 
     attempts: int = 10
     attempt_s: float = 20.0

@@ -1,20 +1,23 @@
 """Objects in a bucket that speaks S3.
 
-s3fs supplies the client, the credentials and the event loop.  This module makes the requests one by one.  The convenience calls of s3fs
-hold a whole object in memory, retry a create-only write without asking whether the first attempt succeeded, and have no deadline.
+s3fs supplies the client, the credentials and the event loop.  This module makes the requests one by one.  The
+convenience calls of s3fs hold a whole object in memory, retry a create-only write without asking whether the
+first attempt succeeded, and have no deadline.
 
-Endpoint, region and credentials come from the node alone: from the standard variables and profiles (``AWS_ENDPOINT_URL_S3``,
-``AWS_REGION``, ``AWS_PROFILE``, ``AWS_ACCESS_KEY_ID`` …) or from the machine's role.  A job and its messages never hold a secret.
+Endpoint, region and credentials come from the node alone: from the standard variables and profiles
+(``AWS_ENDPOINT_URL_S3``, ``AWS_REGION``, ``AWS_PROFILE``, ``AWS_ACCESS_KEY_ID`` …) or from the machine's
+role.  A job and its messages never hold a secret.
 
-An object larger than ``part_bytes`` is uploaded in parts as its pieces come, ``UPLOADS`` at a time, and appears when the upload is
-completed.  All are of one size, which some stores demand (Cloudflare's R2); only if nobody says before how large an object is, the parts of
-a very large one grow (:func:`sizes_of`).  A create-only write sends ``If-None-Match: *`` with the PUT or with the completion, so the store
-decides, for objects of any size.  :mod:`storage.objects.selftest`
-refuses a store that ignores it on either.  Each write puts a random mark into the object's metadata.  If an answer is lost and the retry
-finds an object, the mark tells the writer whether it is its own.
+An object larger than ``part_bytes`` is uploaded in parts as its pieces come, ``UPLOADS`` at a time, and
+appears when the upload is completed.  All are of one size, which some stores demand (Cloudflare's R2); only
+if nobody says before how large an object is, the parts of a very large one grow (:func:`sizes_of`).  A
+create-only write sends ``If-None-Match: *`` with the PUT or with the completion, so the store decides, for
+objects of any size.  :mod:`storage.objects.selftest` refuses a store that ignores it on either.  Each write
+puts a random mark into the object's metadata.  If an answer is lost and the retry finds an object, the mark
+tells the writer whether it is its own.
 
-The parts that a killed writer has uploaded are never listed and never read, but they cost money.  Give the bucket a lifecycle rule
-``AbortIncompleteMultipartUpload``.
+The parts that a killed writer has uploaded are never listed and never read, but they cost money.  Give the
+bucket a lifecycle rule ``AbortIncompleteMultipartUpload``.
 """
 
 from __future__ import annotations
@@ -45,15 +48,19 @@ PART_BYTES = 32 * 2**20
 PARTS = 10_000
 """Number of parts that S3 allows an object, which may have 5 TiB."""
 UPLOADS = 4
-"""Parts under way at the same time.  With those that are being cut, writing an object takes the memory of seven parts: 224 MiB, and
-3.6 GiB for one of 5 TiB; 2.4 GiB at the end of one of 312 GiB whose size is not known."""
+"""Parts under way at the same time.  With those that are being cut, writing an object takes the memory of
+seven parts: 224 MiB, and 3.6 GiB for one of 5 TiB; 2.4 GiB at the end of one of 312 GiB whose size is not
+known."""
 COMPLETION_S = 280.0
-"""Additional seconds for completing an upload: a store may take minutes to join the parts of a large object."""
+"""Additional seconds for completing an upload: a store may take minutes to join the parts of a large object.
+"""
 MARK = "elastic-write"
 
 CLIENT = {
-    # botocore frames a body with a checksum behind it by default; a store that does not know that saves the frame in the object.
-    # Bodies are still protected: requests are signed over the body's sha256, and manifests have digests that were taken before.
+    # botocore frames a body with a checksum behind it by default; a store that does not know that saves the
+    # frame in the object.
+    # Bodies are still protected: requests are signed over the body's sha256, and manifests have digests that
+    # were taken before.
     "request_checksum_calculation": "when_required",
     # attempts are counted in one place: by RemotePolicy
     "retries": {"total_max_attempts": 1},
@@ -68,13 +75,18 @@ Part = dict[str, Any]
 
 @cache
 def _descriptions() -> Any:
-    """Returns the loader of botocore's descriptions of services.  Stores share it: each would take a tenth of a second to read them."""
-    without_profile = {"profile": (None, None, None, None)}  # one that is not there is told by the first request
+    """Returns the loader of botocore's descriptions of services.  Stores share it: each would take a tenth of
+    a second to read them.
+    """
+    # one that is not there is told by the first request
+    without_profile = {"profile": (None, None, None, None)}
     return AioSession(without_profile).get_component("data_loader")
 
 
 class S3(ObjectStore):
-    """The objects under ``s3://bucket/prefix``.  An object of up to ``single_bytes`` is written by one PUT, a larger one in parts."""
+    """The objects under ``s3://bucket/prefix``.  An object of up to ``single_bytes`` is written by one PUT, a
+    larger one in parts.
+    """
 
     at_once = 8
 
@@ -97,11 +109,23 @@ class S3(ObjectStore):
         """Returns the store at ``url``.  Sends no request yet."""
         root = url.split("://", 1)[1].strip("/")
         if not root or "@" in root.split("/")[0]:
-            raise Unavailable("s3://…", "a bucket's URL is s3://bucket/prefix; credentials are taken from the node, never from a URL")
+            raise Unavailable(
+                "s3://…",
+                (
+                    "a bucket's URL is s3://bucket/prefix; credentials are taken from "
+                    "the node, never from a URL"
+                ),
+            )
         session = AioSession()
         session.register_component("data_loader", _descriptions())
         # skip_instance_cache: fsspec would return an instance with earlier credentials and endpoint
-        return cls(S3FileSystem(skip_instance_cache=True, use_listings_cache=False, config_kwargs=CLIENT, session=session), root, policy)
+        return cls(
+            S3FileSystem(
+                skip_instance_cache=True, use_listings_cache=False, config_kwargs=CLIENT, session=session
+            ),
+            root,
+            policy,
+        )
 
     @property
     def url(self) -> str:
@@ -120,14 +144,22 @@ class S3(ObjectStore):
         if stop is not None and stop <= first:
             self.size(key)
             return b""
-        ranged = {"Range": f"bytes={first}-{'' if stop is None else stop - 1}"} if first or stop is not None else {}
-        shared_s = self.policy.transfer_s(self.at_once * (stop - first)) if stop is not None else 0.0  # concurrent requests share the link
+        ranged = (
+            {"Range": f"bytes={first}-{'' if stop is None else stop - 1}"}
+            if first or stop is not None
+            else {}
+        )
+        # concurrent requests share the link
+        shared_s = self.policy.transfer_s(self.at_once * (stop - first)) if stop is not None else 0.0
         try:
             answer = self._call(key, "get_object", ranged, shared_s)
         except S3Refused:  # 416: the object ends before ``first``
             return b""
         if ranged and not str(answer.get("ContentRange", "")).startswith(f"bytes {first}-"):
-            raise Unavailable(self.full_name(key), "the store answers a range with other bytes; use one that honours Range")
+            raise Unavailable(
+                self.full_name(key),
+                ("the store answers a range with other bytes; use one that honours Range"),
+            )
         return bytes(answer["Body"])
 
     def size(self, key: str) -> int:
@@ -136,11 +168,15 @@ class S3(ObjectStore):
     def children(self, folder: str = "") -> list[str]:
         keys = list[str]()
         for page in self._pages(folder, {"Delimiter": "/"}):
-            keys += [each["Key"] for each in _objects(page)] + [each["Prefix"] for each in page.get("CommonPrefixes", ())]
+            keys += [each["Key"] for each in _objects(page)] + [
+                each["Prefix"] for each in page.get("CommonPrefixes", ())
+            ]
         return below(self._above + folder, keys)  # also right for a store that ignores the delimiter
 
     def list(self, prefix: str = "") -> list[str]:
-        return sorted(each["Key"].removeprefix(self._above) for page in self._pages(prefix) for each in _objects(page))
+        return sorted(
+            each["Key"].removeprefix(self._above) for page in self._pages(prefix) for each in _objects(page)
+        )
 
     @property
     def _above(self) -> str:
@@ -197,7 +233,9 @@ class S3(ObjectStore):
 
     def _abort(self, key: str, upload: str) -> None:
         """Tells the store to drop the parts.  Gives up soon if the store does not answer."""
-        brief = S3(self.filesystem, self.root, replace(self.policy, attempts=3, call_s=min(20.0, self.policy.call_s)))
+        brief = S3(
+            self.filesystem, self.root, replace(self.policy, attempts=3, call_s=min(20.0, self.policy.call_s))
+        )
         with suppress(StorageError, S3Refused):
             brief._call(key, "abort_multipart_upload", {"UploadId": upload})
 
@@ -214,7 +252,10 @@ class S3(ObjectStore):
         with ThreadPoolExecutor(UPLOADS, "s3-upload") as pool:
             for number, block in enumerate(blocks, 1):
                 if number > PARTS:
-                    why = f"it has more bytes than {PARTS} parts can hold, and S3 allows an object 5 TiB; use more shards"
+                    why = (
+                        f"it has more bytes than {PARTS} parts can hold, and S3 allows an object 5 TiB; "
+                        "use more shards"
+                    )
                     raise Unavailable(self.full_name(key), why)
                 sent.append(pool.submit(send, number, block))
                 if len(sent) == UPLOADS:
@@ -223,7 +264,9 @@ class S3(ObjectStore):
         return tuple(parts)
 
     def _mark(self, key: str) -> str:
-        """Returns the mark of the object's writer: "unknown" if the object has none, and "" if there is no object."""
+        """Returns the mark of the object's writer: "unknown" if the object has none, and "" if there is no
+        object.
+        """
         try:
             return str(self._call(key, "head_object").get("Metadata", {}).get(MARK, "unknown"))
         except Missing:
@@ -231,8 +274,12 @@ class S3(ObjectStore):
 
     # ---- requests
 
-    def _call(self, key: str, verb: str, arguments: Mapping[str, Any] | None = None, extra_s: float = 0.0) -> Answer:
-        """Sends a request about one object.  Raises Refused only if the name is taken or the range lies beyond the end."""
+    def _call(
+        self, key: str, verb: str, arguments: Mapping[str, Any] | None = None, extra_s: float = 0.0
+    ) -> Answer:
+        """Sends a request about one object.  Raises Refused only if the name is taken or the range lies
+        beyond the end.
+        """
         named = {"Key": self._path(key).removeprefix(f"{self.bucket}/"), **(arguments or {})}
         try:
             return self._request(self.full_name(key), verb, named, extra_s)
@@ -260,7 +307,9 @@ class S3(ObjectStore):
                 answer: dict[str, Any] = await getattr(client, verb)(Bucket=self.bucket, **arguments)
                 if "Body" in answer:
                     length = int(answer["ContentLength"])
-                    limit.reschedule(asyncio.get_running_loop().time() + seconds + self.policy.transfer_s(length))
+                    limit.reschedule(
+                        asyncio.get_running_loop().time() + seconds + self.policy.transfer_s(length)
+                    )
                     async with answer["Body"] as body:
                         answer["Body"] = await body.read()
                     if len(answer["Body"]) != length:
@@ -278,8 +327,8 @@ def _objects(page: Answer) -> list[Mapping[str, Any]]:
 def sizes_of(part_bytes: int, size: int | None = None) -> Iterator[int]:
     """Yields the sizes of the parts of an object of ``size`` bytes, which are all equal.
 
-    If its size is not known, they are ``part_bytes`` for half of them, then more and more, so that all make up 5 TiB and more.  The last
-    one is 65 times as large as the first: 2 GiB.
+    If its size is not known, they are ``part_bytes`` for half of them, then more and more, so that all make
+    up 5 TiB and more.  The last one is 65 times as large as the first: 2 GiB.
     """
     if size is not None:
         yield from repeat(max(part_bytes, -(-size // PARTS)))

@@ -1,6 +1,8 @@
-"""Interprets the failures of an S3 client: which of them deserve another attempt, and what a user should change after the others.
+"""Interprets the failures of an S3 client: which of them deserve another attempt, and what a user should
+change after the others.
 
-Messages show the store's status, code and sentence.  They never show the signature or the key that a store echoes beside them.
+Messages show the store's status, code and sentence.  They never show the signature or the key that a store
+echoes beside them.
 """
 
 from __future__ import annotations
@@ -11,8 +13,17 @@ from botocore.parsers import ResponseParserError
 
 from storage.objects.remote import Retryable
 
-FAILURES = (boto.ClientError, boto.BotoCoreError, ResponseParserError, aiohttp.ClientError, OSError, ValueError)
-"""Everything that a request raises if network, store or configuration is at fault.  TimeoutError is an OSError."""
+FAILURES = (
+    boto.ClientError,
+    boto.BotoCoreError,
+    ResponseParserError,
+    aiohttp.ClientError,
+    OSError,
+    ValueError,
+)
+"""Everything that a request raises if network, store or configuration is at fault.  TimeoutError is an
+OSError.
+"""
 
 _TRANSIENT = (
     boto.HTTPClientError,  # reset, closed, timed out
@@ -27,7 +38,15 @@ _TRANSIENT = (
 )
 _TRANSIENT_CODES = frozenset(
     {
-        *("SlowDown", "RequestTimeout", "InternalError", "ServiceUnavailable", "RequestLimitExceeded", "Throttling", "ThrottlingException"),
+        *(
+            "SlowDown",
+            "RequestTimeout",
+            "InternalError",
+            "ServiceUnavailable",
+            "RequestLimitExceeded",
+            "Throttling",
+            "ThrottlingException",
+        ),
         *("IncompleteBody", "BadDigest", "XAmzContentSHA256Mismatch"),  # damaged on its way: sent again
     }
 )
@@ -45,7 +64,10 @@ _MEANING = {
     "InvalidAccessKeyId": _KEYS,
     "SignatureDoesNotMatch": _KEYS,
     "InvalidToken": _KEYS,
-    "ExpiredToken": "the node's credentials have expired: renew AWS_SESSION_TOKEN, or use a role or profile that renews itself",
+    "ExpiredToken": (
+        "the node's credentials have expired: renew AWS_SESSION_TOKEN, or use a role or profile "
+        "that renews itself"
+    ),
     "RequestTimeTooSkewed": "the node's clock is wrong: set it (NTP)",
     "AccessDenied": f"the node's credentials may not do this: {_RIGHTS}",
     "403": f"the node's credentials are refused or may not do this: check them, and {_RIGHTS}",
@@ -53,8 +75,14 @@ _MEANING = {
     "IllegalLocationConstraintException": _REGION,
     "PermanentRedirect": _REGION,
     "301": _REGION,
-    "NotImplemented": "the store cannot do what is needed: use one with create-only writes (If-None-Match) and multipart uploads",
-    "501": "the store cannot do what is needed: use one with create-only writes (If-None-Match) and multipart uploads",
+    "NotImplemented": (
+        "the store cannot do what is needed: use one with create-only writes (If-None-Match) "
+        "and multipart uploads"
+    ),
+    "501": (
+        "the store cannot do what is needed: use one with create-only writes (If-None-Match) and "
+        "multipart uploads"
+    ),
 }
 _UNUSABLE: tuple[tuple[type[Exception], str], ...] = (
     (boto.NoCredentialsError, f"{_SET}, or give it a role"),
@@ -75,7 +103,9 @@ class S3Refused(Exception):
 
     @property
     def lost_its_place(self) -> bool:
-        """True if the object exists already: another writer wrote it, or an earlier attempt whose answer was lost."""
+        """True if the object exists already: another writer wrote it, or an earlier attempt whose answer was
+        lost.
+        """
         return self.status == 412 or self.code == "NoSuchUpload"
 
     @property
@@ -92,7 +122,9 @@ def judged(error: Exception, seconds: float) -> Retryable | S3Refused:
         return Retryable(f"no answer within {seconds:.1f} s")
     if isinstance(error, _TRANSIENT):
         return Retryable(f"{type(error).__name__}: {error}")
-    advice = next((advice for kind, advice in _UNUSABLE if isinstance(error, kind)), "check the node's AWS settings")
+    advice = next(
+        (advice for kind, advice in _UNUSABLE if isinstance(error, kind)), "check the node's AWS settings"
+    )
     return S3Refused(0, "", f"{str(error).splitlines()[0]}; {advice}")
 
 
@@ -100,8 +132,11 @@ def _answered(error: boto.ClientError) -> Retryable | S3Refused:
     said = error.response.get("Error", {})
     status = int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
     code = str(said.get("Code", status))
-    text = f"{status} {'' if code == str(status) else code}".strip() + f": {said.get('Message', 'no reason given')}"
-    if code in ("PreconditionFailed", "412"):  # a completion is answered 200 before it is decided, and the refusal comes in the body
+    text = f"{status} {'' if code == str(status) else code}".strip() + (
+        f": {said.get('Message', 'no reason given')}"
+    )
+    # a completion is answered 200 before it is decided, and the refusal comes in the body
+    if code in ("PreconditionFailed", "412"):
         return S3Refused(412, code, text)
     refused = S3Refused(status, code, text)
     if code in _MEANING or refused.full:

@@ -1,11 +1,13 @@
-"""The self-test of a bucket: about thirty small requests before a run begins.  Otherwise a broken promise would show only a month later.
+"""The self-test of a bucket: about thirty small requests before a run begins.  Otherwise a broken promise
+would show only a month later.
 
-It checks what checkpoints, the journal and claims rely on.  A create-only write is refused if there is an object, both as one PUT and as
-an upload in parts, which stores implement separately.  Of several such writes at the same time, one wins.  Bytes come back as they were
-sent, and a range is that range.
+It checks what checkpoints, the journal and claims rely on.  A create-only write is refused if there is an
+object, both as one PUT and as an upload in parts, which stores implement separately.  Of several such writes
+at the same time, one wins.  Bytes come back as they were sent, and a range is that range.
 
-A listing may lag behind (:func:`check`).  While a run trains, claims, branches and the journal are found by the numbers in their names,
-and a process knows the checkpoints that it has committed.  A start relies on the listing for the newest checkpoint, so it waits here.
+A listing may lag behind (:func:`check`).  While a run trains, claims, branches and the journal are found by
+the numbers in their names, and a process knows the checkpoints that it has committed.  A start relies on the
+listing for the newest checkpoint, so it waits here.
 """
 
 from __future__ import annotations
@@ -27,10 +29,12 @@ LOOK_S = 0.1
 
 
 def check(store: ObjectStore, run: str) -> float:
-    """Raises :class:`Unavailable` if the bucket breaks a promise; the message says which, and what to do.  Leaves nothing in the bucket.
+    """Raises :class:`Unavailable` if the bucket breaks a promise; the message says which, and what to do.
+    Leaves nothing in the bucket.
 
-    Returns how many seconds late the bucket lists a new object, 0 if it lists it at once.  What was written before the call is listed when
-    it returns.  A folder is not tested here: of one the file system decides (``elastic/train/checks/bucket.py``).
+    Returns how many seconds late the bucket lists a new object, 0 if it lists it at once.  What was written
+    before the call is listed when it returns.  A folder is not tested here: of one the file system decides
+    (``elastic/train/checks/bucket.py``).
     """
     if store.local:
         return 0.0
@@ -53,22 +57,36 @@ def _check(store: ObjectStore, key: str, what: str) -> None:
     found = store.get(key)
     if found != BYTES:
         framing = "; it saves the frame of a checksum trailer inside the object" if BYTES in found else ""
-        raise _broken(store, f"{len(BYTES)} bytes were written and {len(found)} others came back{framing}", "upgrade it, or use another")
+        raise _broken(
+            store,
+            f"{len(BYTES)} bytes were written and {len(found)} others came back{framing}",
+            "upgrade it, or use another",
+        )
     if store.get(key, FIRST, LAST) != BYTES[FIRST:LAST]:
-        raise _broken(store, f"asked for bytes {FIRST} to {LAST} it answers with others", "use one that honours Range")
+        raise _broken(
+            store, f"asked for bytes {FIRST} to {LAST} it answers with others", "use one that honours Range"
+        )
     if _created(store, key):
         raise _broken(
-            store, f"{what} (If-None-Match: *) replaced what was there", "use one that honours it: writers would overwrite each other"
+            store,
+            f"{what} (If-None-Match: *) replaced what was there",
+            ("use one that honours it: writers would overwrite each other"),
         )
 
 
 def _race(store: ObjectStore, key: str) -> None:
-    """Finds a store that looks first and writes then: it overwrites an object that was written in between, and tells nobody."""
+    """Finds a store that looks first and writes then: it overwrites an object that was written in between,
+    and tells nobody.
+    """
     with ThreadPoolExecutor(RIVALS) as pool:
         winners = sum(pool.map(lambda _: _created(store, key), range(RIVALS)))
     if winners != 1:
         wrong = f"{winners} of {RIVALS} create-only writes (If-None-Match: *) at once were told that they won"
-        raise _broken(store, wrong, "use one that decides them one by one: two coordinators would both take a run for theirs")
+        raise _broken(
+            store,
+            wrong,
+            ("use one that decides them one by one: two coordinators would both take a run for theirs"),
+        )
 
 
 def _listed_late_s(store: ObjectStore, key: str) -> float:

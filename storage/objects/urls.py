@@ -1,7 +1,7 @@
 """Decides which backend serves a URL and which text names a folder, for settings and stores alike.
 
-A URL is ``scheme://…``.  Text that only resembles a URL (``s3:/bucket``, ``s4://bucket``) would name an unintended folder, or nothing,
-and is refused.
+A URL is ``scheme://…``.  Text that only resembles a URL (``s3:/bucket``, ``s4://bucket``) would name an
+unintended folder, or nothing, and is refused.
 """
 
 from __future__ import annotations
@@ -14,21 +14,26 @@ BACKENDS = {
     "memory": "storage.objects.memory:Memory",
     "s3": "storage.objects.s3:S3",
 }
-"""Scheme -> class of its store, imported when the first URL of that scheme is opened.  A new backend is a row here."""
+"""Scheme -> class of its store, imported when the first URL of that scheme is opened.  A new backend is a row
+here.
+"""
 
 OTHERS = "storage.objects.fsspec:Fsspec"
 """The class that serves every other scheme that fsspec knows."""
 
 
 def backend_of(url: str) -> str:
-    """Returns the class of the store at ``url``, as ``module:name``.  Raises :class:`ValueError` as :func:`folder_of` does."""
+    """Returns the class of the store at ``url``, as ``module:name``.  Raises :class:`ValueError` as
+    :func:`folder_of` does.
+    """
     if folder_of(url) is not None:
         return BACKENDS["file"]
     return BACKENDS.get(url.partition("://")[0], OTHERS)
 
 
 def folder_of(place: str) -> str | None:
-    """Returns the folder that ``place`` names (``/data``, ``data``, ``file:///data``), or None if it is a URL of another scheme.
+    """Returns the folder that ``place`` names (``/data``, ``data``, ``file:///data``), or None if it is a URL
+    of another scheme.
 
     Raises :class:`ValueError`, which says what to write instead, if ``place`` is neither.
     """
@@ -41,7 +46,9 @@ def folder_of(place: str) -> str | None:
         return rest if scheme == "file" else None
     first = place.partition("/")[0]
     if ":" in first or (first in BACKENDS and place.startswith(f"{first}//")):
-        raise ValueError(f"must be a folder or a URL: write '{_meant(place)}', or './{place}' for a folder of that name")
+        raise ValueError(
+            f"must be a folder or a URL: write '{_meant(place)}', or './{place}' for a folder of that name"
+        )
     return place
 
 
@@ -54,11 +61,17 @@ def _meant(place: str) -> str:
 
 
 def _check_known(scheme: str, rest: str) -> None:
-    """Raises :class:`ValueError` if fsspec does not know the scheme.  fsspec is imported only here: most jobs do not need it."""
+    """Raises :class:`ValueError` if fsspec does not know the scheme.  fsspec is imported only here: most jobs
+    do not need it.
+    """
     from fsspec import available_protocols
 
     known = set(available_protocols())
     if scheme not in known:
         near = difflib.get_close_matches(scheme.lower(), [*BACKENDS, *sorted(known)], 1, 0.5)
-        hint = f"did you mean '{near[0]}://{rest}'?" if near else "use a folder, or a URL such as s3://bucket/prefix"
+        hint = (
+            f"did you mean '{near[0]}://{rest}'?"
+            if near
+            else ("use a folder, or a URL such as s3://bucket/prefix")
+        )
         raise ValueError(f"has an unknown scheme; {hint}")

@@ -31,19 +31,22 @@ def no_cluster_is_left() -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def local_cluster(no_cluster_is_left: None, forks: Warm, aws_config: Path) -> Iterator[None]:
-    """Connects to one Ray cluster on this machine, for all of these tests and for drivers that they start in other folders.
+    """Connects to one Ray cluster on this machine, for all of these tests and for drivers that they start in
+    other folders.
 
-    Its head notices a dead node early, by the settings in ``TUNED``.  A module that needs another cluster overrides this fixture and shuts
-    both down; the next module starts a new one.
+    Its head notices a dead node early, by the settings in ``TUNED``.  A module that needs another cluster
+    overrides this fixture and shuts both down; the next module starts a new one.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(warm.SOCKET, forks.path)
         patch.setattr(ray._private.ray_constants, "SETUP_WORKER_FILENAME", warm.__file__)
         warm.lean(patch.setattr)
-        patch.setenv("AWS_CONFIG_FILE", str(aws_config))  # what a node is allowed to use; nothing, until a test writes it
+        # what a node is allowed to use; nothing, until a test writes it
+        patch.setenv("AWS_CONFIG_FILE", str(aws_config))
         for name, value in TUNED.items():
             patch.setenv(name, value)
-        patch.setenv("PYTHONPATH", str(ROOT))  # of the cluster's processes; where Elastic is installed nobody needs it
+        # of the cluster's processes; where Elastic is installed nobody needs it
+        patch.setenv("PYTHONPATH", str(ROOT))
         cluster.connect("local")
         yield
         _count_actors()
@@ -67,7 +70,9 @@ def script_reference(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def epoch(folder: Path, steps: int) -> Any:
-    """Returns the result of ``toy_job`` after ``steps`` (one epoch: each sample in exactly one step).  ``job`` is the undisturbed job."""
+    """Returns the result of ``toy_job`` after ``steps`` (one epoch: each sample in exactly one step).
+    ``job`` is the undisturbed job.
+    """
     data = {"dataset": "tests.support.toys:Sums", "args": {"samples": 16 * steps}}
     job = toy_job(folder, name="local", steps=steps, data=data)
     return SimpleNamespace(job=job, **vars(alone(job)))
@@ -100,7 +105,9 @@ DIED: dict[str, Any] = {
 
 @pytest.fixture(scope="session")
 def all_died(tmp_path_factory: pytest.TempPathFactory) -> Trial:
-    """A run whose two workers are killed by SIGKILL in the step ``DIES``, when the step before is saved, and that keeps no copies."""
+    """A run whose two workers are killed by SIGKILL in the step ``DIES``, when the step before is saved, and
+    that keeps no copies.
+    """
     bucket = tmp_path_factory.mktemp("all-died")
     gates = {str(Cursor(16 * STEPS, 16, 0, "permutation").ids(DIES)[0]): str(bucket / "gate")}
     data = {"dataset": "tests.support.toys:Sums", "args": {"samples": 16 * STEPS, "gates": gates}}
@@ -108,7 +115,9 @@ def all_died(tmp_path_factory: pytest.TempPathFactory) -> Trial:
 
     def kill_all() -> Story:
         yield from comes(lambda _, view: view.step == DIES - 1)
-        witness, _ = yield from comes(lambda *_: (newest := Run.look(job).newest()) is not None and newest.step == DIES - 1)
+        witness, _ = yield from comes(
+            lambda *_: (newest := Run.look(job).newest()) is not None and newest.step == DIES - 1
+        )
         for each in witness.seen.values():
             os.kill(each.process.pid, signal.SIGSTOP)  # frozen first: none sees another die
         for each in witness.seen.values():

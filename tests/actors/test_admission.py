@@ -1,4 +1,5 @@
-"""Admission of workers (R22, U8, U11): the nodes are real, differ in mounts of their own, and are refused by name.
+"""Admission of workers (R22, U8, U11): the nodes are real, differ in mounts of their own, and are refused by
+name.
 
 The head has room for one worker and every other node for one, so all are asked.
 """
@@ -27,7 +28,8 @@ from tests.support.nodes import Node, joined
 from tests.support.room import Room
 
 CPUS = 5
-"""CPUs of one worker.  The head has a CPU for each core, and at least 8; with 8 it has room for one worker."""
+"""CPUs of one worker.  The head has a CPU for each core, and at least 8; with 8 it has room for one worker.
+"""
 CODE = "admitted"
 BROKEN = """
 import threading
@@ -46,17 +48,23 @@ TORCH = Path(torch.__file__).with_name("version.py")
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A user's folder with the code of a job; beside it two others, one of which cannot be imported, and other things that differ."""
+    """A user's folder with the code of a job; beside it two others, one of which cannot be imported, and
+    other things that differ.
+    """
     for name in ("mine", "other", "broken"):
         user_package(tmp_path / name, CODE)
     with open(tmp_path / "other" / CODE / "code.py", "a") as code:
         code.write("# mended since\n")
     (tmp_path / "broken" / CODE / "code.py").write_text(BROKEN)
     (tmp_path / "bucket").mkdir()
-    (tmp_path / "version.py").write_text(TORCH.read_text().replace(torch.__version__, f"{torch.__version__}.other"))
+    (tmp_path / "version.py").write_text(
+        TORCH.read_text().replace(torch.__version__, f"{torch.__version__}.other")
+    )
     (tmp_path / "older.py").write_text(TORCH.read_text().replace(torch.__version__, OLDER))
     ours = ROOT / "elastic" / "__init__.py"
-    (tmp_path / "newer.py").write_text(ours.read_text().replace(f'__version__ = "{elastic.__version__}"', f'__version__ = "{NEWER}"'))
+    (tmp_path / "newer.py").write_text(
+        ours.read_text().replace(f'__version__ = "{elastic.__version__}"', f'__version__ = "{NEWER}"')
+    )
     (tmp_path / "shadow" / "storage").mkdir(parents=True)
     (tmp_path / "shadow" / "storage" / "__init__.py").touch()
     monkeypatch.syspath_prepend(tmp_path / "mine")
@@ -65,7 +73,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def job_of(folder: Path, least: int, most: int = 2, **changes: Any) -> Job:
     workers = {"min": least, "max": most, "cpus": CPUS}
-    return user_job(folder / "mine", CODE, bucket=str(folder / "bucket"), workers=workers, deadlines={"grow_debounce_s": 0.2}, **changes)
+    return user_job(
+        folder / "mine",
+        CODE,
+        bucket=str(folder / "bucket"),
+        workers=workers,
+        deadlines={"grow_debounce_s": 0.2},
+        **changes,
+    )
 
 
 def torch_of_another_build(folder: Path) -> Node:
@@ -88,12 +103,14 @@ def head() -> str:
 
 
 def assert_another_disk_ends_a_run_that_begins(folder: Path, disk: str) -> None:
-    """Checks that a run fails by both nodes while the node ``disk`` sees another bucket: one worker would be enough, but no step has run
-    yet, so the run ends now."""
+    """Checks that a run fails by both nodes while the node ``disk`` sees another bucket: one worker would be
+    enough, but no step has run yet, so the run ends now."""
     job = job_of(folder, least=1, name="begins")
     run = trial(job, hash_it=False)
     assert (run.result.state, run.result.step) == ("Failed", 0)
-    assert f"does not see bucket = {job.bucket!r} as the same place as node" in run.result.reason, run.result.reason
+    assert f"does not see bucket = {job.bucket!r} as the same place as node" in run.result.reason, (
+        run.result.reason
+    )
     assert name_of(disk) in run.result.reason and name_of(head()) in run.result.reason, run.result.reason
     assert formed(job) == []
     assert not list(Path(job.bucket).rglob(".probe-*"))
@@ -101,7 +118,8 @@ def assert_another_disk_ends_a_run_that_begins(folder: Path, disk: str) -> None:
 
 
 class Latecomers:
-    """Joins nodes to a run that already steps.  Once the run has refused all of them and taken two more steps, it is asked to stop.
+    """Joins nodes to a run that already steps.  Once the run has refused all of them and taken two more
+    steps, it is asked to stop.
 
     The first node stays until the end of ``stays``, the others until that of ``stack``.
     """
@@ -131,21 +149,32 @@ class Latecomers:
 
 
 def refusals(run: Trial) -> list[str]:
-    """Returns a sentence for each node that was refused, which begins with the node; a fault of the job was told before its node."""
+    """Returns a sentence for each node that was refused, which begins with the node; a fault of the job was
+    told before its node.
+    """
     said = list[str]()
     for text in (line.text for line in run.lines if isinstance(line, Sentence)):
         why, _, node = text.rpartition("; node ")
         if re.fullmatch(r"\w+ is refused", node):
             said.append(f"node {node}: {why}")
         else:
-            said += [f"node {each.removeprefix('node ')}" for each in text.split("; node ") if " is refused: " in each]
+            said += [
+                f"node {each.removeprefix('node ')}"
+                for each in text.split("; node ")
+                if " is refused: " in each
+            ]
     return said
 
 
-@pytest.mark.parametrize("names", [["code", "disk"], pytest.param(DIFFERENT, marks=pytest.mark.full)], ids=len)
-def test_nodes_that_join_later_and_differ_are_refused_and_the_run_goes_on(folder: Path, names: list[str]) -> None:
-    """R22, U8, U11: other code, code that fails only there (with an exception that does not pickle), a folder that shadows ours, torch of
-    another build or version, another Elastic, another disk.  A run that begins beside another disk fails."""
+@pytest.mark.parametrize(
+    "names", [["code", "disk"], pytest.param(DIFFERENT, marks=pytest.mark.full)], ids=len
+)
+def test_nodes_that_join_later_and_differ_are_refused_and_the_run_goes_on(
+    folder: Path, names: list[str]
+) -> None:
+    """R22, U8, U11: other code, code that fails only there (with an exception that does not pickle), a folder
+    that shadows ours, torch of another build or version, another Elastic, another disk.  A run that begins
+    beside another disk fails."""
     code = folder / "mine" / CODE
     nodes = [
         Node("disk", CPUS, empty=(folder / "bucket",)),
@@ -157,13 +186,18 @@ def test_nodes_that_join_later_and_differ_are_refused_and_the_run_goes_on(folder
         Node("newer", CPUS, instead={ROOT / "elastic" / "__init__.py": folder / "newer.py"}),
     ]
     late = Latecomers(folder, *(node for node in nodes if node.name in names))
-    job = job_of(folder, least=1, most=8, steps=4000, data={"dataset": f"{CODE}.code:Walks", "args": {"read_s": 0.05}})
+    job = job_of(
+        folder, least=1, most=8, steps=4000, data={"dataset": f"{CODE}.code:Walks", "args": {"read_s": 0.05}}
+    )
     with late.stays:
         with late.stack:
             run = trial(job, late, hash_it=False)
         assert_another_disk_ends_a_run_that_begins(folder, late.ids["disk"])
     assert run.result.state == "Stopped", run.result
-    said = {name: [each for each in refusals(run) if each.startswith(f"node {node[:8]}")] for name, node in late.ids.items()}
+    said = {
+        name: [each for each in refusals(run) if each.startswith(f"node {node[:8]}")]
+        for name, node in late.ids.items()
+    }
     assert all(len(sentences) == 1 for sentences in said.values()), said
     expected = {
         "code": f"the code that the job names is {CODE} ",
@@ -180,7 +214,11 @@ def test_nodes_that_join_later_and_differ_are_refused_and_the_run_goes_on(folder
     assert [plan["members"] for plan in formed(job)] == [["w1"]], "nobody was stopped for them"
     records = Run.open(job).records()
     last = max(number for number, record in enumerate(records) if " is refused: " in record["reason"])
-    assert not [record for record in records[last:] if any(action["$"] == "StartWorkers" for action in record["actions"])]
+    assert not [
+        record
+        for record in records[last:]
+        if any(action["$"] == "StartWorkers" for action in record["actions"])
+    ]
     assert_nothing_left(run)
 
 
@@ -198,8 +236,14 @@ def test_without_reproducible_another_kind_trains_and_its_steps_are_marked(folde
     with joined(folder, torch_of_another_build(folder)):
         run = trial(job, hash_it=False)
     assert run.result.state == "Finished", run.result
-    assert {outcome.generation for outcome in ledger(Run.open(job).segments()).values()} == set(mixed(job)) == {1}
-    assert any("its steps are marked as mixed" in line.text for line in run.lines if isinstance(line, Sentence))
+    assert (
+        {outcome.generation for outcome in ledger(Run.open(job).segments()).values()}
+        == set(mixed(job))
+        == {1}
+    )
+    assert any(
+        "its steps are marked as mixed" in line.text for line in run.lines if isinstance(line, Sentence)
+    )
     alone = job_of(folder, least=1, steps=2, reproducible=False, name="alone")
     assert trial(alone, hash_it=False).result.state == "Finished"
     assert mixed(alone) == ()

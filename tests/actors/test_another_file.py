@@ -42,7 +42,9 @@ OTHER = {
 
 
 def other_file(folder: Path, job: Job) -> str:
-    """Writes a job file with the name and the bucket of ``job``, in which all else is other and fits no run; returns its path."""
+    """Writes a job file with the name and the bucket of ``job``, in which all else is other and fits no run;
+    returns its path.
+    """
     (folder / "other.toml").write_text(to_toml(Job(name=job.name, bucket=job.bucket, **OTHER)))  # type: ignore[arg-type]
     return str(folder / "other.toml")
 
@@ -56,9 +58,13 @@ def check_what_only_reads(other: str, name: str, folder: Path, capsys: Shown) ->
         return capsys.readouterr().out
 
     rows = [json.loads(line) for line in told("metrics", other).splitlines()]
-    assert [row["step"] for row in rows[:SAVES]] == [*range(1, SAVES + 1)] and all(row["lr"] <= 0.01 for row in rows)
+    assert [row["step"] for row in rows[:SAVES]] == [*range(1, SAVES + 1)] and all(
+        row["lr"] <= 0.01 for row in rows
+    )
     assert f"│ {SAVES} " in told("checkpoint", "ls", other)
-    assert f"version     step {SAVES} of generation 1" in told("checkpoint", "show", other, "--step", str(SAVES))
+    assert f"version     step {SAVES} of generation 1" in told(
+        "checkpoint", "show", other, "--step", str(SAVES)
+    )
     assert "every digest as written" in told("checkpoint", "verify", other, "--step", str(SAVES))
     assert "every digest as written" in told("checkpoint", "verify", other)
     assert re.match(rf"{name}: step \d+ of 10000, ", told("runs", other))
@@ -68,7 +74,9 @@ def check_what_only_reads(other: str, name: str, folder: Path, capsys: Shown) ->
 
 
 def attached_until_ctrl_c(name: str, other: str, capsys: Shown) -> str:
-    """Attaches to the run, and sends Ctrl-C to this process once the command says that it is attached; returns what it shows."""
+    """Attaches to the run, and sends Ctrl-C to this process once the command says that it is attached;
+    returns what it shows.
+    """
     shown: list[str] = []
 
     def attached() -> bool:
@@ -86,12 +94,20 @@ def attached_until_ctrl_c(name: str, other: str, capsys: Shown) -> str:
     return "".join((*shown, capsys.readouterr().out))
 
 
-def test_l6_a_changed_job_file_locks_nobody_out_of_a_run_that_lives(tmp_path: Path, capsys: Shown, monkeypatch: pytest.MonkeyPatch) -> None:
-    """L6: status, attach, logs, replay, stop and what only reads.  The controls: it cannot be trained by such a file, and a name of nobody
-    is missed.
+def test_l6_a_changed_job_file_locks_nobody_out_of_a_run_that_lives(
+    tmp_path: Path, capsys: Shown, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """L6: status, attach, logs, replay, stop and what only reads.  The controls: it cannot be trained by such
+    a file, and a name of nobody is missed.
     """
     monkeypatch.chdir(tmp_path)
-    job = toy_job(tmp_path / "bucket", name="mine", on_driver_exit="detach", deadlines={"lease_s": 60, "grow_debounce_s": 30}, **ENDLESS)
+    job = toy_job(
+        tmp_path / "bucket",
+        name="mine",
+        on_driver_exit="detach",
+        deadlines={"lease_s": 60, "grow_debounce_s": 30},
+        **ENDLESS,
+    )
     other = other_file(tmp_path, job)
     start(Run.open(job), preflight(job).build, uuid.uuid4().hex, 0)
     until(lambda: Run.find(job).newest() is not None)
@@ -104,7 +120,10 @@ def test_l6_a_changed_job_file_locks_nobody_out_of_a_run_that_lives(tmp_path: Pa
     assert re.match(r"mine-\d+-\w+: Running, step \d+ of 10000, generation 1, ", capsys.readouterr().out)
     assert main(["logs", other, "w1"]) == 0
     assert "w1: joined" in capsys.readouterr().out
-    assert main(["logs", other, "w1", "--name", "nobodys"]) == 1 and "no run 'nobodys'" in capsys.readouterr().out, "the control"
+    assert (
+        main(["logs", other, "w1", "--name", "nobodys"]) == 1
+        and "no run 'nobodys'" in capsys.readouterr().out
+    ), "the control"
     for words in ([], ["--check"]):
         assert main(["replay", other, *words]) == 0
         assert ("form generation 1 of " if not words else "decides 0 otherwise") in capsys.readouterr().out
@@ -120,8 +139,12 @@ def test_l6_a_changed_job_file_locks_nobody_out_of_a_run_that_lives(tmp_path: Pa
 
 
 @pytest.mark.full
-def test_l6_also_of_a_run_that_another_process_trains_alone(tmp_path: Path, capsys: Shown, monkeypatch: pytest.MonkeyPatch) -> None:
-    """L6: with ``--local`` there is nobody to ask, so status, attach and stop name the process; Ctrl-C there stops it."""
+def test_l6_also_of_a_run_that_another_process_trains_alone(
+    tmp_path: Path, capsys: Shown, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """L6: with ``--local`` there is nobody to ask, so status, attach and stop name the process; Ctrl-C there
+    stops it.
+    """
     monkeypatch.chdir(tmp_path)
     job = toy_job(tmp_path / "bucket", name="alone", **ENDLESS)
     (tmp_path / "job.toml").write_text(to_toml(job))
@@ -139,7 +162,10 @@ def _check_of_a_process(trains: Command, job: Job, other: str, folder: Path, cap
     check_what_only_reads(other, "alone", folder, capsys)
     for words, code in ((["status", "--once"], 0), (["attach"], 2), (["stop"], 2)):
         assert main([*words, other]) == code
-        assert f"alone is trained by process {trains.process.pid} of this machine (--local); Ctrl-C there" in capsys.readouterr().out
+        assert (
+            f"alone is trained by process {trains.process.pid} of this machine (--local); Ctrl-C there"
+            in capsys.readouterr().out
+        )
     for command, said in (("replay", "there is no journal of alone"), ("logs", "no logs in")):
         assert main([command, other]) == 1
         assert said in capsys.readouterr().out

@@ -1,4 +1,6 @@
-"""H3: a run straight from ``s3://``, on a real server, with the endpoint and the credentials of the node and of nothing else."""
+"""H3: a run straight from ``s3://``, on a real server, with the endpoint and the credentials of the node and
+of nothing else.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +34,13 @@ STEPS, SAVE_EVERY, DOWN_AT, STEPS_WITHOUT, GATE = 16, 3, 5, 5, 14
 SAMPLES = 16 * STEPS
 
 
-def job_of(bucket: str | Path, name: str, args: Mapping[str, Any] = MappingProxyType({}), **changes: Any) -> Job:
+def job_of(
+    bucket: str | Path, name: str, args: Mapping[str, Any] = MappingProxyType({}), **changes: Any
+) -> Job:
     data = {"dataset": "tests.support.toys:Sums", "args": {"samples": SAMPLES, **args}}
-    return toy_job(bucket, name=name, steps=STEPS, data=data, checkpoint={"save_every": SAVE_EVERY}, **LIGHT | changes)
+    return toy_job(
+        bucket, name=name, steps=STEPS, data=data, checkpoint={"save_every": SAVE_EVERY}, **LIGHT | changes
+    )
 
 
 @pytest.fixture
@@ -53,7 +59,8 @@ def reference(tmp_path: Path) -> Any:
 
 
 class Outage:
-    """Kills every server of the store by SIGKILL, lets the run take ``STEPS_WITHOUT`` steps, starts the servers again, and stops the run.
+    """Kills every server of the store by SIGKILL, lets the run take ``STEPS_WITHOUT`` steps, starts the
+    servers again, and stops the run.
 
     It opens the gate only then, so that the run does not end before.
     """
@@ -81,9 +88,11 @@ class Outage:
 
 
 @pytest.mark.must_run_in_ci
-def test_killed_stopped_and_resumed_from_s3(tmp_path: Path, swift: Swift, bucket: str, reference: Any) -> None:
-    """H3, R11: one of two replicas is SIGKILLed while it saves to the bucket; the store itself is killed, and training goes on without;
-    the run is stopped, and resumed straight from ``s3://``: the same bits.
+def test_killed_stopped_and_resumed_from_s3(
+    tmp_path: Path, swift: Swift, bucket: str, reference: Any
+) -> None:
+    """H3, R11: one of two replicas is SIGKILLed while it saves to the bucket; the store itself is killed, and
+    training goes on without; the run is stopped, and resumed straight from ``s3://``: the same bits.
     """
     gated = Cursor(SAMPLES, 16, 0, "permutation").microbatch_ids(GATE, 0, 4)[0]
     args = {"read_s": 0.02, "gates": {str(gated): str(tmp_path / "gate")}}
@@ -99,9 +108,13 @@ def test_killed_stopped_and_resumed_from_s3(tmp_path: Path, swift: Swift, bucket
     assert DOWN_AT + STEPS_WITHOUT <= stopped_at < STEPS
     assert job.bucket.startswith("s3://") and SECRET not in job.to_json()
     # 1: the fault happened, inside the run, as the kernel reports it; 4: the survivor is the same process
-    (killed,) = [seen for seen in first.witness.killed() if seen.final["generation"] < first.witness.generation]
+    (killed,) = [
+        seen for seen in first.witness.killed() if seen.final["generation"] < first.witness.generation
+    ]
     assert 0 < killed.final["step"] < DOWN_AT
-    (survivor,) = [seen for seen in first.witness.seen.values() if seen.worker in ("w1", "w2") and seen is not killed]
+    (survivor,) = [
+        seen for seen in first.witness.seen.values() if seen.worker in ("w1", "w2") and seen is not killed
+    ]
     assert survivor.final["generation"] >= 2 and survivor.final["updates_applied"] == stopped_at
     # 5: whoever was healed was healed live; only the resumed run reads its state from the bucket
     assert first.witness.total("healed_bucket_bytes") == 0
@@ -126,11 +139,17 @@ def test_killed_stopped_and_resumed_from_s3(tmp_path: Path, swift: Swift, bucket
 
 @pytest.mark.full  # in tests/data shards are read from a real server, without a run
 def test_samples_come_from_token_shards_in_the_bucket(tmp_path: Path, bucket: str) -> None:
-    """Data by ranges from the real server, checkpoints to it, one of two replicas is killed: the bits are those of a local folder."""
+    """Data by ranges from the real server, checkpoints to it, one of two replicas is killed: the bits are
+    those of a local folder.
+    """
     texts = write_texts(tmp_path / "text", {"a.txt": "It was the best of times. " * 240})
     prepare(texts, str(tmp_path / "tokens"))
     prepare(texts, f"{bucket}/tokens")
-    common = {"model_args": {"vocab": 257, "dim": 16, "layers": 2, "heads": 2}, "steps": 24, "checkpoint": {"save_every": 6}}
+    common = {
+        "model_args": {"vocab": 257, "dim": 16, "layers": 2, "heads": 2},
+        "steps": 24,
+        "checkpoint": {"save_every": 6},
+    }
     later = {"deadlines": {"grow_debounce_s": 30}}  # the first world has both workers
 
     def reads(path: str | Path) -> dict[str, Any]:
@@ -138,7 +157,15 @@ def test_samples_come_from_token_shards_in_the_bucket(tmp_path: Path, bucket: st
 
     expected = alone(toy_job(tmp_path / "folder", name="local", data=reads(tmp_path / "tokens"), **common))
     fault, room = {"point": "backward", "step": 20, "world_rank": 1}, Room()
-    job = toy_job(bucket, name="tokens", data=reads(f"{bucket}/tokens"), faults=[fault], workers={"min": 1, "max": 2}, **later, **common)
+    job = toy_job(
+        bucket,
+        name="tokens",
+        data=reads(f"{bucket}/tokens"),
+        faults=[fault],
+        workers={"min": 1, "max": 2},
+        **later,
+        **common,
+    )
 
     def act(witness: Witness, view: View) -> bool:
         if len(view.workers) < 2:

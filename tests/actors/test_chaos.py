@@ -27,7 +27,11 @@ def test_an_average_of_the_weights_lives_through_a_kill(tmp_path: Path) -> None:
     """The hash is of all state, with the averages and the moments of groups of parameters."""
     optim = {"average": 0.9, "groups": [{"names": ["*norm*"], "lr_scale": 2.0, "weight_decay": 0.1}]}
     faults = [{"point": "backward", "step": STEPS // 2, "world_rank": 1}]
-    run = trial(toy_job(tmp_path, name="averaged", steps=STEPS, optim=optim, workers={"min": 1, "max": 2}, faults=faults))
+    run = trial(
+        toy_job(
+            tmp_path, name="averaged", steps=STEPS, optim=optim, workers={"min": 1, "max": 2}, faults=faults
+        )
+    )
     expected = alone(toy_job(tmp_path / "local", name="local", steps=STEPS, optim=optim))
     assert run.witness.generation > 1, "the kill"
     assert (run.hash, run.losses) == (expected.hash, expected.losses)

@@ -1,4 +1,6 @@
-"""The commands: what they print, and their exit codes.  What cannot work is said in one sentence before anything starts."""
+"""The commands: what they print, and their exit codes.  What cannot work is said in one sentence before
+anything starts.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ UNUSED = "workers.min = 2, parallel.dp_shard = 2, parallel.use = 'fit' have"
 
 def written(folder: Path, name: str = "toy", **changes: object) -> str:
     """Writes a job file and returns its path."""
-    job: Job = toy_job(folder / "bucket", name=name, **{"steps": 4, "checkpoint": {"save_every": 2}, **LIGHT, **changes})
+    job: Job = toy_job(
+        folder / "bucket", name=name, **{"steps": 4, "checkpoint": {"save_every": 2}, **LIGHT, **changes}
+    )
     path = folder / f"{name}.toml"
     path.write_text(to_toml(job))
     return str(path)
@@ -57,12 +61,16 @@ def test_train_and_checkpoints(tmp_path: Path, capsys: Shown, monkeypatch: pytes
     job = written(tmp_path)
     assert main(["train", job, "--local"]) == 0
     shown, beside = capsys.readouterr()
-    assert beside.splitlines() == ["checking the job: loading PyTorch, building the model, trying the data and the bucket"]
+    assert beside.splitlines() == [
+        "checking the job: loading PyTorch, building the model, trying the data and the bucket"
+    ]
     assert re.findall(r"step +(\d+)/4  loss \d\.\d{4}", shown) == ["1", "2", "3", "4"]
     assert "Finished at step 4 of 4" in shown
     assert main(["train", job, "--local", "-q"]) == 0, "once more: it is finished already"
     shown, beside = capsys.readouterr()
-    assert not re.findall(r"step +\d+/4  loss", shown) and beside == "", "the control: it was asked to be quiet"
+    assert not re.findall(r"step +\d+/4  loss", shown) and beside == "", (
+        "the control: it was asked to be quiet"
+    )
 
     assert main(["checkpoint", "ls", job]) == 0
     table = capsys.readouterr().out
@@ -77,21 +85,34 @@ def test_train_and_checkpoints(tmp_path: Path, capsys: Shown, monkeypatch: pytes
     assert state_hash(files[0]) != state_hash(files[1])
     for to in (job, f"{job}/below"):
         assert main(["checkpoint", "export", job, "--to", to]) == 1
-        assert re.fullmatch(rf"elastic: --to = '{to}' is not a folder that can be written: .*; name a new folder", sentence(capsys))
+        assert re.fullmatch(
+            (
+                rf"elastic: --to = '{to}' is not a folder that can be written: .*; name a new "
+                r"folder"
+            ),
+            sentence(capsys),
+        )
     assert main(["checkpoint", "export", job, "--to", str(tmp_path / "4")]) == 1, "nothing is overwritten"
-    again = rf"elastic: --to = '{tmp_path}/4' has model.safetensors and optimizer.safetensors already, perhaps of another step; name a new"
+    again = (
+        rf"elastic: --to = '{tmp_path}/4' has model.safetensors and optimizer.safetensors already, "
+        r"perhaps of another step; name a new"
+    )
     assert re.match(again, sentence(capsys))
     assert main(["checkpoint", "verify", job, "--step", "3"]) == 1
 
 
-def test_a_file_gets_the_line_of_every_so_many_steps(tmp_path: Path, capsys: Shown, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_gets_the_line_of_every_so_many_steps(
+    tmp_path: Path, capsys: Shown, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The last step has one, too; the control above has one of every step."""
     monkeypatch.chdir(tmp_path)
     assert main(["train", written(tmp_path), "--local", "--log-every", "3"]) == 0
     assert re.findall(r"step +(\d+)/4  loss \d\.\d{4}", capsys.readouterr().out) == ["3", "4"]
 
 
-@pytest.mark.parametrize(("settings", "said"), [([], ""), (["--workers.min", "2"], "workers.min = 2 has"), (SHARDED, UNUSED)])
+@pytest.mark.parametrize(
+    ("settings", "said"), [([], ""), (["--workers.min", "2"], "workers.min = 2 has"), (SHARDED, UNUSED)]
+)
 def test_local_says_what_it_does_not_use_and_how_it_goes_on(
     tmp_path: Path, capsys: Shown, monkeypatch: pytest.MonkeyPatch, settings: list[str], said: str
 ) -> None:
@@ -113,7 +134,9 @@ def test_local_says_what_it_does_not_use_and_how_it_goes_on(
         [f"--local trains with one worker: {said} no effect"] if said else []
     )
     typed = " ".join([job, *settings])
-    assert shown.splitlines()[-1] == f"`elastic train {typed} --local` goes on from the newest good checkpoint"
+    assert shown.splitlines()[-1] == (
+        f"`elastic train {typed} --local` goes on from the newest good checkpoint"
+    )
 
 
 def test_simulate(capsys: Shown) -> None:
@@ -138,12 +161,27 @@ def test_a_cluster_that_does_not_start_is_said_in_a_sentence(tmp_path: Path) -> 
     command = Command(tmp_path, "train", written(tmp_path), warm=True, RAY_TMPDIR=f"/tmp/{'far' * 40}")
     assert command.wait() == 2
     (begins, line) = [line for line in command.text.splitlines() if "Ray cluster" in line]
-    assert begins.endswith(" a Ray cluster starts on this machine, in 5 to 20 s"), "nothing else is printed for so long"
-    assert "a local Ray cluster did not start (" in line and "AF_UNIX path" in line and "Traceback" not in command.text
+    assert begins.endswith(" a Ray cluster starts on this machine, in 5 to 20 s"), (
+        "nothing else is printed for so long"
+    )
+    assert (
+        "a local Ray cluster did not start (" in line
+        and "AF_UNIX path" in line
+        and "Traceback" not in command.text
+    )
 
 
 OF_A_RUN = (
-    *(["status", "--once"], ["attach"], ["stop"], ["logs"], ["replay"], ["replay", "--check"], ["metrics"], ["report"]),
+    *(
+        ["status", "--once"],
+        ["attach"],
+        ["stop"],
+        ["logs"],
+        ["replay"],
+        ["replay", "--check"],
+        ["metrics"],
+        ["report"],
+    ),
     *(["chaos"], ["checkpoint", "ls"], ["checkpoint", "verify"], ["checkpoint", "export", "--to", "there"]),
 )
 
@@ -152,7 +190,9 @@ OF_A_RUN = (
 def test_a_command_of_a_run_says_that_there_is_none(
     tmp_path: Path, capsys: Shown, monkeypatch: pytest.MonkeyPatch, command: list[str]
 ) -> None:
-    """The bucket has another run, as if the name in the job file had a mistake.  The control is that run: it is not missed."""
+    """The bucket has another run, as if the name in the job file had a mistake.  The control is that run: it
+    is not missed.
+    """
     monkeypatch.chdir(tmp_path)
     Run.open(toy_job(tmp_path / "bucket"))
     assert main([*command, written(tmp_path, "toi")]) == 1
@@ -167,8 +207,20 @@ def test_a_command_of_a_run_says_that_there_is_none(
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ('{"continues":7}\n{"n":12}\n', "goes on where another file of the journal ends: the snapshot before it begins 000000000007.jsonl"),
-        ('"""A module."""\n', "is not a file of a journal; name a job file, or a file of a journal that begins with a snapshot"),
+        (
+            '{"continues":7}\n{"n":12}\n',
+            (
+                "goes on where another file of the journal ends: the snapshot "
+                "before it begins 000000000007.jsonl"
+            ),
+        ),
+        (
+            '"""A module."""\n',
+            (
+                "is not a file of a journal; name a job file, or a file of a journal that "
+                "begins with a snapshot"
+            ),
+        ),
         ("{}\n", "is not a file of a journal; "),
         ("", "is not a file of a journal; "),
     ],
@@ -185,10 +237,14 @@ def test_replay_of_a_file_that_it_cannot_tell_of(tmp_path: Path, capsys: Shown, 
 def test_replay_names_the_file_with_a_damaged_line(tmp_path: Path, capsys: Shown) -> None:
     (tmp_path / "one.jsonl").write_text('{"run":{}}\n{"n":0}\nno JSON\n')
     assert main(["replay", f"{tmp_path}/one.jsonl"]) == 1
-    assert sentence(capsys).startswith(f"elastic: {tmp_path}/one.jsonl, line 3 is damaged: expected a snapshot, or a record after one")
+    assert sentence(capsys).startswith(
+        f"elastic: {tmp_path}/one.jsonl, line 3 is damaged: expected a snapshot, or a record after one"
+    )
 
 
-def test_a_run_that_is_over_is_attached_to_with_the_code_of_its_end(tmp_path: Path, capsys: Shown, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_is_over_is_attached_to_with_the_code_of_its_end(
+    tmp_path: Path, capsys: Shown, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     job = written(tmp_path)
     assert main(["train", job, "--local"]) == 0
@@ -199,7 +255,9 @@ def test_a_run_that_is_over_is_attached_to_with_the_code_of_its_end(tmp_path: Pa
     assert main(["chaos", job]) == 2, "there is nobody to strike"
 
 
-def test_every_command_takes_the_jobs_settings(tmp_path: Path, capsys: Shown, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_command_takes_the_jobs_settings(
+    tmp_path: Path, capsys: Shown, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     job, other = written(tmp_path), ["--name", "b"]
     assert main(["train", job, "--local", *other]) == 0
@@ -208,14 +266,22 @@ def test_every_command_takes_the_jobs_settings(tmp_path: Path, capsys: Shown, mo
     assert sentence(capsys).startswith("b is not running; newest good checkpoint: step 4")
     assert main(["status", job, "--once"]) == 1
     assert "there is no run 'toy'" in sentence(capsys), "the control"
-    assert main(["attach", job, *other]) == main(["stop", job, "--name=b"]) == main(["clean", job, *other]) == 0
-    assert main(["checkpoint", "ls", job, *other]) == main(["checkpoint", "verify", job, *other, "--step", "2"]) == 0
+    assert (
+        main(["attach", job, *other]) == main(["stop", job, "--name=b"]) == main(["clean", job, *other]) == 0
+    )
+    assert (
+        main(["checkpoint", "ls", job, *other])
+        == main(["checkpoint", "verify", job, *other, "--step", "2"])
+        == 0
+    )
     capsys.readouterr()
     assert main(["checkpoint", "verify", job, *other, "--step", "3"]) == 1
     assert "no good checkpoint at step 3" in sentence(capsys)
     for workers in ((), ("w1",)):
         assert main(["logs", job, *workers, *other]) == 1
-        assert sentence(capsys) == "elastic: b runs with --local, which keeps no logs: its process prints where it was started"
+        assert sentence(capsys) == (
+            "elastic: b runs with --local, which keeps no logs: its process prints where it was started"
+        )
     assert main(["replay", job, *other]) == 1
     assert "no journal of b" in sentence(capsys)
     assert main(["status", job, "--onse"]) == 1
@@ -235,14 +301,25 @@ def test_an_option_of_a_setting_takes_no_word_that_is_not_its_own(tmp_path: Path
         assert main(["logs", *line]) == 1
         assert sentence(capsys).startswith("no logs of w1, w2 in")
     assert main(["stop", job, *option, "w1"]) == 1
-    assert sentence(capsys) == "elastic: command line: 'w1' is no option; write '--section.option value', say '--workers.max 3'"
+    assert sentence(capsys) == (
+        "elastic: command line: 'w1' is no option; write '--section.option value', say '--workers.max 3'"
+    )
 
 
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("stop JOB --address X", "'elastic stop' has no option '--address', unlike 'elastic train'; leave it out"),
-        ("train JOB --dry-run", "'elastic train' has no option '--dry-run'; `elastic estimate JOB` checks a job and starts nothing"),
+        (
+            "stop JOB --address X",
+            ("'elastic stop' has no option '--address', unlike 'elastic train'; leave it out"),
+        ),
+        (
+            "train JOB --dry-run",
+            (
+                "'elastic train' has no option '--dry-run'; `elastic estimate JOB` checks a "
+                "job and starts nothing"
+            ),
+        ),
         ("clean JOB --once", "'elastic clean' has no option '--once', unlike 'elastic status'; leave it out"),
         ("status JOB --onse", "unknown setting '--onse'; did you mean '--once'?"),
         ("train --locla JOB", "unknown setting '--locla'; did you mean '--local'?"),
@@ -258,9 +335,12 @@ def test_an_option_that_a_command_does_not_have(tmp_path: Path, capsys: Shown, l
     assert sentence(capsys) == f"elastic: command line: {said.replace('JOB', job)}"
 
 
-def test_a_command_in_a_sentence_can_be_pasted_as_it_is(tmp_path: Path, capsys: Shown, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It names the job file, and the settings of the line, as the sentence was about the run that they name.  The controls: a command
-    that takes no job file, one that has it, and a sentence that no command of a job says.
+def test_a_command_in_a_sentence_can_be_pasted_as_it_is(
+    tmp_path: Path, capsys: Shown, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It names the job file, and the settings of the line, as the sentence was about the run that they name.
+    The controls: a command that takes no job file, one that has it, and a sentence that no command of a job
+    says.
     """
     monkeypatch.chdir(tmp_path)
     written(tmp_path, steps=6)
@@ -272,19 +352,28 @@ def test_a_command_in_a_sentence_can_be_pasted_as_it_is(tmp_path: Path, capsys: 
     monkeypatch.setattr(console, "job", "toy.toml --seed 1")
     for hint, whole in {
         "`elastic owed --pay`": "`elastic owed toy.toml --seed 1 --pay`",
-        "`elastic checkpoint gc --checkpoint.keep-last 4`": "`elastic checkpoint gc toy.toml --seed 1 --checkpoint.keep-last 4`",
+        "`elastic checkpoint gc --checkpoint.keep-last 4`": (
+            "`elastic checkpoint gc toy.toml --seed 1 --checkpoint.keep-last 4`"
+        ),
         "`elastic train --help`, `elastic stop other.toml`, `elastic data prepare A B`": "",
         "`elastic settings`": "",
     }.items():
         assert console.pasteable(f"so: {hint}.") == f"so: {whole or hint}."
 
 
-def test_the_job_in_a_command_of_a_sentence_is_the_file_of_the_line(tmp_path: Path, capsys: Shown, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is no other word that ends like one, and a shell reads its spaces, also where the rest of the line cannot be read."""
+def test_the_job_in_a_command_of_a_sentence_is_the_file_of_the_line(
+    tmp_path: Path, capsys: Shown, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is no other word that ends like one, and a shell reads its spaces, also where the rest of the line
+    cannot be read.
+    """
     monkeypatch.chdir(tmp_path)
     Path(written(tmp_path)).rename("my toy.toml")
     said = "`elastic train 'my toy.toml' --data.args.path other.toml`"
-    for line, hint in (("checkpoint ls --data.args.path other.toml", said), ("status --dry-run", "`elastic estimate 'my toy.toml'`")):
+    for line, hint in (
+        ("checkpoint ls --data.args.path other.toml", said),
+        ("status --dry-run", "`elastic estimate 'my toy.toml'`"),
+    ):
         assert main([*line.split(), "my toy.toml"]) == 1 and hint in sentence(capsys)
 
 
@@ -296,7 +385,19 @@ def test_settings_prints_the_page_of_the_guide(capsys: Shown) -> None:
 @pytest.mark.parametrize(
     "command",
     [
-        *("", "train", "settings", "status", "attach", "stop", "clean", "logs", "replay", "metrics", "report"),
+        *(
+            "",
+            "train",
+            "settings",
+            "status",
+            "attach",
+            "stop",
+            "clean",
+            "logs",
+            "replay",
+            "metrics",
+            "report",
+        ),
         *("chaos", "simulate", "data", "checkpoint"),
     ],
 )
@@ -354,8 +455,19 @@ def plain_count(model: Any, batch: Any) -> Any:
         ("mean", "returned a tensor of shape []; it must return (sum, count): two scalars", False),
         ("unreduced", "returned (a tensor of shape [2], int 2); it must return (sum, count)", False),
         ("no_count", "returned (a tensor of shape [], NoneType None); it must return (sum, count)", False),
-        ("in_a_table", "returned dict with the keys 'loss', 'count'; it must return (sum, count): two scalars", False),
-        ("misnamed", "failed with KeyError: 'z' (in FILE, line LINE); it gets the model and a batch of ['tokens'], and it must", True),
+        (
+            "in_a_table",
+            ("returned dict with the keys 'loss', 'count'; it must return (sum, count): two scalars"),
+            False,
+        ),
+        (
+            "misnamed",
+            (
+                "failed with KeyError: 'z' (in FILE, line LINE); it gets the model and a batch of "
+                "['tokens'], and it must"
+            ),
+            True,
+        ),
         ("Path", "names a class; name a function: loss(model, batch) returns (sum, count)", False),
         ("ROWS", "names a int; name a function", False),
     ],
@@ -382,18 +494,46 @@ def test_a_loss_may_count_with_a_number(tmp_path: Path, monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("bucket", "said"),
     [
-        ("afile", "is not a folder that this user can write (FOLDER/afile: Not a directory); name one that is, or a URL such as s3:"),
-        ("afile/below", "is not a folder that this user can write (FOLDER/afile: Not a directory); name one that is, or a URL"),
-        ("/proc/nope", "is not a folder that this user can write (/proc: No such file or directory); name one that is, or a URL"),
-        ("gs://x/y", "needs a package: Please install gcsfs to access Google Storage; install it on every node, or name another bucket"),
+        (
+            "afile",
+            (
+                "is not a folder that this user can write (FOLDER/afile: Not a directory); name one that "
+                "is, or a URL such as s3:"
+            ),
+        ),
+        (
+            "afile/below",
+            (
+                "is not a folder that this user can write (FOLDER/afile: Not a directory); name one "
+                "that is, or a URL"
+            ),
+        ),
+        (
+            "/proc/nope",
+            (
+                "is not a folder that this user can write (/proc: No such file or directory); name "
+                "one that is, or a URL"
+            ),
+        ),
+        (
+            "gs://x/y",
+            (
+                "needs a package: Please install gcsfs to access Google Storage; install it on every "
+                "node, or name another bucket"
+            ),
+        ),
     ],
 )
-def test_a_bucket_that_cannot_be_written(tmp_path: Path, capsys: Shown, monkeypatch: pytest.MonkeyPatch, bucket: str, said: str) -> None:
+def test_a_bucket_that_cannot_be_written(
+    tmp_path: Path, capsys: Shown, monkeypatch: pytest.MonkeyPatch, bucket: str, said: str
+) -> None:
     monkeypatch.chdir(tmp_path)
     Path("afile").touch()
     assert main(["train", written(tmp_path), "--local", "--bucket", bucket]) == 1
     named = bucket if bucket[0] == "/" or ":" in bucket else f"{tmp_path}/{bucket}"
-    assert sentence(capsys).startswith(f"elastic: command line: bucket = {named!r} {said.replace('FOLDER', str(tmp_path))}")
+    assert sentence(capsys).startswith(
+        f"elastic: command line: bucket = {named!r} {said.replace('FOLDER', str(tmp_path))}"
+    )
 
 
 def test_another_jobs_bucket(tmp_path: Path, capsys: Shown, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -405,12 +545,16 @@ def test_another_jobs_bucket(tmp_path: Path, capsys: Shown, monkeypatch: pytest.
     refused = sentence(capsys)
     assert "seed = 0 there and 7 here" in refused and "optim.lr = 0.01 there and 0.5 here" in refused
     assert "workers" not in refused
-    assert main(["checkpoint", "ls", written(tmp_path, seed=7)]) == 0, "who only reads may name other settings"
+    assert main(["checkpoint", "ls", written(tmp_path, seed=7)]) == 0, (
+        "who only reads may name other settings"
+    )
     assert main(["status", written(tmp_path, seed=7), "--once"]) == 0
     assert "newest good checkpoint: step" in capsys.readouterr().out
 
 
-def test_an_address_at_which_nobody_answers_is_said_at_once(tmp_path: Path, capsys: Shown, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_address_at_which_nobody_answers_is_said_at_once(
+    tmp_path: Path, capsys: Shown, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Ray would try for minutes, with warnings of its own."""
     monkeypatch.setattr(cluster.ray, "is_initialized", lambda: False)
     monkeypatch.setattr(cluster.ray, "init", lambda **_: pytest.fail("it asks Ray"))
@@ -419,7 +563,9 @@ def test_an_address_at_which_nobody_answers_is_said_at_once(tmp_path: Path, caps
         nobody.bind(("127.0.0.1", 0))
         address = "{}:{}".format(*nobody.getsockname())
         assert main(["train", written(tmp_path), "--address", address]) == 2
-    assert sentence(capsys) == f"elastic: no Ray cluster answers at {address}; correct --address, or leave it out"
+    assert sentence(capsys) == (
+        f"elastic: no Ray cluster answers at {address}; correct --address, or leave it out"
+    )
 
 
 def mistaken(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -435,7 +581,9 @@ def mistaken_later(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> An
 def test_a_mistake_in_the_users_code_ends_a_local_run_with_a_sentence(
     tmp_path: Path, capsys: Shown, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first microbatch is tried before the first step.  If only a later one fails, the traceback of the user's code comes first."""
+    """The first microbatch is tried before the first step.  If only a later one fails, the traceback of the
+    user's code comes first.
+    """
     monkeypatch.chdir(tmp_path)
     assert main(["train", written(tmp_path, loss="tests.actors.test_cli:mistaken"), "--local"]) == 1
     assert "failed with ValueError: a mistake of my own (in " in capsys.readouterr().out
@@ -468,12 +616,17 @@ def test_no_free_cpu(tmp_path: Path, capsys: Shown, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(cluster, "ROOM_S", 0.5)
     assert main(["train", written(tmp_path)]) == 2
     assert not (tmp_path / "bucket").exists(), "no run was begun"
-    room = r"workers.min = 1, but the cluster has room for 0 \(each needs 1 CPU; node \w{8} \(\S+, \S+\): 0 of \d+ CPUs free\): "
+    room = (
+        r"workers.min = 1, but the cluster has room for 0 \(each needs 1 CPU; node \w{8} \(\S+, \S+\): 0 "
+        r"of \d+ CPUs free\): "
+    )
     assert re.search(room, sentence(capsys))
     assert_no_actor_left("toy")
 
 
-def test_room_that_another_job_has_just_left_is_waited_for(full_cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_room_that_another_job_has_just_left_is_waited_for(
+    full_cluster: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Ray's head hears of it a moment later: a run that began at once was refused, with all CPUs free."""
     monkeypatch.setattr(cluster, "ROOM_S", PATIENCE_S)  # the head of a busy machine hears of it later
     timer = threading.Timer(1.0, ray.kill, [full_cluster])

@@ -1,4 +1,5 @@
-"""R4, N13: a worker on a node that never compiled the job gets the code from another node's keeper, and compiles nothing.
+"""R4, N13: a worker on a node that never compiled the job gets the code from another node's keeper, and
+compiles nothing.
 
 Both nodes are real and have folders of their own for compiled code.  The head has no room for workers.
 """
@@ -31,7 +32,15 @@ def job_of(folder: Path) -> Job:
     workers, deadlines = {"min": 1, "max": 2, "cpus": 5}, {"grow_debounce_s": 0.2}
     gates = {"dataset": "tests.support.toys:Paced", "args": {"calm": str(folder / "calm"), "pace_s": 0.1}}
     (folder / "bucket").mkdir()
-    return toy_job(folder / "bucket", compile=True, steps=200, model_args=MODEL, data=gates, workers=workers, deadlines=deadlines)
+    return toy_job(
+        folder / "bucket",
+        compile=True,
+        steps=200,
+        model_args=MODEL,
+        data=gates,
+        workers=workers,
+        deadlines=deadlines,
+    )
 
 
 class Latecomer:
@@ -52,7 +61,8 @@ class Latecomer:
 
 
 def grown(folder: Path, **second: Path) -> tuple[Trial, list[str]]:
-    """Runs a job that begins on one node and grows onto another one, on which the file ``cpuinfo`` stands for the true one if it is given.
+    """Runs a job that begins on one node and grows onto another one, on which the file ``cpuinfo`` stands for
+    the true one if it is given.
 
     Returns the run and the logs of its workers, in their order.
     """
@@ -62,7 +72,9 @@ def grown(folder: Path, **second: Path) -> tuple[Trial, list[str]]:
     for home in homes:
         home.mkdir()
     first, then = (Node(f"n{number}", 5, instead={root: home}) for number, home in enumerate(homes))
-    then = Node(then.name, then.cpus, instead={**then.instead, **({CPU: second["cpuinfo"]} if second else {})})
+    then = Node(
+        then.name, then.cpus, instead={**then.instead, **({CPU: second["cpuinfo"]} if second else {})}
+    )
     with ExitStack() as stack:
         room.take(ray.cluster_resources()["CPU"])
         stack.callback(room.close)
@@ -81,13 +93,17 @@ def compiled(log: str) -> tuple[int, int]:
 
 @pytest.mark.full
 def test_a_worker_on_a_new_node_compiles_nothing(tmp_path: Path) -> None:
-    """R4, N13: the first worker compiles; the second one, on another node, has its code before it compiles anything."""
+    """R4, N13: the first worker compiles; the second one, on another node, has its code before it compiles
+    anything.
+    """
     chaos, (first, second) = grown(tmp_path)
     assert chaos.result.state == "Finished" and compiled(first)[0] > 0 and not CAME.search(first)
     assert CAME.search(second) and compiled(second) == (0, sum(compiled(first))), second
     objects = [{path.name for path in (tmp_path / f"home{number}").rglob("*.so")} for number in range(2)]
     assert objects[0] and objects[0] == objects[1], "the C++ compiler made nothing, either"
-    assert not [key for key in ObjectStore.open(chaos.job.bucket).list("") if key.endswith((".so", ".cpp"))], "nothing is in the bucket"
+    assert not [
+        key for key in ObjectStore.open(chaos.job.bucket).list("") if key.endswith((".so", ".cpp"))
+    ], "nothing is in the bucket"
 
 
 @pytest.mark.full

@@ -33,32 +33,51 @@ def reached(name: str, step: int) -> bool:
 
 
 def check_that_who_trains_it_attaches(folder: Path, job: Job, note: str) -> None:
-    """Checks that a command of another process finds ``job``.  The control: a run of that name in another bucket is another run."""
+    """Checks that a command of another process finds ``job``.  The control: a run of that name in another
+    bucket is another run.
+    """
     first = Command(folder, "train", file_of(folder, job), warm=True)
     try:
         first.until(lambda: "attached to" in first.text or "a Ray cluster starts" in first.text)
-        assert f"attached to {job.name}, which runs on this cluster already" in first.text and note in first.text, first.text
+        assert (
+            f"attached to {job.name}, which runs on this cluster already" in first.text and note in first.text
+        ), first.text
         first.interrupt()
-        assert first.wait() == 3 and "this command leaves, the run goes on" in " ".join(first.text.split()), first.text
+        assert first.wait() == 3 and "this command leaves, the run goes on" in " ".join(first.text.split()), (
+            first.text
+        )
     finally:
         if first.process.poll() is None:
             first.kill_everything()
     alone = Command(folder, "train", file_of(folder, job), "--local", warm=True)
-    assert alone.wait() == 1 and "this run lives on the cluster at" in " ".join(alone.text.split()), alone.text
-    assert main(["train", file_of(folder, job.replace(bucket=str(folder / "third"), steps=2)), "--local"]) == 0
+    assert alone.wait() == 1 and "this run lives on the cluster at" in " ".join(alone.text.split()), (
+        alone.text
+    )
+    assert (
+        main(["train", file_of(folder, job.replace(bucket=str(folder / "third"), steps=2)), "--local"]) == 0
+    )
 
 
-def test_a_run_whose_folder_is_deleted_is_found_and_stopped_with_a_save(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It saves nothing before it is stopped.  The controls: a run of another name, and one of that name in another bucket, are no runs.
+def test_a_run_whose_folder_is_deleted_is_found_and_stopped_with_a_save(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It saves nothing before it is stopped.  The controls: a run of another name, and one of that name in
+    another bucket, are no runs.
 
     A command of another process, which knows no cluster, finds it too.
     """
     name = f"deleted-{uuid.uuid4().hex[:6]}"
     data = {"dataset": "tests.support.toys:Sums", "args": {"read_s": 0.1}}
-    settings = LIGHT | {"steps": 10_000, "data": data, "checkpoint": {"save_every": 10_000}, "workers": {"max": 1}}
+    settings = LIGHT | {
+        "steps": 10_000,
+        "data": data,
+        "checkpoint": {"save_every": 10_000},
+        "workers": {"max": 1},
+    }
     job = toy_job(tmp_path / "bucket", name=name, on_driver_exit="detach", **settings)
     file, other, elsewhere = (
-        file_of(tmp_path, each) for each in (job, job.replace(name=f"{name}-2"), job.replace(bucket=str(tmp_path / "elsewhere")))
+        file_of(tmp_path, each)
+        for each in (job, job.replace(name=f"{name}-2"), job.replace(bucket=str(tmp_path / "elsewhere")))
     )
     start(Run.open(job), preflight(job).build, uuid.uuid4().hex, 0)
     until(lambda: reached(name, 3) and [*(tmp_path / "bucket" / name).rglob("journal/**/*.gz")])
@@ -71,12 +90,16 @@ def test_a_run_whose_folder_is_deleted_is_found_and_stopped_with_a_save(tmp_path
         return shown.out + shown.err
 
     asked = Command(tmp_path, "status", file, "--once", warm=True)
-    note = f"somebody has deleted {tmp_path}/bucket/{name}, or its job.json, but {name} lives on the cluster at"
+    note = (
+        f"somebody has deleted {tmp_path}/bucket/{name}, or its job.json, but {name} lives on the cluster at"
+    )
     assert asked.wait() == 0 and note in asked.text and ": Running, step" in asked.text, asked.text
     shown = told("status", file, "--once")
     assert note in shown and ": Running, step" in shown
     assert f"{name} lives (Running, step" in told("clean", file, code=2)
-    assert note in told("metrics", file) and note in (logs := told("logs", file, "w1")) and "w1: joined" in logs
+    assert (
+        note in told("metrics", file) and note in (logs := told("logs", file, "w1")) and "w1: joined" in logs
+    )
     for absent in (other, elsewhere):
         for words in (("status", absent, "--once"), ("stop", absent), ("metrics", absent), ("logs", absent)):
             assert "there is no run" in told(*words, code=1)
@@ -94,5 +117,7 @@ def test_a_run_whose_folder_is_deleted_is_found_and_stopped_with_a_save(tmp_path
     _, sentence = run.begins(run.latest_claim() + 1, 0.0)
     assert f"goes on from step {newest.step}" in sentence, "whoever trains it again goes on from there"
     steps = [json.loads(line)["step"] for line in told("metrics", file).splitlines()]
-    assert steps == [*range(newest.step + 1 - len(steps), newest.step + 1)], "only what was deleted before anybody read it is lost"
+    assert steps == [*range(newest.step + 1 - len(steps), newest.step + 1)], (
+        "only what was deleted before anybody read it is lost"
+    )
     assert "is not running; newest good checkpoint" in told("status", file), "and it is a run like another"

@@ -43,12 +43,16 @@ LEFT = 3
 def given_up(mistaken: list[WorkerId]) -> Story:
     """Two workers are given up by mistake, each when it is one of two; then the run is stopped.
 
-    The coordinator is told that the first one has ended.  Of the second one the counters are removed, as a node does that is told to clean
-    its shared memory, and another keeper looks for them.
+    The coordinator is told that the first one has ended.  Of the second one the counters are removed, as a
+    node does that is told to clean its shared memory, and another keeper looks for them.
     """
     while len(mistaken) < 2:
         _, view = yield from comes(
-            lambda witness, view: view.state == "Running" and len(view.workers) == 2 and view.workers.keys() <= witness.seen.keys()
+            lambda witness, view: (
+                view.state == "Running"
+                and len(view.workers) == 2
+                and view.workers.keys() <= witness.seen.keys()
+            )
         )
         worker = max(view.workers)
         if not mistaken:
@@ -62,19 +66,30 @@ def given_up(mistaken: list[WorkerId]) -> Story:
 
 
 def test_a_worker_that_the_run_has_given_up_leaves_by_itself(tmp_path: Path) -> None:
-    """R9: the coordinator takes a living worker for one that has ended, so it kills nobody.  The worker hears so when it asks for its
-    lease, and ends itself.  One that cannot be followed is killed by its keeper.
+    """R9: the coordinator takes a living worker for one that has ended, so it kills nobody.  The worker hears
+    so when it asks for its lease, and ends itself.  One that cannot be followed is killed by its keeper.
     """
     mistaken = list[WorkerId]()
-    deadlines = {"lease_s": 20, "grow_debounce_s": 0.5}  # the driver gives a new coordinator two leases to answer, and machines are loaded
+    # the driver gives a new coordinator two leases to answer, and machines are loaded
+    deadlines = {"lease_s": 20, "grow_debounce_s": 0.5}
     data = {"dataset": "tests.support.toys:Sums", "args": {"samples": 1_600_000, "read_s": 0.1}}
-    job = toy_job(tmp_path, name="given-up", steps=100_000, workers={"min": 1, "max": 2}, deadlines=deadlines, data=data, **LIGHT)
+    job = toy_job(
+        tmp_path,
+        name="given-up",
+        steps=100_000,
+        workers={"min": 1, "max": 2},
+        deadlines=deadlines,
+        data=data,
+        **LIGHT,
+    )
     chaos = trial(job, act_by(given_up(mistaken)), hash_it=False)
     assert chaos.result.state == "Stopped"
     told, unfollowed = (chaos.witness.seen[worker].ended for worker in mistaken)
     assert told is not None and told.exit_code == LEFT, "nobody killed it"
     assert unfollowed is not None and unfollowed.status is not None
-    for worker, words in zip(mistaken, ("the run goes on without this worker", "could not be followed"), strict=True):
+    for worker, words in zip(
+        mistaken, ("the run goes on without this worker", "could not be followed"), strict=True
+    ):
         (log,) = Path(job.bucket).glob(f"given-up/logs/*/{worker}.log")
         assert words in log.read_text()
     assert_nothing_left(chaos)
@@ -94,7 +109,9 @@ class Desk:
 
 
 class LoneWorker(Worker):
-    """A worker that does nothing but keep its lease.  It gives up a coordinator that does not answer only after two ``PATIENCE_S``."""
+    """A worker that does nothing but keep its lease.  It gives up a coordinator that does not answer only
+    after two ``PATIENCE_S``.
+    """
 
     def __init__(self, desk: Any, lease_s: float = LEASE_S) -> None:
         self.worker, self.coordinator, self.outbox = WorkerId("w1"), desk, Outbox(desk, lease_s)
@@ -106,7 +123,9 @@ class LoneWorker(Worker):
 
 
 class Called(Worker):
-    """A worker that is called, and then does nothing.  If the call is late, as on a busy machine, so is the look whether there was one."""
+    """A worker that is called, and then does nothing.  If the call is late, as on a busy machine, so is the
+    look whether there was one.
+    """
 
     def __init__(self, *made_for: Any) -> None:
         self.called, self.looked = threading.Event(), threading.Event()
@@ -128,8 +147,8 @@ class Called(Worker):
 
 
 def test_a_worker_that_nobody_calls_leaves_by_itself(tmp_path: Path) -> None:
-    """Its coordinator died between its start and the call, and the next one's order to kill it came before it was made.  The control: one
-    that was called stays.
+    """Its coordinator died between its start and the call, and the next one's order to kill it came before it
+    was made.  The control: one that was called stays.
     """
     desk = ray.remote(num_cpus=0)(Desk).remote()
     job = toy_job(tmp_path, name="unused", deadlines={"lease_s": 1, "fence_s": 1})
@@ -174,12 +193,18 @@ class OverAtOnce:
         self.logs.close()
 
 
-def test_the_log_of_a_worker_that_cannot_be_followed_is_stored_although_the_run_is_over_at_once(tmp_path: Path) -> None:
+def test_the_log_of_a_worker_that_cannot_be_followed_is_stored_although_the_run_is_over_at_once(
+    tmp_path: Path,
+) -> None:
     run, worker = f"unfollowed-0001-{os.getpid():06x}", WorkerId("w1")
     make_log_folder(run)
     log_file(run, worker).write_text("it began\n")
     one: Any = LoneKeeper.__new__(LoneKeeper)
-    one.run, one.workers, one.logs = run, {}, Logs(ObjectStore.open(str(tmp_path)), "unfollowed/logs", run, NodeId("n1"))
+    one.run, one.workers, one.logs = (
+        run,
+        {},
+        Logs(ObjectStore.open(str(tmp_path)), "unfollowed/logs", run, NodeId("n1")),
+    )
     one.coordinator = SimpleNamespace(post=OverAtOnce(one.logs))
     one._follow(worker, None)
     remove_logs(run)
@@ -189,8 +214,8 @@ def test_the_log_of_a_worker_that_cannot_be_followed_is_stored_although_the_run_
 
 
 class Beats:
-    """Stands in for the line to the coordinator, and for the event that ends the keeper after twenty ticks.  With ``prompt`` each beat is
-    answered by the next tick.
+    """Stands in for the line to the coordinator, and for the event that ends the keeper after twenty ticks.
+    With ``prompt`` each beat is answered by the next tick.
     """
 
     def __init__(self, answers: Any, prompt: bool) -> None:
@@ -218,7 +243,9 @@ class Answers:
 
 @pytest.mark.parametrize(("prompt", "beats"), [(True, 20), (False, 1)])
 def test_a_keeper_beats_at_each_tick_unless_its_last_beat_is_not_answered(prompt: bool, beats: int) -> None:
-    """A coordinator that does not keep up is given no more to do; one that does must hear of each node in time, or takes it for silent."""
+    """A coordinator that does not keep up is given no more to do; one that does must hear of each node in
+    time, or takes it for silent.
+    """
     answers = ray.remote(num_cpus=0)(Answers).remote()
     one: Any = LoneKeeper.__new__(LoneKeeper)
     one.node, one.silence_s, one.late_s, one.workers = NodeId("n1"), 3600.0, 0.0, {}
@@ -230,12 +257,18 @@ def test_a_keeper_beats_at_each_tick_unless_its_last_beat_is_not_answered(prompt
 
 
 class LeaseDesk(Coordinator):
-    """The coordinator's answers to questions for the lease, with no run around them: it knows the workers ``KNOWN`` alone."""
+    """The coordinator's answers to questions for the lease, with no run around them: it knows the workers
+    ``KNOWN`` alone.
+    """
 
     def __init__(self) -> None:
-        known = SimpleNamespace(workers=KNOWN, grants_lease=lambda generation: generation == 7, knows=KNOWN.__contains__)
+        known = SimpleNamespace(
+            workers=KNOWN, grants_lease=lambda generation: generation == 7, knows=KNOWN.__contains__
+        )
         self.recorded, self.inbox, self.incarnation = known, Inbox(time.monotonic), 3  # type: ignore[assignment]
-        self.replicas = SimpleNamespace(holds=True, safe=SimpleNamespace(generation=7, history=SimpleNamespace(recorded_step=5)))  # type: ignore[assignment]
+        self.replicas = SimpleNamespace(
+            holds=True, safe=SimpleNamespace(generation=7, history=SimpleNamespace(recorded_step=5))
+        )  # type: ignore[assignment]
         self.asked = Counter[tuple[WorkerId, str]]()
 
     def renew_all(self, asked: tuple[tuple[WorkerId, int], ...]) -> list[Lease]:
@@ -264,16 +297,29 @@ class Leased(LoneWorker):
 
 
 def test_a_worker_asks_for_its_lease_through_its_keeper_if_it_can() -> None:
-    """N2.  The controls: without a keeper, or with one that does not answer, the worker asks the coordinator itself."""
+    """N2.  The controls: without a keeper, or with one that does not answer, the worker asks the coordinator
+    itself.
+    """
     desk = ray.remote(num_cpus=0, concurrency_groups={"inbox": 1, "view": 1})(LeaseDesk).remote()
-    keeper, dead = (ray.remote(num_cpus=0, concurrency_groups=GROUPS)(Gatherer).remote(NodeId("n1"), desk) for _ in range(2))
-    ray.get([keeper.pid.remote(), dead.pid.remote()], timeout=PATIENCE_S)  # a worker is told of a keeper that has come up
+    keeper, dead = (
+        ray.remote(num_cpus=0, concurrency_groups=GROUPS)(Gatherer).remote(NodeId("n1"), desk)
+        for _ in range(2)
+    )
+    # a worker is told of a keeper that has come up
+    ray.get([keeper.pid.remote(), dead.pid.remote()], timeout=PATIENCE_S)
     ray.kill(dead)
     leased = ray.remote(num_cpus=0, concurrency_groups={"control": 1, **GROUPS})(Leased)
-    known = [leased.remote(name, desk, through) for name, through in zip(KNOWN, (keeper, None, dead), strict=True)]
-    strangers = [leased.remote(f"stranger {number}", desk, through) for number, through in enumerate((keeper, None))]
+    known = [
+        leased.remote(name, desk, through) for name, through in zip(KNOWN, (keeper, None, dead), strict=True)
+    ]
+    strangers = [
+        leased.remote(f"stranger {number}", desk, through) for number, through in enumerate((keeper, None))
+    ]
     ray.get([each.begin.remote() for each in (*known, *strangers)])
-    until(lambda: ray.get([each.heeds.remote() for each in known]) == [3] * len(known), what="they have heard the answer")
+    until(
+        lambda: ray.get([each.heeds.remote() for each in known]) == [3] * len(known),
+        what="they have heard the answer",
+    )
     for stranger in strangers:
         with pytest.raises(ray.exceptions.RayActorError):  # the run does not know it
             ray.get(stranger.lives.remote(), timeout=PATIENCE_S)
@@ -284,11 +330,16 @@ def test_a_worker_asks_for_its_lease_through_its_keeper_if_it_can() -> None:
 
 
 def test_who_hears_that_there_will_be_no_coordinator_leaves() -> None:
-    """R9: on a node that stood still while its run ended, nobody is left who knows the workers.  The control: a living one keeps them."""
+    """R9: on a node that stood still while its run ended, nobody is left who knows the workers.  The control:
+    a living one keeps them.
+    """
     desk = ray.remote(num_cpus=0)(Desk).remote()
     ray.get(desk.post.remote(None), timeout=PATIENCE_S)
     group = {"control": 1, **GROUPS}
-    alone = [ray.remote(num_cpus=0, concurrency_groups=group)(kind).remote(desk) for kind in (LoneWorker, LoneKeeper)]
+    alone = [
+        ray.remote(num_cpus=0, concurrency_groups=group)(kind).remote(desk)
+        for kind in (LoneWorker, LoneKeeper)
+    ]
     ray.get([each.begin.remote() for each in alone])
     lives = [each.lives.remote() for each in alone]
     assert ray.wait(lives, timeout=LEASE_S)[1] == lives, "the control"

@@ -1,5 +1,5 @@
-"""Exports and samples on a cluster: each is made once over the deaths of a worker, of coordinators, of the process that makes them, and of
-the whole run.
+"""Exports and samples on a cluster: each is made once over the deaths of a worker, of coordinators, of the
+process that makes them, and of the whole run.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ from tests.support.toys import Own, toy_job
 
 
 class Gated(Own):
-    """A model that leaves its process id in a folder whenever it is to continue "a", and goes on once the folder has a file ``open``."""
+    """A model that leaves its process id in a folder whenever it is to continue "a", and goes on once the
+    folder has a file ``open``.
+    """
 
     def __init__(self, gate: str, **args: Any) -> None:
         super().__init__(**args)
@@ -62,19 +64,25 @@ def job_of(bucket: Path, name: str, gate: Path, steps: int = 24, **changes: Any)
 
 def due(job: Job) -> set[str]:
     """Returns the names of what a run of 24 steps has made."""
-    return {f"export of step {step}" for step in (8, 16, 24)} | {f"samples of step {step}" for step in (12, 24)}
+    return {f"export of step {step}" for step in (8, 16, 24)} | {
+        f"samples of step {step}" for step in (12, 24)
+    }
 
 
 def made(lines: list[Line]) -> Counter[str]:
     """Returns how often each export and each text was told."""
     said = (line.text for line in lines if isinstance(line, Sentence))
     return Counter(
-        text.partition(": ")[0] for text in said if text.startswith(("export of step", "samples of step")) and " failed" not in text
+        text.partition(": ")[0]
+        for text in said
+        if text.startswith(("export of step", "samples of step")) and " failed" not in text
     )
 
 
 def results(job: Job) -> dict[str, Any]:
-    """Returns the document of each thing that is done, by its name; an export is checked against what `checkpoint export` writes."""
+    """Returns the document of each thing that is done, by its name; an export is checked against what
+    `checkpoint export` writes.
+    """
     run, found = Run.open(job), {}
     for key in run.store.list(f"{job.name}/owed/"):
         if not key.endswith("done.json"):
@@ -87,7 +95,9 @@ def results(job: Job) -> dict[str, Any]:
             with TemporaryDirectory() as folder:
                 run.checkpoints.export(debt.version, Path(folder))
                 assert run.store.get(about["place"]) == (Path(folder) / "model.safetensors").read_bytes()
-    return {name: {key: value for key, value in about.items() if key != "place"} for name, about in found.items()}
+    return {
+        name: {key: value for key, value in about.items() if key != "place"} for name, about in found.items()
+    }
 
 
 def expected(folder: Path, **changes: Any) -> dict[str, Any]:
@@ -129,13 +139,17 @@ class Strikes:
 
 
 def test_each_is_made_once_though_the_process_that_makes_it_is_killed(tmp_path: Path) -> None:
-    """The process dies in the middle of the first text; all is made, as by one process without Ray, before the run ends."""
+    """The process dies in the middle of the first text; all is made, as by one process without Ray, before
+    the run ends.
+    """
     one = {"workers": {"max": 1}, "steps": 12, "export": {"every": 4}}
     job = job_of(tmp_path, "errand-killed", tmp_path / "gate", **one)
     strikes = Strikes(tmp_path / "gate", "errand")
     chaos = trial(job, strikes)
     assert chaos.result.state == "Finished"
-    assert not {*strikes.errands} & {seen.process.pid for seen in chaos.witness.seen.values()}, "it is no worker"
+    assert not {*strikes.errands} & {seen.process.pid for seen in chaos.witness.seen.values()}, (
+        "it is no worker"
+    )
     names = {"export of step 4", "export of step 8", "export of step 12", "samples of step 12"}
     assert results(job) == expected(tmp_path / "reference", **one) and set(results(job)) == names
     told = [line.text for line in chaos.lines if isinstance(line, Sentence)]
@@ -149,7 +163,8 @@ def test_each_is_made_once_though_the_process_that_makes_it_is_killed(tmp_path: 
 def test_four_deaths(tmp_path: Path) -> None:
     """A worker dies in a step; the errand's process twice and a coordinator once, in the middle of an errand.
 
-    The bits of the training are those of an undisturbed run, and checkpoints are deleted once nothing is owed for them.
+    The bits of the training are those of an undisturbed run, and checkpoints are deleted once nothing is owed
+    for them.
     """
     fault = {"point": "backward", "step": 15, "world_rank": 1}
     kept = {"save_every": 4, "keep_last": 2}
@@ -172,13 +187,19 @@ def test_four_deaths(tmp_path: Path) -> None:
 
 def _done(job: Job) -> list[owed.Debt]:
     """Returns what is done, whether or not its checkpoint is still there."""
-    keys = (key.split("/") for key in Run.open(job).store.list(f"{job.name}/owed/") if key.endswith("done.json"))
+    keys = (
+        key.split("/") for key in Run.open(job).store.list(f"{job.name}/owed/") if key.endswith("done.json")
+    )
     return [owed.Debt(owed.Version(*map(int, place.split("-"))), kind) for _, _, kind, place, _ in keys]
 
 
 @pytest.mark.full
-def test_the_whole_cluster_dies_in_the_middle_of_an_errand_and_again_when_all_steps_are_done(tmp_path: Path) -> None:
-    """The next command finds what is owed, the last one though no step is left.  The control: before it, something is missing."""
+def test_the_whole_cluster_dies_in_the_middle_of_an_errand_and_again_when_all_steps_are_done(
+    tmp_path: Path,
+) -> None:
+    """The next command finds what is owed, the last one though no step is left.  The control: before it,
+    something is missing.
+    """
     gate = tmp_path / "gate"
     job = job_of(tmp_path / "bucket", "cluster-killed", gate)
     (tmp_path / "job.toml").write_text(to_toml(job))
@@ -209,8 +230,13 @@ def test_ctrl_c_leaves_what_is_owed_for_later(tmp_path: Path, capsys: pytest.Cap
     job = job_of(tmp_path / "bucket", "left", gate)
     (tmp_path / "job.toml").write_text(to_toml(job))
     command = Command(tmp_path, "train", "job.toml")
-    parts = ("; that is done now, and Ctrl-C leaves it for later", "export of step 16: ", "export of step 24: ")
-    command.until(lambda: any(gate.iterdir()) and all(part in command.text for part in parts))  # no export waits for the text
+    parts = (
+        "; that is done now, and Ctrl-C leaves it for later",
+        "export of step 16: ",
+        "export of step 24: ",
+    )
+    # no export waits for the text
+    command.until(lambda: any(gate.iterdir()) and all(part in command.text for part in parts))
     command.interrupt()
     assert command.wait() == 0, command.text
     assert "; `elastic owed job.toml --pay` does it" in command.text
@@ -225,7 +251,12 @@ def test_ctrl_c_leaves_what_is_owed_for_later(tmp_path: Path, capsys: pytest.Cap
     assert results(job) == expected(tmp_path / "reference") and set(results(job)) == due(job)
 
 
-HELD_OUT = {"every": 4, "samples": 21, "dataset": "tests.support.toys:Sums", "args": {"samples": 50, "seq_len": 16}}
+HELD_OUT = {
+    "every": 4,
+    "samples": 21,
+    "dataset": "tests.support.toys:Sums",
+    "args": {"samples": 50, "seq_len": 16},
+}
 
 
 def scores(job: Job) -> dict[int, tuple[float, int]]:
@@ -236,7 +267,10 @@ def scores(job: Job) -> dict[int, tuple[float, int]]:
         if event["$"] == "Evaluated" and not record["reason"].startswith("refused"):
             found[event["version"]["step"]] = (float.fromhex(event["found"]["loss"]), event["found"]["count"])
         elif event["$"] == "StepDone" and event.get("validated"):
-            found[event["outcome"]["step"]] = (float.fromhex(event["validated"]["loss"]), event["validated"]["count"])
+            found[event["outcome"]["step"]] = (
+                float.fromhex(event["validated"]["loss"]),
+                event["validated"]["count"],
+            )
     return found
 
 
@@ -264,7 +298,8 @@ def spared(bucket: Path, name: str, steps: int, read_s: float, **changes: Any) -
 
 @pytest.mark.full  # that no bit changes is shown without processes, too
 def test_l1_spares_validate_while_the_others_train(tmp_path: Path) -> None:
-    """L1: each value has the bits of the members' own, and the best one is known.  The member validates the state after the last step only.
+    """L1: each value has the bits of the members' own, and the best one is known.  The member validates the
+    state after the last step only.
 
     No bit of the training depends on it.
     """
@@ -274,7 +309,9 @@ def test_l1_spares_validate_while_the_others_train(tmp_path: Path) -> None:
     expected = by_members(tmp_path / "alone", 24)
     assert chaos.result.validations == expected and [*expected] == [4, 8, 12, 16, 20, 24]
     assert {step: loss / count for step, (loss, count) in scores(job).items()} == expected
-    assert not [step for step, each in chaos.ledger.items() if each.validated is not None], "no commit waited for one"
+    assert not [step for step, each in chaos.ledger.items() if each.validated is not None], (
+        "no commit waited for one"
+    )
     best = Run.open(job).last_recorded().history.best  # type: ignore[union-attr]
     assert best is not None and best.version.step == min(expected, key=expected.__getitem__)
     assert chaos.hash == alone(toy_job(tmp_path / "plain", name="local", steps=24, data=data_of(24))).hash
@@ -283,7 +320,9 @@ def test_l1_spares_validate_while_the_others_train(tmp_path: Path) -> None:
 
 
 class Seats:
-    """Kills the member once the spare is in the middle of a validation: when it has read the sample that marks it."""
+    """Kills the member once the spare is in the middle of a validation: when it has read the sample that
+    marks it.
+    """
 
     def __init__(self, mark: Path) -> None:
         self.mark, self.killed = mark, 0
@@ -313,5 +352,7 @@ def test_a_spare_that_is_seated_drops_its_validation_which_stays_owed(tmp_path: 
     expected = by_members(tmp_path / "alone", 60)
     found = {step: loss / count for step, (loss, count) in scores(job).items()}
     assert {4, 60} <= found.keys() and found == {step: expected[step] for step in found}
-    assert {debt.version.step for debt in owed.debts(Run.open(job))} == expected.keys() - found.keys(), "the rest is listed"
+    assert {debt.version.step for debt in owed.debts(Run.open(job))} == expected.keys() - found.keys(), (
+        "the rest is listed"
+    )
     assert_nothing_left(chaos)

@@ -1,7 +1,8 @@
-"""R6: the coordinator is SIGKILLed, again and again, in every state.  Workers step on; the next coordinator goes on where the
-journal ends.
+"""R6: the coordinator is SIGKILLed, again and again, in every state.  Workers step on; the next coordinator
+goes on where the journal ends.
 
-No world ends because of it: the generation grows only where a worker is lost, no step is lost or committed twice, the bits are the same.
+No world ends because of it: the generation grows only where a worker is lost, no step is lost or committed
+twice, the bits are the same.
 """
 
 from __future__ import annotations
@@ -37,7 +38,16 @@ from elastic.train.alone.local import run_local
 from storage.journal import owners
 from storage.journal.replicas import WRITER
 from tests.support import warm
-from tests.support.chaos import Trial, Witness, assert_nothing_left, assert_survived, exported_hash, formed, samples, trial
+from tests.support.chaos import (
+    Trial,
+    Witness,
+    assert_nothing_left,
+    assert_survived,
+    exported_hash,
+    formed,
+    samples,
+    trial,
+)
 from tests.support.commands import Command, view_of
 from tests.support.job_file import to_toml
 from tests.support.kills import SAMPLES
@@ -76,9 +86,10 @@ def job_of(bucket: Path, name: str, gates: Mapping[int, str] = {GATE: "gate"}, *
 class Killer:
     """Kills the coordinator at the first look at which the next of ``whens`` is true.
 
-    After the last of them, or when ``opens`` is true, it opens the gate.  ``frozen_s``: time in seconds for which Ray cannot start the next
-    coordinator after the first death, or longer, until each worker has committed ``AHEAD`` steps.  ``disks_lost``: numbers, from 0, of the
-    deaths in which the coordinator's disk is lost too.
+    After the last of them, or when ``opens`` is true, it opens the gate.  ``frozen_s``: time in seconds for
+    which Ray cannot start the next coordinator after the first death, or longer, until each worker has
+    committed ``AHEAD`` steps.  ``disks_lost``: numbers, from 0, of the deaths in which the coordinator's disk
+    is lost too.
     """
 
     bucket: Path
@@ -88,7 +99,9 @@ class Killer:
     disks_lost: tuple[int, ...] = ()
     ends: list[Ended] = field(default_factory=list)
     committed: int = 0
-    """Number of steps committed between the first kill and the next coordinator's first moment, by the worker that committed least."""
+    """Number of steps committed between the first kill and the next coordinator's first moment, by the worker
+    that committed least.
+    """
     claimed: int = 0
     """Number of coordinators that had claimed the run by that moment."""
     _last: int = 0
@@ -108,7 +121,9 @@ class Killer:
             before, maker = self.steps(witness), Maker(view.pid) if self.frozen_s and not self.ends else None
 
             def ahead() -> int:
-                return min((after - before[worker] for worker, after in self.steps(witness).items()), default=0)
+                return min(
+                    (after - before[worker] for worker, after in self.steps(witness).items()), default=0
+                )
 
             with Watched(view.pid) as coordinator:
                 coordinator.kill()
@@ -132,7 +147,9 @@ class Killer:
 
 
 class Maker:
-    """The process that made the one in which ``coordinator`` runs, and makes the one in which it starts again."""
+    """The process that made the one in which ``coordinator`` runs, and makes the one in which it starts
+    again.
+    """
 
     def __init__(self, coordinator: int) -> None:
         parent = psutil.Process(coordinator).parent()
@@ -141,7 +158,8 @@ class Maker:
         self.busy = {child.pid for child in parent.children() if not self._idle(child)}
 
     def hold(self, seconds: float, enough: Callable[[], bool]) -> None:
-        """Stops every process in which the coordinator could start again, from its first moment, until ``let_go``.
+        """Stops every process in which the coordinator could start again, from its first moment, until
+        ``let_go``.
 
         Returns after ``seconds``, but not before ``enough()``, for which a busy machine may take longer.
         """
@@ -190,16 +208,21 @@ def take_overs(job: Job) -> list[str]:
 
 
 def assert_taken_over(chaos: Trial, killer: Killer, states: Sequence[str]) -> None:
-    """Checks that every kill was a SIGKILL and led to one more coordinator, which found the run in the state in which its predecessor
-    died."""
+    """Checks that every kill was a SIGKILL and led to one more coordinator, which found the run in the state
+    in which its predecessor died."""
     assert [end.signal for end in killer.ends] == [signal.SIGKILL] * len(states)
     assert take_overs(chaos.job) == list(states)
     claims = owners(Run.open(chaos.job).store, chaos.job.name)
-    assert sorted(claims) == list(range(1, len(states) + 2)) and len({claim["life"] for claim in claims.values()}) == 1
+    assert (
+        sorted(claims) == list(range(1, len(states) + 2))
+        and len({claim["life"] for claim in claims.values()}) == 1
+    )
 
 
 class Zombie(Killer):
-    """Gives orders in the name of the dead coordinator when the second one has taken over, and then opens the first gate."""
+    """Gives orders in the name of the dead coordinator when the second one has taken over, and then opens the
+    first gate.
+    """
 
     answer: Any = None
 
@@ -209,9 +232,13 @@ class Zombie(Killer):
         return super().__call__(witness, view)
 
     def order(self, view: View) -> None:
-        workers = [ray.get_actor(f"{view.token}/{worker}", namespace=cluster.NAMESPACE) for worker in view.workers]
+        workers = [
+            ray.get_actor(f"{view.token}/{worker}", namespace=cluster.NAMESPACE) for worker in view.workers
+        ]
         heard = [
-            each.__ray_call__.options(concurrency_group="control").remote(lambda worker: worker.apply_fence.member.incarnation)
+            each.__ray_call__.options(concurrency_group="control").remote(
+                lambda worker: worker.apply_fence.member.incarnation
+            )
             for each in workers
         ]
         if ray.get(heard) != [2, 2]:
@@ -228,27 +255,44 @@ class Zombie(Killer):
 
 @pytest.mark.must_run_in_ci
 def test_five_times_and_in_a_save_and_while_worlds_form(tmp_path: Path) -> None:
-    """R6, R8, R9: the coordinator dies while the run steps, right after a save began, again at once, and twice more while worlds form.
+    """R6, R8, R9: the coordinator dies while the run steps, right after a save began, again at once, and
+    twice more while worlds form.
 
-    The first time its disk is lost too, and the bucket has nothing of the world yet: the next one knows only what the keeper has.  Its
-    restart is held up for five seconds on purpose; meanwhile the workers' own counters show at least five commits.  Then somebody gives
-    orders in the name of the dead one: neither workers nor keepers heed them.  The worlds that form follow the death of a worker.
+    The first time its disk is lost too, and the bucket has nothing of the world yet: the next one knows only
+    what the keeper has.  Its restart is held up for five seconds on purpose; meanwhile the workers' own
+    counters show at least five commits.  Then somebody gives orders in the name of the dead one: neither
+    workers nor keepers heed them.  The worlds that form follow the death of a worker.
     """
     short: dict[str, Any] = {"steps": 24, **LIGHT}
-    whens = [running(3), lambda view: view.step >= 12, running(13), in_state("Forming", 2), in_state("Forming", 3)]
+    whens = [
+        running(3),
+        lambda view: view.step >= 12,
+        running(13),
+        in_state("Forming", 2),
+        in_state("Forming", 3),
+    ]
     killer = Zombie(tmp_path, whens, frozen_s=5.0, opens=in_state("Stopping", 2), disks_lost=(0,))
     gates = {12: "zombie", 16: "early", 20: "gate"}
-    chaos = trial(job_of(tmp_path, "again", gates, faults=[{"point": "backward", "step": 18, "world_rank": 1}], **short), killer)
+    chaos = trial(
+        job_of(
+            tmp_path, "again", gates, faults=[{"point": "backward", "step": 18, "world_rank": 1}], **short
+        ),
+        killer,
+    )
     assert killer.claimed == 1, "nobody had taken over by then"
     assert killer.committed >= AHEAD
     assert killer.answer == DEPOSED
     assert_taken_over(chaos, killer, ["Running", "Running", "Running", "Forming", "Forming"])
-    assert_survived(chaos, of_script(tmp_path / "alone", **short), worlds=(2, 1, 2), tiers=("init", "live", "live"))
+    assert_survived(
+        chaos, of_script(tmp_path / "alone", **short), worlds=(2, 1, 2), tiers=("init", "live", "live")
+    )
 
 
 @LONG  # above, coordinators die while it runs and forms; the simulator kills them in every state
 def test_while_it_stops_and_finishes_and_when_it_has_finished(tmp_path: Path) -> None:
-    """R6, R21: a stop that was asked for is not forgotten; the same command goes on; the last save is not lost."""
+    """R6, R21: a stop that was asked for is not forgotten; the same command goes on; the last save is not
+    lost.
+    """
     big = {"vocab": 29, "dim": 256, "layers": 4, "heads": 2, "dropout": 0.1}
     reference = job_of(tmp_path / "reference", "reference", model_args=big, steps=12)
     assert run_local(reference, lambda line: None)[0] == "Finished"
@@ -306,16 +350,27 @@ class Poisoner:
 
 
 @LONG
-def test_an_event_that_no_coordinator_can_handle_ends_the_run_after_a_save(tmp_path: Path, undisturbed: Any) -> None:
+def test_an_event_that_no_coordinator_can_handle_ends_the_run_after_a_save(
+    tmp_path: Path, undisturbed: Any
+) -> None:
     """Three tries; then workers save and stop, and the same command goes on from there."""
     (tmp_path / "gate").touch()
-    job = job_of(tmp_path, "poison", data={"dataset": "tests.support.toys:Sums", "args": {"samples": SAMPLES, "read_s": 0.04}})
+    job = job_of(
+        tmp_path,
+        "poison",
+        data={"dataset": "tests.support.toys:Sums", "args": {"samples": SAMPLES, "read_s": 0.04}},
+    )
     poisoned = trial(job, Poisoner(), hash_it=False)
     assert poisoned.result.state == "Failed" and poisoned.result.exit_code == 2, poisoned.result
-    assert "3 coordinators failed at the same event: StepDone: AttributeError at commits.py:" in poisoned.result.reason
+    assert (
+        "3 coordinators failed at the same event: StepDone: AttributeError at commits.py:"
+        in poisoned.result.reason
+    )
     newest = Run.open(job).newest()
     assert newest is not None and newest.step == poisoned.result.step < STEPS, "it was saved"
-    assert len(owners(Run.open(job).store, job.name)) == MAX_DEATHS, "the third one does not die, but gives up"
+    assert len(owners(Run.open(job).store, job.name)) == MAX_DEATHS, (
+        "the third one does not die, but gives up"
+    )
     assert_nothing_left(poisoned)
     finished = trial(job)
     assert (finished.result.state, finished.hash) == ("Finished", undisturbed.hash)
@@ -327,7 +382,8 @@ class Amnesia(Killer):
 
     def lose(self, view: View) -> None:
         super().lose(view)
-        for path in self.bucket.glob("*/journal/**/*.jsonl.gz"):  # written if the workers took five seconds to start
+        # written if the workers took five seconds to start
+        for path in self.bucket.glob("*/journal/**/*.jsonl.gz"):
             path.unlink()
         (keeper,) = cluster.named(f"{view.token}/keeper-").values()
         ray.kill(keeper, no_restart=True)
@@ -335,17 +391,26 @@ class Amnesia(Killer):
 
 @LONG
 def test_without_disk_and_keeper_the_world_is_another_one(tmp_path: Path, undisturbed: Any) -> None:
-    """The negative control: without the keeper's copy the world is not kept.  The run ends well all the same, in another world."""
+    """The negative control: without the keeper's copy the world is not kept.  The run ends well all the same,
+    in another world.
+    """
     killer = Amnesia(tmp_path, [running(3)], disks_lost=(0,))
-    deadlines = {"grow_debounce_s": 8, "stall_s": 120, "lease_s": 12}  # leases run out before another world is begun
+    # leases run out before another world is begun
+    deadlines = {"grow_debounce_s": 8, "stall_s": 120, "lease_s": 12}
     chaos = trial(job_of(tmp_path, "amnesia", deadlines=deadlines), killer)
     assert (chaos.result.state, chaos.hash) == ("Finished", undisturbed.hash)
-    ended = {worker for worker, seen in chaos.witness.seen.items() if seen.ended is not None and seen.ended.status != 0}
+    ended = {
+        worker
+        for worker, seen in chaos.witness.seen.items()
+        if seen.ended is not None and seen.ended.status != 0
+    }
     assert ended == {"w1", "w2"}, "nobody knows what they were for"
     assert not [line for line in chaos.lines if isinstance(line, Sentence) and "was not written" in line.text]
     (world,) = formed(Run.open(chaos.job).records())
     assert world.tier == "init", world
-    assert min(world.generation, *(int(worker[1:]) for worker in world.members)) > UNREAD, "numbers that nobody can have given to another"
+    assert min(world.generation, *(int(worker[1:]) for worker in world.members)) > UNREAD, (
+        "numbers that nobody can have given to another"
+    )
     assert chaos.witness.total("microbatches_run") > STEPS * chaos.job.microbatches
     assert_nothing_left(chaos)
 
@@ -355,7 +420,11 @@ class Patient(Killer):
 
     def __call__(self, witness: Witness, view: View) -> bool:
         self.look(witness, view)
-        grows = view.generation > 2 or (view.generation == 2 and view.state == "Stopping") or self._replaced(witness)
+        grows = (
+            view.generation > 2
+            or (view.generation == 2 and view.state == "Stopping")
+            or self._replaced(witness)
+        )
         if grows and not self.whens:
             (self.bucket / "gate").touch()
         return grows and not self.whens
@@ -363,7 +432,11 @@ class Patient(Killer):
     @staticmethod
     def _replaced(witness: Witness) -> bool:
         """Returns whether a newcomer is in the second world: no later one follows."""
-        return any(seen.counters["generation"] == 2 for worker, seen in witness.seen.items() if worker not in ("w1", "w2"))
+        return any(
+            seen.counters["generation"] == 2
+            for worker, seen in witness.seen.items()
+            if worker not in ("w1", "w2")
+        )
 
 
 def around_a_death(chaos: Trial) -> list[int]:
@@ -404,7 +477,11 @@ def test_at_random_moments(tmp_path: Path, undisturbed: Any, seed: int) -> None:
     rng = random.Random(seed)
     steps = sorted(rng.sample(range(2, GATE), 8))
     killer = Patient(tmp_path, [lambda view, step=step: view.step >= step for step in steps])  # type: ignore[misc]
-    job = job_of(tmp_path, f"random-{seed}", faults=[{"point": "before_update", "step": rng.randrange(10, GATE - 1), "world_rank": 1}])
+    job = job_of(
+        tmp_path,
+        f"random-{seed}",
+        faults=[{"point": "before_update", "step": rng.randrange(10, GATE - 1), "world_rank": 1}],
+    )
     chaos = trial(job, killer)
     assert [end.signal for end in killer.ends] == [signal.SIGKILL] * 8
     worlds = around_a_death(chaos)
@@ -415,7 +492,8 @@ def test_at_random_moments(tmp_path: Path, undisturbed: Any, seed: int) -> None:
 def test_without_any_coordinator_everybody_leaves(tmp_path: Path) -> None:
     """The driver and the coordinator are gone for good: workers and keepers leave after two leases.
 
-    All that is left is the coordinator's local journal: no keeper can know that its coordinator does not only stand still.
+    All that is left is the coordinator's local journal: no keeper can know that its coordinator does not only
+    stand still.
     """
     (tmp_path / "gate").touch()
     job = job_of(tmp_path, "orphans", steps=10**6, deadlines={"lease_s": 4})

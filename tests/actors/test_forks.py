@@ -19,7 +19,12 @@ from elastic.runs.run import Run
 from tests.support.chaos import alone, exported_hash
 from tests.support.toys import LIGHT, toy_job
 
-SETTINGS: dict[str, Any] = {"schedule": {"kind": "constant"}, "parallel": {"dp_replicate": 1}, "checkpoint": {"save_every": 3}, **LIGHT}
+SETTINGS: dict[str, Any] = {
+    "schedule": {"kind": "constant"},
+    "parallel": {"dp_replicate": 1},
+    "checkpoint": {"save_every": 3},
+    **LIGHT,
+}
 FAST = {"optim": {"lr": 2e-2}}
 
 
@@ -29,10 +34,11 @@ def job_of(bucket: Path, name: str, steps: int, **changes: Any) -> Job:
 
 @pytest.mark.full
 def test_l5_a_fork_lives_through_a_kill_and_goes_back_to_an_older_step(tmp_path: Path) -> None:
-    """L4, L5: with one process or two workers, and through a death, it has the bits of one run that was so long from the beginning.
+    """L4, L5: with one process or two workers, and through a death, it has the bits of one run that was so
+    long from the beginning.
 
-    Then it goes on from an older step of its own, with another rate: as a run that had it there, each step once in journal and metrics.
-    The control: with the rate from step 6 on, it has other bits.
+    Then it goes on from an older step of its own, with another rate: as a run that had it there, each step
+    once in journal and metrics. The control: with the rate from step 6 on, it has other bits.
     """
     longer = alone(job_of(tmp_path / "longer", "longer", 12))
     launch(job_of(tmp_path, "run", 6), local=True)
@@ -41,7 +47,9 @@ def test_l5_a_fork_lives_through_a_kill_and_goes_back_to_an_older_step(tmp_path:
     result = launch(fork, resume="run@6")
     assert (result.state, result.step, exported_hash(fork)) == ("Finished", 12, longer.hash)
     run = Run.open(fork)
-    assert sorted(ledger(run.segments())) == [*range(7, 13)] and {each.generation for each in ledger(run.segments()).values()} == {2, 3}
+    assert sorted(ledger(run.segments())) == [*range(7, 13)] and {
+        each.generation for each in ledger(run.segments()).values()
+    } == {2, 3}
     changed = job_of(tmp_path, "fork", 12, **FAST)
     with pytest.raises(JobError, match="by --branch"):
         launch(changed)
@@ -60,7 +68,9 @@ def test_l5_a_fork_lives_through_a_kill_and_goes_back_to_an_older_step(tmp_path:
 
 @pytest.mark.full
 def test_l5_a_warm_start_has_the_same_bits_in_every_layout(tmp_path: Path) -> None:
-    """L5: a world that is formed anew before the first save begins with the same weights again.  The control: without them, other bits."""
+    """L5: a world that is formed anew before the first save begins with the same weights again.  The control:
+    without them, other bits.
+    """
     launch(job_of(tmp_path, "run", 3), local=True)
     launch(job_of(tmp_path, "one", 4, init="run@3"), local=True)
     dies = {"point": "backward", "step": 2, "world_rank": 1, "generation": 1}
@@ -71,8 +81,12 @@ def test_l5_a_warm_start_has_the_same_bits_in_every_layout(tmp_path: Path) -> No
     assert exported_hash(job_of(tmp_path, "cold", 4)) not in ("", exported_hash(many))
 
 
-def test_l4_a_command_that_is_refused_for_want_of_room_begins_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """L4, L5: neither a branch, nor a fork, nor a run with given weights.  The control: with room the branch is begun."""
+def test_l4_a_command_that_is_refused_for_want_of_room_begins_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """L4, L5: neither a branch, nor a fork, nor a run with given weights.  The control: with room the branch
+    is begun.
+    """
     job = job_of(tmp_path, "run", 2, checkpoint={"save_every": 2})
     launch(job, local=True)
     before = sorted(tmp_path.rglob("*"))

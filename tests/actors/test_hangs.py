@@ -26,7 +26,16 @@ from elastic.protocol.events import KeeperLost
 from elastic.report.story import Sentence
 from elastic.runs.run import Run
 from elastic.train.gauges.counters import OPERATIONS
-from tests.support.chaos import ASK_S, Trial, Witness, alone, assert_nothing_left, assert_survived, formed, trial
+from tests.support.chaos import (
+    ASK_S,
+    Trial,
+    Witness,
+    alone,
+    assert_nothing_left,
+    assert_survived,
+    formed,
+    trial,
+)
 from tests.support.patience import PATIENCE_S
 from tests.support.room import Room
 from tests.support.toys import LIGHT, toy_job
@@ -36,18 +45,24 @@ STEPS, STEP = 24, 5
 SAMPLES = 16 * STEPS
 """One epoch, so that each sample belongs to exactly one step."""
 READ_S, SLOW_S, CRAWL_S = 0.04, 0.12, 2.0
-"""Times in seconds of a read: one that is short, one that paces a run, and one that holds it up until a newcomer has started."""
+"""Times in seconds of a read: one that is short, one that paces a run, and one that holds it up until a
+newcomer has started.
+"""
 
 
 def job_of(bucket: Path, name: str, workers: int, pace_s: float = SLOW_S, **changes: Any) -> Job:
-    """Returns a job whose steps take 2 × ``pace_s`` with two workers while there is no file ``hurry``: a newcomer takes seconds to start.
+    """Returns a job whose steps take 2 × ``pace_s`` with two workers while there is no file ``hurry``: a
+    newcomer takes seconds to start.
 
     Nobody who lives is silent for as long as the deadlines last, however busy the machine is.
     """
     values: dict[str, Any] = {
         "name": name,
         "steps": STEPS,
-        "data": {"dataset": "tests.support.toys:Paced", "args": {"samples": SAMPLES, "pace_s": pace_s, "calm": str(bucket / "hurry")}},
+        "data": {
+            "dataset": "tests.support.toys:Paced",
+            "args": {"samples": SAMPLES, "pace_s": pace_s, "calm": str(bucket / "hurry")},
+        },
         "workers": {"min": 1, "max": workers},
         "deadlines": {"grow_debounce_s": 30, "stall_s": 8, "fence_s": 8},
     }
@@ -78,7 +93,12 @@ def told(chaos: Trial) -> list[str]:
     ],
 )
 def test_whoever_hangs_is_named_and_replaced(
-    tmp_path: Path, undisturbed: Any, monkeypatch: pytest.MonkeyPatch, point: str, kind: str, layout: dict[str, int]
+    tmp_path: Path,
+    undisturbed: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    point: str,
+    kind: str,
+    layout: dict[str, int],
 ) -> None:
     """R3: three workers, one stands still; the two others stay the same processes, and a third comes.
 
@@ -112,15 +132,26 @@ def test_whoever_hangs_is_named_and_replaced(
     blamed = [text for text in told(chaos) if "no member moved for" in text]
     assert len(blamed) == 1, told(chaos)
     if kind == "SIGSTOP":
-        assert f"{victim.worker} has completed least (step {STEP - 1}, " in blamed[0] and "it is stopped" in blamed[0]
+        assert (
+            f"{victim.worker} has completed least (step {STEP - 1}, " in blamed[0]
+            and "it is stopped" in blamed[0]
+        )
     else:  # its counters are those of the others, which wait for it: only the fence tells
-        assert [text for text in told(chaos) if f"expel {victim.worker}" in text or f"{victim.worker} did not answer" in text], told(chaos)
+        assert [
+            text
+            for text in told(chaos)
+            if f"expel {victim.worker}" in text or f"{victim.worker} did not answer" in text
+        ], told(chaos)
     assert_said_where_it_stood(chaos, victim.worker, "perform (" if kind == "SIGSTOP" else "hold_the_gil (")
 
 
 def assert_said_where_it_stood(chaos: Trial, worker: str, where: str) -> None:
     """Checks that the story names the file, and the file the function."""
-    (said,) = [text for text in told(chaos) if text.startswith(f"{worker} hung; its log, with its stack if that could be read, is ")]
+    (said,) = [
+        text
+        for text in told(chaos)
+        if text.startswith(f"{worker} hung; its log, with its stack if that could be read, is ")
+    ]
     log = Path(said.removeprefix(f"{worker} hung; its log, with its stack if that could be read, is "))
     head, spied, *lines = log.read_text().splitlines()
     assert "killed by signal 9 (SIGKILL)" in head and spied == "# where it stood, by py-spy:"
@@ -138,7 +169,9 @@ LATE_STEPS, LATE_STEP, STEP_S = 16, 9, 0.8
 
 
 def late(folder: Path, name: str, late_s: float) -> Trial:
-    """Runs steps of ``STEP_S`` on two workers, of which one waits ``late_s`` for a sample; ``stall_s`` is 1 s."""
+    """Runs steps of ``STEP_S`` on two workers, of which one waits ``late_s`` for a sample; ``stall_s`` is 1
+    s.
+    """
     data = of_late(folder / f"{name}-mark", late_s, STEP_S / 2)
     return trial(job_of(folder, name, 2, steps=LATE_STEPS, data=data, deadlines={"stall_s": 1, "fence_s": 2}))
 
@@ -152,18 +185,28 @@ def of_late(mark: Path, late_s: float, read_s: float) -> dict[str, Any]:
 
 @pytest.mark.full
 def test_late_is_not_dead_and_stopped_in_data_loading_is_not_waiting_for_it(tmp_path: Path) -> None:
-    """R3: a worker waits two steps' time for a sample, so that nobody moves for longer than ``stall_s``; nobody is blamed.  The control:
-    a worker whose data do not come at all is expelled, and not the worker that waits for it in a collective."""
-    reference = alone(job_of(tmp_path / "alone", "alone", 1, steps=LATE_STEPS, data=of_late(tmp_path / "not-late", 0.0, 0.0)))
+    """R3: a worker waits two steps' time for a sample, so that nobody moves for longer than ``stall_s``;
+    nobody is blamed.  The control:
+    a worker whose data do not come at all is expelled, and not the worker that waits for it in a
+    collective."""
+    reference = alone(
+        job_of(
+            tmp_path / "alone", "alone", 1, steps=LATE_STEPS, data=of_late(tmp_path / "not-late", 0.0, 0.0)
+        )
+    )
     slow = late(tmp_path, "late", 2 * STEP_S)
     assert_survived(slow, reference, worlds=(2,), tiers=("init",))
-    assert (tmp_path / "late-mark").exists() and not [text for text in told(slow) if "no member moved" in text]
+    assert (tmp_path / "late-mark").exists() and not [
+        text for text in told(slow) if "no member moved" in text
+    ]
 
     stuck = late(tmp_path, "stuck", 600.0)
     assert (stuck.result.state, stuck.hash, stuck.losses) == ("Finished", reference.hash, reference.losses)
     (victim,) = stuck.witness.killed()
     (blamed,) = [text for text in told(stuck) if "no member moved" in text]
-    assert f"{victim.worker} has completed least (step {LATE_STEP - 1}, " in blamed and "it reads data" in blamed
+    assert (
+        f"{victim.worker} has completed least (step {LATE_STEP - 1}, " in blamed and "it reads data" in blamed
+    )
     (waiting,) = {"w1", "w2"} - {victim.worker}
     assert stuck.witness.seen[waiting].final["updates_applied"] == LATE_STEPS
     assert_nothing_left(stuck)
@@ -171,10 +214,13 @@ def test_late_is_not_dead_and_stopped_in_data_loading_is_not_waiting_for_it(tmp_
 
 @pytest.mark.full
 def test_whoever_cannot_leave_a_broken_world_is_replaced(tmp_path: Path) -> None:
-    """R1, R3: one of three is killed; another one answers the fence, but its training thread never comes back, whatever is aborted.  The
-    third waits for it no longer than two fences, and not until forming has failed; then it goes on alone, as there is no more room."""
+    """R1, R3: one of three is killed; another one answers the fence, but its training thread never comes
+    back, whatever is aborted.  The third waits for it no longer than two fences, and not until forming has
+    failed; then it goes on alone, as there is no more room."""
     steps = LATE_STEPS
-    reference = alone(job_of(tmp_path / "alone", "alone", 1, steps=steps, data=of_late(tmp_path / "none", 0.0, 0.0)))
+    reference = alone(
+        job_of(tmp_path / "alone", "alone", 1, steps=steps, data=of_late(tmp_path / "none", 0.0, 0.0))
+    )
     job = job_of(
         tmp_path,
         "stuck",
@@ -242,7 +288,9 @@ class Follower:
 
 
 def test_a_keeper_out_of_reach_does_not_hang_the_coordinator() -> None:
-    """Ray tells it on a thread that must not wait for Ray; it once waited there for the keeper's end, and nothing was answered again."""
+    """Ray tells it on a thread that must not wait for Ray; it once waited there for the keeper's end, and
+    nothing was answered again.
+    """
     keeper = ray.remote(num_cpus=0)(Bystander).remote()
     follower = ray.remote(num_cpus=0, max_concurrency=2)(Follower).remote()
     living = keeper.lives.remote()

@@ -1,7 +1,9 @@
-"""R6, R7: Ray's head goes down and comes back, with what it knows in RocksDB (``RAY_gcs_storage``, alpha in Ray 2.60; no Redis).
+"""R6, R7: Ray's head goes down and comes back, with what it knows in RocksDB (``RAY_gcs_storage``, alpha in
+Ray 2.60; no Redis).
 
-Meanwhile the world steps on, and a coordinator that dies then is started again as soon as the head is back.  A coordinator whose node loses
-its power is started again on another node, which has the journal only from the bucket and the keepers.
+Meanwhile the world steps on, and a coordinator that dies then is started again as soon as the head is back.
+A coordinator whose node loses its power is started again on another node, which has the journal only from the
+bucket and the keepers.
 """
 
 from __future__ import annotations
@@ -40,7 +42,9 @@ wall, wall_ns = time.time, time.time_ns
 time.time = lambda: wall() + {ahead_s}
 time.time_ns = lambda: wall_ns() + {ahead_s} * 10**9
 """
-"""``sitecustomize.py`` of a node with another clock: a machine has one wall clock, so Python is told another time."""
+"""``sitecustomize.py`` of a node with another clock: a machine has one wall clock, so Python is told another
+time.
+"""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -60,7 +64,9 @@ def local_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 class HeadDown:
-    """Kills the head's store, ``DOWN_STEPS`` later the coordinator, and after ``DOWN_STEPS`` more brings the store back."""
+    """Kills the head's store, ``DOWN_STEPS`` later the coordinator, and after ``DOWN_STEPS`` more brings the
+    store back.
+    """
 
     def __init__(self, bucket: Path) -> None:
         self.bucket, self.ends = bucket, list[Ended]()
@@ -74,7 +80,10 @@ class HeadDown:
             head: Any = ray._private.worker._global_node
             (gcs,) = head.all_processes["gcs_server"]
             known = psutil.Process(gcs.process.pid)
-            command, environment = [*known.cmdline(), f"--gcs_server_port={head.gcs_address.rpartition(':')[2]}"], known.environ()
+            command, environment = (
+                [*known.cmdline(), f"--gcs_server_port={head.gcs_address.rpartition(':')[2]}"],
+                known.environ(),
+            )
             with Watched(gcs.process.pid) as down, Watched(view.pid) as coordinator:
                 head.kill_gcs_server(check_alive=False)
                 self.ends.append(down.wait(PATIENCE_S))
@@ -82,15 +91,20 @@ class HeadDown:
                 coordinator.kill()
                 self.ends.append(coordinator.wait(PATIENCE_S))
                 self._let_them_step(witness)
-            # not by Ray, which runs Python between fork and exec: with this process's threads that hung forever, in two series of twelve
-            again = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            # not by Ray, which runs Python between fork and exec: with this process's threads that hung
+            # forever, in two series of twelve
+            again = subprocess.Popen(
+                command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            )
             head.all_processes["gcs_server"] = [gcs._replace(process=again)]  # so that Ray ends it
         return False
 
     def _let_them_step(self, witness: Witness) -> None:
         deadline = time.monotonic() + PATIENCE_S
         before = {worker: seen.counters["step"] for worker, seen in witness.seen.items()}
-        while min(seen.counters["step"] - before[worker] for worker, seen in witness.seen.items()) < DOWN_STEPS:
+        while (
+            min(seen.counters["step"] - before[worker] for worker, seen in witness.seen.items()) < DOWN_STEPS
+        ):
             assert time.monotonic() < deadline, "they do not step without a head"
             time.sleep(0.01)
         self.committed.append(DOWN_STEPS)
@@ -121,12 +135,18 @@ class PowerCut:
 
 
 @pytest.mark.parametrize("ahead_s", [-3600, 0, 3600])
-def test_the_node_of_the_coordinator_dies(tmp_path: Path, undisturbed: Any, monkeypatch: pytest.MonkeyPatch, ahead_s: int) -> None:
-    """R6: also if its clock was an hour behind that of the next coordinator, or ahead of it (``coordinator_clock``)."""
+def test_the_node_of_the_coordinator_dies(
+    tmp_path: Path, undisturbed: Any, monkeypatch: pytest.MonkeyPatch, ahead_s: int
+) -> None:
+    """R6: also if its clock was an hour behind that of the next coordinator, or ahead of it
+    (``coordinator_clock``).
+    """
     own_disk = make_log_folder("power").parent
     (tmp_path / "clock").mkdir()
     (tmp_path / "clock" / "sitecustomize.py").write_text(AHEAD.format(ahead_s=ahead_s))
-    first = Node("first", 0, empty=(own_disk,), environment={"PYTHONPATH": f"{tmp_path / 'clock'}{os.pathsep}{ROOT}"})
+    first = Node(
+        "first", 0, empty=(own_disk,), environment={"PYTHONPATH": f"{tmp_path / 'clock'}{os.pathsep}{ROOT}"}
+    )
     with joined(tmp_path, first, Node("second", 0)) as nodes:
         monkeypatch.setattr(cluster, "on_this_node", lambda: {"ray.io/node-id": nodes["first"]})
         act = PowerCut(tmp_path, nodes)
@@ -134,8 +154,12 @@ def test_the_node_of_the_coordinator_dies(tmp_path: Path, undisturbed: Any, monk
         assert {end.signal for end in act.ends} == {signal.SIGKILL}
         assert take_overs(chaos.job) == ["Running"], "it was where the power was cut"
         records = Run.open(chaos.job).records()
-        (recovered,) = (number for number, record in enumerate(records) if record["event"]["$"] == "Recovered")
-        assert abs(records[recovered - 1]["at"] - records[recovered]["at"] - ahead_s) < 60, "each had its own clock"
+        (recovered,) = (
+            number for number, record in enumerate(records) if record["event"]["$"] == "Recovered"
+        )
+        assert abs(records[recovered - 1]["at"] - records[recovered]["at"] - ahead_s) < 60, (
+            "each had its own clock"
+        )
         assert (chaos.result.state, chaos.hash) == ("Finished", undisturbed.hash)
         assert [len(each.members) for each in formed(records)] == [2], "no worker was there, so no world ends"
         assert samples(chaos.ledger) == samples(undisturbed.ledger)
@@ -152,7 +176,11 @@ class FrozenKeeper:
     def __call__(self, witness: Witness, view: View) -> bool:
         if not self.pid and view.state == "Running" and view.step >= 3:
             homes = {node for node in view.workers.values()}
-            (keeper,) = (k for name, k in cluster.named(f"{view.token}/keeper-").items() if not any(h.startswith(name) for h in homes))
+            (keeper,) = (
+                k
+                for name, k in cluster.named(f"{view.token}/keeper-").items()
+                if not any(h.startswith(name) for h in homes)
+            )
             pid = cluster.pid_of(keeper)
             assert pid is not None
             self.pid = pid
@@ -165,13 +193,17 @@ class FrozenKeeper:
 
 
 def test_a_keeper_that_does_not_answer_is_not_waited_for_for_ever(tmp_path: Path, undisturbed: Any) -> None:
-    """There is no majority without the keeper: the run goes on once the journal is in the bucket, and says so."""
+    """There is no majority without the keeper: the run goes on once the journal is in the bucket, and says
+    so.
+    """
     with joined(tmp_path, Node("second", 0)):
         act = FrozenKeeper(tmp_path)
         job = job_of(tmp_path, "no-majority", faults=[{"point": "backward", "step": 12, "world_rank": 1}])
         chaos = trial(job, act)
         told = [str(line.text) for line in chaos.lines if isinstance(line, Sentence)]
-        assert "1 of 2 keepers held the journal in time, which was not enough; it is now in the bucket" in told
+        assert (
+            "1 of 2 keepers held the journal in time, which was not enough; it is now in the bucket" in told
+        )
         assert (chaos.result.state, chaos.hash) == ("Finished", undisturbed.hash)
         assert samples(chaos.ledger) == samples(undisturbed.ledger)
         assert_nothing_left(chaos)

@@ -1,6 +1,7 @@
 """R1, R2 where copies in host memory are not what they should be: nothing that is bent is taken for state.
 
-Tests in which good copies heal: the kill matrix (``test_kill_points.py``: shards), nodes that die (``test_nodes.py``), and storms.
+Tests in which good copies heal: the kill matrix (``test_kill_points.py``: shards), nodes that die
+(``test_nodes.py``), and storms.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ def bend(region: Region) -> int:
 
 @pytest.mark.full  # tests/state/test_wire.py refuses strangers without a run
 def test_strangers_are_refused_and_the_story_says_so(tmp_path: Path, script_reference: Any) -> None:
-    """A keeper tells nothing to a client that lacks the run's secret or speaks another protocol; the run goes on undisturbed."""
+    """A keeper tells nothing to a client that lacks the run's secret or speaks another protocol; the run goes
+    on undisturbed.
+    """
     script, refused = Script("shard", 1), list[WireError]()
 
     def act(witness: Witness, view: View) -> bool:
@@ -71,8 +74,9 @@ def test_strangers_are_refused_and_the_story_says_so(tmp_path: Path, script_refe
 @pytest.mark.full
 @pytest.mark.parametrize("bent", [True, False], ids=["bent", "whole"])
 def test_copies_that_are_bent_are_not_taken(tmp_path: Path, script_reference: Any, bent: bool) -> None:
-    """One of three shards is left only in the keeper's memory, where a bit has changed: the reader notices, the keeper drops the copy, and
-    the next world begins from the bucket with the right bits.  The control does the same without the changed bit."""
+    """One of three shards is left only in the keeper's memory, where a bit has changed: the reader notices,
+    the keeper drops the copy, and the next world begins from the bucket with the right bits.  The control
+    does the same without the changed bit."""
     script, room, found = Script("shard", 3), Room(), list[int]()
 
     def act(witness: Witness, view: View) -> bool:
@@ -104,18 +108,21 @@ def test_copies_that_are_bent_are_not_taken(tmp_path: Path, script_reference: An
     assert_nothing_left(chaos)
 
 
-@pytest.mark.full  # tests/plan/test_copy_budget.py and tests/train/test_limits.py have the sentence, without a run
+# tests/plan/test_copy_budget.py and tests/train/test_limits.py have the sentence, without a run
+@pytest.mark.full
 def test_copies_for_which_there_is_no_memory_end_the_run_before_it_begins(tmp_path: Path) -> None:
-    """The model is too large for any machine, and nothing of it is built: the result and the story both say how much memory is missing and
-    which setting gives it."""
+    """The model is too large for any machine, and nothing of it is built: the result and the story both say
+    how much memory is missing and which setting gives it."""
     vast = {"vocab": 29, "dim": 2**20, "layers": 4, "heads": 2}
     lines = list[Line]()
     result = launch(toy_job(tmp_path, name="vast", model_args=vast, workers={"max": 1}), show=lines.append)
     assert (result.state, result.step, result.exit_code) == ("Failed", 0, 1), result
     refused = re.compile(
-        r"w1 cannot start on node \w{8} .*: copies\.copy_every = auto: this worker's copies and saves take at least \S+ TB "
+        r"w1 cannot start on node \w{8} .*: copies\.copy_every = auto: this worker's copies and saves take "
+        r"at least \S+ TB "
         r"of memory \(7 slots\), "
-        r"and the (node|container) \(\S.*\) leaves only \S+ [GT]B beside .*; raise the limit by \S+ TB for each worker "
+        r"and the (node|container) \(\S.*\) leaves only \S+ [GT]B beside .*; raise the limit by \S+ TB for "
+        r"each worker "
         r"\(on Kubernetes resources\.limits\.memory"
     )
     assert refused.search(result.reason), result.reason

@@ -1,5 +1,5 @@
-"""The coordinator acts on a durable record only after a majority of the keepers or the bucket has it, and only while no other coordinator
-has followed it."""
+"""The coordinator acts on a durable record only after a majority of the keepers or the bucket has it, and
+only while no other coordinator has followed it."""
 
 from __future__ import annotations
 
@@ -64,7 +64,9 @@ class Desk:
             ray.kill(self.keepers.pop(NodeId(name)))
 
     def decide(self, **changes: Any) -> list[str]:
-        """Appends a durable record.  Returns what is said until the coordinator may act on it; the last sentence says where it is."""
+        """Appends a durable record.  Returns what is said until the coordinator may act on it; the last
+        sentence says where it is.
+        """
         self.said = []
         self._append(durable=True, **changes)
         self.replicas.secure(self.said.append)
@@ -72,9 +74,11 @@ class Desk:
         return self.said
 
     def mention(self) -> None:
-        """Appends a record that need not be durable.  Afterwards the keepers have answered, but their answers are unheard.
+        """Appends a record that need not be durable.  Afterwards the keepers have answered, but their answers
+        are unheard.
 
-        It only asks the keepers, because ``send`` would also hear an answer that comes while it asks, as may happen on a busy machine.
+        It only asks the keepers, because ``send`` would also hear an answer that comes while it asks, as may
+        happen on a busy machine.
         """
         self._append(durable=False)
         self.replicas._request()
@@ -83,7 +87,9 @@ class Desk:
 
     def _append(self, *, durable: bool, **changes: Any) -> None:
         before = self.known
-        self.known = but(but(before, "members", next_worker=before.members.next_worker + 1), "cluster", **changes)
+        self.known = but(
+            but(before, "members", next_worker=before.members.next_worker + 1), "cluster", **changes
+        )
         record = codec.record(self.journal.next, 0.0, Tick(), before, Transition(self.known, (), "", durable))
         self.journal.append(record, lambda: codec.snapshot(self.known), durable=durable)
         self.replicas.note(self.known)
@@ -95,7 +101,8 @@ class Desk:
 
 
 def test_a_majority_is_enough(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Nobody waits for the bucket then, even if somebody has claimed the run: whoever takes over asks the keepers first.
+    """Nobody waits for the bucket then, even if somebody has claimed the run: whoever takes over asks the
+    keepers first.
 
     ``COPY_S`` is raised because on a slow machine a late keeper would be missing in the majority.
     """
@@ -127,7 +134,9 @@ def test_whose_answer_to_an_earlier_question_is_just_there_is_asked_again(
 
 
 def test_where_there_is_no_majority_the_bucket_has_it(tmp_path: Path) -> None:
-    """A majority of every list of keepers since the newest safe record is needed: another coordinator may still hear keepers given up."""
+    """A majority of every list of keepers since the newest safe record is needed: another coordinator may
+    still hear keepers given up.
+    """
     desk = Desk(tmp_path)
     desk.lose("b", "c")
     assert desk.decide()[-1:] == [IN_BUCKET] and desk.shipped == 1
@@ -141,18 +150,25 @@ def test_where_there_is_no_majority_the_bucket_has_it(tmp_path: Path) -> None:
         desk.decide()
 
 
-def test_keepers_alone_are_not_enough_for_whom_neither_head_nor_bucket_has_answered_for_long(tmp_path: Path) -> None:
+def test_keepers_alone_are_not_enough_for_whom_neither_head_nor_bucket_has_answered_for_long(
+    tmp_path: Path,
+) -> None:
     """The coordinator may be cut off together with all keepers, and followed by another."""
     desk = Desk(tmp_path, lease_s=0.0)
     assert not desk.replicas.holds
     assert (
-        desk.decide()[-1].endswith("keepers held the journal in time, which was not enough; it is now in the bucket") and desk.shipped == 1
+        desk.decide()[-1].endswith(
+            "keepers held the journal in time, which was not enough; it is now in the bucket"
+        )
+        and desk.shipped == 1
     )
     desk.run.claim("elsewhere", "one", "b")
     with pytest.raises(Deposed):
         desk.decide()
     for incarnation, latest in ((1, False), (2, True)):
-        long_ago = Authority(incarnation, 600.0, time.monotonic() - 600.0, desk.known.cluster.keepers, desk.known)
+        long_ago = Authority(
+            incarnation, 600.0, time.monotonic() - 600.0, desk.known.cluster.keepers, desk.known
+        )
         replicas = JournalReplicas(long_ago, desk.run, desk.journal, desk.keepers)
         assert not replicas.holds
         replicas.ask_bucket()
@@ -171,7 +187,8 @@ def test_with_neither_it_stands_still_until_one_of_them_is_there(tmp_path: Path)
         assert time.monotonic() < deadline
         deciding.join(0.05)
     assert desk.said == [
-        "neither a majority of the keepers nor the bucket takes the journal: nothing is begun or ended until one of them does"
+        "neither a majority of the keepers nor the bucket takes the journal: nothing is begun or ended "
+        "until one of them does"
     ]
     assert deciding.is_alive() and desk.shipped == 0
     store.up = True

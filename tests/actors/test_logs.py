@@ -1,4 +1,6 @@
-"""R3: before a hanging worker is ended, its keeper finds out where it stands, whatever it hangs in, and nobody waits long for that."""
+"""R3: before a hanging worker is ended, its keeper finds out where it stands, whatever it hangs in, and
+nobody waits long for that.
+"""
 
 from __future__ import annotations
 
@@ -78,17 +80,24 @@ def test_without_py_spy_its_own_fault_handler_says_so(stuck: Stuck) -> None:
     size = stuck.log.stat().st_size
     stuck.stop()
     assert "it was stopped by a signal, and py-spy" in stack_of(stuck.process, stuck.log, 20.0, spy="")
-    assert stuck.log.stat().st_size == size and state(stuck.popen.pid) == "T", "it is not set going to be asked"
+    assert stuck.log.stat().st_size == size and state(stuck.popen.pid) == "T", (
+        "it is not set going to be asked"
+    )
 
 
 @pytest.mark.parametrize("stuck", ["waits"], indirect=True)
 def test_one_that_fails_or_does_not_come_back_is_not_waited_for(stuck: Stuck, tmp_path: Path) -> None:
-    for script, why in (("echo Permission Denied >&2; exit 1", "Permission Denied"), ("exec sleep 600", "TimeoutExpired")):
+    for script, why in (
+        ("echo Permission Denied >&2; exit 1", "Permission Denied"),
+        ("exec sleep 600", "TimeoutExpired"),
+    ):
         spy = tmp_path / "spy"
         spy.write_text(f"#!/bin/sh\n{script}\n")
         spy.chmod(0o755)
         began = time.monotonic()
-        assert stack_of(stuck.process, stuck.log, 1.0, spy=str(spy)).startswith(f"# py-spy could not tell where it stood: {why}")
+        assert stack_of(stuck.process, stuck.log, 1.0, spy=str(spy)).startswith(
+            f"# py-spy could not tell where it stood: {why}"
+        )
         assert time.monotonic() - began < 30.0
     assert "in waits" in stuck.log.read_text()
 
@@ -103,7 +112,9 @@ def test_the_end_of_a_log_of_any_size(tmp_path: Path) -> None:
         assert last_lines(file) == [f"line {n}" for n in range(1000 - LINES, 1000)]
 
 
-def test_what_was_printed_is_kept_whoever_has_removed_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_printed_is_kept_whoever_has_removed_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nodes of one machine share the folder, and the first one to leave removes it."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "here"))
     store = ObjectStore.open(str(tmp_path / "bucket"))
@@ -119,12 +130,19 @@ def test_what_was_printed_is_kept_whoever_has_removed_the_file(tmp_path: Path, m
     for worker in ("w1", "w2"):
         logs.keep(WorkerId(worker), "exited with code 0")
     logs.close()
-    assert store.get("run/logs/1/w1.log").decode().splitlines() == ["# w1 on node n1: exited with code 0", "warmed up", "stepped", "left"]
+    assert store.get("run/logs/1/w1.log").decode().splitlines() == [
+        "# w1 on node n1: exited with code 0",
+        "warmed up",
+        "stepped",
+        "left",
+    ]
     assert store.get("run/logs/1/w2.log").decode().splitlines() == ["# w2 on node n1: exited with code 0"]
 
 
 def test_nobody_waits_for_a_slow_bucket(tmp_path: Path) -> None:
-    """The thread that watches processes continues at once; all logs are in the bucket when the keeper has closed."""
+    """The thread that watches processes continues at once; all logs are in the bucket when the keeper has
+    closed.
+    """
     asked, slow = threading.Event(), threading.Event()
 
     class Slow(Forwarding):

@@ -1,4 +1,6 @@
-"""Many real workers on one machine: 64 without torch, whose protocol alone is tested, and 16 with torch and gloo."""
+"""Many real workers on one machine: 64 without torch, whose protocol alone is tested, and 16 with torch and
+gloo.
+"""
 
 from __future__ import annotations
 
@@ -42,19 +44,27 @@ def local_cluster() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def nodes(local_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Joined]:
-    with joined(tmp_path_factory.mktemp("nodes"), *(Node(f"n{number}", 14) for number in range(NODES))) as found:
+    with joined(
+        tmp_path_factory.mktemp("nodes"), *(Node(f"n{number}", 14) for number in range(NODES))
+    ) as found:
         yield found
 
 
 class Storm:
-    """Kills a worker, then the coordinator and three workers at the same time, then a whole node; then it asks for a stop."""
+    """Kills a worker, then the coordinator and three workers at the same time, then a whole node; then it
+    asks for a stop.
+    """
 
     def __init__(self, nodes: Joined) -> None:
         self.nodes, self.done, self.last = nodes, 0, 0
         self.victims: set[str] = set()
 
     def __call__(self, witness: Witness, view: View) -> bool:
-        if view.state != "Running" or view.step < self.last + 5 or not view.workers.keys() <= witness.seen.keys():
+        if (
+            view.state != "Running"
+            or view.step < self.last + 5
+            or not view.workers.keys() <= witness.seen.keys()
+        ):
             return False
         self.done, self.last = self.done + 1, view.step
         members = sorted(view.workers, key=lambda worker: int(worker[1:]))
@@ -80,9 +90,11 @@ class Storm:
             witness.seen[worker].process.kill()
 
 
-def test_sixty_four_workers_without_torch(tmp_path: Path, nodes: Joined, monkeypatch: pytest.MonkeyPatch) -> None:
-    """N1, N3, R2, R6: killed, fenced, failed over.  Nobody is given up but those who were killed; each step counts once; every member ends
-    with the state of an undisturbed run."""
+def test_sixty_four_workers_without_torch(
+    tmp_path: Path, nodes: Joined, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """N1, N3, R2, R6: killed, fenced, failed over.  Nobody is given up but those who were killed; each step
+    counts once; every member ends with the state of an undisturbed run."""
     monkeypatch.setattr(launch, "Coordinator", HollowCoordinator)
     job = toy_job(
         tmp_path,
@@ -93,7 +105,14 @@ def test_sixty_four_workers_without_torch(tmp_path: Path, nodes: Joined, monkeyp
         copies={"copy_every": 0},
         checkpoint={"save_every": 100_000},
         data={"dataset": "tests.support.toys:Sums", "args": {"samples": 1_280_000}},
-        deadlines={"grow_debounce_s": 20, "form_s": 240, "fence_s": 10, "stop_s": 5, "lease_s": 60, "wait_s": 600},
+        deadlines={
+            "grow_debounce_s": 20,
+            "form_s": 240,
+            "fence_s": 10,
+            "stop_s": 5,
+            "lease_s": 60,
+            "wait_s": 600,
+        },
     )
     storm = Storm(nodes)
     chaos = trial(job, storm, hash_it=False)
@@ -103,15 +122,24 @@ def test_sixty_four_workers_without_torch(tmp_path: Path, nodes: Joined, monkeyp
     worlds = formed(records)
     assert len(worlds[0].members) == 64, worlds[0]
     assert storm.done == 4 and len(storm.victims) > 10
-    killed = {worker for record in records for action in record["actions"] if action["$"] == "Kill" for worker in action["workers"]}
+    killed = {
+        worker
+        for record in records
+        for action in record["actions"]
+        if action["$"] == "Kill"
+        for worker in action["workers"]
+    }
     told = [part for record in records for part in codec.parts_of(record["event"])]
-    came = {part["worker"] for part in told if part["$"] == "Joined"}  # one that only starts may die with its node, too
+    # one that only starts may die with its node, too
+    came = {part["worker"] for part in told if part["$"] == "Joined"}
     assert killed & came <= storm.victims, f"given up although alive: {sorted(killed & came - storm.victims)}"
     assert "Recovered" in {part["$"] for part in told}
     assert "Together" in {record["event"]["$"] for record in records}, "nothing was ever decided together"
     steps = ledger(run.segments())
     assert sorted(steps) == list(range(1, max(steps) + 1)) and max(steps) >= 20
-    assert sorted(i for _, ids in samples(steps) for part in ids for i in part) == list(range(job.global_batch * max(steps)))
+    assert sorted(i for _, ids in samples(steps) for part in ids for i in part) == list(
+        range(job.global_batch * max(steps))
+    )
     for worker in worlds[-1].members:
         seen = chaos.witness.seen[worker]
         assert seen.ended is not None and seen.ended.exit_code == 0, (worker, seen.ended)
@@ -122,7 +150,9 @@ def test_sixty_four_workers_without_torch(tmp_path: Path, nodes: Joined, monkeyp
 
 
 def test_sixteen_workers_with_torch_and_gloo(tmp_path: Path, nodes: Joined) -> None:
-    """R1, B1: four shards of four replicas lose three workers and the coordinator, and end with the bits of one process."""
+    """R1, B1: four shards of four replicas lose three workers and the coordinator, and end with the bits of
+    one process.
+    """
     steps, data = 16, {"dataset": "tests.support.toys:Sums", "args": {"samples": 64 * 16, "read_s": 0.01}}
     expected = alone(toy_job(tmp_path / "local", name="local", steps=steps, global_batch=64, data=data))
     job = toy_job(
@@ -138,7 +168,11 @@ def test_sixteen_workers_with_torch_and_gloo(tmp_path: Path, nodes: Joined) -> N
     struck: list[int] = []
 
     def strike(witness: Witness, view: View) -> bool:
-        if view.state != "Running" or view.step < (4, 9)[len(struck)] or not view.workers.keys() <= witness.seen.keys():
+        if (
+            view.state != "Running"
+            or view.step < (4, 9)[len(struck)]
+            or not view.workers.keys() <= witness.seen.keys()
+        ):
             return False
         if struck:
             os.kill(view.pid, signal.SIGKILL)

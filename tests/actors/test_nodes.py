@@ -30,7 +30,9 @@ LONG = pytest.mark.full
 
 
 class PowerCuts:
-    """Cuts the power of the node with two workers at each of ``steps``; once the remaining world runs, another node joins."""
+    """Cuts the power of the node with two workers at each of ``steps``; once the remaining world runs,
+    another node joins.
+    """
 
     look_s = 0.02
 
@@ -43,7 +45,9 @@ class PowerCuts:
         self._add()
 
     def _add(self) -> None:
-        self.nodes.append(self.stack.enter_context(joined(self.folder, Node(f"n{len(self.nodes)}", 2 * CPUS))))
+        self.nodes.append(
+            self.stack.enter_context(joined(self.folder, Node(f"n{len(self.nodes)}", 2 * CPUS)))
+        )
 
     def __call__(self, witness: Witness, view: View) -> bool:
         self.director(witness, view)
@@ -51,7 +55,12 @@ class PowerCuts:
         if view.state == "Running" and view.generation == 2 * cuts:
             if len(self.nodes) == cuts:
                 self._add()
-        elif view.state == "Running" and self.steps and view.step >= self.steps[0] and view.workers.keys() <= witness.seen.keys():
+        elif (
+            view.state == "Running"
+            and self.steps
+            and view.step >= self.steps[0]
+            and view.workers.keys() <= witness.seen.keys()
+        ):
             self.steps.pop(0)
             (home,) = self.nodes[-1].values()
             self.victims.append([worker for worker, node in view.workers.items() if node == home])
@@ -69,10 +78,12 @@ class PowerCuts:
         pytest.param("shard", "bucket", (8, 24), marks=LONG),
     ],
 )
-def test_a_node_loses_its_power_and_one_comes_back(tmp_path: Path, layout: str, tier: str, steps: tuple[int, ...]) -> None:
-    """R2, R4, H4: two of three workers and the keeper beside them die at once.  The replica on the head loses no step.  Shards come from
-    the memory of the head's keeper, which is the buddy of the dead one; without copies, from the last save in the bucket.  Then a node
-    with room for two joins."""
+def test_a_node_loses_its_power_and_one_comes_back(
+    tmp_path: Path, layout: str, tier: str, steps: tuple[int, ...]
+) -> None:
+    """R2, R4, H4: two of three workers and the keeper beside them die at once.  The replica on the head loses
+    no step.  Shards come from the memory of the head's keeper, which is the buddy of the dead one; without
+    copies, from the last save in the bucket.  Then a node with room for two joins."""
     script = Script(layout, 3, copies=tier != "bucket")
     script.form(3, "init")
     for step in steps:
@@ -83,13 +94,23 @@ def test_a_node_loses_its_power_and_one_comes_back(tmp_path: Path, layout: str, 
         act = PowerCuts(tmp_path, script, steps, stack)
         changes: dict[str, Any] = {"steps": steps[-1] + 16, **LIGHT}
         if tier == "host":
-            changes |= {"copies": {"copy_every": 1, "buddy_every": BUDDY_EVERY}, "checkpoint": {"save_every": 100}}
-        chaos = trial(script.job(tmp_path, "nodes", workers={"min": 1, "max": 3, "cpus": CPUS}, **changes), act)
+            changes |= {
+                "copies": {"copy_every": 1, "buddy_every": BUDDY_EVERY},
+                "checkpoint": {"save_every": 100},
+            }
+        chaos = trial(
+            script.job(tmp_path, "nodes", workers={"min": 1, "max": 3, "cpus": CPUS}, **changes), act
+        )
     assert [len(each) for each in act.victims] == [2] * len(steps)
     assert {end.signal for end in act.ends} == {SIGKILL}, act.ends
     worlds = formed(Run.open(chaos.job).records())
     struck = [
-        {"point": "forward", "kind": "SIGKILL", "generation": 2 * cut + 1, "world_rank": worlds[2 * cut].members.index(victim)}
+        {
+            "point": "forward",
+            "kind": "SIGKILL",
+            "generation": 2 * cut + 1,
+            "world_rank": worlds[2 * cut].members.index(victim),
+        }
         for cut, victims in enumerate(act.victims)
         for victim in victims
     ]  # from outside

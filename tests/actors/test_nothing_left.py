@@ -1,4 +1,6 @@
-"""The control of "nothing is left": the check of all chaos tests finds whatever a run may leave, and nothing that belongs to others."""
+"""The control of "nothing is left": the check of all chaos tests finds whatever a run may leave, and nothing
+that belongs to others.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +73,9 @@ class Idle:
 
 @contextmanager
 def process(title: str, code: str) -> Iterator[str]:
-    with subprocess.Popen([title, "-c", code], executable=sys.executable, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as started:
+    with subprocess.Popen(
+        [title, "-c", code], executable=sys.executable, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as started:
         assert started.stdout is not None
         assert int(started.stdout.readline()) == started.pid
         yield f"process {started.pid} {title}"
@@ -93,11 +97,16 @@ def orphan(log: Path) -> Iterator[str]:
 @contextmanager
 def actor(name: str) -> Iterator[str]:
     """Starts a named actor whose process does not look like one of a run."""
-    idle = ray.remote(Idle).options(name=name, namespace=cluster.NAMESPACE, num_cpus=0, lifetime="detached").remote()
+    idle = (
+        ray.remote(Idle)
+        .options(name=name, namespace=cluster.NAMESPACE, num_cpus=0, lifetime="detached")
+        .remote()
+    )
     assert ray.get(idle.there.remote())
     yield f"actor {name}"
     ray.kill(idle)
-    until(lambda: name not in [each["name"] for each in ray.util.list_named_actors(all_namespaces=True)])  # the call only asks for it
+    # the call only asks for it
+    until(lambda: name not in [each["name"] for each in ray.util.list_named_actors(all_namespaces=True)])
 
 
 @contextmanager
@@ -158,7 +167,9 @@ def test_earlier_lives_are_looked_for_by_the_names_of_their_actors() -> None:
 
 
 def test_what_is_of_another_run_or_of_another_cluster_is_not_looked_at(tmp_path: Path) -> None:
-    """The check ignores runs of another name, a run of the same name on another cluster of this machine, and that cluster's processes."""
+    """The check ignores runs of another name, a run of the same name on another cluster of this machine, and
+    that cluster's processes.
+    """
     (tmp_path / "session_2020-01-01_00-00-00_000000_7").mkdir()
     with (
         actor(f"{NAME}-2/coordinator"),
@@ -190,9 +201,16 @@ def test_a_run_that_ends_while_a_worker_starts_leaves_nothing(tmp_path: Path) ->
         gate.touch()
         return True
 
-    data = {"dataset": "tests.support.toys:Held", "args": {"hold": str(hold), "samples": 64, "gates": {str(sample): str(gate)}}}
-    chaos = trial(toy_job(tmp_path, name="early", steps=4, data=data, workers={"min": 1, "max": 2}, **LIGHT), act)
-    assert chaos.result.state == "Finished" and not any("w3 joined" in line.text for line in chaos.lines if isinstance(line, Sentence))
+    data = {
+        "dataset": "tests.support.toys:Held",
+        "args": {"hold": str(hold), "samples": 64, "gates": {str(sample): str(gate)}},
+    }
+    chaos = trial(
+        toy_job(tmp_path, name="early", steps=4, data=data, workers={"min": 1, "max": 2}, **LIGHT), act
+    )
+    assert chaos.result.state == "Finished" and not any(
+        "w3 joined" in line.text for line in chaos.lines if isinstance(line, Sentence)
+    )
     assert_nothing_left(chaos)
 
 
@@ -216,7 +234,9 @@ with entered(sys.argv[1], wait):
 @contextmanager
 def making() -> Iterator[tuple[subprocess.Popen[str], str]]:
     """Starts such a worker, and yields it with its first word."""
-    with subprocess.Popen([sys.executable, "-c", MAKES, TOKEN], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as worker:
+    with subprocess.Popen(
+        [sys.executable, "-c", MAKES, TOKEN], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as worker:
         assert worker.stdout is not None
         try:
             yield worker, worker.stdout.readline().strip()
@@ -226,7 +246,9 @@ def making() -> Iterator[tuple[subprocess.Popen[str], str]]:
 
 @pytest.mark.parametrize("killed", [True, False])
 def test_a_worker_that_makes_its_files_while_the_run_ends_is_waited_for(killed: bool) -> None:
-    """Ray has said that it is dead, but its process runs on, until it has made them or the kill reaches it.  The next one makes none."""
+    """Ray has said that it is dead, but its process runs on, until it has made them or the kill reaches it.
+    The next one makes none.
+    """
     make_log_folder(TOKEN)
     with making() as (worker, said):
         assert said == "entered"
@@ -255,7 +277,9 @@ def test_a_worker_that_stays_in_the_folder_is_not_waited_for_without_end() -> No
 
 
 def test_a_worker_that_is_made_when_the_run_is_over_leaves_nothing(tmp_path: Path) -> None:
-    """Its process had begun when Ray was told to kill it, and no keeper is there any more.  The control: with one, it begins."""
+    """Its process had begun when Ray was told to kill it, and no keeper is there any more.  The control: with
+    one, it begins.
+    """
     job = toy_job(tmp_path, name=NAME, deadlines={"lease_s": 1, "fence_s": 1})
     kind = ray.remote(num_cpus=0, concurrency_groups={"control": 1, "life": 1})(Worker)
     for over in (False, True):
@@ -270,8 +294,8 @@ def test_a_worker_that_is_made_when_the_run_is_over_leaves_nothing(tmp_path: Pat
 
 @pytest.mark.parametrize("lost", [True, False])
 def test_a_run_whose_keeper_is_lost_at_its_end_leaves_nothing(tmp_path: Path, lost: bool) -> None:
-    """R9: no other keeper is started when the run is over, or the next one did not come up in time.  The control: a keeper that lives
-    removes all.  What another run has there stays.
+    """R9: no other keeper is started when the run is over, or the next one did not come up in time.  The
+    control: a keeper that lives removes all.  What another run has there stays.
     """
     job = toy_job(tmp_path, name=NAME)
     desk: Any = ray.remote(num_cpus=0, max_concurrency=4)(Desk).remote()
@@ -295,7 +319,9 @@ def test_a_run_whose_keeper_is_lost_at_its_end_leaves_nothing(tmp_path: Path, lo
 
 
 def test_a_keeper_makes_the_folder_again_that_a_cleaner_has_removed() -> None:
-    """Otherwise no worker could begin there.  The control: at the first look it waits, since who ends the run removes it, too."""
+    """Otherwise no worker could begin there.  The control: at the first look it waits, since who ends the run
+    removes it, too.
+    """
     one = Keeper.__new__(Keeper)
     one.run = TOKEN
     assert one._make_again(False) and not log_folder(TOKEN).exists(), "the control"
@@ -306,7 +332,9 @@ def test_a_keeper_makes_the_folder_again_that_a_cleaner_has_removed() -> None:
 
 @pytest.mark.parametrize("coordinator", [True, False])
 def test_a_keeper_that_leaves_by_itself_keeps_the_journal_of_a_coordinator(coordinator: bool) -> None:
-    """R6: the coordinator on its node may only have stood still, and goes on.  The control: without it the folder goes."""
+    """R6: the coordinator on its node may only have stood still, and goes on.  The control: without it the
+    folder goes.
+    """
     token = f"{NAME}-0001-{'abcdef' if coordinator else 'fedcba'}"
     folder, journal = log_folder(token), folder_of(log_folder(token), 1)
     try:

@@ -1,4 +1,6 @@
-"""State that lives in host memory (``offload``), in real runs: who keeps its part in a recovery reads and copies nothing."""
+"""State that lives in host memory (``offload``), in real runs: who keeps its part in a recovery reads and
+copies nothing.
+"""
 
 from __future__ import annotations
 
@@ -36,29 +38,40 @@ def open_below(folder: Path) -> list[str]:
 @pytest.mark.full
 @pytest.mark.parametrize("medium", ["memory", "files", "weights"])
 def test_a_survivor_takes_its_part_from_where_it_lies(tmp_path: Path, medium: str) -> None:
-    """F3, F4, R1, R2: of two workers, one is killed after it has written its part of an update, the other in a later step.
+    """F3, F4, R1, R2: of two workers, one is killed after it has written its part of an update, the other in
+    a later step.
 
-    They share the state.  Each time a newcomer takes the dead one's part, from host memory.  The survivor has only to forget the update
-    that the dead one did not end, and reads nothing.
+    They share the state.  Each time a newcomer takes the dead one's part, from host memory.  The survivor has
+    only to forget the update that the dead one did not end, and reads nothing.
     """
     expected = alone(toy_job(tmp_path / "alone", name="local", steps=16))
-    faults = [{"point": "in_update", "step": 6, "world_rank": 1}, {"point": "backward", "step": 11, "world_rank": 0, "generation": 2}]
+    faults = [
+        {"point": "in_update", "step": 6, "world_rank": 1},
+        {"point": "backward", "step": 11, "world_rank": 0, "generation": 2},
+    ]
     disk = tmp_path / "disk"
     disk.mkdir()
     with TemporaryFile(dir=disk):
         assert open_below(disk), "a file without a name would be found"
-    settings = OFFLOADED | ({"offload_folder": str(disk), "offload_buffer_gb": 1e-4} if medium == "files" else {})
+    settings = OFFLOADED | (
+        {"offload_folder": str(disk), "offload_buffer_gb": 1e-4} if medium == "files" else {}
+    )
     settings |= {"offload": "weights"} if medium == "weights" else {}
     settings |= {"workers": {"min": 2, "max": 2}, "checkpoint": {"save_every": 4}}
     job = toy_job(tmp_path / "killed", steps=16, faults=faults, **settings)
     chaos = trial(job)
     assert (chaos.result.state, chaos.hash, chaos.losses) == ("Finished", expected.hash, expected.losses)
     first, second, third = formed(Run.open(job).records())
-    assert [(each.tier, each.step, each.redone) for each in (second, third)] == [("host", 5, 1), ("host", 10, 0)]
+    assert [(each.tier, each.step, each.redone) for each in (second, third)] == [
+        ("host", 5, 1),
+        ("host", 10, 0),
+    ]
     (survivor,) = {*first.members} & {*second.members}
     assert second.members.index(survivor) == first.members.index(survivor) == 0, "it keeps its part"
     seen = chaos.witness.seen
-    assert [seen[survivor].final[field] for field in READ] == [0, 0, 0] and seen[survivor].final["updates_applied"] == 11
+    assert [seen[survivor].final[field] for field in READ] == [0, 0, 0] and seen[survivor].final[
+        "updates_applied"
+    ] == 11
     for newcomer in ({*second.members} | {*third.members}) - {*first.members}:
         assert seen[newcomer].final["healed_host_bytes"] > 0 == seen[newcomer].final["healed_bucket_bytes"]
     assert_nothing_left(chaos)
@@ -67,15 +80,24 @@ def test_a_survivor_takes_its_part_from_where_it_lies(tmp_path: Path, medium: st
 
 @pytest.mark.full  # tests/control/test_membership.py has the rule
 def test_a_folder_that_a_node_has_not_is_said_once(tmp_path: Path) -> None:
-    """Four workers of the node miss it: one sentence names the setting, the node and the fix.  The run ends as if the job were refused."""
-    job = toy_job(tmp_path, **OFFLOADED | {"offload_folder": str(tmp_path / "gone"), "workers": {"min": 1, "max": 4}})
+    """Four workers of the node miss it: one sentence names the setting, the node and the fix.  The run ends
+    as if the job were refused.
+    """
+    job = toy_job(
+        tmp_path, **OFFLOADED | {"offload_folder": str(tmp_path / "gone"), "workers": {"min": 1, "max": 4}}
+    )
     lines = list[Line]()
     result = launch(job, show=lines.append)
     assert (result.state, result.step, result.exit_code) == ("Failed", 0, 1), result
     texts = [line.text for line in lines if isinstance(line, Sentence) and "offload_folder" in line.text]
     told = [text for text in texts if "is refused" in text]
-    assert len(told) == 1 and all("no node has room for a worker" in text for text in texts if text not in told), texts
-    said = rf"cannot start on node \w{{8}} \(.*\): offload_folder = '{tmp_path}/gone' is not a folder in which .*; make it on every node"
+    assert len(told) == 1 and all(
+        "no node has room for a worker" in text for text in texts if text not in told
+    ), texts
+    said = (
+        rf"cannot start on node \w{{8}} \(.*\): offload_folder = '{tmp_path}/gone' is not a folder in "
+        r"which .*; make it on every node"
+    )
     assert re.search(said, told[0]) and re.search(said, result.reason)
     assert_no_actor_left(job.name)
 
@@ -83,14 +105,19 @@ def test_a_folder_that_a_node_has_not_is_said_once(tmp_path: Path) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("believed", [False, True], ids=["looked at", "control"])
 def test_a_file_that_changed_is_no_state(tmp_path: Path, believed: bool) -> None:
-    """F4: the update that reads the changed version ends its worker, and no world takes that version: the bits are those of another run.
+    """F4: the update that reads the changed version ends its worker, and no world takes that version: the
+    bits are those of another run.
 
     The control: where the update does not look, the run ends with other bits, and nobody notices.
     """
     expected = alone(toy_job(tmp_path / "alone", name="local", steps=12))
     disk = tmp_path / "disk"
     disk.mkdir()
-    settings = OFFLOADED | {"offload_folder": str(disk), "offload_buffer_gb": 1e-4, "workers": {"min": 2, "max": 2}}
+    settings = OFFLOADED | {
+        "offload_folder": str(disk),
+        "offload_buffer_gb": 1e-4,
+        "workers": {"min": 2, "max": 2},
+    }
     loss = f"tests.support.mischief:bent_file{'_believed' if believed else ''}"
     chaos = trial(toy_job(tmp_path / "bent", steps=12, loss=loss, checkpoint={"save_every": 4}, **settings))
     assert chaos.result.state == "Finished"
@@ -106,8 +133,14 @@ def test_a_file_that_changed_is_no_state(tmp_path: Path, believed: bool) -> None
 
 @pytest.mark.full
 @pytest.mark.parametrize("offload", ["optimizer", "weights"])
-def test_workers_share_the_state_anew_whenever_one_comes_or_goes(tmp_path: Path, script_reference: Any, offload: str) -> None:
-    """F3, R1, R4, R14: 3→2→3→2→3→3, with a kill in an update and one in a step; at last a member raises in an update."""
-    script = one_after_another("shard", 3, [("in_update", "SIGKILL", 1), ("forward", "SIGSEGV", 0), ("in_update", "exception", 1)])
+def test_workers_share_the_state_anew_whenever_one_comes_or_goes(
+    tmp_path: Path, script_reference: Any, offload: str
+) -> None:
+    """F3, R1, R4, R14: 3→2→3→2→3→3, with a kill in an update and one in a step; at last a member raises in an
+    update.
+    """
+    script = one_after_another(
+        "shard", 3, [("in_update", "SIGKILL", 1), ("forward", "SIGSEGV", 0), ("in_update", "exception", 1)]
+    )
     chaos = perform(script, tmp_path, "offloaded", **OFFLOADED | {"offload": offload})
     assert_survived(chaos, script_reference, worlds=script.worlds, tiers=script.tiers)

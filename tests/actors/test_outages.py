@@ -1,7 +1,9 @@
-"""R11: the bucket fails for twenty seconds (the simulator's ``bucket_down``), while the run saves and a worker dies.
+"""R11: the bucket fails for twenty seconds (the simulator's ``bucket_down``), while the run saves and a
+worker dies.
 
-The bucket is on a real S3 server, and every process of the run but the driver, which is this one, reaches it through a door
-(``tests/support/door.py``) that is shut in one of four ways.  Nothing is lost or read that does not count, and the bits are the same.
+The bucket is on a real S3 server, and every process of the run but the driver, which is this one, reaches it
+through a door (``tests/support/door.py``) that is shut in one of four ways.  Nothing is lost or read that
+does not count, and the bits are the same.
 """
 
 from __future__ import annotations
@@ -57,7 +59,10 @@ def job_of(bucket: str, gate: Path, name: str, **changes: Any) -> Job:
     values: dict[str, Any] = {
         "name": name,
         "steps": STEPS,
-        "data": {"dataset": "tests.support.toys:Sums", "args": {"samples": SAMPLES, "read_s": 0.02, "gates": {str(ids[0]): str(gate)}}},
+        "data": {
+            "dataset": "tests.support.toys:Sums",
+            "args": {"samples": SAMPLES, "read_s": 0.02, "gates": {str(ids[0]): str(gate)}},
+        },
         "workers": {"min": 1, "max": 2},
         "checkpoint": {"save_every": SAVE_EVERY},
         "deadlines": {"grow_debounce_s": 8, "stall_s": 40},
@@ -66,8 +71,8 @@ def job_of(bucket: str, gate: Path, name: str, **changes: Any) -> Job:
 
 
 class Outage:
-    """Shuts the door at step ``DOWN_AT``, a second before a worker is killed; when it is open again, the journal has arrived, and another
-    worker joins, the run may pass the gate.
+    """Shuts the door at step ``DOWN_AT``, a second before a worker is killed; when it is open again, the
+    journal has arrived, and another worker joins, the run may pass the gate.
 
     ``shut_at``: the step at which it was shut; ``dark``: the view of the run when it was opened.
     """
@@ -105,12 +110,20 @@ def told(chaos: Trial) -> list[str]:
 
 @pytest.mark.parametrize("way", Way)
 @pytest.mark.parametrize("layout", ["replicate", "shard"])
-def test_a_worker_dies_while_the_bucket_fails(tmp_path: Path, swift_bucket: S3, door: Door, reference: Any, layout: str, way: Way) -> None:
-    """R11: replicas lose no step; shards wait for the bucket and go on from its newest checkpoint that counts."""
+def test_a_worker_dies_while_the_bucket_fails(
+    tmp_path: Path, swift_bucket: S3, door: Door, reference: Any, layout: str, way: Way
+) -> None:
+    """R11: replicas lose no step; shards wait for the bucket and go on from its newest checkpoint that
+    counts.
+    """
     gate = tmp_path / "gate"
     layouts: dict[str, dict[str, Any]] = {"replicate": {}, "shard": {"dp_replicate": 1}}
     job = job_of(
-        f"{swift_bucket.url}/{uuid.uuid4().hex}", gate, f"outage-{way.name.lower()}", parallel=layouts[layout], copies={"copy_every": 0}
+        f"{swift_bucket.url}/{uuid.uuid4().hex}",
+        gate,
+        f"outage-{way.name.lower()}",
+        parallel=layouts[layout],
+        copies={"copy_every": 0},
     )
     act = Outage(job, gate, door, way)
     chaos = trial(job, act)
@@ -119,10 +132,14 @@ def test_a_worker_dies_while_the_bucket_fails(tmp_path: Path, swift_bucket: S3, 
     act.chaos.close()
     (kill,) = act.chaos.performed
     assert door.met[way] > 0
-    assert act.dark is not None and act.dark.generation >= 2, "the world was another one before the bucket came back"
+    assert act.dark is not None and act.dark.generation >= 2, (
+        "the world was another one before the bucket came back"
+    )
     worlds = formed(Run.open(job).records())
-    struck = {"point": "forward", "kind": "SIGKILL", "world_rank": worlds[0].members.index(kill.victim)}  # from outside
-    tier, lone = ("live", 1) if layout == "replicate" else ("bucket", max(len(worlds) - 2, 1))  # it asks again in a new world
+    # from outside
+    struck = {"point": "forward", "kind": "SIGKILL", "world_rank": worlds[0].members.index(kill.victim)}
+    # it asks again in a new world
+    tier, lone = ("live", 1) if layout == "replicate" else ("bucket", max(len(worlds) - 2, 1))
     struck_at = worlds[1].step + worlds[1].redone
     assert_survived(
         replace(chaos, job=job.replace(faults=[struck])),
@@ -132,8 +149,12 @@ def test_a_worker_dies_while_the_bucket_fails(tmp_path: Path, swift_bucket: S3, 
         unsaved=struck_at - act.shut_at,
     )
     assert not [text for text in told(chaos) if "no member moved" in text], told(chaos)
-    refused = [text for text in told(chaos) if "its world broke (peer: s3://" in text and "cannot be reached" in text]
-    assert len(refused) == lone - 1, "a world that reads from the bucket forms again only where that refuses it for too long"
+    refused = [
+        text for text in told(chaos) if "its world broke (peer: s3://" in text and "cannot be reached" in text
+    ]
+    assert len(refused) == lone - 1, (
+        "a world that reads from the bucket forms again only where that refuses it for too long"
+    )
     # what is whole counts, and what counts is whole
     run = Run.open(job)
     listed = run.checkpoints.versions()
@@ -141,14 +162,21 @@ def test_a_worker_dies_while_the_bucket_fails(tmp_path: Path, swift_bucket: S3, 
     assert STEPS in [version.step for version in saved]
     assert all(run.checkpoints.verify(version).good for version in saved)
     assert not [each for each in listed if each.damaged]
-    assert worlds[1].tier == "live" or (worlds[1].step, 1) in [(version.step, version.generation) for version in saved]
+    assert worlds[1].tier == "live" or (worlds[1].step, 1) in [
+        (version.step, version.generation) for version in saved
+    ]
 
 
-LAST_SAVE = ("its checkpoint is on the way", f"the checkpoint of step {STEPS} of generation 1 is in the bucket")
+LAST_SAVE = (
+    "its checkpoint is on the way",
+    (f"the checkpoint of step {STEPS} of generation 1 is in the bucket"),
+)
 
 
 class AtTheEnd:
-    """Shuts the door before the last step, and opens it when the run has waited for its last save for three times ``stop_s``."""
+    """Shuts the door before the last step, and opens it when the run has waited for its last save for three
+    times ``stop_s``.
+    """
 
     def __init__(self, door: Door, gate: Path, stop_s: float) -> None:
         self.door, self.gate, self.waits_s = door, gate, 3 * stop_s
@@ -166,12 +194,22 @@ class AtTheEnd:
         return True
 
 
-def test_the_bucket_fails_at_the_last_step(tmp_path: Path, swift_bucket: S3, door: Door, reference: Any) -> None:
-    """R11: the world stays for longer than ``stop_s``, and is saved when the bucket is back: nothing is computed or formed again."""
+def test_the_bucket_fails_at_the_last_step(
+    tmp_path: Path, swift_bucket: S3, door: Door, reference: Any
+) -> None:
+    """R11: the world stays for longer than ``stop_s``, and is saved when the bucket is back: nothing is
+    computed or formed again.
+    """
     gate, stop_s = tmp_path / "gate", 5.0
-    changes = {"checkpoint": {"save_every": STEPS}, "deadlines": {"grow_debounce_s": 8, "stall_s": 40, "stop_s": stop_s}}
+    changes = {
+        "checkpoint": {"save_every": STEPS},
+        "deadlines": {"grow_debounce_s": 8, "stall_s": 40, "stop_s": stop_s},
+    }
     job = job_of(f"{swift_bucket.url}/{uuid.uuid4().hex}", gate, "at-the-end", **changes)
     chaos = trial(job, AtTheEnd(door, gate, stop_s))
     assert_survived(chaos, reference, worlds=(2,), tiers=("init",))
-    last, saved = (next(line.at for line in chaos.lines if isinstance(line, Sentence) and text in line.text) for text in LAST_SAVE)
+    last, saved = (
+        next(line.at for line in chaos.lines if isinstance(line, Sentence) and text in line.text)
+        for text in LAST_SAVE
+    )
     assert saved - last > 3 * stop_s

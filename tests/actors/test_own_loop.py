@@ -1,4 +1,6 @@
-"""A process is killed while it is in a loop of the user's: no bit changes, and each committed step has its side effects."""
+"""A process is killed while it is in a loop of the user's: no bit changes, and each committed step has its
+side effects.
+"""
 
 from __future__ import annotations
 
@@ -25,20 +27,30 @@ FULL = pytest.mark.full
 
 
 @pytest.mark.parametrize(
-    "place", ["uncommitted 6", *(pytest.param(f"{where} 6", marks=FULL) for where in ("before", "microbatch", "committed", "effect"))]
+    "place",
+    [
+        "uncommitted 6",
+        *(
+            pytest.param(f"{where} 6", marks=FULL)
+            for where in ("before", "microbatch", "committed", "effect")
+        ),
+    ],
 )
 def test_u4_a_kill_inside_the_users_code(tmp_path: Path, place: str) -> None:
-    """U4, L13: the hash is that of the undisturbed run, whose loop is ours, and each committed step has its side effects, in order.  Loop,
-    optimizer and schedule are files outside of the package.  The coordinator, which does not ask the schedule, knows the rates by formula.
+    """U4, L13: the hash is that of the undisturbed run, whose loop is ours, and each committed step has its
+    side effects, in order.  Loop, optimizer and schedule are files outside of the package.  The coordinator,
+    which does not ask the schedule, knows the rates by formula.
 
-    Only the last steps before the kill, of which the bucket had no note, have them once more: those of a process that dies among the side
-    effects themselves do.
+    Only the last steps before the kill, of which the bucket had no note, have them once more: those of a
+    process that dies among the side effects themselves do.
     """
     expected = alone(toy_job(tmp_path / "alone", name="local", steps=STEPS, **OWN))
     bucket = tmp_path / "bucket"
     (bucket / "dies").mkdir(parents=True)
     (bucket / "dies" / place).touch()
-    chaos = trial(toy_job(bucket, steps=STEPS, loop="tests.support.own_loops:told", checkpoint={"save_every": 4}, **OWN))
+    chaos = trial(
+        toy_job(bucket, steps=STEPS, loop="tests.support.own_loops:told", checkpoint={"save_every": 4}, **OWN)
+    )
     assert chaos.losses[-1] < chaos.losses[0]
     assert (chaos.result.state, chaos.hash, chaos.losses) == ("Finished", expected.hash, expected.losses)
     assert not (bucket / "dies" / place).exists()
@@ -50,10 +62,20 @@ def test_u4_a_kill_inside_the_users_code(tmp_path: Path, place: str) -> None:
     assert told == [*range(1, once + 1), *range(once + 1 - again, STEPS + 1)]
     assert (once, again > 0) == (6, True) if place == "effect 6" else once in (5, 6, STEPS)
     tried = steps_in(bucket / "tried")
-    assert len(tried) > len({*tried}), "the control: what stands between two steps has run more than once for a step"
-    rows = [json.loads(line) for file in sorted((bucket / "toy" / "metrics").iterdir()) for line in file.read_text().splitlines()]
-    assert {row["step"]: row["user/double"] for row in rows if "user/double" in row}.items() >= {(s, 2 * s) for s in range(1, 6)}
-    assert [row["lr"] for row in rows] == pytest.approx([3e-3 * cosine(step, STEPS) for step in range(1, STEPS + 1)], rel=1e-15)
+    assert len(tried) > len({*tried}), (
+        "the control: what stands between two steps has run more than once for a step"
+    )
+    rows = [
+        json.loads(line)
+        for file in sorted((bucket / "toy" / "metrics").iterdir())
+        for line in file.read_text().splitlines()
+    ]
+    assert {row["step"]: row["user/double"] for row in rows if "user/double" in row}.items() >= {
+        (s, 2 * s) for s in range(1, 6)
+    }
+    assert [row["lr"] for row in rows] == pytest.approx(
+        [3e-3 * cosine(step, STEPS) for step in range(1, STEPS + 1)], rel=1e-15
+    )
     assert_nothing_left(chaos)
 
 
@@ -69,11 +91,18 @@ def test_u4_a_kill_inside_the_users_code(tmp_path: Path, place: str) -> None:
     ],
 )
 def test_u4_a_loop_ends_the_run_for_all_workers(tmp_path: Path, how: str, place: str, why: str) -> None:
-    """U4: the run ends with step 3, whoever asks for it, and over a kill at that moment.  The same command does nothing more.
+    """U4: the run ends with step 3, whoever asks for it, and over a kill at that moment.  The same command
+    does nothing more.
 
-    What comes after a `break` may take longer than ``stall_s``.  Whoever breaks off validates nothing: others may be in the next step.
+    What comes after a `break` may take longer than ``stall_s``.  Whoever breaks off validates nothing: others
+    may be in the next step.
     """
-    more = {"schedule": {"kind": "constant"}, "workers": {"min": 1, "max": 2}, "deadlines": {"stall_s": 4}, **LIGHT}
+    more = {
+        "schedule": {"kind": "constant"},
+        "workers": {"min": 1, "max": 2},
+        "deadlines": {"stall_s": 4},
+        **LIGHT,
+    }
     expected = alone(toy_job(tmp_path / "alone", name="local", steps=3, **more))
     bucket = tmp_path / "bucket"
     for folder in ("dies", "how"):
@@ -81,16 +110,38 @@ def test_u4_a_loop_ends_the_run_for_all_workers(tmp_path: Path, how: str, place:
     (bucket / "how" / how).touch()
     (bucket / "how" / "long").touch() if how == "break" else None
     (bucket / "dies" / place).touch() if place else None
-    job = toy_job(bucket, steps=6, loop="tests.support.own_loops:ends", validation={"every": 6}, export={"every": 1000}, **more)
+    job = toy_job(
+        bucket,
+        steps=6,
+        loop="tests.support.own_loops:ends",
+        validation={"every": 6},
+        export={"every": 1000},
+        **more,
+    )
     chaos = trial(job)
-    assert (chaos.result.state, chaos.result.step, chaos.result.exit_code, chaos.hash) == ("Finished", 3, 0, expected.hash)
+    assert (chaos.result.state, chaos.result.step, chaos.result.exit_code, chaos.hash) == (
+        "Finished",
+        3,
+        0,
+        expected.hash,
+    )
     reasons = " ".join(record["reason"] for record in Run.open(job).records())
-    assert f"step 3 is the last: {why}" in reasons and f"finished at step 3: {why}" in reasons and why in chaos.result.reason
+    assert (
+        f"step 3 is the last: {why}" in reasons
+        and f"finished at step 3: {why}" in reasons
+        and why in chaos.result.reason
+    )
     assert len(chaos.witness.killed()) >= bool(place) and {*steps_in(bucket / "after")} == {3}
     assert ("and the others wait for it" in reasons) is (how == "one breaks")
     cut_off = "break" in how or place == "committed"  # who dies after the commit does not validate
-    assert ("no member moved" in reasons) is False and ("the validation after it was cut off" in reasons) is cut_off
+    assert ("no member moved" in reasons) is False and (
+        "the validation after it was cut off" in reasons
+    ) is cut_off
     assert [*bucket.glob("toy/exports/*3")], "what the last step owes is done"
     again = launch(job, show=lambda line: None)
-    assert (again.state, again.step, again.reason) == ("Finished", 3, f"finished: step 3 is in the bucket: {why}")
+    assert (again.state, again.step, again.reason) == (
+        "Finished",
+        3,
+        (f"finished: step 3 is in the bucket: {why}"),
+    )
     assert_nothing_left(chaos)

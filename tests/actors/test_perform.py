@@ -1,4 +1,6 @@
-"""The coordinator learns from Ray that an actor is gone; if Ray's answer is uncertain, the next answer decides."""
+"""The coordinator learns from Ray that an actor is gone; if Ray's answer is uncertain, the next answer
+decides.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,9 @@ class Actor:
 def test_an_actor_out_of_reach_is_asked_for_again(
     monkeypatch: pytest.MonkeyPatch, errors: tuple[BaseException, ...], reason: str, certain: bool
 ) -> None:
-    """Only an actor that is certainly dead need not be waited for: behind a cut an actor may live on, and commit."""
+    """Only an actor that is certainly dead need not be waited for: behind a cut an actor may live on, and
+    commit.
+    """
     told: Future[Lost] = Future()
     monkeypatch.setattr(perform, "REACH_S", 0.001)
     these = ActorGroup.__new__(ActorGroup)
@@ -79,22 +83,31 @@ def test_an_actor_out_of_reach_is_asked_for_again(
 
 
 def test_a_keeper_that_cannot_be_made_refuses_its_node_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It says nothing about a bucket that all nodes would have to share.  The control: a keeper that died refuses nothing."""
+    """It says nothing about a bucket that all nodes would have to share.  The control: a keeper that died
+    refuses nothing.
+    """
     told, node = queue.SimpleQueue[Event](), NodeId("n1")
     monkeypatch.setattr(perform.cluster, "place", lambda _: "node n1 (here)")
     these = ActorGroup.__new__(ActorGroup)
     these._closing, these.post, these.keepers, these._looks = False, told.put, {}, ThreadPoolExecutor(1)
     these.orders = Orders(1, {}, {}, {}, 10.0)
-    unmade = ray.exceptions.RayActorError(error_msg="ModuleNotFoundError: No module named 'blake3'", actor_init_failed=True)
+    unmade = ray.exceptions.RayActorError(
+        error_msg="ModuleNotFoundError: No module named 'blake3'", actor_init_failed=True
+    )
     these._keeper_ready(node, unmade)
     these._keeper_ready(node, DEAD)
     why = "node n1 (here) cannot start a keeper: ModuleNotFoundError: No module named 'blake3'"
     heard = [told.get(timeout=PATIENCE_S) for _ in range(2)]
-    assert sorted(heard, key=str) == [KeeperLost(node, "its process died"), NodeRefused(node, why, shared=False)]
+    assert sorted(heard, key=str) == [
+        KeeperLost(node, "its process died"),
+        NodeRefused(node, why, shared=False),
+    ]
 
 
 def test_a_worker_that_has_certainly_ended_is_forgotten() -> None:
-    """A run of months on machines that come and go has many workers; what is kept of each would grow without end."""
+    """A run of months on machines that come and go has many workers; what is kept of each would grow without
+    end.
+    """
     these = ActorGroup.__new__(ActorGroup)
     these.workers, these.joined, these.keepers, these._guests = {}, {}, {}, defaultdict(set)
     one, other, node = WorkerId("w1"), WorkerId("w2"), NodeId("n1")
@@ -127,7 +140,9 @@ class Keeper:
 def test_a_keeper_that_was_out_of_reach_is_told_its_saves_again(
     monkeypatch: pytest.MonkeyPatch, ends: tuple[BaseException | None, ...], calls: int
 ) -> None:
-    """A planned stop asks for its saves once and waits.  The control: a call that arrived, or met a dead keeper, is not repeated."""
+    """A planned stop asks for its saves once and waits.  The control: a call that arrived, or met a dead
+    keeper, is not repeated.
+    """
     monkeypatch.setattr(perform, "REACH_S", 0.001)
     keeper, nodes = Keeper(*ends, None), (NodeId("n1"), NodeId("n2"))
     these = ActorGroup.__new__(ActorGroup)
@@ -158,10 +173,21 @@ class Slow(Forwarding):
 
 
 def test_a_manifest_that_is_asked_for_again_while_it_is_written_is_written_once() -> None:
-    """It is made of the packed receipts that the keepers sent.  The control: asked for afterwards, it is found in its place."""
-    store, told, version = Slow(ObjectStore.open("memory://perform")), queue.SimpleQueue[Event](), Version(5, 1)
+    """It is made of the packed receipts that the keepers sent.  The control: asked for afterwards, it is
+    found in its place.
+    """
+    store, told, version = (
+        Slow(ObjectStore.open("memory://perform")),
+        queue.SimpleQueue[Event](),
+        Version(5, 1),
+    )
     these = ActorGroup.__new__(ActorGroup)
-    these.run, these.parts, these.post, these.ship = Run(toy_job("memory://perform"), store), Parts(), told.put, lambda timeout_s: True
+    these.run, these.parts, these.post, these.ship = (
+        Run(toy_job("memory://perform"), store),
+        Parts(),
+        told.put,
+        lambda timeout_s: True,
+    )
     these._committing, these._pool = set(), ThreadPoolExecutor(4)
     for number, receipt in enumerate(write(these.run.checkpoints, version, state_of(TENSORS, seed=1), 2)):
         these.parts.add(version, WorkerId(f"w{number}"), SavedShard(1, Layout(1, 2), receipt.packed()))
@@ -182,7 +208,12 @@ def test_a_manifest_that_is_asked_for_again_while_it_is_written_is_written_once(
 
 @pytest.mark.parametrize(
     ("error", "again"),
-    [(RuntimeError("can't start new thread"), True), (MemoryError(), True), (OSError("disk full"), True), (BadFormat("a"), False)],
+    [
+        (RuntimeError("can't start new thread"), True),
+        (MemoryError(), True),
+        (OSError("disk full"), True),
+        (BadFormat("a"), False),
+    ],
 )
 def test_whatever_keeps_a_manifest_from_being_written_is_reported(error: Exception, again: bool) -> None:
     """R11: an error that nobody expected was told to nobody, and the run waited for its manifest for ever."""

@@ -25,25 +25,47 @@ def loss(model, batch):
 
 
 @pytest.mark.full  # in test_run_commands.py logs are written by hand
-@pytest.mark.parametrize(("asked", "shown"), [("first", {"w1"}), ("all", {"w1", "w2"}), ("w2", {"w2"}), (None, set())])
-def test_l8_the_prints_of_a_running_loss_reach_the_terminal(tmp_path: Path, asked: str | None, shown: set[str]) -> None:
-    """L8: each line has its worker's name, and a look shows a page of them, however much is printed.  The control asks for none."""
+@pytest.mark.parametrize(
+    ("asked", "shown"), [("first", {"w1"}), ("all", {"w1", "w2"}), ("w2", {"w2"}), (None, set())]
+)
+def test_l8_the_prints_of_a_running_loss_reach_the_terminal(
+    tmp_path: Path, asked: str | None, shown: set[str]
+) -> None:
+    """L8: each line has its worker's name, and a look shows a page of them, however much is printed.  The
+    control asks for none.
+    """
     name = f"prints-{asked or 'none'}"
     data = {"dataset": "tests.support.toys:Sums", "args": {"read_s": 0.02}}
     workers = {"min": 2, "max": 2}
     (tmp_path / "loud.py").write_text(CODE)
     (tmp_path / "job.toml").write_text(
-        to_toml(toy_job(tmp_path / "bucket", name=name, loss="loud:loss", steps=10_000, log_every=1, data=data, workers=workers))
+        to_toml(
+            toy_job(
+                tmp_path / "bucket",
+                name=name,
+                loss="loud:loss",
+                steps=10_000,
+                log_every=1,
+                data=data,
+                workers=workers,
+            )
+        )
     )
     words = [] if asked is None else ["--prints", asked]
-    command = Command(tmp_path, "train", "job.toml", "--address", ray.get_runtime_context().gcs_address, *words)
+    command = Command(
+        tmp_path, "train", "job.toml", "--address", ray.get_runtime_context().gcs_address, *words
+    )
 
     def lines() -> list[str]:
         return re.findall(r"(?m)^(w\d) (?:said by the user \d+|\d+ lines are left out here)", command.text)
 
     command.until(lambda: "step    20/" in command.text and shown <= {worker for worker in lines()})
     for worker in shown:  # until a second look
-        command.until(lambda worker=worker: len(re.findall(rf"(?m)^{worker} \d+ lines are left out here", command.text)) > 1)
+        command.until(
+            lambda worker=worker: (
+                len(re.findall(rf"(?m)^{worker} \d+ lines are left out here", command.text)) > 1
+            )
+        )
     command.interrupt()
     assert command.wait() == 3
     assert set(lines()) == shown

@@ -25,7 +25,9 @@ from tests.support.processes import StillRunning, Watched
 
 
 def test_a_later_process_of_the_same_number_is_not_taken_for_the_one_that_ended() -> None:
-    """A keeper kills the processes that it follows.  The control: the process itself is found, by number and beginning."""
+    """A keeper kills the processes that it follows.  The control: the process itself is found, by number and
+    beginning.
+    """
     own, began = os.getpid(), started(os.getpid())
     assert not Process(own, began).ended()
     with pytest.raises(ProcessLookupError, match="another one has its number"):
@@ -39,9 +41,13 @@ def test_a_later_process_of_the_same_number_is_not_taken_for_the_one_that_ended(
         started(child.pid)
 
 
-@pytest.mark.parametrize(("command", "ended"), [("exit 7", 7 << 8), ("exit 0", 0), ("kill -9 $$", signal.SIGKILL)])
+@pytest.mark.parametrize(
+    ("command", "ended"), [("exit 7", 7 << 8), ("exit 0", 0), ("kill -9 $$", signal.SIGKILL)]
+)
 def test_how_a_process_ended_is_known_before_its_parent_has_reaped_it(command: str, ended: int) -> None:
-    """The parent is late on a busy machine.  A process that runs has no status, and neither has one that only has its number."""
+    """The parent is late on a busy machine.  A process that runs has no status, and neither has one that only
+    has its number.
+    """
     child = subprocess.Popen(["sh", "-c", f"read line; {command}"], stdin=subprocess.PIPE)
     process = Process(child.pid, started(child.pid))
     assert process.status() is None
@@ -88,7 +94,9 @@ def until_dying(process: Process) -> None:
 
 
 def test_a_process_is_seen_to_die_before_the_kernel_has_let_go_of_it() -> None:
-    """R1: giving back a gigabyte takes the kernel many milliseconds.  The control: until it is killed, nothing says that it dies."""
+    """R1: giving back a gigabyte takes the kernel many milliseconds.  The control: until it is killed,
+    nothing says that it dies.
+    """
     with threads(memory=2**30) as process:
         assert not process.dying() and not process.ended()
         process.kill()
@@ -108,7 +116,9 @@ def test_a_process_that_only_stands_still_or_has_lost_its_first_thread_does_not_
         elif how == "traced":
             assert ctypes.CDLL(None).ptrace(PTRACE_ATTACH, process.pid, None, None) == 0
         state = {"stopped": "T", "traced": "t", "alone": "Z"}[how]
-        while state not in (stat := Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0]):
+        while state not in (
+            stat := Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0]
+        ):
             assert stat in "RSD"
         for _ in range(50):
             assert not process.dying() and not process.ended()
@@ -118,7 +128,9 @@ def test_a_process_that_only_stands_still_or_has_lost_its_first_thread_does_not_
 
 @pytest.mark.skipif(not os.access(LAST_PID, os.W_OK), reason="chooses the number of a process")
 def test_a_handle_of_a_dead_process_does_not_speak_of_the_next_one_with_its_number() -> None:
-    """The kernel is made to give the same number again.  The control: the new process's own handle says that it lives."""
+    """The kernel is made to give the same number again.  The control: the new process's own handle says that
+    it lives.
+    """
     with threads() as first:
         pass
     for _ in range(100):
@@ -145,11 +157,13 @@ APART = ["unshare", "--pid", "--fork", "--kill-child", "--time", "--boottime", "
 
 
 @pytest.mark.parametrize(
-    "where", [[], pytest.param(APART, marks=pytest.mark.skipif(os.geteuid() != 0, reason="makes namespaces"))], ids=["here", "apart"]
+    "where",
+    [[], pytest.param(APART, marks=pytest.mark.skipif(os.geteuid() != 0, reason="makes namespaces"))],
+    ids=["here", "apart"],
 )
 def test_counters_are_removed_once_their_process_is_dead(where: list[str]) -> None:
-    """Seen from outside, the process in a container has another number and another beginning.  Of the four, only the last has ended, and
-    its number belongs to a living process."""
+    """Seen from outside, the process in a container has another number and another beginning.  Of the four,
+    only the last has ended, and its number belongs to a living process."""
     own = Counters(segment("swept-0001-abcdef", "w0"), create=True)
     unborn = Counters(segment("swept-0001-abcdef", "w1"), create=True)
     own["pid"] = os.getpid()

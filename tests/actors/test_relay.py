@@ -1,6 +1,8 @@
-"""N2: a node speaks for its workers, with one call for all; nothing is lost if its keeper stands still, dies, or does not know them.
+"""N2: a node speaks for its workers, with one call for all; nothing is lost if its keeper stands still, dies,
+or does not know them.
 
-The small tests have the product's outbox, orders and keeper methods in real processes, with no run around them.
+The small tests have the product's outbox, orders and keeper methods in real processes, with no run around
+them.
 """
 
 from __future__ import annotations
@@ -93,7 +95,10 @@ class Office:
         return len(ray.get(self.desk.read.remote()))
 
     def obeyed(self) -> dict[WorkerId, list[Any]]:
-        return {worker: ray.get(actor.read.remote())[self._begins[worker] :] for worker, actor in self.workers.items()}
+        return {
+            worker: ray.get(actor.read.remote())[self._begins[worker] :]
+            for worker, actor in self.workers.items()
+        }
 
     def all_obeyed(self, *orders: Any) -> bool:
         return all(found == list(orders) for found in self.obeyed().values())
@@ -123,17 +128,23 @@ def test_one_call_brings_what_all_workers_of_a_node_say_and_one_call_orders_all(
     for number in range(1, 12):
         office.say(number)
     until(lambda: len(office.heard()) == len(WORKERS), what="all were heard")
-    until(lambda: all(found == list(range(1, 12)) for found in office.heard().values()), what="each in order, each once")
+    until(
+        lambda: all(found == list(range(1, 12)) for found in office.heard().values()),
+        what="each in order, each once",
+    )
     assert office.calls() <= 11 * len(WORKERS) / 2, "fewer calls than half the messages"
     office.orders.send(WORKERS, "fence", 7, False)
     office.orders.send(WORKERS, "settle", 7, None)
-    until(lambda: office.all_obeyed((1, "fence", 7, False), (1, "settle", 7, None)), what=f"each once: {office.obeyed()}")
+    until(
+        lambda: office.all_obeyed((1, "fence", 7, False), (1, "settle", 7, None)),
+        what=f"each once: {office.obeyed()}",
+    )
     assert office.counted.calls == 2
 
 
 def test_a_worker_that_the_keeper_does_not_follow_gets_its_orders_directly() -> None:
-    """A keeper whose coordinator does not answer says so.  The coordinator is dead for it only: what the worker then sends directly waits
-    for the next one.
+    """A keeper whose coordinator does not answer says so.  The coordinator is dead for it only: what the
+    worker then sends directly waits for the next one.
     """
     office, event = Office(known=WORKERS[:2]), Here(WORKERS[0], 1)
     office.orders.send(WORKERS, "go", 7)
@@ -145,7 +156,9 @@ def test_a_worker_that_the_keeper_does_not_follow_gets_its_orders_directly() -> 
 
 
 def test_a_keeper_that_stands_still_or_dies_loses_nothing() -> None:
-    """While it stands still, what a worker says goes directly.  Once it has answered, it passes on again.  Then it is killed."""
+    """While it stands still, what a worker says goes directly.  Once it has answered, it passes on again.
+    Then it is killed.
+    """
     office = Office(fence_s=FENCE_S)
     try:
         stand_still(office)
@@ -158,7 +171,9 @@ def test_a_keeper_that_stands_still_or_dies_loses_nothing() -> None:
 
 
 def loses_nothing(office: Office, fate: signal.Signals, number: int) -> None:
-    """Checks that all is heard, messages with ``number`` and the two after it, and each order is obeyed, whatever the keeper's fate."""
+    """Checks that all is heard, messages with ``number`` and the two after it, and each order is obeyed,
+    whatever the keeper's fate.
+    """
     office.say(number)
     until(lambda: office.all_heard(number), what="all were heard")
     os.kill(office.pid, fate)
@@ -167,14 +182,20 @@ def loses_nothing(office: Office, fate: signal.Signals, number: int) -> None:
     until(lambda: office.all_heard(number, number + 1, number + 2), what=f"nothing is lost: {office.heard()}")
     until(lambda: office.all_obeyed((1, "fence", 7, False)), what=f"nothing is lost: {office.obeyed()}")
     office.orders.send(WORKERS, "settle", 7, None)
-    until(lambda: all(found[-1][1] == "settle" for found in office.obeyed().values()), what="the next order, too")
+    until(
+        lambda: all(found[-1][1] == "settle" for found in office.obeyed().values()),
+        what="the next order, too",
+    )
 
 
 def stand_still(office: Office) -> None:
     loses_nothing(office, signal.SIGSTOP, 1)
     assert office.counted.calls == 1, "nobody waits for the same keeper again"
     os.kill(office.pid, signal.SIGCONT)
-    until(lambda: all(len(found) == 3 for found in office.obeyed().values()), what="what it passes on late arrives a second time")
+    until(
+        lambda: all(len(found) == 3 for found in office.obeyed().values()),
+        what="what it passes on late arrives a second time",
+    )
     until(lambda: not office.orders._is_late(HOME), what="it has answered")
     office.orders.send(WORKERS, "go", 8)
     until(lambda: all(found[-1][1] == "go" for found in office.obeyed().values()), what="it passes on again")
@@ -204,7 +225,8 @@ def test_a_worker_that_cannot_start_is_heard_before_its_process_counts_as_gone(t
     desk = ray.remote(num_cpus=0, max_concurrency=2)(Desk).remote()
     ray.get(desk.take.remote(0.5))
     patience = {"fence_s": PATIENCE_S}  # it waits a tenth of that for the desk
-    job = toy_job(tmp_path, name="refused", workers={"gpus": 1}, deadlines=patience)  # Ray gives it no GPU, so it finds none
+    # Ray gives it no GPU, so it finds none
+    job = toy_job(tmp_path, name="refused", workers={"gpus": 1}, deadlines=patience)
     run = f"refused-{os.getpid()}"
     make_log_folder(run)
     worker = ray.remote(num_cpus=0, num_gpus=0, concurrency_groups={"control": 1, "life": 1})(Worker).remote(
@@ -215,17 +237,24 @@ def test_a_worker_that_cannot_start_is_heard_before_its_process_counts_as_gone(t
     ray.kill(worker)
     leave_nothing(run)
     assert [type(event) for event in said] == [NodeRefused, StartFailed]
-    assert "workers.gpus = 1" in said[0].why and said[1].reason == "its node is refused", "the reason is said once"
+    assert "workers.gpus = 1" in said[0].why and said[1].reason == "its node is refused", (
+        "the reason is said once"
+    )
 
 
 def test_one_call_asks_for_the_leases_of_all_workers_of_a_node(office: Office) -> None:
     """Each worker gets its own answer.  The control: those that do not ask at the same time make a call each."""
-    ray.get(office.desk.take.remote(0.5))  # one call at a time, so that questions gather, however the processes take turns
+    # one call at a time, so that questions gather, however the processes take turns
+    ray.get(office.desk.take.remote(0.5))
     questions = [(worker, number) for number in range(3) for worker in WORKERS]
-    answers = ray.get([office.keeper.renew.remote(worker, number) for worker, number in questions], timeout=PATIENCE_S)
+    answers = ray.get(
+        [office.keeper.renew.remote(worker, number) for worker, number in questions], timeout=PATIENCE_S
+    )
     assert answers == [f"{worker} may step in {number}" for worker, number in questions]
     together = ray.get(office.desk.read_asked.remote())
-    assert sum(together) == len(questions) and len(together) <= len(questions) / 2, f"fewer than half: {together}"
+    assert sum(together) == len(questions) and len(together) <= len(questions) / 2, (
+        f"fewer than half: {together}"
+    )
     ray.get(office.desk.take.remote(0.0))
     for worker in WORKERS:
         assert ray.get(office.keeper.renew.remote(worker, 1), timeout=PATIENCE_S)
@@ -233,7 +262,9 @@ def test_one_call_asks_for_the_leases_of_all_workers_of_a_node(office: Office) -
 
 
 def test_what_a_keeper_takes_with_it_is_sent_again(office: Office) -> None:
-    """It answers once it has sent an order, which may not have arrived when it dies.  The control: nobody else sends it."""
+    """It answers once it has sent an order, which may not have arrived when it dies.  The control: nobody
+    else sends it.
+    """
     forgetful = ray.remote(num_cpus=0, concurrency_groups=GROUPS)(Forgetful).remote(HOME, office.desk)
     counted = Counted(forgetful)
     keepers = {HOME: counted}
@@ -245,29 +276,45 @@ def test_what_a_keeper_takes_with_it_is_sent_again(office: Office) -> None:
     ray.kill(forgetful)
     del keepers[HOME]
     orders.lost(HOME)
-    until(lambda: office.all_obeyed((1, "fence", 7, False), (1, "settle", 7, None)), what=f"each once: {office.obeyed()}")
+    until(
+        lambda: office.all_obeyed((1, "fence", 7, False), (1, "settle", 7, None)),
+        what=f"each once: {office.obeyed()}",
+    )
     orders.lost(HOME)
     orders.send(WORKERS, "go", 8)
-    until(lambda: office.all_obeyed((1, "fence", 7, False), (1, "settle", 7, None), (1, "go", 8)), what=f"{office.obeyed()}")
+    until(
+        lambda: office.all_obeyed((1, "fence", 7, False), (1, "settle", 7, None), (1, "go", 8)),
+        what=f"{office.obeyed()}",
+    )
     orders.close()
 
 
-def test_a_keeper_that_stands_still_while_a_worker_of_its_node_dies_costs_nobody_else(tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_keeper_that_stands_still_while_a_worker_of_its_node_dies_costs_nobody_else(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
     """N2: the survivors there are fenced, and their answers arrive, although their keeper passes nothing on."""
     monkeypatch.setattr(launch, "Coordinator", HollowCoordinator)
     stopped: list[str] = []
 
     def hush() -> Story:
-        yield from comes(lambda witness, view: view.state == "Running" and view.workers.keys() <= witness.seen.keys())
+        yield from comes(
+            lambda witness, view: view.state == "Running" and view.workers.keys() <= witness.seen.keys()
+        )
         witness, view = yield from comes(lambda witness, view: view.step >= 5)
         away = sorted(worker for worker, node in view.workers.items() if node == nodes["away"])
         assert len(away) == 2, view.workers
         keeper = ray.get_actor(f"{view.token}/keeper-{nodes['away'][:12]}")
-        pid, generation, step = ray.get(keeper.__ray_call__.remote(lambda _: os.getpid())), view.generation, view.step
+        pid, generation, step = (
+            ray.get(keeper.__ray_call__.remote(lambda _: os.getpid())),
+            view.generation,
+            view.step,
+        )
         os.kill(pid, signal.SIGSTOP)
         stopped.append(away[0])
         witness.seen[away[0]].process.kill()
-        yield from comes(lambda _, view: view.state == "Running" and view.generation > generation and view.step >= step + 5)
+        yield from comes(
+            lambda _, view: view.state == "Running" and view.generation > generation and view.step >= step + 5
+        )
         os.kill(pid, signal.SIGCONT)
         living.attach("hushed").stop.remote("enough was seen")  # type: ignore[union-attr]
 
@@ -292,9 +339,16 @@ def test_a_keeper_that_stands_still_while_a_worker_of_its_node_dies_costs_nobody
     assert chaos.result.state == "Stopped" and stopped
     run = Run.open(job)
     records = run.records()
-    killed = {worker for record in records for action in record["actions"] if action["$"] == "Kill" for worker in action["workers"]}
+    killed = {
+        worker
+        for record in records
+        for action in record["actions"]
+        if action["$"] == "Kill"
+        for worker in action["workers"]
+    }
     worlds = formed(records)
-    members = {worker for world in worlds for worker in world.members}  # one that is still starting when the run ends is killed rightly
+    # one that is still starting when the run ends is killed rightly
+    members = {worker for world in worlds for worker in world.members}
     assert not killed & members - {*stopped}, f"given up although alive: {killed}"
     assert len(worlds) >= 2
     steps = ledger(run.segments())

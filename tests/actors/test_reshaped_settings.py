@@ -1,4 +1,6 @@
-"""A worker that is killed, the smaller world after it and the larger one later cost no bit, whatever the engine does."""
+"""A worker that is killed, the smaller world after it and the larger one later cost no bit, whatever the
+engine does.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +21,27 @@ from tests.support.kills import LAYOUTS, SAMPLES, Script, one_after_another, per
 STEPS, LENGTH, END = 20, 16, 28
 SUMS = {"dataset": "tests.support.toys:Sums", "args": {"samples": SAMPLES}}
 RAGGED = {"dataset": "tests.support.toys:Ragged", "args": {"samples": SAMPLES}}
-PACKED = {"dataset": "tests.support.toys:Packed", "args": {"samples": SAMPLES, "seq_len": LENGTH, "documents": True}}
-LLAMA = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 48}
+PACKED = {
+    "dataset": "tests.support.toys:Packed",
+    "args": {"samples": SAMPLES, "seq_len": LENGTH, "documents": True},
+}
+LLAMA = {
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "intermediate_size": 48,
+}
 LIBRARYS = {
     "model": "elastic.models.transformers_lm:build",
     "model_args": {"config": {"model_type": "llama", "vocab_size": 29, "attention_dropout": 0.1, **LLAMA}},
 }
-HELD_OUT = {"every": 7, "samples": 21, "dataset": "tests.support.toys:Sums", "args": {"samples": 50, "seq_len": 16}}
+HELD_OUT = {
+    "every": 7,
+    "samples": 21,
+    "dataset": "tests.support.toys:Sums",
+    "args": {"samples": 50, "seq_len": 16},
+}
 WIRE, BLOCKS_OF_TWO = {"wire": "bf16"}, {"reduction": {"block": 2}}
 BUCKETS = 20_000
 SEVEN = {"global_batch": 14}
@@ -36,8 +52,8 @@ SEVEN = {"global_batch": 14}
 class Case:
     """Settings that are killed together.
 
-    ``counts`` are other values of them: with each the bits are others, which is the control.  ``same`` are other values that change no
-    bit.  ``held`` are words of what the log of each worker says that it holds.
+    ``counts`` are other values of them: with each the bits are others, which is the control.  ``same`` are
+    other values that change no bit.  ``held`` are words of what the log of each worker says that it holds.
     """
 
     settings: Mapping[str, Any]
@@ -75,7 +91,13 @@ CASES = {
         held="of computing copies",
     ),
     "offload": Case(
-        {"offload": "weights", "recompute": "block", "activations": "offload", "parallel": {"zero": 2}, "validation": HELD_OUT},
+        {
+            "offload": "weights",
+            "recompute": "block",
+            "activations": "offload",
+            "parallel": {"zero": 2},
+            "validation": HELD_OUT,
+        },
         same=({"offload": "none", "recompute": "none", "activations": "keep", "validation": {}},),
         point="validation",
         held="of computing copies in host memory",
@@ -90,7 +112,9 @@ CASES = {
 
 
 def settings_of(case: Case, folder: Path) -> dict[str, Any]:
-    """Returns the settings of a case.  For those that need it there is a prepared dataset then, of documents of 0 to 16 words."""
+    """Returns the settings of a case.  For those that need it there is a prepared dataset then, of documents
+    of 0 to 16 words.
+    """
     found = {"steps": STEPS, "data": SUMS, **case.settings}
     if found["data"] is not PACKED:
         return found
@@ -107,22 +131,35 @@ def disturbed(script: Script, folder: Path, name: str, settings: Mapping[str, An
     """Performs ``script`` with these settings; those of the script itself are its gates and its layout."""
     gates, data = script.gates(folder, settings.get("global_batch", 16)), settings["data"]
     parallel = {**LAYOUTS[script.layout], **settings.get("parallel", {})}
-    return perform(script, folder, name, **{**settings, "data": {**data, "args": {**data["args"], "gates": gates}}, "parallel": parallel})
+    return perform(
+        script,
+        folder,
+        name,
+        **{**settings, "data": {**data, "args": {**data["args"], "gates": gates}}, "parallel": parallel},
+    )
 
 
 def assert_held(chaos: Trial, case: Case, least: int) -> None:
-    """Checks what the log of each worker says that it holds, of ``least`` worlds and workers, and what is said of the sums of gradients."""
+    """Checks what the log of each worker says that it holds, of ``least`` worlds and workers, and what is
+    said of the sums of gradients.
+    """
     logs = Path(chaos.job.bucket).glob(f"{chaos.job.name}/logs/*/w*.log")
     held = [line for log in logs for line in log.read_text().splitlines() if "it holds" in line]
     assert len(held) >= least and all(case.held in line for line in held), held
-    told = [line.text for line in chaos.lines if isinstance(line, Sentence) and "gradients are summed in" in line.text]
+    told = [
+        line.text
+        for line in chaos.lines
+        if isinstance(line, Sentence) and "gradients are summed in" in line.text
+    ]
     assert bool(told) is ("bucket_elements" in case.settings.get("parallel", {}))
 
 
 @pytest.mark.full  # test_kill_points has the documents by default
 @pytest.mark.parametrize("name", CASES)
 def test_a_smaller_and_a_larger_world_cost_no_bits(tmp_path: Path, name: str) -> None:
-    """B15, C2, C7, E6, F1, F3, F5, F6, L1, R1, R4, R14: 3→2→3 (4→3→4, 2→1→2).  Undisturbed, one process computes all."""
+    """B15, C2, C7, E6, F1, F3, F5, F6, L1, R1, R4, R14: 3→2→3 (4→3→4, 2→1→2).  Undisturbed, one process
+    computes all.
+    """
     case = CASES[name]
     if name == "transformers":
         pytest.importorskip(name)
@@ -136,5 +173,7 @@ def test_a_smaller_and_a_larger_world_cost_no_bits(tmp_path: Path, name: str) ->
     assert script.worlds == [case.workers, case.workers - 1, case.workers]
     chaos = disturbed(script, tmp_path, "killed", settings)
     assert_survived(chaos, expected, worlds=script.worlds, tiers=script.tiers)
-    assert validated(chaos.lines) == expected.validated and bool(expected.validated) is ("validation" in case.settings)
+    assert validated(chaos.lines) == expected.validated and bool(expected.validated) is (
+        "validation" in case.settings
+    )
     assert_held(chaos, case, least=3 * case.workers - 1)

@@ -1,4 +1,6 @@
-"""A damaged checkpoint is put away, reported, and never read again; the one before it takes its place, and the bits are the same."""
+"""A damaged checkpoint is put away, reported, and never read again; the one before it takes its place, and
+the bits are the same.
+"""
 
 from __future__ import annotations
 
@@ -94,7 +96,9 @@ def test_a_cluster_falls_back(damaged: tuple[Job, Version], undisturbed_hash: st
     assert_nothing_left(chaos)
 
 
-def test_verify_finds_it_and_nobody_uses_it(damaged: tuple[Job, Version], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_verify_finds_it_and_nobody_uses_it(
+    damaged: tuple[Job, Version], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     job, version = damaged
     (tmp_path / "job.toml").write_text(to_toml(job))
     assert main(["checkpoint", "verify", str(tmp_path / "job.toml")]) == 1
@@ -118,7 +122,9 @@ def test_when_all_are_damaged_it_begins_again(damaged: tuple[Job, Version], undi
     assert exported_hash(job) == undisturbed_hash
 
 
-def test_without_damage_it_goes_on_from_the_newest(damaged: tuple[Job, Version], undisturbed_hash: str) -> None:
+def test_without_damage_it_goes_on_from_the_newest(
+    damaged: tuple[Job, Version], undisturbed_hash: str
+) -> None:
     """The negative control: the bit is flipped back."""
     job, version = damaged
     turn_a_byte(job, version)
@@ -137,13 +143,20 @@ def turned(raw: bytes) -> bytes:
     return raw[:40] + bytes([raw[40] ^ 1]) + raw[41:]
 
 
-HARMS: dict[str, Callable[[bytes], bytes]] = {"cut": cut, "turned": turned, "empty": lambda raw: b"", "other": lambda raw: b"[]"}
+HARMS: dict[str, Callable[[bytes], bytes]] = {
+    "cut": cut,
+    "turned": turned,
+    "empty": lambda raw: b"",
+    "other": lambda raw: b"[]",
+}
 
 
 def test_a_small_file_of_the_newest_checkpoint_is_damaged(
     damaged: tuple[Job, Version], capsys: pytest.CaptureFixture[str], tmp_path: Path, undisturbed_hash: str
 ) -> None:
-    """Every command counts on the checkpoint before it, and says so, `train` too; also `--resume` of an older one."""
+    """Every command counts on the checkpoint before it, and says so, `train` too; also `--resume` of an older
+    one.
+    """
     job, version = damaged
     turn_a_byte(job, version)  # back
     folder = Path(job.bucket) / Run.open(job).checkpoints.folder(version)
@@ -158,45 +171,73 @@ def test_a_small_file_of_the_newest_checkpoint_is_damaged(
     for name, harm in itertools.product(("index.jsonl", "MANIFEST.json"), HARMS.values()):
         raw = (folder / name).read_bytes()
         (folder / name).write_bytes(harm(raw))
-        assert f"the checkpoint of {version} is damaged ({folder / name} is damaged" in said("status", "--once")
-        assert "5 │ 1 │" in (listed := said("checkpoint", "ls", "")) and listed.count(" damaged ") == 1 and "newest complete" in listed
+        assert f"the checkpoint of {version} is damaged ({folder / name} is damaged" in said(
+            "status", "--once"
+        )
+        assert (
+            "5 │ 1 │" in (listed := said("checkpoint", "ls", ""))
+            and listed.count(" damaged ") == 1
+            and "newest complete" in listed
+        )
         assert said("checkpoint", "verify", "").startswith("0: checkpoint of step 4")
-        assert said("checkpoint", "verify", "--step 5").startswith(f"1: elastic: no good checkpoint at step 5 in {folder.parents[2]}; ")
+        assert said("checkpoint", "verify", "--step 5").startswith(
+            f"1: elastic: no good checkpoint at step 5 in {folder.parents[2]}; "
+        )
         (folder / name).write_bytes(raw)
     assert said("status", "--once") == whole, "nobody has put it away who only looks"
     (folder / "index.jsonl").write_bytes(b"")
     shutil.copytree(job.bucket, tmp_path / "copy")
     again = said("train", "--local")
-    assert again.startswith("0: ") and f"the checkpoint of {version} is damaged ({folder / 'index.jsonl'}" in again
-    assert "the one of step 4 of generation 1 takes its place" in again and "from step 4 of generation 1 (bucket)" in again
+    assert (
+        again.startswith("0: ")
+        and f"the checkpoint of {version} is damaged ({folder / 'index.jsonl'}" in again
+    )
+    assert (
+        "the one of step 4 of generation 1 takes its place" in again
+        and ("from step 4 of generation 1 (bucket)") in again
+    )
     assert "index.jsonl is damaged" in json.loads((folder / "DAMAGED.json").read_text())["reason"]
     assert exported_hash(job) == undisturbed_hash
     shutil.rmtree(job.bucket)
     shutil.copytree(tmp_path / "copy", job.bucket)
-    assert "from step 2 of generation 1 (bucket)" in (older := said("train", "--local --resume 2")) and older.startswith("0: ")
+    assert "from step 2 of generation 1 (bucket)" in (
+        older := said("train", "--local --resume 2")
+    ) and older.startswith("0: ")
     assert exported_hash(job) == undisturbed_hash
     shutil.rmtree(job.bucket)
     shutil.copytree(tmp_path / "copy", job.bucket)
     fork = said("train", f"--local --name other --resume {job.name}@latest")
     assert fork.startswith("0: ") and "other goes on from step 4" in fork
     state, begins = Run.find(job).begins(9, 0.0)
-    assert max(state.history.saved).step == 4 and f"the checkpoint of {version} is damaged" in begins, "a coordinator says so, too"
+    assert max(state.history.saved).step == 4 and f"the checkpoint of {version} is damaged" in begins, (
+        "a coordinator says so, too"
+    )
     assert "DAMAGED.json" in {path.name for path in folder.iterdir()}
 
 
-def test_the_last_line_names_a_checkpoint_only_if_there_is_one(damaged: tuple[Job, Version], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_last_line_names_a_checkpoint_only_if_there_is_one(
+    damaged: tuple[Job, Version], capsys: pytest.CaptureFixture[str]
+) -> None:
     job, _ = damaged
     result = Result("Failed", "a test", STOP, 2, job.bucket, job.name)
     assert show_result(result, job) == 2
-    assert "`elastic train` goes on from the newest good checkpoint" in " ".join(capsys.readouterr().out.split()), "the control"
+    assert "`elastic train` goes on from the newest good checkpoint" in " ".join(
+        capsys.readouterr().out.split()
+    ), "the control"
     shutil.rmtree(Path(job.bucket) / job.name / "steps")
     assert show_result(result, job) == 2
     said = " ".join(capsys.readouterr().out.split())
-    assert "`elastic train` begins again at step 0: no checkpoint was completed" in said and "newest" not in said
+    assert (
+        "`elastic train` begins again at step 0: no checkpoint was completed" in said and "newest" not in said
+    )
 
 
-def test_r23_a_run_that_was_restarted_in_vain_is_not_started_once_more(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """R23: each start before this one was killed before its first save.  A person says ``--again``, and it is trained to its end."""
+def test_r23_a_run_that_was_restarted_in_vain_is_not_started_once_more(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """R23: each start before this one was killed before its first save.  A person says ``--again``, and it is
+    trained to its end.
+    """
     job = toy_job(tmp_path / "bucket", steps=2, workers={"max": 1}, **LIGHT)
     run = Run.open(job)
     for number in range(4):
@@ -206,7 +247,9 @@ def test_r23_a_run_that_was_restarted_in_vain_is_not_started_once_more(tmp_path:
     assert main(["train", str(file)]) == 4
     said = " ".join(capsys.readouterr().out.split())
     assert "was started 4 times in a row and saved no step after step 0" in said and run.latest_claim() == 4
-    assert main(["train", str(file), "--branch"]) == 4, "a supervisor may say so each time, and nothing is to change"
+    assert main(["train", str(file), "--branch"]) == 4, (
+        "a supervisor may say so each time, and nothing is to change"
+    )
     assert main(["train", str(file), "--again"]) == 0
     owner = run.owner()
     assert owner is not None and (owner["durable"], owner["vain"]) == (0, 0)

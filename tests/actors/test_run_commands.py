@@ -45,7 +45,9 @@ def test_a13_a_status_names_the_layers_that_were_warned_of() -> None:
     """A13.  Many are counted; none, the control, take no place."""
     view = View("Running", "", "t", 1, 1, 1, 9, 10, {}, 0, [], "", False, "", None, None, (0, 0), "")
     assert run_commands._stands(view).endswith("workers none")
-    assert run_commands._stands(replace(view, warned=("dead layers.1", "stationary"))).endswith("; warned of: dead layers.1, stationary")
+    assert run_commands._stands(replace(view, warned=("dead layers.1", "stationary"))).endswith(
+        "; warned of: dead layers.1, stationary"
+    )
     many = replace(view, warned=tuple(f"dead layers.{number}" for number in range(80)))
     assert run_commands._stands(many).endswith(", dead layers.5 and 74 more")
 
@@ -53,7 +55,14 @@ def test_a13_a_status_names_the_layers_that_were_warned_of() -> None:
 def job_file(folder: Path, name: str, steps: int = 10_000, bucket: str = "bucket", **changes: Any) -> Job:
     """Returns a job whose samples are slow, and writes its file."""
     data = {"dataset": "tests.support.toys:Sums", "args": {"read_s": 0.02}}
-    job = toy_job(folder / bucket, name=name, steps=steps, data=data, deadlines={"lease_s": 60, "grow_debounce_s": 30}, **changes)
+    job = toy_job(
+        folder / bucket,
+        name=name,
+        steps=steps,
+        data=data,
+        deadlines={"lease_s": 60, "grow_debounce_s": 30},
+        **changes,
+    )
     (folder / "job.toml").write_text(to_toml(job))
     return job
 
@@ -65,7 +74,8 @@ def begun(folder: Path, name: str, steps: int) -> tuple[Job, Any]:
 
 
 def test_a_run_of_another_cluster_may_live(tmp_path: Path) -> None:
-    """This process is part of a cluster that knows no such run; that of the run cannot be reached, so nothing is known of it.
+    """This process is part of a cluster that knows no such run; that of the run cannot be reached, so nothing
+    is known of it.
 
     If it was on this machine, it has ended.
     """
@@ -74,12 +84,22 @@ def test_a_run_of_another_cluster_may_live(tmp_path: Path) -> None:
         patch.setattr(platform, "node", lambda: "another machine")
         run.claim("127.0.0.1:1")
     absent = run_commands.Absent.of(run.job)
-    assert coordinator_of(run.job) is None and not absent.over and "127.0.0.1:1, cannot be reached" in absent.said
+    assert (
+        coordinator_of(run.job) is None
+        and not absent.over
+        and "127.0.0.1:1, cannot be reached" in absent.said
+    )
     run.claim("127.0.0.1:1")
     absent = run_commands.Absent.of(run.job)
-    assert coordinator_of(run.job) is None and not absent.over and "its cluster on this machine, 127.0.0.1:1, has ended" in absent.said
+    assert (
+        coordinator_of(run.job) is None
+        and not absent.over
+        and ("its cluster on this machine, 127.0.0.1:1, has ended") in absent.said
+    )
     run.claim(ray.get_runtime_context().gcs_address)
-    assert coordinator_of(run.job) is None and run_commands.Absent.of(run.job).over, "the control: this cluster has no such run"
+    assert coordinator_of(run.job) is None and run_commands.Absent.of(run.job).over, (
+        "the control: this cluster has no such run"
+    )
 
 
 def reached(name: str, step: int) -> bool:
@@ -99,15 +119,23 @@ def interrupted_at(name: str, step: int) -> threading.Thread:
 
 
 @pytest.mark.full  # in test_stop.py a second command attaches and leaves
-def test_attach_tells_the_story_from_the_start_and_leaves_or_ends_with_it(tmp_path: Path, capsys: Shown) -> None:
-    """Ctrl-C ends the command and not the run.  A command that follows the run to its end has the run's exit code."""
+def test_attach_tells_the_story_from_the_start_and_leaves_or_ends_with_it(
+    tmp_path: Path, capsys: Shown
+) -> None:
+    """Ctrl-C ends the command and not the run.  A command that follows the run to its end has the run's exit
+    code.
+    """
     job, _ = begun(tmp_path, "followed", steps=40)
     until(lambda: reached("followed", 5))
     hand = interrupted_at("followed", 9)
     assert main(["attach", str(tmp_path / "job.toml")]) == 3
     hand.join()
     first = capsys.readouterr().out
-    assert re.search(r"form generation 1 of w\d and w\d", first) and "step     1/40" in first and "the run goes on" in first
+    assert (
+        re.search(r"form generation 1 of w\d and w\d", first)
+        and "step     1/40" in first
+        and "the run goes on" in first
+    )
     view = view_of("followed")
     assert view is not None and not view.stopping and view.generation == 1
 
@@ -118,7 +146,10 @@ def test_attach_tells_the_story_from_the_start_and_leaves_or_ends_with_it(tmp_pa
     until(lambda: attach("followed") is None)
     assert_no_actor_left("followed")
     assert main(["attach", str(tmp_path / "job.toml")]) == 0, "there is nothing to follow"
-    assert f"followed is not running; newest good checkpoint: {Run.open(job).newest()}; it ended as Finished" in capsys.readouterr().out
+    assert (
+        f"followed is not running; newest good checkpoint: {Run.open(job).newest()}; it ended as Finished"
+        in capsys.readouterr().out
+    )
 
 
 def bare_title(pid: int) -> str:
@@ -128,8 +159,8 @@ def bare_title(pid: int) -> str:
 
 @pytest.mark.must_run_in_ci
 def test_clean_spares_a_run_that_lives_and_removes_a_dead_one(tmp_path: Path, capsys: Shown) -> None:
-    """The coordinator is gone for good; its workers are stopped, so they cannot hear of it and leave by themselves.  The kernel reports
-    the end of their processes."""
+    """The coordinator is gone for good; its workers are stopped, so they cannot hear of it and leave by
+    themselves.  The kernel reports the end of their processes."""
     job, coordinator = begun(tmp_path, "left", steps=10_000)
     until(lambda: reached("left", 3))
     token = ray.get(coordinator.view.remote()).token
@@ -137,10 +168,14 @@ def test_clean_spares_a_run_that_lives_and_removes_a_dead_one(tmp_path: Path, ca
     file = str(tmp_path / "job.toml")
     assert main(["logs", file, "w1"]) == 0
     printed = capsys.readouterr().out
-    assert "# w1, which lives" in printed and "w1: joined" in printed and "w2: joined" not in printed, "L8: the log of a worker that lives"
+    assert "# w1, which lives" in printed and "w1: joined" in printed and "w2: joined" not in printed, (
+        "L8: the log of a worker that lives"
+    )
     assert main(["logs", file, "w9"]) == 1 and "no logs of w9" in capsys.readouterr().out
     titles = {bare_title(each.pid) for each in workers}
-    assert titles == {"ray::Worker left/w1", "ray::Worker left/w2"}, "L8: the processes are called after the run and the worker"
+    assert titles == {"ray::Worker left/w1", "ray::Worker left/w2"}, (
+        "L8: the processes are called after the run and the worker"
+    )
     assert bare_title(ray.get(coordinator.view.remote()).pid) == "ray::Coordinator left"
     follower = threading.Thread(target=main, args=(["logs", "-f", file, "w1"],))
     follower.start()
@@ -150,7 +185,11 @@ def test_clean_spares_a_run_that_lives_and_removes_a_dead_one(tmp_path: Path, ca
     assert main(command) == 2
     refused = capsys.readouterr().out
     assert re.search(
-        rf"left lives \(Running, step \d+ of 10000\); `elastic stop {re.escape(file)}` stops it with a save, --force ends", refused
+        (
+            rf"left lives \(Running, step \d+ of 10000\); `elastic stop {re.escape(file)}` stops it with a "
+            r"save, --force ends"
+        ),
+        refused,
     )
     assert all(worker.running for worker in workers)
 
@@ -165,7 +204,10 @@ def test_clean_spares_a_run_that_lives_and_removes_a_dead_one(tmp_path: Path, ca
     assert main(command) == 0
     said = capsys.readouterr().out
     removed = re.findall(r"removed (.+)", said)
-    assert {each for each in removed if each.startswith("actor ")} >= {f"actor {token}/w1", f"actor {token}/w2"}
+    assert {each for each in removed if each.startswith("actor ")} >= {
+        f"actor {token}/w1",
+        f"actor {token}/w2",
+    }
     assert {str(segment(token, "w1")), str(segment(token, "w2")), str(log_folder(token))} <= set(removed)
     assert all(worker.wait(PATIENCE_S) for worker in workers)
     assert_no_actor_left("left")
@@ -177,9 +219,11 @@ def test_clean_spares_a_run_that_lives_and_removes_a_dead_one(tmp_path: Path, ca
 def test_the_logs_of_a_cluster_that_was_killed_are_read_where_they_lie(
     tmp_path: Path, capsys: Shown, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """R21: SIGKILL takes the command and its own cluster, so nobody stores the logs.  The control: a run of that name elsewhere.
+    """R21: SIGKILL takes the command and its own cluster, so nobody stores the logs.  The control: a run of
+    that name elsewhere.
 
-    Nor does `clean` know whose they are if somebody has deleted the run's folder: it said only that there is nothing to remove.
+    Nor does `clean` know whose they are if somebody has deleted the run's folder: it said only that there is
+    nothing to remove.
     """
     name, file = f"killed-{uuid.uuid4().hex[:6]}", str(tmp_path / "job.toml")
     job_file(tmp_path, name)
@@ -193,22 +237,36 @@ def test_the_logs_of_a_cluster_that_was_killed_are_read_where_they_lie(
     printed = capsys.readouterr().out
     (token,) = {path.parent.name for path in log_folder("").glob(f"{name}-*/w1.log")}
     for worker in ("w1", "w2"):
-        assert f"# {worker}: its cluster has not stored its log; this is the end of {log_file(token, worker)}\n" in printed
+        assert (
+            f"# {worker}: its cluster has not stored its log; this is the end of {log_file(token, worker)}\n"
+        ) in printed
         assert f"{worker}: joined" in printed
     assert main(["logs", file, "w2"]) == 0 and "w1: joined" not in capsys.readouterr().out
     job_file(tmp_path, name, bucket="another")
     Run.open(Job.load(tmp_path / "job.toml")).claim("127.0.0.1:1", life="abcdef")
     assert main(["logs", file]) == 1
     said = capsys.readouterr().out
-    assert f"no logs in {tmp_path}/another/{name}/logs/" in said and f"leaves them on its nodes, in {log_folder(f'{name}-*')}, and" in said
+    assert (
+        f"no logs in {tmp_path}/another/{name}/logs/" in said
+        and (f"leaves them on its nodes, in {log_folder(f'{name}-*')}, and") in said
+    )
     job = job_file(tmp_path, name)
     (bucket := Path(job.bucket) / name).rename(tmp_path / "deleted")
     assert main(["clean", file]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert f"no claim of {name} is in {job.bucket}" in said and "somebody has deleted its folder" in said and "all stays" in said, said
-    assert f"remove {segment(token, 'w1')}, {segment(token, 'w2')}, {log_folder(token)}" in said and log_folder(token).exists()
+    assert (
+        f"no claim of {name} is in {job.bucket}" in said
+        and "somebody has deleted its folder" in said
+        and "all stays" in said
+    ), said
+    assert (
+        f"remove {segment(token, 'w1')}, {segment(token, 'w2')}, {log_folder(token)}" in said
+        and log_folder(token).exists()
+    )
     (tmp_path / "deleted").rename(bucket)
-    assert main(["clean", file]) == 0 and f"removed {log_folder(token)}" in capsys.readouterr().out, "the control: with its claim"
+    assert main(["clean", file]) == 0 and f"removed {log_folder(token)}" in capsys.readouterr().out, (
+        "the control: with its claim"
+    )
     assert not log_folder(token).exists()
 
 
@@ -223,29 +281,59 @@ def test_clean_by_force_ends_a_run_that_lives(tmp_path: Path, capsys: Shown) -> 
 
 @pytest.mark.full
 def test_from_a_machine_that_is_no_node_it_is_said_what_to_do(tmp_path: Path) -> None:
-    """The machine reaches the cluster's head, but no process of the cluster runs on it (it is a pid namespace of its own)."""
+    """The machine reaches the cluster's head, but no process of the cluster runs on it (it is a pid namespace
+    of its own).
+    """
     begun(tmp_path, "elsewhere", steps=10_000)
     until(lambda: reached("elsewhere", 1))
     alone = ["unshare", "--pid", "--fork", "--mount-proc", sys.executable, "-m", "elastic"]
-    ours = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")} | {"PYTHONPATH": str(ROOT)}
+    ours = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")} | {
+        "PYTHONPATH": str(ROOT)
+    }
     for command in ("stop", "status", "attach", "clean"):
         done = subprocess.run(
-            [*alone, command, str(tmp_path / "job.toml")], env=ours, capture_output=True, text=True, timeout=PATIENCE_S, check=False
+            [*alone, command, str(tmp_path / "job.toml")],
+            env=ours,
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_S,
+            check=False,
         )
-        assert done.returncode == 1 and "answers, but this machine is not one of its nodes" in done.stdout, done
+        assert done.returncode == 1 and "answers, but this machine is not one of its nodes" in done.stdout, (
+            done
+        )
     view = view_of("elsewhere")
     assert view is not None and not view.stopping
     assert main(["clean", str(tmp_path / "job.toml"), "--force"]) == 0
 
 
 def test_l8_what_workers_print_is_shown_with_their_names_and_bounded(tmp_path: Path, capsys: Shown) -> None:
-    """L8: by one task for each node, whoever many workers it has.  Controls: w2 was not asked for, and "all" shows it, too."""
+    """L8: by one task for each node, whoever many workers it has.  Controls: w2 was not asked for, and "all"
+    shows it, too.
+    """
     run, node = f"printed-{uuid.uuid4().hex}", ray.get_runtime_context().get_node_id()
     make_log_folder(run)
     for worker in ("w1", "w2"):
         log_file(run, worker).write_text("".join(f"{worker} says {n}\n" for n in range(70)))
     view = View(
-        "Running", "", run, 1, 1, 1, 9, 10, {WorkerId("w2"): node, WorkerId("w1"): node}, 0, [], "", False, "", None, None, (0, 0), ""
+        "Running",
+        "",
+        run,
+        1,
+        1,
+        1,
+        9,
+        10,
+        {WorkerId("w2"): node, WorkerId("w1"): node},
+        0,
+        [],
+        "",
+        False,
+        "",
+        None,
+        None,
+        (0, 0),
+        "",
     )
     for asked, said in (("first", {"w1": 50}), ("all", {"w1": 25, "w2": 25}), ("w2,w9", {"w2": 50})):
         prints = Prints(Screen(quiet=True), asked)
@@ -266,7 +354,12 @@ def test_l8_what_workers_print_is_shown_with_their_names_and_bounded(tmp_path: P
         with log_file(run, "w2").open("a") as log:
             print("one more", file=log)
         if "w2" in said:
-            until(lambda prints=prints, shown=shown: (prints.look(view), capsys.readouterr().out == "w2 one more\n")[1])  # type: ignore[misc]
+            until(
+                lambda prints=prints, shown=shown: (
+                    prints.look(view),
+                    capsys.readouterr().out == "w2 one more\n",
+                )[1]
+            )  # type: ignore[misc]
         log_file(run, "w2").write_text("".join(f"w2 says {n}\n" for n in range(70)))
     prints = Prints(Screen(quiet=True), None)
     prints.look(view)
@@ -275,7 +368,9 @@ def test_l8_what_workers_print_is_shown_with_their_names_and_bounded(tmp_path: P
 
 
 def test_nothing_of_another_run_is_removed() -> None:
-    """Nothing is removed of a run whose name begins the same, of another bucket's run, whose life is another, or of one that lives."""
+    """Nothing is removed of a run whose name begins the same, of another bucket's run, whose life is another,
+    or of one that lives.
+    """
     other, ours = segment("nobodys-2-0001-abcdef", "w1"), segment("nobodys-0001-abcdef", "w1")
     counters = [Counters(path, create=True) for path in (other, ours)]
     try:

@@ -1,4 +1,6 @@
-"""A run's folder with files of others, one that cannot be listed, and small files without content: each command goes on, or says why."""
+"""A run's folder with files of others, one that cannot be listed, and small files without content: each
+command goes on, or says why.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,24 @@ from elastic.runs.run import Run
 from tests.support.job_file import to_toml
 from tests.support.toys import toy_job
 
-STRAY = (".nfs000000000c3a2b9e00000001", ".DS_Store", "Thumbs.db", "x.tmp", ".ipynb_checkpoints/x-checkpoint.json", "000009/000009.json")
-READERS = ("status --once", "metrics", "checkpoint ls", "checkpoint gc --dry-run", "checkpoint verify", "owed", "logs", "replay")
+STRAY = (
+    ".nfs000000000c3a2b9e00000001",
+    ".DS_Store",
+    "Thumbs.db",
+    "x.tmp",
+    ".ipynb_checkpoints/x-checkpoint.json",
+    "000009/000009.json",
+)
+READERS = (
+    "status --once",
+    "metrics",
+    "checkpoint ls",
+    "checkpoint gc --dry-run",
+    "checkpoint verify",
+    "owed",
+    "logs",
+    "replay",
+)
 """Commands that read the folder, without those that train and `report`, which writes a file."""
 
 
@@ -41,7 +59,9 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = str(folder / "job.toml")
     assert main(["train", file, "--local", "-q"]) == 0
     assert main(["train", file, "--local", "-q", "--branch", "--steps", "6", "--optim.lr", "0.02"]) == 0
-    assert main(["train", file, "--local", "-q", "--name", "fork", "--resume", "small@4", "--steps", "6"]) == 0
+    assert (
+        main(["train", file, "--local", "-q", "--name", "fork", "--resume", "small@4", "--steps", "6"]) == 0
+    )
     return folder
 
 
@@ -71,7 +91,9 @@ def commands(begun: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 
 def test_files_of_others_change_nothing(commands: Commands, tmp_path: Path) -> None:
     before = {line: commands.give(line) for line in READERS}
-    assert [line for line, (code, _) in before.items() if code] == ["logs", "replay"], "there are none with --local"
+    assert [line for line, (code, _) in before.items() if code] == ["logs", "replay"], (
+        "there are none with --local"
+    )
     for folder in [path for path in (tmp_path / "bucket").rglob("*") if path.is_dir()]:
         for name in STRAY:
             (folder / name).parent.mkdir(exist_ok=True)
@@ -79,7 +101,10 @@ def test_files_of_others_change_nothing(commands: Commands, tmp_path: Path) -> N
     assert {line: commands.give(line) for line in READERS} == before
     assert commands.give(f"report --to {tmp_path}/page.html")[0] == 0
     assert "8 steps" in commands.train()[1] and Run.find(job_of(tmp_path / "bucket")).newest().step == 8
-    assert commands.train(" --name fork")[0] == 0 and commands.give("checkpoint gc --checkpoint.keep-last 2")[0] == 0
+    assert (
+        commands.train(" --name fork")[0] == 0
+        and commands.give("checkpoint gc --checkpoint.keep-last 2")[0] == 0
+    )
     assert main(["runs", str(tmp_path / "bucket")]) == 0
 
 
@@ -96,8 +121,15 @@ def test_a_folder_that_cannot_be_listed_is_a_fault_of_the_store(commands: Comman
     """A link to itself cannot be listed, by whoever asks.  The same command goes on once it can."""
     (commands.run / part).rename(commands.folder / "away")
     (commands.run / part).symlink_to(commands.run / part)
-    for code, said in (commands.train(), *([commands.give("status --once"), commands.give("checkpoint ls")] if "steps" in part else [])):
-        assert code == ElasticError.exit_code == 2 and "Too many levels of symbolic links" in said and "Traceback" not in said, said
+    for code, said in (
+        commands.train(),
+        *([commands.give("status --once"), commands.give("checkpoint ls")] if "steps" in part else []),
+    ):
+        assert (
+            code == ElasticError.exit_code == 2
+            and "Too many levels of symbolic links" in said
+            and "Traceback" not in said
+        ), said
     (commands.run / part).unlink()
     (commands.folder / "away").rename(commands.run / part)
     assert commands.train()[0] == 0, "the control"
@@ -118,12 +150,20 @@ LOST = {
     "effects": "",
     "steps": "is damaged",
 }
-"""Maps the first part of a small file's name to what `train` says if the newest one has no content.  All but a branch let it go on."""
+"""Maps the first part of a small file's name to what `train` says if the newest one has no content.  All but
+a branch let it go on.
+"""
 
 
-def test_a_small_file_without_content_stops_no_run(begun: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_small_file_without_content_stops_no_run(
+    begun: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A power cut may do that.  Each small file is cut in turn.  The control: none."""
-    there = sorted(path.relative_to(begun / "bucket" / "small") for path in (begun / "bucket" / "small").rglob("*") if path.is_file())
+    there = sorted(
+        path.relative_to(begun / "bucket" / "small")
+        for path in (begun / "bucket" / "small").rglob("*")
+        if path.is_file()
+    )
     small = [path for path in there if path.suffix in (".json", ".jsonl")]
     assert {path.parts[0] for path in small} >= {*LOST} - {"effects", "asked"}, small
     newest = {(path.parts[0], path.name if path.parts[0] == "steps" else ""): path for path in small}
@@ -131,9 +171,21 @@ def test_a_small_file_without_content_stops_no_run(begun: Path, tmp_path: Path, 
         commands = Commands(begun, tmp_path / str(number), capsys)
         if path is not None:
             (commands.run / path).write_bytes(b"")
-        for line in ("status --once", "metrics", "checkpoint ls", "checkpoint gc --dry-run --force", "checkpoint verify", "owed"):
+        for line in (
+            "status --once",
+            "metrics",
+            "checkpoint ls",
+            "checkpoint gc --dry-run --force",
+            "checkpoint verify",
+            "owed",
+        ):
             code, said = commands.give(line)
-            assert code == 0 or (path is not None and str(path) in said and ("back from a copy" in said)), (path, line, code, said)
+            assert code == 0 or (path is not None and str(path) in said and ("back from a copy" in said)), (
+                path,
+                line,
+                code,
+                said,
+            )
         if path is not None and path not in newest.values():
             continue
         begins = commands.give("train --local")[1] if path is not None and path.parts[0] == "job.json" else ""

@@ -43,7 +43,9 @@ class Load:
     def __call__(self, witness: Witness, view: View) -> bool:
         if view.step < BEGIN or (self.burning and view.step < LAST - 1):
             return False
-        (keeper,) = [actor for name, actor in cluster.named(f"{view.token}/").items() if name.startswith("keeper-")]
+        (keeper,) = [
+            actor for name, actor in cluster.named(f"{view.token}/").items() if name.startswith("keeper-")
+        ]
         if not self.burning:
             self.stack.enter_context(busy_cores(3))
             self.burning = [keeper.__ray_call__.remote(burn, str(self.done)) for _ in range(THREADS)]
@@ -60,8 +62,8 @@ class Load:
 
 @pytest.mark.full
 def test_nobody_is_taken_for_dead_who_is_only_busy(tmp_path: Path) -> None:
-    """No beat is late by 2 s, and no world is formed anew.  The control: a lock that is held for 3 s is seen by the same measure, and does
-    no harm either, for the world steps on."""
+    """No beat is late by 2 s, and no world is formed anew.  The control: a lock that is held for 3 s is seen
+    by the same measure, and does no harm either, for the world steps on."""
     stack = ExitStack()
     load, samples = Load(tmp_path, stack), 16 * STEPS
     sample = Cursor(samples, 16, 0, "permutation").microbatch_ids(LAST, 0, 2)[0]

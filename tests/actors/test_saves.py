@@ -1,4 +1,6 @@
-"""R1, R11: somebody dies while a save is on its way to the bucket.  Saves are the keepers' work, and training does not wait for them."""
+"""R1, R11: somebody dies while a save is on its way to the bucket.  Saves are the keepers' work, and training
+does not wait for them.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,12 @@ def job_of(bucket: Path, name: str) -> Job:
     cursor = Cursor(16 * STEPS, 16, 0, "permutation")
     gates = {str(cursor.ids(step)[0]): str(bucket / str(step)) for step in GATES}
     data = {"dataset": "tests.support.toys:Sums", "args": {"samples": 16 * STEPS, "gates": gates}}
-    settings = {"steps": STEPS, "data": data, "workers": {"min": 1, "max": 2}, "checkpoint": {"save_every": SAVE_EVERY}}
+    settings = {
+        "steps": STEPS,
+        "data": data,
+        "workers": {"min": 1, "max": 2},
+        "checkpoint": {"save_every": SAVE_EVERY},
+    }
     return toy_job(bucket, name=name, **settings, deadlines={"grow_debounce_s": 30, "stall_s": 120}, **LIGHT)
 
 
@@ -62,14 +69,19 @@ def copied(seen: Seen, step: int) -> bool:
 
 
 def deaths(bucket: Path, job: Job) -> Story:
-    """Stops the uploader (SIGSTOP) before each save begins; then somebody dies (SIGKILL) two steps later, and the uploader goes on.
+    """Stops the uploader (SIGSTOP) before each save begins; then somebody dies (SIGKILL) two steps later, and
+    the uploader goes on.
 
     So when that happens, no byte of the save is in the bucket.
     """
 
     def stopped(*but: int) -> int:
         """Stops the uploader of a keeper that lives: one that dies may have begun another one at its end."""
-        (pid,) = until(lambda: [each for each in uploaders(bucket) if each not in but and "ray::Keeper" in parent_of(each)])
+        (pid,) = until(
+            lambda: [
+                each for each in uploaders(bucket) if each not in but and "ray::Keeper" in parent_of(each)
+            ]
+        )
         os.kill(pid, signal.SIGSTOP)
         return pid
 
@@ -91,7 +103,8 @@ def deaths(bucket: Path, job: Job) -> Story:
     (bucket / "12").touch()
     _, view = yield from comes(lambda _, view: view.step >= SECOND.step + 2)
     with Watched(psutil.Process(first).ppid()) as keeper:
-        ray.kill(ray.get_actor(f"{view.token}/keeper-{min(view.workers.values())[:12]}"), no_restart=True)  # the keeper, and its uploader
+        # the keeper, and its uploader
+        ray.kill(ray.get_actor(f"{view.token}/keeper-{min(view.workers.values())[:12]}"), no_restart=True)
         keeper.wait(PATIENCE_S)
     second = stopped(first)
     (bucket / "16").touch()
@@ -101,7 +114,9 @@ def deaths(bucket: Path, job: Job) -> Story:
     third = stopped(first, second)
     (bucket / "21").touch()
     witness, view = yield from comes(
-        lambda witness, view: view.state == "Finishing" and all(copied(witness.seen[each], STEPS) for each in view.workers)
+        lambda witness, view: (
+            view.state == "Finishing" and all(copied(witness.seen[each], STEPS) for each in view.workers)
+        )
     )
     for worker in view.workers:  # all that there are
         witness.seen[worker].process.kill()
@@ -111,11 +126,12 @@ def deaths(bucket: Path, job: Job) -> Story:
 
 @pytest.mark.must_run_in_ci
 def test_who_dies_during_a_save_ends_it_only_if_its_keeper_dies(tmp_path: Path) -> None:
-    """R1, R11: a worker that is killed does not end a save: nothing is written again, and the checkpoint is that of the first world.
+    """R1, R11: a worker that is killed does not end a save: nothing is written again, and the checkpoint is
+    that of the first world.
 
-    A keeper that is killed takes the save with it; the story says so, nobody waits for it, and the next one is made.  An uploader that is
-    killed is replaced, and another one writes the save.  The last save needs no worker any more: the run finishes, and no world is
-    formed again.
+    A keeper that is killed takes the save with it; the story says so, nobody waits for it, and the next one
+    is made.  An uploader that is killed is replaced, and another one writes the save.  The last save needs no
+    worker any more: the run finishes, and no world is formed again.
     """
     for gate in GATES:
         (tmp_path / "alone").mkdir(exist_ok=True)
@@ -132,7 +148,9 @@ def test_who_dies_during_a_save_ends_it_only_if_its_keeper_dies(tmp_path: Path) 
     assert killed.keys() == {"w1", "w2", "w3"} and FIRST.step + 2 <= killed.pop("w2") < 10
     assert {*killed.values()} == {STEPS}
     manifest = run.checkpoints.manifest(FIRST)
-    assert manifest.layout == {"dp_replicate": 2, "dp_shard": 1} and len(manifest.files) == 3, "both parts, the dead worker's too"
+    assert manifest.layout == {"dp_replicate": 2, "dp_shard": 1} and len(manifest.files) == 3, (
+        "both parts, the dead worker's too"
+    )
     said = "\n".join(line.text for line in chaos.lines if isinstance(line, Sentence))
     assert f"the checkpoint of {FIRST} failed" not in said and f"the checkpoint of {THIRD} failed" not in said
     assert f"the checkpoint of {SECOND} failed (the keeper of node" in said and "its uploader died" in said

@@ -46,15 +46,24 @@ def test_the_first_signal_is_a_request_and_the_second_is_not(number: signal.Sign
 
 
 def test_what_must_not_be_interrupted_ends_before_the_signal_counts() -> None:
-    """The user is told at once.  A second signal does not wait.  The control: without a signal nothing is raised."""
+    """The user is told at once.  A second signal does not wait.  The control: without a signal nothing is
+    raised.
+    """
     done = list[str]()
     with Requests() as requests:
         with requests.finishing(lambda: done.append("told")):
             done.append("control")
-        with pytest.raises(KeyboardInterrupt, match="Ctrl-C"), requests.finishing(lambda: done.append("told")):
+        with (
+            pytest.raises(KeyboardInterrupt, match="Ctrl-C"),
+            requests.finishing(lambda: done.append("told")),
+        ):
             os.kill(os.getpid(), signal.SIGINT)
             done.append("ended")
-    with Requests() as requests, pytest.raises(KeyboardInterrupt, match="SIGTERM"), requests.finishing(lambda: None):
+    with (
+        Requests() as requests,
+        pytest.raises(KeyboardInterrupt, match="SIGTERM"),
+        requests.finishing(lambda: None),
+    ):
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGTERM)
         done.append("not reached")
@@ -63,12 +72,18 @@ def test_what_must_not_be_interrupted_ends_before_the_signal_counts() -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR1])
 @pytest.mark.parametrize("ignored", [False, True], ids=["", "ignored"])
-def test_a_closed_terminal_and_slurm_ask_for_a_save(tmp_path: Path, number: signal.Signals, ignored: bool) -> None:
-    """R21: a terminal sends SIGHUP twice, and the second one does not break the save off.  ``nohup`` has it ignored, and so do we."""
+def test_a_closed_terminal_and_slurm_ask_for_a_save(
+    tmp_path: Path, number: signal.Signals, ignored: bool
+) -> None:
+    """R21: a terminal sends SIGHUP twice, and the second one does not break the save off.  ``nohup`` has it
+    ignored, and so do we.
+    """
     job = toy_job(tmp_path, steps=5, **SMALL)
 
     def show(line: Line) -> None:
-        if (isinstance(line, StepLine) and line.step == 2) or "stops after a save" in getattr(line, "text", ""):
+        if (isinstance(line, StepLine) and line.step == 2) or "stops after a save" in getattr(
+            line, "text", ""
+        ):
             os.kill(os.getpid(), number)
 
     before = signal.signal(number, signal.SIG_IGN if ignored else signal.SIG_DFL)
@@ -83,7 +98,9 @@ def test_a_closed_terminal_and_slurm_ask_for_a_save(tmp_path: Path, number: sign
 
 
 def test_the_processes_of_a_cluster_that_starts_here_outlive_the_terminal() -> None:
-    """R21: a terminal that closes signals all that it has begun.  The control: a process that starts otherwise ends."""
+    """R21: a terminal that closes signals all that it has begun.  The control: a process that starts
+    otherwise ends.
+    """
     reads = [sys.executable, "-c", "input()"]
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whoever has started the tests may ignore it
     with kept_from_children():
@@ -116,7 +133,9 @@ from elastic.__main__ import main
 sys.exit(main())
 """
     ours = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=ours, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=ours, capture_output=True, text=True
+    )
     assert (done.returncode, done.stdout) == (3, "")
     assert done.stderr == "elastic: interrupted; the same command goes on\n"
 
@@ -124,12 +143,23 @@ sys.exit(main())
 @pytest.mark.full
 def test_a_run_whose_terminal_is_closed_saves(tmp_path: Path) -> None:
     """R21: the terminal is a real one, and the cluster is the command's own, so its processes are told, too."""
-    job = toy_job(tmp_path / "bucket", name="closed", steps=10_000, data={"dataset": "tests.support.toys:Sums", "args": {"read_s": 0.05}})
+    job = toy_job(
+        tmp_path / "bucket",
+        name="closed",
+        steps=10_000,
+        data={"dataset": "tests.support.toys:Sums", "args": {"read_s": 0.05}},
+    )
     (tmp_path / "job.toml").write_text(to_toml(job.replace(workers={"max": 1})))
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
         [sys.executable, "-m", "elastic", "train", "job.toml", "--address", "local"],
-        **{"stdin": theirs, "stdout": theirs, "stderr": theirs, "cwd": tmp_path, "env": os.environ | {"PYTHONPATH": str(ROOT)}},
+        **{
+            "stdin": theirs,
+            "stdout": theirs,
+            "stderr": theirs,
+            "cwd": tmp_path,
+            "env": os.environ | {"PYTHONPATH": str(ROOT)},
+        },
         start_new_session=True,
         preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
     )

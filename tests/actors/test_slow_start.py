@@ -1,4 +1,6 @@
-"""A worker may start for longer than ``form_s``, as one does that takes a hundred gigabytes for copies; only standing still is limited."""
+"""A worker may start for longer than ``form_s``, as one does that takes a hundred gigabytes for copies; only
+standing still is limited.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ def _in_a_worker() -> bool:
 
 
 class Slow(Sums):
-    """A dataset that a worker needs long to open; ``stuck``, if it is named, is the file by which the first worker never opens it."""
+    """A dataset that a worker needs long to open; ``stuck``, if it is named, is the file by which the first
+    worker never opens it.
+    """
 
     def __init__(self, stuck: str = "", **args: Any) -> None:
         super().__init__(**args)
@@ -46,8 +50,9 @@ def slowly() -> nn.Module:
 
 @pytest.mark.parametrize("stuck", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_form_s_limits_only_a_start_that_stands_still(tmp_path: Path, stuck: bool) -> None:
-    """Its data and its model take w1 longer than ``form_s``, which begins anew with each, so it joins.  The control: a worker that never
-    opens its data is ended, with a sentence that says what it did, and the next one joins."""
+    """Its data and its model take w1 longer than ``form_s``, which begins anew with each, so it joins.  The
+    control: a worker that never opens its data is ended, with a sentence that says what it did, and the next
+    one joins."""
     args = {"stuck": str(tmp_path / "stuck")} if stuck else {}
     job = toy_job(
         tmp_path,

@@ -29,12 +29,16 @@ pytestmark = pytest.mark.fast
 
 @pytest.mark.parametrize("record_s", [0.5 * STOOD_S, 4.0 * STOOD_S])
 def test_who_stood_still_says_so_after_it_acted(record_s: float) -> None:
-    """One call of the loop is made, with only the clock, the journal and Ray replaced.  The first case is the control of the second."""
+    """One call of the loop is made, with only the clock, the journal and Ray replaced.  The first case is the
+    control of the second.
+    """
     told: list[Any] = []
     coordinator = object.__new__(Coordinator)
     now = [100.0]
 
-    def record(at: float, event: ev.Event, before: RunState, transition: Transition, heard_until: float) -> None:
+    def record(
+        at: float, event: ev.Event, before: RunState, transition: Transition, heard_until: float
+    ) -> None:
         told.append(event)
         now[0] += record_s if isinstance(event, ev.Capacity) else 0.0
 
@@ -57,8 +61,12 @@ def test_who_stood_still_says_so_after_it_acted(record_s: float) -> None:
 
 
 @pytest.mark.parametrize("disk_fails", [False, True])
-def test_a_stumble_over_a_full_disk_is_told_from_what_the_journal_has(tmp_path: Path, disk_fails: bool) -> None:
-    """The next coordinator finds the run of the last record that was written.  The control: nothing fails, and nobody stumbles."""
+def test_a_stumble_over_a_full_disk_is_told_from_what_the_journal_has(
+    tmp_path: Path, disk_fails: bool
+) -> None:
+    """The next coordinator finds the run of the last record that was written.  The control: nothing fails,
+    and nobody stumbles.
+    """
     begun, store = RunState.begin(1, 100.0), ObjectStore.open(str(tmp_path / "bucket"))
     coordinator = object.__new__(Coordinator)
     values = {
@@ -67,7 +75,14 @@ def test_a_stumble_over_a_full_disk_is_told_from_what_the_journal_has(tmp_path: 
         "state": begun,
         "recorded": begun,
         "rules": rules(),
-        "journal": Journal(store, "run", tmp_path / "local", 0, codec.snapshot(begun, elastic.__version__, rules()), segment_s=3600.0),
+        "journal": Journal(
+            store,
+            "run",
+            tmp_path / "local",
+            0,
+            codec.snapshot(begun, elastic.__version__, rules()),
+            segment_s=3600.0,
+        ),
         "replicas": SimpleNamespace(note=lambda _: None, secure=lambda _: None),
         "group": SimpleNamespace(perform=lambda _: None),
         "_tell": lambda *_: None,
@@ -84,6 +99,9 @@ def test_a_stumble_over_a_full_disk_is_told_from_what_the_journal_has(tmp_path: 
         coordinator._advance(ev.KeeperUp(NodeId("n2")))
     coordinator.journal.close()
     ((snapshot, records),) = journal.read(store, "run")
-    assert [record["event"]["$"] for record in records] == ["KeeperUp", "Stumbled" if disk_fails else "KeeperUp"]
+    assert [record["event"]["$"] for record in records] == [
+        "KeeperUp",
+        "Stumbled" if disk_fails else "KeeperUp",
+    ]
     assert codec.fold(snapshot, records) == coordinator.state
     assert coordinator.state.cluster.keepers == (("n1",) if disk_fails else ("n1", "n2"))

@@ -1,7 +1,8 @@
-"""R19: a command that has to ask a cluster: beside its run on another machine, at a head that is frozen, and at what is no head.
+"""R19: a command that has to ask a cluster: beside its run on another machine, at a head that is frozen, and
+at what is no head.
 
-The cluster is begun by ``ray start``.  Its head is at 127.0.0.2, from which no process of this machine connects: so it is elsewhere, as
-far as addresses tell, and this machine is a node of its cluster.
+The cluster is begun by ``ray start``.  Its head is at 127.0.0.2, from which no process of this machine
+connects: so it is elsewhere, as far as addresses tell, and this machine is a node of its cluster.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ from tests.support.warm import SOCKET, Warm
 
 @pytest.fixture(scope="module", autouse=True)
 def local_cluster(no_cluster_is_left: None, forks: Warm) -> Iterator[None]:
-    """Replaces the cluster of the other modules: this process is part of none, as a command is when it begins."""
+    """Replaces the cluster of the other modules: this process is part of none, as a command is when it
+    begins.
+    """
     ray.shutdown()
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("RAY_ADDRESS", raising=False)
@@ -78,7 +81,9 @@ def attaches(line: Line) -> None:
 
 
 def asked(monkeypatch: pytest.MonkeyPatch, command: Callable[[], object]) -> tuple[int, int]:
-    """Returns how often ``command`` has asked a head, and how often it has listed the claims of a run.  Its process joins a cluster."""
+    """Returns how often ``command`` has asked a head, and how often it has listed the claims of a run.  Its
+    process joins a cluster.
+    """
     heard, listed, reply, every = list[str](), list[str](), heads._reply, Folder.list
 
     def heads_reply(address: str, *call: str, **request: str) -> Any:
@@ -102,10 +107,12 @@ def asked(monkeypatch: pytest.MonkeyPatch, command: Callable[[], object]) -> tup
 def test_a_command_on_another_node_of_its_cluster_attaches_to_the_run(
     nodes: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It names no address.  It began a cluster of its own there, and the run a second time; the one that lived lost what it had not saved.
+    """It names no address.  It began a cluster of its own there, and the run a second time; the one that
+    lived lost what it had not saved.
 
-    It asks the head once, and reads once which claim is the newest: it asked three times and read three times.
-    The control: for a run that does not live it begins one, and says which word would have it join that of its node.
+    It asks the head once, and reads once which claim is the newest: it asked three times and read three
+    times. The control: for a run that does not live it begins one, and says which word would have it join
+    that of its node.
     """
     path = slow_job(tmp_path, "beside")
     first = command(path, "train", "--address", nodes.address)
@@ -113,7 +120,11 @@ def test_a_command_on_another_node_of_its_cluster_attaches_to_the_run(
     try:
         until_it_says(first, "step     3")
         second = command(path, "train")
-        until_it_says(second, "attached to beside, which runs on this cluster already", never="a Ray cluster starts on this machine")
+        until_it_says(
+            second,
+            "attached to beside, which runs on this cluster already",
+            never="a Ray cluster starts on this machine",
+        )
 
         def train() -> None:
             with pytest.raises(Attaches):
@@ -126,8 +137,11 @@ def test_a_command_on_another_node_of_its_cluster_attaches_to_the_run(
         for each in filter(None, (first, second)):
             each.kill()
     assert Run.find(Job.load(path)).latest_claim() == 1, "one coordinator, ever"
-    monkeypatch.setenv("RAY_TMPDIR", str(nodes.started[0].folder))  # where `ray start` was told to note the address
-    with pytest.raises(Begins, match=f"; --address auto trains on the one at {nodes.address}, of which it is a node$"):
+    # where `ray start` was told to note the address
+    monkeypatch.setenv("RAY_TMPDIR", str(nodes.started[0].folder))
+    with pytest.raises(
+        Begins, match=(f"; --address auto trains on the one at {nodes.address}, of which it is a node$")
+    ):
         launch(Job.load(path), show=begins)
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
     with pytest.raises(Begins, match=r"a Ray cluster starts on this machine, in 5 to 20 s$"):
@@ -137,11 +151,17 @@ def test_a_command_on_another_node_of_its_cluster_attaches_to_the_run(
 def test_a_command_that_the_cluster_of_its_run_refuses_does_not_begin_it_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forks: Warm
 ) -> None:
-    """The cluster wants a token.  A command without one, or with another one, took the refusal for "no such run", and began it anew.
+    """The cluster wants a token.  A command without one, or with another one, took the refusal for "no such
+    run", and began it anew.
 
-    One that wants a token and finds none was ended by Ray's own process.  The control: with the cluster's token it attaches.
+    One that wants a token and finds none was ended by Ray's own process.  The control: with the cluster's
+    token it attaches.
     """
-    refused = ({"RAY_AUTH_MODE": "disabled"}, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "b" * 64}, {"RAY_AUTH_MODE": "token"})
+    refused = (
+        {"RAY_AUTH_MODE": "disabled"},
+        {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "b" * 64},
+        {"RAY_AUTH_MODE": "token"},
+    )
     right, path = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "a" * 64}, slow_job(tmp_path, "guarded")
     monkeypatch.setenv("HOME", str(tmp_path))  # where Ray looks for a token
 
@@ -161,10 +181,18 @@ def test_a_command_that_the_cluster_of_its_run_refuses_does_not_begin_it_again(
             until_it_says(commands[0], "step     3")
             for environment, line in (*((each, "train") for each in refused), ({}, "status")):
                 commands.append(begun(environment, line))
-                until_it_says(commands[-1], "begun with (RAY_AUTH_MODE=token and RAY_AUTH_TOKEN,", never="a Ray cluster starts")
+                until_it_says(
+                    commands[-1],
+                    "begun with (RAY_AUTH_MODE=token and RAY_AUTH_TOKEN,",
+                    never="a Ray cluster starts",
+                )
                 assert not commands[-1].communicate(timeout=PATIENCE_S)[0] and commands[-1].returncode == 1
             commands.append(begun(right, "train"))
-            until_it_says(commands[-1], "attached to guarded, which runs on this cluster already", never="a Ray cluster starts")
+            until_it_says(
+                commands[-1],
+                "attached to guarded, which runs on this cluster already",
+                never="a Ray cluster starts",
+            )
             begun(right, "stop").communicate(timeout=PATIENCE_S)
             for each in (commands[0], commands[-1]):
                 assert each.communicate(timeout=PATIENCE_S) and each.returncode == 3
@@ -177,7 +205,9 @@ def test_a_command_that_the_cluster_of_its_run_refuses_does_not_begin_it_again(
 @pytest.fixture
 def frozen(nodes: Nodes) -> Iterator[str]:
     """Stops the process that is the head of the cluster, and lets it go on at the end."""
-    (head,) = [each for each in processes(f"NODE_OF_TEST={nodes.folder}") if "gcs_server" in each.command.split()[0]]
+    (head,) = [
+        each for each in processes(f"NODE_OF_TEST={nodes.folder}") if "gcs_server" in each.command.split()[0]
+    ]
     os.kill(head.pid, signal.SIGSTOP)
     try:
         yield nodes.address
@@ -186,12 +216,30 @@ def frozen(nodes: Nodes) -> Iterator[str]:
 
 
 @pytest.mark.parametrize(
-    "line", ["status", "stop", "logs", "attach", "clean", "train", "train --local", "train --address THERE", "train --address auto"]
+    "line",
+    [
+        "status",
+        "stop",
+        "logs",
+        "attach",
+        "clean",
+        "train",
+        "train --local",
+        "train --address THERE",
+        "train --address auto",
+    ],
 )
 def test_a_head_that_is_frozen_is_told(
-    nodes: Nodes, frozen: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, line: str
+    nodes: Nodes,
+    frozen: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    line: str,
 ) -> None:
-    """No command waits for it without a limit, none takes it for a cluster that has ended, and none begins the run anew."""
+    """No command waits for it without a limit, none takes it for a cluster that has ended, and none begins
+    the run anew.
+    """
     monkeypatch.setattr(heads, "ANSWER_S", 1.0)
     monkeypatch.setenv("RAY_TMPDIR", str(nodes.started[0].folder))  # where Ray finds what "auto" means
     path = slow_job(tmp_path, "iced")
@@ -200,13 +248,17 @@ def test_a_head_that_is_frozen_is_told(
     code = main([word, str(path), *more])
     told = said(capsys)
     assert code == 2, told
-    assert f"the head of the Ray cluster at {frozen} accepts connections, but has not answered for 1 s" in told
+    assert (
+        f"the head of the Ray cluster at {frozen} accepts connections, but has not answered for 1 s" in told
+    )
     assert "restart that cluster, or train on another one" in told and not ray.is_initialized()
 
 
 def test_the_head_answers_before_and_after(nodes: Nodes) -> None:
     """The control of the test above; and the name of no actor."""
-    assert heads.answers(nodes.address) and not heads.has_actor(nodes.address, "iced/coordinator", cluster.NAMESPACE)
+    assert heads.answers(nodes.address) and not heads.has_actor(
+        nodes.address, "iced/coordinator", cluster.NAMESPACE
+    )
 
 
 class Page(http.server.BaseHTTPRequestHandler):
@@ -224,8 +276,12 @@ def page() -> Iterator[str]:
         server.shutdown()
 
 
-def test_a_web_page_in_place_of_the_head(page: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Port 8265 in place of 6379.  The claim of a run whose cluster has ended, at whose port another program listens now, keeps nobody."""
+def test_a_web_page_in_place_of_the_head(
+    page: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Port 8265 in place of 6379.  The claim of a run whose cluster has ended, at whose port another program
+    listens now, keeps nobody.
+    """
     path = slow_job(tmp_path, "webbed")
     assert main(["train", str(path), "--address", page]) == 2
     told = said(capsys)
@@ -236,10 +292,16 @@ def test_a_web_page_in_place_of_the_head(page: str, tmp_path: Path, capsys: pyte
     assert "is not running, or its cluster" in said(capsys)
 
 
-@pytest.mark.parametrize("address", ["http://127.0.0.1:8265", "ray://127.0.0.1:10001", "127.0.0.1", "127.0.0.1:port"])
+@pytest.mark.parametrize(
+    "address", ["http://127.0.0.1:8265", "ray://127.0.0.1:10001", "127.0.0.1", "127.0.0.1:port"]
+)
 @pytest.mark.parametrize("named", ["--address", "the environment variable RAY_ADDRESS"])
 def test_what_is_no_address_of_a_head(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, address: str, named: str
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    address: str,
+    named: str,
 ) -> None:
     path = str(slow_job(tmp_path, "nowhere"))
     if named != "--address":
@@ -248,11 +310,19 @@ def test_what_is_no_address_of_a_head(
     assert f"{named} = '{address}' is not the address of a Ray cluster's head" in said(capsys)
 
 
-def test_somebody_who_accepts_a_connection_and_says_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_somebody_who_accepts_a_connection_and_says_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(heads, "ANSWER_S", 1.0)
     with socket.create_server(("", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
-        with pytest.raises(ClusterGone, match=rf":{silent.getsockname()[1]} accepts connections, but has not answered for 1 s"):
+        with pytest.raises(
+            ClusterGone,
+            match=(
+                rf":{silent.getsockname()[1]} accepts connections, but has "
+                r"not answered for 1 s"
+            ),
+        ):
             cluster.connect(address)
     assert not heads.answers(address), "the control: nobody is there any more"
 
@@ -263,7 +333,11 @@ def test_a_cluster_of_another_ray_says_which(nodes: Nodes) -> None:
     from ray._private import ray_constants
     from ray._raylet import GcsClient
 
-    head, key, namespace = GcsClient(address=nodes.address), usage_constants.CLUSTER_METADATA_KEY, ray_constants.KV_NAMESPACE_CLUSTER
+    head, key, namespace = (
+        GcsClient(address=nodes.address),
+        usage_constants.CLUSTER_METADATA_KEY,
+        ray_constants.KV_NAMESPACE_CLUSTER,
+    )
     kept = head.internal_kv_get(key, namespace)
     other = kept.replace(ray.__version__.encode(), b"2.51.0")
     assert other != kept

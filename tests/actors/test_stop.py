@@ -1,4 +1,6 @@
-"""A run stops by Ctrl-C, or because nobody waits for it any more.  It goes on from its save later; nothing is left running."""
+"""A run stops by Ctrl-C, or because nobody waits for it any more.  It goes on from its save later; nothing is
+left running.
+"""
 
 from __future__ import annotations
 
@@ -55,14 +57,23 @@ def train(folder: Path) -> Command:
 
 
 @pytest.mark.must_run_in_ci
-def test_ctrl_c_saves_and_the_same_command_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ctrl_c_saves_and_the_same_command_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Exit code 3, a save at the step where it stopped, and the bits of the run that was never stopped."""
     job = job_of(tmp_path, "ctrl-c", read_s=0.25, steps=FEW, **LIGHT)
     command = train(tmp_path)
     command.until(reached("ctrl-c", 4))
-    assert main(["status", str(tmp_path / "job.toml"), "--once"]) == 0  # from another process than the one that waits
+    # from another process than the one that waits
+    assert main(["status", str(tmp_path / "job.toml"), "--once"]) == 0
     status = capsys.readouterr().out
-    assert re.search(rf"ctrl-c-0001-\w+: Running, step \d+ of {FEW}, generation 1, incarnation 1; workers w1@\w+, w2@\w+; ", status)
+    assert re.search(
+        (
+            rf"ctrl-c-0001-\w+: Running, step \d+ of {FEW}, generation 1, incarnation 1; workers "
+            r"w1@\w+, w2@\w+; "
+        ),
+        status,
+    )
 
     command.interrupt()
     assert command.wait() == 3, command.text
@@ -77,7 +88,8 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(tmp_path: Path, capsys: pytes
     assert f"is not running; newest good checkpoint: step {stopped_at}" in capsys.readouterr().out
 
     fast = job_of(tmp_path, "ctrl-c", read_s=0.0, steps=FEW, **LIGHT)
-    assert main(["train", str(tmp_path / "job.toml")]) == 0  # in this process, which is on the cluster already
+    # in this process, which is on the cluster already
+    assert main(["train", str(tmp_path / "job.toml")]) == 0
     again = capsys.readouterr().out
     assert f"at step {stopped_at} (bucket)" in again
     assert f"step {stopped_at:>5}/" not in again and f"step {stopped_at + 1:>5}/" in again
@@ -87,7 +99,9 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(tmp_path: Path, capsys: pytes
 
 @pytest.mark.full  # tests/control/test_ends.py has the rule
 def test_a_stop_whose_bucket_refuses_it_says_so_and_a_second_ctrl_c_ends_the_command(tmp_path: Path) -> None:
-    """Nobody can write a checkpoint.  The run goes on trying without the command; once the bucket takes it, nothing is lost."""
+    """Nobody can write a checkpoint.  The run goes on trying without the command; once the bucket takes it,
+    nothing is lost.
+    """
     job = job_of(tmp_path, "refused", steps=10_000, checkpoint={"save_every": 10_000})
     command = train(tmp_path)
     command.until(reached("refused", 4))
@@ -95,7 +109,12 @@ def test_a_stop_whose_bucket_refuses_it_says_so_and_a_second_ctrl_c_ends_the_com
     assert not steps.exists()
     steps.touch()  # no folder can be made there
     command.interrupt()
-    command.until(lambda: "for 600 s in all (deadlines.wait_s); then the run stops without it, and resumes from step 0" in command.text)
+    command.until(
+        lambda: (
+            ("for 600 s in all (deadlines.wait_s); then the run stops without it, and resumes from step 0")
+            in command.text
+        )
+    )
     assert "Ctrl-C: the run stops after a save; a second one ends this command at once" in command.text
     assert "was not written (no part of w" in command.text and "Not a directory" in command.text
     command.interrupt()
@@ -112,7 +131,9 @@ def test_a_stop_whose_bucket_refuses_it_says_so_and_a_second_ctrl_c_ends_the_com
 
 @pytest.mark.full
 def test_a_run_whose_driver_vanished_saves_and_leaves(tmp_path: Path, undisturbed_hash: str) -> None:
-    """The driver is SIGKILLed, the cluster lives: nobody waits, so the run stops after a save, and its actors end themselves."""
+    """The driver is SIGKILLed, the cluster lives: nobody waits, so the run stops after a save, and its actors
+    end themselves.
+    """
     job = job_of(tmp_path, "vanished", deadlines={"driver_s": 2})
     command = train(tmp_path)
     command.until(reached("vanished", 4))
@@ -136,7 +157,9 @@ def test_a_run_whose_driver_vanished_saves_and_leaves(tmp_path: Path, undisturbe
 
 
 def test_a_stop_while_nothing_runs_yet(tmp_path: Path) -> None:
-    """A stop that is asked for before the first world is formed ends the run at once, with nothing saved and nothing left."""
+    """A stop that is asked for before the first world is formed ends the run at once, with nothing saved and
+    nothing left.
+    """
     job = job_of(tmp_path, "early", workers={"min": 2, "max": 2}, **LIGHT)
     command = train(tmp_path)
     command.until(lambda: attach("early") is not None)
@@ -153,8 +176,12 @@ def attached(command: Command) -> Callable[[], bool]:
 
 @pytest.mark.must_run_in_ci
 def test_detached_it_trains_on_until_it_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """R21, R19: submitted twice it attaches; Ctrl-C to the second driver and SIGTERM to the first only make them leave."""
-    job = job_of(tmp_path, "detached", read_s=0.1, steps=10_000, on_driver_exit="detach", workers={"max": 1}, **LIGHT)
+    """R21, R19: submitted twice it attaches; Ctrl-C to the second driver and SIGTERM to the first only make
+    them leave.
+    """
+    job = job_of(
+        tmp_path, "detached", read_s=0.1, steps=10_000, on_driver_exit="detach", workers={"max": 1}, **LIGHT
+    )
     first = train(tmp_path)
     first.until(reached("detached", 1))
     assert "the run continues after this command has ended; `elastic stop job.toml` stops it" in first.text
@@ -172,15 +199,24 @@ def test_detached_it_trains_on_until_it_is_told(tmp_path: Path, capsys: pytest.C
     assert view is not None and view.generation == 1 and not view.stopping
     address = ray.get_runtime_context().gcs_address
     alone = Command(tmp_path, "train", "job.toml", "--local", warm=True, RAY_ADDRESS=address)
-    assert alone.wait() == 1 and f"this run lives on the cluster at {address}; `elastic stop" in alone.text, alone.text
-    assert main(["train", str(tmp_path / "job.toml"), "--local"]) == 1 and "this run lives on the cluster at" in capsys.readouterr().out
-    assert reached("detached", view.step)() and ray.is_initialized(), "this process is still part of that cluster"
+    assert alone.wait() == 1 and f"this run lives on the cluster at {address}; `elastic stop" in alone.text, (
+        alone.text
+    )
+    assert (
+        main(["train", str(tmp_path / "job.toml"), "--local"]) == 1
+        and "this run lives on the cluster at" in capsys.readouterr().out
+    )
+    assert reached("detached", view.step)() and ray.is_initialized(), (
+        "this process is still part of that cluster"
+    )
     deadline = time.monotonic() + PATIENCE_S
     while not reached("detached", view.step + 5)():
         assert time.monotonic() < deadline, view_of("detached")
         time.sleep(0.1)
     assert main(["stop", str(tmp_path / "job.toml")]) == 0
-    (stopped_at,) = map(int, re.findall(r"stopped \(elastic stop\), resumes from step (\d+)", capsys.readouterr().out)[-1:])
+    (stopped_at,) = map(
+        int, re.findall(r"stopped \(elastic stop\), resumes from step (\d+)", capsys.readouterr().out)[-1:]
+    )
     newest = Run.open(job).newest()
     assert newest is not None and newest.step == stopped_at and view.step + 5 <= stopped_at < job.steps
     deadline = time.monotonic() + PATIENCE_S
@@ -194,9 +230,14 @@ def test_detached_it_trains_on_until_it_is_told(tmp_path: Path, capsys: pytest.C
 
 @pytest.mark.full
 def test_two_drivers(tmp_path: Path) -> None:
-    """R21, R19: a driver that attached merely leaves; the driver that started the run stops it, and another one that watches sees this."""
+    """R21, R19: a driver that attached merely leaves; the driver that started the run stops it, and another
+    one that watches sees this.
+    """
     calm = tmp_path / "calm"
-    data = {"dataset": "tests.support.toys:Paced", "args": {"samples": 16 * STEPS, "pace_s": 0.3, "calm": str(calm)}}
+    data = {
+        "dataset": "tests.support.toys:Paced",
+        "args": {"samples": 16 * STEPS, "pace_s": 0.3, "calm": str(calm)},
+    }
     job = toy_job(tmp_path / "bucket", name="two", steps=STEPS, data=data, deadlines={"driver_s": 4})
     (tmp_path / "job.toml").write_text(to_toml(job))
     first = train(tmp_path)
@@ -232,20 +273,36 @@ def test_two_drivers(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_who_loses_the_head_of_the_cluster_hears_so_and_the_same_command_goes_on(tmp_path: Path, undisturbed_hash: str) -> None:
-    """Ray would end the command without a word that helps.  The command has a cluster of its own, whose head dies."""
+def test_who_loses_the_head_of_the_cluster_hears_so_and_the_same_command_goes_on(
+    tmp_path: Path, undisturbed_hash: str
+) -> None:
+    """Ray would end the command without a word that helps.  The command has a cluster of its own, whose head
+    dies.
+    """
     job = job_of(tmp_path, "headless")
     patience = {"RAY_gcs_rpc_server_reconnect_timeout_s": "20"}
     command = Command(tmp_path, "train", "job.toml", **patience)
     command.until(lambda: re.search(r"step +15/", command.text))
-    (head,) = (each for each in psutil.Process(command.process.pid).children(recursive=True) if "gcs_server" in each.name())
+    (head,) = (
+        each
+        for each in psutil.Process(command.process.pid).children(recursive=True)
+        if "gcs_server" in each.name()
+    )
     head.kill()
     assert command.wait() == 2, command.text
     assert "does not answer; without it, the cluster ends in 20 s" in command.text
-    assert re.search(r"elastic: the head of the cluster at \S+ is gone; on another one, the same command resumes the run", command.text)
+    assert re.search(
+        (
+            r"elastic: the head of the cluster at \S+ is gone; on another one, the same command "
+            r"resumes the run"
+        ),
+        command.text,
+    )
     again = Command(tmp_path, "train", "job.toml")
     assert again.wait() == 0, again.text
     saved = Run.open(job).newest()
-    assert saved is not None and re.search(r"headless ran before: it goes on from step (10|20|30|40)", again.text), again.text
+    assert saved is not None and re.search(
+        r"headless ran before: it goes on from step (10|20|30|40)", again.text
+    ), again.text
     assert exported_hash(job) == undisturbed_hash
     assert_no_actor_left("headless")

@@ -1,4 +1,6 @@
-"""A run on a storage backend that Elastic does not know: coordinator, keepers and workers find it as an installed package."""
+"""A run on a storage backend that Elastic does not know: coordinator, keepers and workers find it as an
+installed package.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ from tests.support.toys import toy_job
 
 @pytest.fixture(scope="module", autouse=True)
 def local_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A cluster whose nodes have the package.  This process is told of the scheme directly: it has imported fsspec already."""
+    """A cluster whose nodes have the package.  This process is told of the scheme directly: it has imported
+    fsspec already.
+    """
     site = tmp_path_factory.mktemp("site")
     install(site)
     fsspec.register_implementation("toy", "tests.support.toy_store.Toy", clobber=True)
@@ -37,8 +41,11 @@ def local_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.mark.full  # without Ray a job trains and resumes on it in tests/storage/test_backends.py
 @pytest.mark.parametrize("scheme", ["toy", "late"])
-def test_a_run_is_killed_and_goes_on_from_a_backend_that_a_package_brings(tmp_path: Path, scheme: str) -> None:
-    """One of two shards is SIGKILLed: the state is healed from the toy, and the bits are those of one process and a folder.
+def test_a_run_is_killed_and_goes_on_from_a_backend_that_a_package_brings(
+    tmp_path: Path, scheme: str
+) -> None:
+    """One of two shards is SIGKILLed: the state is healed from the toy, and the bits are those of one process
+    and a folder.
 
     The second toy lists new objects late.
     """

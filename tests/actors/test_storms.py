@@ -1,4 +1,6 @@
-"""R8: a second fault while the first is dealt with, and storms of them.  The long storm and the judge are in tests/benchmarks/storm.py."""
+"""R8: a second fault while the first is dealt with, and storms of them.  The long storm and the judge are in
+tests/benchmarks/storm.py.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +35,12 @@ DOUBLES = (
 
 @pytest.mark.full
 @pytest.mark.parametrize("changes", [{}, SHARDS], ids=["replicas", "shards"])
-def test_second_faults_while_stopping_and_forming(tmp_path: Path, sixty: Any, changes: dict[str, Any]) -> None:
-    """R8: one of three dies, a second while its world stops, another while the next one forms, which loses its store too."""
+def test_second_faults_while_stopping_and_forming(
+    tmp_path: Path, sixty: Any, changes: dict[str, Any]
+) -> None:
+    """R8: one of three dies, a second while its world stops, another while the next one forms, which loses
+    its store too.
+    """
     gate = Cursor(SAMPLES, 16, 0, "permutation").microbatch_ids(GATE_STEP, 0, 2)[0]
     args = {"samples": SAMPLES, "read_s": 0.02, "gates": {str(gate): str(tmp_path / "gate")}}
     job = toy_job(
@@ -61,8 +67,11 @@ def test_second_faults_while_stopping_and_forming(tmp_path: Path, sixty: Any, ch
     finally:
         chaos.close()
     storm = Storm(job, chaos, struck.witness, len(DOUBLES), result=struck.result)
-    for what in (storm.left, ("process 7 ray::Keeper", "segment elastic-doubles-0001-abcdef-w1")):  # controls: nobody looked; things left
-        assert judge(replace(storm, left=what), sixty.job)["wrong"] == [f"the run left things behind: {', '.join(what)}"]
+    # controls: nobody looked; things left
+    for what in (storm.left, ("process 7 ray::Keeper", "segment elastic-doubles-0001-abcdef-w1")):
+        assert judge(replace(storm, left=what), sixty.job)["wrong"] == [
+            f"the run left things behind: {', '.join(what)}"
+        ]
     found = judge(replace(storm, left=left_of(job.name, struck.witness.token)), sixty.job)
     assert not found["wrong"], found
     assert struck.losses[-1] <= 0.8 * struck.losses[0]
@@ -76,7 +85,19 @@ def test_second_faults_while_stopping_and_forming(tmp_path: Path, sixty: Any, ch
 @pytest.mark.parametrize("more", [[], ["--shards"]], ids=["replicas", "shards"])
 @pytest.mark.parametrize("seed", [11, 12])
 def test_a_storm(seed: int, more: list[str]) -> None:
-    """R8, R2: twenty faults, drawn from fifteen kinds, on three nodes, in a process of its own, which judges the run itself."""
-    command = [sys.executable, "-m", "tests.benchmarks.storm", "--seed", str(seed), "--faults", "20", "--rehearsal", *more]
+    """R8, R2: twenty faults, drawn from fifteen kinds, on three nodes, in a process of its own, which judges
+    the run itself.
+    """
+    command = [
+        sys.executable,
+        "-m",
+        "tests.benchmarks.storm",
+        "--seed",
+        str(seed),
+        "--faults",
+        "20",
+        "--rehearsal",
+        *more,
+    ]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=800, check=False)
     assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-2000:]

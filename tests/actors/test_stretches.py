@@ -25,7 +25,12 @@ GATE = 6
 
 
 def job_of(bucket: Path, steps: int, **changes: Any) -> Job:
-    settings = {"name": "branched", "schedule": {"kind": "constant"}, "parallel": {"dp_replicate": 1}, "steps": steps}
+    settings = {
+        "name": "branched",
+        "schedule": {"kind": "constant"},
+        "parallel": {"dp_replicate": 1},
+        "steps": steps,
+    }
     data = {"dataset": "tests.support.toys:Sums", "args": {"samples": EPOCH}}
     return toy_job(bucket, **settings | {"data": data} | LIGHT | changes)
 
@@ -36,7 +41,11 @@ def branched(bucket: Path, **changes: Any) -> Job:
     job = job_of(bucket, LAST, global_batch=NEW, seed=5, **changes)
     with pytest.raises(JobError, match="by --branch"):
         launch(job)
-    assert Run.look(job, branch=True).branch(0.0).startswith(f"branch 2 of branched goes on from step {BRANCH}: global_batch = 16 before")
+    assert (
+        Run.look(job, branch=True)
+        .branch(0.0)
+        .startswith(f"branch 2 of branched goes on from step {BRANCH}: global_batch = 16 before")
+    )
     return job
 
 
@@ -51,18 +60,24 @@ def test_l4_a_branch_with_another_batch_lives_through_kills(tmp_path: Path) -> N
     cursor = Cursor.of(Run.look(here).job.stretches(), EPOCH)
     gate = {str(cursor.ids(GATE)[0]): str(tmp_path / "gate")}
     data = {"dataset": "tests.support.toys:Sums", "args": {"samples": EPOCH, "gates": gate}}
-    job = branched(tmp_path, data=data, faults=[{"point": "backward", "step": 8, "world_rank": 1, "generation": 2}])
+    job = branched(
+        tmp_path, data=data, faults=[{"point": "backward", "step": 8, "world_rank": 1, "generation": 2}]
+    )
     killer = Killer(tmp_path, [running(BRANCH + 1)])
     chaos = trial(job, killer)
     assert chaos.result.state == "Finished" and [end.signal for end in killer.ends] == [signal.SIGKILL]
     assert len(chaos.witness.killed()) == 1
     assert chaos.hash == exported_hash(here)
     steps = samples(chaos.ledger)
-    assert [(step, sum(map(len, parts))) for step, parts in steps] == [(step, NEW) for step in range(BRANCH + 1, LAST + 1)]
+    assert [(step, sum(map(len, parts))) for step, parts in steps] == [
+        (step, NEW) for step in range(BRANCH + 1, LAST + 1)
+    ]
     begun = [Cursor(EPOCH, 1, 0).at(position) for position in range(BRANCH * OLD)]
     trained = begun + [sample for _, parts in steps for sample in chain(*parts)]
     assert sorted(trained[:EPOCH]) == list(range(EPOCH)) and len(set(trained[EPOCH:])) == len(trained) - EPOCH
-    assert trained[: BRANCH * OLD + NEW] != [Cursor(EPOCH, 1, 0).at(position) for position in range(BRANCH * OLD + NEW)]
+    assert trained[: BRANCH * OLD + NEW] != [
+        Cursor(EPOCH, 1, 0).at(position) for position in range(BRANCH * OLD + NEW)
+    ]
     other = job_of(tmp_path / "other", LAST, global_batch=NEW, seed=5)
     assert run_local(other, lambda line: None)[0] == "Finished" and exported_hash(other) != chaos.hash
     assert_nothing_left(chaos)

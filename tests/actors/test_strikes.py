@@ -39,20 +39,46 @@ def test_what_cannot_be_performed_is_refused(tmp_path: Path, capsys: pytest.Capt
     job = toy_job(tmp_path, name="refused")
     with pytest.raises(ValueError, match="partition cannot be performed here; what can be: SIGABRT, "):
         Chaos(job, [Fault(1.0, Kind.PARTITION)])
-    with pytest.raises(ValueError, match=r"point = 'forward' of kind = 'slow': only .* leave point out, or take one of SIGKILL, "):
+    with pytest.raises(
+        ValueError,
+        match=(
+            r"point = 'forward' of kind = 'slow': only .* leave point out, or "
+            r"take one of SIGKILL, "
+        ),
+    ):
         Chaos(job, [Fault(1.0, Kind.SLOW, point=Point.FORWARD)])
-    with pytest.raises(ValueError, match=r"duration_s = 3 of kind = 'SIGSTOP' at point = 'save': .* leave out point or duration_s"):
+    with pytest.raises(
+        ValueError,
+        match=(
+            r"duration_s = 3 of kind = 'SIGSTOP' at point = 'save': .* leave "
+            r"out point or duration_s"
+        ),
+    ):
         Chaos(job, [Fault(1.0, Kind.SIGSTOP, duration_s=3.0, point=Point.SAVE)])
     (tmp_path / "job.toml").write_text(to_toml(job))
     assert main(["chaos", str(tmp_path / "job.toml"), "--kinds", "earthquake"]) == 1
-    assert "--kinds: 'earthquake' is no kind of fault; those that can be performed are SIGABRT, " in capsys.readouterr().out
+    assert (
+        "--kinds: 'earthquake' is no kind of fault; those that can be performed are SIGABRT, "
+        in capsys.readouterr().out
+    )
 
 
 def test_a_fault_that_found_no_victim_says_so() -> None:
     """The control is a fault that found one."""
-    missed = Strike(3, 0.0, {"kind": "node_kill"}, "", 0, "Running", 1, 5, "nothing was there that this fault could strike")
+    missed = Strike(
+        3,
+        0.0,
+        {"kind": "node_kill"},
+        "",
+        0,
+        "Running",
+        1,
+        5,
+        ("nothing was there that this fault could strike"),
+    )
     assert str(missed) == (
-        "chaos 3: node_kill was not performed at step 5 of generation 1, Running: nothing was there that this fault could strike"
+        "chaos 3: node_kill was not performed at step 5 of generation 1, Running: nothing was there that "
+        "this fault could strike"
     )
     struck = replace(missed, victim="node 1234abcd", failed="")
     assert str(struck) == "chaos 3: node_kill of node 1234abcd at step 5 of generation 1, Running"
@@ -70,13 +96,18 @@ def test_a_hand_rests_when_what_it_stopped_goes_on_or_has_ended() -> None:
 
 
 @pytest.mark.full
-def test_a_script_is_performed_on_a_run_and_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The command strikes a run of another thread of this process: a stop that thaws, an exception in forward, a kill in backward.
+def test_a_script_is_performed_on_a_run_and_recorded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The command strikes a run of another thread of this process: a stop that thaws, an exception in
+    forward, a kill in backward.
 
     The bits are the same.
     """
     data = {"dataset": "tests.support.toys:Sums", "args": {"read_s": 0.04}}
-    job = toy_job(tmp_path, name="struck", steps=STEPS, data=data, deadlines={"grow_debounce_s": 1, "stall_s": 10})
+    job = toy_job(
+        tmp_path, name="struck", steps=STEPS, data=data, deadlines={"grow_debounce_s": 1, "stall_s": 10}
+    )
     reference = toy_job(tmp_path / "reference", name="local", steps=STEPS)
     assert run_local(reference, lambda line: None)[0] == "Finished"
     results: list[str] = []
@@ -107,7 +138,9 @@ def test_a_script_is_performed_on_a_run_and_recorded(tmp_path: Path, capsys: pyt
     assert all(each["victim"] in ("w1", "w2") and each["pid"] and 3 <= each["step"] < STEPS for each in told)
     assert f"3 of 3 faults performed, written to {job.bucket}/{key}" in shown
     events = [record["event"] for record in Run.open(job).records()]
-    assert [each["worker"] for each in events if each["$"] == "Broken" and each["cause"] == "job"] == [told[1]["victim"]]
+    assert [each["worker"] for each in events if each["$"] == "Broken" and each["cause"] == "job"] == [
+        told[1]["victim"]
+    ]
     assert told[2]["victim"] in [each["worker"] for each in events if each["$"] == "Lost"]
     assert main(["chaos", str(tmp_path / "job.toml")]) == 2, "it is over: that is said, and nothing is struck"
     assert "struck is not running" in capsys.readouterr().out
@@ -115,9 +148,9 @@ def test_a_script_is_performed_on_a_run_and_recorded(tmp_path: Path, capsys: pyt
 
 @pytest.mark.full
 def test_a_checkpoint_is_damaged_when_it_is_needed_and_clocks_differ(tmp_path: Path) -> None:
-    """R11: shards have only the bucket; a checkpoint that cannot be read there is put away, and the one before it is taken
-    (``bucket_damage``).  Meanwhile one worker counts its lease by a clock that is too fast, the other by one that is too slow
-    (``clock_skew``)."""
+    """R11: shards have only the bucket; a checkpoint that cannot be read there is put away, and the one
+    before it is taken (``bucket_damage``).  Meanwhile one worker counts its lease by a clock that is too
+    fast, the other by one that is too slow (``clock_skew``)."""
     gates = {str(Cursor(SAMPLES, 16, 0, "permutation").microbatch_ids(GATE, 0, 2)[0]): str(tmp_path / "gate")}
     args = {"samples": SAMPLES, "read_s": 0.02, "gates": gates}
     job = toy_job(
@@ -131,13 +164,22 @@ def test_a_checkpoint_is_damaged_when_it_is_needed_and_clocks_differ(tmp_path: P
         checkpoint={"save_every": 6},
         deadlines={"grow_debounce_s": 8, "lease_s": 6},
     )
-    reference = toy_job(tmp_path / "alone", name="local", steps=STEPS, data={"dataset": "tests.support.toys:Sums", "args": args})
+    reference = toy_job(
+        tmp_path / "alone",
+        name="local",
+        steps=STEPS,
+        data={"dataset": "tests.support.toys:Sums", "args": args},
+    )
     faults = [Fault(0.0, Kind.CLOCK_SKEW, 0, amount=0.02), Fault(0.0, Kind.CLOCK_SKEW, 1, amount=-0.02)]
     chaos = Chaos(job, [*faults, Fault(0.0, Kind.BUCKET_DAMAGE), Fault(0.0, Kind.SIGKILL, 1)])
     run = Run.open(job)
 
     def act(witness: Witness, view: View) -> bool:
-        if view.state == "Running" and view.step >= GATE - 1 and GATE - 2 in [each.step for each in run.standing(0, 0.0).history.saved]:
+        if (
+            view.state == "Running"
+            and view.step >= GATE - 1
+            and GATE - 2 in [each.step for each in run.standing(0, 0.0).history.saved]
+        ):
             chaos.heed(view)
         if not chaos.pending:
             (tmp_path / "gate").touch()
@@ -146,11 +188,20 @@ def test_a_checkpoint_is_damaged_when_it_is_needed_and_clocks_differ(tmp_path: P
     struck = trial(job, act)
     chaos.close()
     assert run_local(reference, lambda line: None)[0] == "Finished"
-    assert [each.fault["kind"] for each in chaos.performed] == ["clock_skew", "clock_skew", "bucket_damage", "SIGKILL"], chaos.strikes
+    assert [each.fault["kind"] for each in chaos.performed] == [
+        "clock_skew",
+        "clock_skew",
+        "bucket_damage",
+        "SIGKILL",
+    ], chaos.strikes
     damaged = Version(GATE - 2, 1)
     assert chaos.performed[2].victim == f"the checkpoint of {damaged}"
     told = [line.text for line in struck.lines if isinstance(line, Sentence)]
-    assert [text for text in told if f"the checkpoint of {damaged} is damaged" in text and "takes its place" in text], told
+    assert [
+        text
+        for text in told
+        if f"the checkpoint of {damaged} is damaged" in text and "takes its place" in text
+    ], told
     assert (struck.result.state, struck.hash) == ("Finished", exported_hash(reference))
     assert [(each.tier, each.step) for each in formed(run.records())][1] == ("bucket", damaged.step)
     assert GATE - 8 in [each.step for each in formed(run.records())]

@@ -1,7 +1,8 @@
 """``ray job submit``: a user's project outside of our tree, on nodes that have never heard of Elastic.
 
-The commands are those of the guide (clusters.md), word for word.  The nodes' Python has no Elastic.  Each node keeps what Ray brings it in
-a folder of its own.  The user's loss writes down in which process, on which node and with which code it ran.
+The commands are those of the guide (clusters.md), word for word.  The nodes' Python has no Elastic.  Each
+node keeps what Ray brings it in a folder of its own.  The user's loss writes down in which process, on which
+node and with which code it ran.
 """
 
 from __future__ import annotations
@@ -33,19 +34,31 @@ from elastic.data.cursor import Cursor
 from elastic.job import Job
 from elastic.report.ledger import ledger
 from elastic.runs.run import Run
-from tests.support.chaos import Story, Trial, Witness, act_by, alone, assert_survived, comes, exported_hash, formed
+from tests.support.chaos import (
+    Story,
+    Trial,
+    Witness,
+    act_by,
+    alone,
+    assert_survived,
+    comes,
+    exported_hash,
+    formed,
+)
 from tests.support.clusters import Nodes, assert_all_given_back, python_without_elastic
 from tests.support.commands import ROOT, user_job, user_package, view_of
 from tests.support.patience import PATIENCE_S, until
 from tests.support.processes import processes
 
 STEPS, JOINS, WHOLE, DIES, SAVES = 16, 4, 8, 12, 2
-"""Steps of the run; those whose data cannot be read before the worker of a node that joins, and before the one in place of a killed worker,
-is about to be in the world, and before the cluster was killed; and from save to save."""
+"""Steps of the run; those whose data cannot be read before the worker of a node that joins, and before the
+one in place of a killed worker, is about to be in the world, and before the cluster was killed; and from save
+to save."""
 When = Callable[[Witness, View], bool]
 pytestmark = [
     pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor"),
-    pytest.mark.timeout(1800),  # pip makes an environment on each node; beside four busy processes that takes minutes
+    # pip makes an environment on each node; beside four busy processes that takes minutes
+    pytest.mark.timeout(1800),
 ]
 WATCHED = """
 import hashlib, json, os, sys, time
@@ -86,18 +99,34 @@ def loss(model, batch):
 
 
 def documented() -> list[str]:
-    """The lines of the guide that begin with ``ray job submit``: train, then stop, from a project; then from our own checkout."""
-    return re.findall(r"^ray job submit .*", (ROOT / "examples" / "guide" / "clusters.md").read_text(encoding="utf-8"), re.MULTILINE)
+    """The lines of the guide that begin with ``ray job submit``: train, then stop, from a project; then from
+    our own checkout.
+    """
+    return re.findall(
+        r"^ray job submit .*",
+        (ROOT / "examples" / "guide" / "clusters.md").read_text(encoding="utf-8"),
+        re.MULTILINE,
+    )
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Builds our wheel as ``pip wheel . --no-deps`` does, in a copy of the repository, since a build leaves files where it runs."""
+    """Builds our wheel as ``pip wheel . --no-deps`` does, in a copy of the repository, since a build leaves
+    files where it runs.
+    """
     copy = tmp_path_factory.mktemp("checkout") / "elastic"
-    left_out = shutil.ignore_patterns(".git", "build", "dist", "*.egg-info", "__pycache__", ".*_cache", "quickstart-out")
+    left_out = shutil.ignore_patterns(
+        ".git", "build", "dist", "*.egg-info", "__pycache__", ".*_cache", "quickstart-out"
+    )
     shutil.copytree(ROOT, copy, ignore=left_out)
     build = "from setuptools.build_meta import build_wheel; build_wheel('built')"
-    subprocess.run([sys.executable, "-W", "ignore", "-c", build], cwd=copy, check=True, capture_output=True, timeout=PATIENCE_S)
+    subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", build],
+        cwd=copy,
+        check=True,
+        capture_output=True,
+        timeout=PATIENCE_S,
+    )
     (built,) = copy.glob("built/*.whl")
     return built
 
@@ -117,7 +146,9 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def nodes(local_cluster: None, python: Path) -> Iterator[Nodes]:
-    """A head and a node with one CPU each, so that two workers have no choice but to be on two nodes.  This process is part of it."""
+    """A head and a node with one CPU each, so that two workers have no choice but to be on two nodes.  This
+    process is part of it.
+    """
     with Nodes(python, head_cpus=1) as started:
         started.add().says("Ray runtime started")
         join(started)
@@ -133,7 +164,8 @@ def join(nodes: Nodes) -> None:
 def project(folder: Path, name: str, wheel: Path | None, **changes: Any) -> Job:
     """Makes a user's folder, with their package, job.toml, and the wheel, and returns the job."""
     here = folder / "project"
-    seen = folder / "seen"  # outside of what is submitted: Ray looks at the files twice, and a run writes here meanwhile
+    # outside of what is submitted: Ray looks at the files twice, and a run writes here meanwhile
+    seen = folder / "seen"
     user_package(here, name, seen)
     (here / name / "watched.py").write_text(WATCHED.replace("SEEN", repr(str(seen))).replace("PACKAGE", name))
     if wheel is not None:
@@ -160,9 +192,16 @@ def where(folder: Path) -> list[dict[str, Any]]:
 
 
 def microbatches(folder: Path, *, ours: bool = False) -> list[str]:
-    """Returns what the user's loss recorded of each microbatch: in this process if ``ours``, else in all other processes."""
+    """Returns what the user's loss recorded of each microbatch: in this process if ``ours``, else in all
+    other processes.
+    """
     files = [file for file in (folder / "seen").iterdir() if file.name.isdigit()]
-    return [line for file in files if (file.name == str(os.getpid())) == ours for line in file.read_text().splitlines()]
+    return [
+        line
+        for file in files
+        if (file.name == str(os.getpid())) == ours
+        for line in file.read_text().splitlines()
+    ]
 
 
 def at_step(name: str, step: int) -> Any:
@@ -173,18 +212,27 @@ def test_the_wheel_holds_our_packages_and_nothing_else(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     code = {name for name in names if ".dist-info/" not in name}
     assert {name.split("/")[0] for name in code} == {"elastic", "actors", "storage"}
-    ours = {str(file.relative_to(ROOT)) for package in ("elastic", "actors", "storage") for file in (ROOT / package).rglob("*.py")}
+    ours = {
+        str(file.relative_to(ROOT))
+        for package in ("elastic", "actors", "storage")
+        for file in (ROOT / package).rglob("*.py")
+    }
     assert code == ours
 
 
 def about_to_form(generation: int) -> When:
-    """Returns whether all that this world waits for is the step in which its members are; there it can be held by a gate."""
-    return lambda _, view: (view.generation, view.state) in ((generation - 1, "Stopping"), (generation, "Running"))
+    """Returns whether all that this world waits for is the step in which its members are; there it can be
+    held by a gate.
+    """
+    return lambda _, view: (
+        (view.generation, view.state) in ((generation - 1, "Stopping"), (generation, "Running"))
+    )
 
 
 class StopThenGrowThenKill:
-    """Stops the Ray job, and adds a node; once the worker of that node is about to join, the first gate opens.  Then it kills that worker;
-    once the next one is about to join, the second gate opens.  It is done once this world has saved, and waits at the third gate."""
+    """Stops the Ray job, and adds a node; once the worker of that node is about to join, the first gate
+    opens.  Then it kills that worker; once the next one is about to join, the second gate opens.  It is done
+    once this world has saved, and waits at the third gate."""
 
     def __init__(self, nodes: Nodes, job: Job, seen: Path) -> None:
         self.nodes, self.job, self.seen, self.submitted = nodes, job, seen, None  # type: ignore[var-annotated]
@@ -202,7 +250,9 @@ class StopThenGrowThenKill:
         self.nodes.add()
         yield from comes(about_to_form(2))
         (self.seen / "joins").touch()
-        witness, view = yield from comes(lambda witness, view: view.generation == 2 and view.step > JOINS and "w2" in witness.seen)
+        witness, view = yield from comes(
+            lambda witness, view: view.generation == 2 and view.step > JOINS and "w2" in witness.seen
+        )
         self.homes |= view.workers
         self.killed_at = view.step
         witness.seen["w2"].process.kill()
@@ -214,8 +264,12 @@ class StopThenGrowThenKill:
 
 
 @pytest.mark.full
-def test_ray_job_stop_and_a_save_that_comes_later(tmp_path: Path, nodes: Nodes, wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """R21, R7: SIGTERM, and SIGKILL 3 s later in the middle of a long step; the run saves by itself, and the same line goes on."""
+def test_ray_job_stop_and_a_save_that_comes_later(
+    tmp_path: Path, nodes: Nodes, wheel: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """R21, R7: SIGTERM, and SIGKILL 3 s later in the middle of a long step; the run saves by itself, and the
+    same line goes on.
+    """
     slow = {"dataset": "slow.watched:Paced", "args": {"read_s": 1.2}}
     job = project(tmp_path, "slow", wheel, steps=5, data=slow, deadlines={"driver_s": 4})
     expected = reference(job, tmp_path, "slow", monkeypatch)
@@ -223,8 +277,12 @@ def test_ray_job_stop_and_a_save_that_comes_later(tmp_path: Path, nodes: Nodes, 
     submitted.until(at_step("slow", 2))
     submitted.stop()
     view = view_of("slow")
-    assert view is not None and not view.over and view.stopping == "SIGTERM", "its driver is gone, the run is not done"
-    assert submitted.wait() == 0 and "Stopped at step" not in submitted.text, "its driver did not live to see it"
+    assert view is not None and not view.over and view.stopping == "SIGTERM", (
+        "its driver is gone, the run is not done"
+    )
+    assert submitted.wait() == 0 and "Stopped at step" not in submitted.text, (
+        "its driver did not live to see it"
+    )
     assert "stopped" in submitted.ray("status", submitted.id).lower()
     assert_all_given_back(nodes, "slow")
     newest = Run.open(job).newest()
@@ -244,8 +302,9 @@ def test_ray_job_stop_and_a_save_that_comes_later(tmp_path: Path, nodes: Nodes, 
 
 @pytest.mark.full
 def test_what_cannot_work_is_said_in_the_jobs_log(tmp_path: Path, nodes: Nodes, wheel: Path) -> None:
-    """U8: a folder of the user's that takes the place of ours, a bucket inside the working directory, a job file that is not in it, and
-    a cluster that is too small; Ray shows the job as failed, with the exit code."""
+    """U8: a folder of the user's that takes the place of ours, a bucket inside the working directory, a job
+    file that is not in it, and a cluster that is too small; Ray shows the job as failed, with the exit
+    code."""
     line = shlex.split(documented()[0])
     shadowed, inside, absent, large = (tmp_path / name for name in ("shadowed", "inside", "absent", "large"))
     for folder in (shadowed, inside, absent, large):
@@ -276,8 +335,8 @@ def test_what_cannot_work_is_said_in_the_jobs_log(tmp_path: Path, nodes: Nodes, 
 def test_from_our_own_checkout_and_a_driver_that_vanishes(
     tmp_path: Path, nodes: Nodes, wheel: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """R21, R19, R7: ``python -m elastic`` from a copy of this repository; submitted twice it attaches; its drivers are SIGKILLed; then it
-    is stopped by the guide's line."""
+    """R21, R19, R7: ``python -m elastic`` from a copy of this repository; submitted twice it attaches; its
+    drivers are SIGKILLed; then it is stopped by the guide's line."""
     checkout = tmp_path / "project"
     left_out = shutil.ignore_patterns(".git", "build", "dist", "*.egg-info", "__pycache__", ".*_cache")
     shutil.copytree(ROOT, checkout, ignore=left_out)
@@ -288,7 +347,11 @@ def test_from_our_own_checkout_and_a_driver_that_vanishes(
     first.until(at_step("ours", 2))
     second = nodes.submit(checkout, line)
     second.until(lambda: "which runs on this cluster already" in second.text)
-    drivers = [each for each in processes("RAY_JOB_CONFIG_JSON_ENV_VAR") if each.command.endswith("-m elastic train job.toml")]
+    drivers = [
+        each
+        for each in processes("RAY_JOB_CONFIG_JSON_ENV_VAR")
+        if each.command.endswith("-m elastic train job.toml")
+    ]
     for driver in drivers:
         os.kill(driver.pid, signal.SIGKILL)
     assert first.wait() == 1 and second.wait() == 1
@@ -310,8 +373,11 @@ def test_from_our_own_checkout_and_a_driver_that_vanishes(
     assert exported_hash(job) == expected.hash
 
 
-def begun_and_killed(python: Path, job: Job, folder: Path, line: list[str]) -> tuple[StopThenGrowThenKill, Witness]:
-    """Submits the job on a head with one CPU, so that a second worker has no choice but to be on another node.
+def begun_and_killed(
+    python: Path, job: Job, folder: Path, line: list[str]
+) -> tuple[StopThenGrowThenKill, Witness]:
+    """Submits the job on a head with one CPU, so that a second worker has no choice but to be on another
+    node.
 
     Kills every process of the cluster once all that happens to the run before has happened.
     """
@@ -342,7 +408,9 @@ def begun_and_killed(python: Path, job: Job, folder: Path, line: list[str]) -> t
 
 @contextmanager
 def resumed(python: Path, job: Job, folder: Path, line: list[str], before: Witness) -> Iterator[Trial]:
-    """Submits the job on a new cluster of one node, follows it to its end, and gives all that is known of the run."""
+    """Submits the job on a new cluster of one node, follows it to its end, and gives all that is known of the
+    run.
+    """
     witness = Witness(job.name)
     with Nodes(python, head_cpus=1) as nodes:
         join(nodes)
@@ -356,34 +424,49 @@ def resumed(python: Path, job: Job, folder: Path, line: list[str], before: Witne
         steps, worlds = ledger(Run.open(job).segments()), formed(Run.open(job).records())
         assert worlds[-1].generation == witness.generation
         witness.seen, witness.generation = before.seen | witness.seen, len(worlds)
-        result = Result("Finished" if max(steps) == STEPS else "cut off", "", max(steps), 0, job.bucket, job.name)
-        yield Trial(job, result, witness, [], steps, exported_hash(job), [steps[step].loss for step in sorted(steps)])
+        result = Result(
+            "Finished" if max(steps) == STEPS else "cut off", "", max(steps), 0, job.bucket, job.name
+        )
+        yield Trial(
+            job, result, witness, [], steps, exported_hash(job), [steps[step].loss for step in sorted(steps)]
+        )
         ray.shutdown()
 
 
 def assert_brought_by_ray(folder: Path, homes: dict[str, str]) -> None:
-    """Checks that the run had the same code on each of three nodes, on each a copy that Ray made, and nothing of this machine besides."""
+    """Checks that the run had the same code on each of three nodes, on each a copy that Ray made, and nothing
+    of this machine besides.
+    """
     assert homes["w1"] != homes["w2"] == homes["w3"], "two nodes, and a replacement where there was room"
     ran = [each for each in where(folder) if each["node"] != "local"]
-    assert {each["node"] for each in ran} > {*homes.values()} and len({each["node"] for each in ran}) == 3, "and that of the new cluster"
-    assert len({each["digest"] for each in where(folder)}) == 1, "the same code on every node, and in this process"
+    assert {each["node"] for each in ran} > {*homes.values()} and len({each["node"] for each in ran}) == 3, (
+        "and that of the new cluster"
+    )
+    assert len({each["digest"] for each in where(folder)}) == 1, (
+        "the same code on every node, and in this process"
+    )
     copies = {each["files"][0].split("/runtime_resources/")[0] for each in ran}
     assert len(copies) == 3, copies
     for each in ran:
         assert all("/runtime_resources/" in file for file in each["files"])
-        assert not any(str(ROOT) in entry or str(folder) in entry for entry in each["path"]), "nothing of the machine it came from"
+        assert not any(str(ROOT) in entry or str(folder) in entry for entry in each["path"]), (
+            "nothing of the machine it came from"
+        )
 
 
 @pytest.mark.must_run_in_ci
 def test_a_users_project_trains_on_nodes_that_never_heard_of_elastic(
     tmp_path: Path, python: Path, wheel: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """R1, R4, R7, R21, U1, U3, U8, U10, H1: detached, it trains on; its Ray job is stopped, and what Ray brought it is not taken away: a
-    node that joins later trains with the same code, and a killed worker is replaced.  Then every process of the cluster is SIGKILLed at
-    once, head and all; on a new one, of one node with room for one worker, the same line goes on from the newest good manifest.  The six
-    assertions."""
+    """R1, R4, R7, R21, U1, U3, U8, U10, H1: detached, it trains on; its Ray job is stopped, and what Ray
+    brought it is not taken away: a node that joins later trains with the same code, and a killed worker is
+    replaced.  Then every process of the cluster is SIGKILLed at once, head and all; on a new one, of one node
+    with room for one worker, the same line goes on from the newest good manifest.  The six assertions."""
     cursor, gates = Cursor(960, 16, 0, "permutation"), ((JOINS, "joins"), (WHOLE, "whole"), (DIES, "hurry"))
-    args = {"read_s": 0.05, "gates": {str(cursor.microbatch_ids(step, 0, 2)[0]): name for step, name in gates}}
+    args = {
+        "read_s": 0.05,
+        "gates": {str(cursor.microbatch_ids(step, 0, 2)[0]): name for step, name in gates},
+    }
     job = project(
         tmp_path,
         "mine",
@@ -409,7 +492,9 @@ def test_a_users_project_trains_on_nodes_that_never_heard_of_elastic(
         how = {"point": "forward", "kind": "SIGKILL"}  # from outside
         struck = [how | {"generation": world, "world_rank": rank} for world, rank in killed]
         tiers = ("init", "live", "live", "live", "bucket")
-        assert_survived(replace(chaos, job=job.replace(faults=struck)), expected, worlds=(1, 2, 1, 2, 1), tiers=tiers)
+        assert_survived(
+            replace(chaos, job=job.replace(faults=struck)), expected, worlds=(1, 2, 1, 2, 1), tiers=tiers
+        )
 
     (log_of_killed,) = Path(job.bucket).glob("mine/logs/*/w2.log")
     assert "killed by signal 9 (SIGKILL)" in log_of_killed.read_text().splitlines()[0]

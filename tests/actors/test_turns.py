@@ -1,4 +1,6 @@
-"""The turns of what a run owes, without processes: which debts wait for which, for how long, and what the run is told."""
+"""The turns of what a run owes, without processes: which debts wait for which, for how long, and what the run
+is told.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +30,19 @@ from tests.storage.states import TENSORS, state_of, write
 from tests.support.patience import until
 from tests.support.toys import toy_job
 
-HELD_OUT = {"every": 10, "by": "spares", "samples": 21, "dataset": "tests.support.toys:Sums", "args": {"samples": 50, "seq_len": 16}}
+HELD_OUT = {
+    "every": 10,
+    "by": "spares",
+    "samples": 21,
+    "dataset": "tests.support.toys:Sums",
+    "args": {"samples": 50, "seq_len": 16},
+}
 
 
 class Ordered:
-    """A world of two members and a spare, w3, that is ordered to validate step 10.  No process is behind them; ``play`` is the run."""
+    """A world of two members and a spare, w3, that is ordered to validate step 10.  No process is behind
+    them; ``play`` is the run.
+    """
 
     def __init__(self, steps: int = 20, **settings: Any) -> None:
         name, keep = str(uuid4()), settings.pop("keep_last", 0)
@@ -59,7 +69,16 @@ class Ordered:
         return self
 
     def coordinator(self) -> Errands:
-        return Errands(self.job, self.run, 1, UsersCode([]), lambda: self.play.run, self.said.append, self.posted.append, self.order)
+        return Errands(
+            self.job,
+            self.run,
+            1,
+            UsersCode([]),
+            lambda: self.play.run,
+            self.said.append,
+            self.posted.append,
+            self.order,
+        )
 
     def order(self, *order: Any) -> None:
         self.orders.append(order)
@@ -67,7 +86,12 @@ class Ordered:
     def save(self, step: int) -> Version:
         version = Version(step, 1)
         self.play.steps(step - 9, step)
-        self.run.commit(version, write(self.run.checkpoints, version, state_of(TENSORS[:1], seed=1), 1), ((1, step),), Layout())
+        self.run.commit(
+            version,
+            write(self.run.checkpoints, version, state_of(TENSORS[:1], seed=1), 1),
+            ((1, step),),
+            Layout(),
+        )
         self.play.save(version, "w1", "w2")
         return version
 
@@ -116,7 +140,8 @@ def test_a_validation_is_told_though_its_spare_gets_a_seat_at_once() -> None:
 
 
 def test_a_later_coordinator_tells_the_validations_that_the_journal_does_not_know() -> None:
-    """The validation of step 10 comes after that of step 20, which the journal knows, and its coordinator dies before it hears of it.
+    """The validation of step 10 comes after that of step 20, which the journal knows, and its coordinator
+    dies before it hears of it.
 
     The controls: what the journal knows is not told again, and neither is a validation on other samples.
     """
@@ -137,7 +162,9 @@ def test_a_later_coordinator_tells_the_validations_that_the_journal_does_not_kno
     assert ordered.posted == [Evaluated(Version(10, 1), Validated(1.0, 1))]
     ordered.posted.clear()
     ordered.coordinator().find()
-    assert ordered.posted == [Evaluated(Version(10, 1), Validated(1.0, 1))], "again, as long as the journal does not say that it knows it"
+    assert ordered.posted == [Evaluated(Version(10, 1), Validated(1.0, 1))], (
+        "again, as long as the journal does not say that it knows it"
+    )
 
 
 def made(process: PayingProcess, debt: Debt) -> Outcome:
@@ -148,12 +175,20 @@ def made(process: PayingProcess, debt: Debt) -> Outcome:
 def test_a_long_export_holds_up_no_validation(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: the export is under way until the validation was ordered and noted."""
     over = threading.Event()
-    monkeypatch.setattr(PayingProcess, "begin", lambda process, debt: lambda: made(process, debt) if over.is_set() else None)
+    monkeypatch.setattr(
+        PayingProcess, "begin", lambda process, debt: lambda: made(process, debt) if over.is_set() else None
+    )
     ordered = Ordered(export={"every": 10})
     ordered.errands.begin()
-    until(lambda: ordered.orders and owed.EXPORT in ordered.errands.attempts, what="no spare was ordered to validate")
+    until(
+        lambda: ordered.orders and owed.EXPORT in ordered.errands.attempts,
+        what="no spare was ordered to validate",
+    )
     ordered.validate(10, 1.0)
-    until(lambda: [str(debt) for debt in ordered.errands.open] == ["export of step 10"], what="the validation was not seen")
+    until(
+        lambda: [str(debt) for debt in ordered.errands.open] == ["export of step 10"],
+        what="the validation was not seen",
+    )
     over.set()
     until(lambda: not ordered.errands.open, what="the export was not made")
     ordered.errands.finish(False, Inbox(time.monotonic))
@@ -162,7 +197,9 @@ def test_a_long_export_holds_up_no_validation(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("busy", [True, False])
 def test_slow_spares_are_told_of_and_the_oldest_of_too_many_validations_is_given_up_aloud(busy: bool) -> None:
-    """The warning comes once, with numbers.  The one that a spare is making stays.  The control: a run that keeps all its checkpoints."""
+    """The warning comes once, with numbers.  The one that a spare is making stays.  The control: a run that
+    keeps all its checkpoints.
+    """
     last = 10 * (WAITING + 4)
     for keep in (2, 0):
         ordered = Ordered(last + 10, keep_last=keep)
@@ -178,11 +215,22 @@ def test_slow_spares_are_told_of_and_the_oldest_of_too_many_validations_is_given
             if keep and step == many:
                 (said,) = ordered.said
                 size = sum(file.size for file in ordered.run.checkpoints.manifest(Version(10, 1)).files)
-                assert f"{MANY} validations wait for a spare worker, and {MANY * size / 1e9:.3g} GB of checkpoints" in said
-                assert "takes longer than validation.every = 10 steps" in said and "name a larger validation.every" in said
+                assert (
+                    f"{MANY} validations wait for a spare worker, and {MANY * size / 1e9:.3g} GB of "
+                    "checkpoints"
+                ) in said
+                assert (
+                    "takes longer than validation.every = 10 steps" in said
+                    and "name a larger validation.every" in said
+                )
         gone = [10 * number for number in range(1 + busy, 5)] if keep else []
-        given_up = [f"validation of step {step} is given up: more than {WAITING} wait for a spare worker; " for step in gone]
-        assert [text[: len(start)] for text, start in zip(ordered.said[bool(keep) :], given_up, strict=True)] == given_up
+        given_up = [
+            f"validation of step {step} is given up: more than {WAITING} wait for a spare worker; "
+            for step in gone
+        ]
+        assert [
+            text[: len(start)] for text, start in zip(ordered.said[bool(keep) :], given_up, strict=True)
+        ] == given_up
         assert all("`elastic owed --pay` tries again" in text for text in ordered.said[1:])
         found = owed.debts(ordered.run)
         assert [debt.version.step for debt in found if debt.given_up] == gone and len(found) == WAITING + 4
@@ -190,27 +238,39 @@ def test_slow_spares_are_told_of_and_the_oldest_of_too_many_validations_is_given
 
 
 def test_validations_of_which_nobody_is_in_charge_any_more_are_given_up_aloud() -> None:
-    """The job lets the members validate by now.  The control: without rules the checkpoints stay, and so do the debts."""
+    """The job lets the members validate by now.  The control: without rules the checkpoints stay, and so do
+    the debts.
+    """
     for keep in (2, 0):
         ordered = Ordered(keep_last=keep)
         ordered.job = ordered.job.replace(validation={**HELD_OUT, "by": "members"})
         now, before = ordered.coordinator(), ordered.errands
         debt = Debt(Version(10, 1), owed.VALIDATION)
-        assert before.makers[owed.VALIDATION].begin(debt) is not None and ordered.open() == ["validation of step 10"], "the control"
+        assert before.makers[owed.VALIDATION].begin(debt) is not None and ordered.open() == [
+            "validation of step 10"
+        ], "the control"
         now.find()
-        assert now.makers[owed.VALIDATION].begin(debt) is None, "no worker is ordered to do what the job does not ask of it"
+        assert now.makers[owed.VALIDATION].begin(debt) is None, (
+            "no worker is ordered to do what the job does not ask of it"
+        )
         assert [text.partition(";")[0] for text in ordered.said] == (
-            ["validation of step 10 is given up: no spare validates any more, by validation.by or .every"] if keep else []
+            ["validation of step 10 is given up: no spare validates any more, by validation.by or .every"]
+            if keep
+            else []
         )
         assert ordered.open() == ([] if keep else ["validation of step 10"])
 
 
 def test_patience_ends_only_when_there_was_no_progress_for_the_whole_time() -> None:
-    """The judge is the list of times at which progress was made, on a virtual clock.  The control: no progress at all."""
+    """The judge is the list of times at which progress was made, on a virtual clock.  The control: no
+    progress at all.
+    """
     for made_at in ((), (99.0,), tuple(90.0 * number for number in range(1, 20))):
         now, looks = [0.0], list[float]()
 
-        def stands(now: list[float] = now, looks: list[float] = looks, made_at: tuple[float, ...] = made_at) -> int:
+        def stands(
+            now: list[float] = now, looks: list[float] = looks, made_at: tuple[float, ...] = made_at
+        ) -> int:
             looks.append(now[0])
             return sum(at <= now[0] for at in made_at)
 
@@ -223,7 +283,9 @@ def test_patience_ends_only_when_there_was_no_progress_for_the_whole_time() -> N
 
 
 class Clock:
-    """The time of the coordinator at the end of the run: each of its pauses lasts a while, in which ``meanwhile`` happens."""
+    """The time of the coordinator at the end of the run: each of its pauses lasts a while, in which
+    ``meanwhile`` happens.
+    """
 
     def __init__(self, meanwhile: Callable[[int], None]) -> None:
         self.now, self.pauses, self.meanwhile = 0.0, 0, meanwhile
@@ -237,8 +299,12 @@ class Clock:
 
 
 @pytest.mark.parametrize("progresses", [True, False])
-def test_the_end_of_a_run_waits_for_an_export_as_long_as_it_makes_progress(progresses: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The export lasts a hundred times ``wait_s``.  The control makes no progress: it is left, and the run says what makes it."""
+def test_the_end_of_a_run_waits_for_an_export_as_long_as_it_makes_progress(
+    progresses: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The export lasts a hundred times ``wait_s``.  The control makes no progress: it is left, and the run
+    says what makes it.
+    """
     over = threading.Event()
 
     def meanwhile(pauses: int) -> None:
@@ -248,9 +314,14 @@ def test_the_end_of_a_run_waits_for_an_export_as_long_as_it_makes_progress(progr
         elif progresses:
             over.set()
 
-    monkeypatch.setattr(PayingProcess, "begin", lambda process, debt: lambda: made(process, debt) if over.is_set() else None)
+    monkeypatch.setattr(
+        PayingProcess, "begin", lambda process, debt: lambda: made(process, debt) if over.is_set() else None
+    )
     ordered = Ordered(10, export={"every": 10}, deadlines={"wait_s": 1.0})
-    errands, noting = ordered.errands, ordered.job.model_copy(update={"deadlines": SimpleNamespace(wait_s=0.0)})
+    errands, noting = (
+        ordered.errands,
+        ordered.job.model_copy(update={"deadlines": SimpleNamespace(wait_s=0.0)}),
+    )
     progress = [owed.ProgressNote(Run(noting, ordered.run.store), Debt(Version(10, 1), owed.EXPORT))]
     errands.begin()
     until(lambda: errands.attempts, what="no export was begun")
@@ -259,10 +330,16 @@ def test_the_end_of_a_run_waits_for_an_export_as_long_as_it_makes_progress(progr
     errands.finish(True, Inbox(time.monotonic))
     told = ["owed: export of step 10; that is done now, and Ctrl-C leaves it for later"]
     if progresses:
-        told += ["export of step 10 makes progress, and is waited for however long it takes", "export of step 10: done"]
+        told += [
+            "export of step 10 makes progress, and is waited for however long it takes",
+            "export of step 10: done",
+        ]
         assert 100 <= clock.pauses <= 101 and owed.debts(ordered.run) == []
     else:
-        told += ["deadlines.wait_s = 1: nothing that is owed has made progress for so many seconds, so the run ends"]
+        told += [
+            "deadlines.wait_s = 1: nothing that is owed has made progress for so many seconds, so the "
+            "run ends"
+        ]
         told += ["owed: export of step 10; `elastic owed --pay` does it"]
         assert clock.pauses < 5
     assert ordered.said == told

@@ -23,11 +23,18 @@ from tests.support.own_loops import steps_in
 from tests.support.toys import LIGHT, Sums, toy_job
 
 LOOP = "tests.support.own_loops:ends"
-HELD_OUT = {"every": 4, "samples": 21, "dataset": "tests.support.toys:Sums", "args": {"samples": 50, "seq_len": 16}}
+HELD_OUT = {
+    "every": 4,
+    "samples": 21,
+    "dataset": "tests.support.toys:Sums",
+    "args": {"samples": 50, "seq_len": 16},
+}
 
 
 def test_a_checkpoint_is_evaluated_later(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """L1: the value is that of the run, to the bit; the run is not changed.  The control: another checkpoint loses something else."""
+    """L1: the value is that of the run, to the bit; the run is not changed.  The control: another checkpoint
+    loses something else.
+    """
     job = toy_job(tmp_path, name="local", validation=HELD_OUT, steps=8, checkpoint={"save_every": 4}, **LIGHT)
     alone(job)
     before = sorted(str(path) for path in tmp_path.rglob("*"))
@@ -37,7 +44,10 @@ def test_a_checkpoint_is_evaluated_later(tmp_path: Path, capsys: pytest.CaptureF
     file.write_text(to_toml(job))
     assert main(["evaluate", str(file), "--step", "4"]) == 0
     assert f"validation after step 4: loss {then.mean:.6g} over {then.count} terms" in capsys.readouterr().out
-    assert main(["evaluate", str(file), "--step", "5"]) == 1 and "no good checkpoint at step 5" in capsys.readouterr().out
+    assert (
+        main(["evaluate", str(file), "--step", "5"]) == 1
+        and "no good checkpoint at step 5" in capsys.readouterr().out
+    )
     file.unlink()
     assert sorted(str(path) for path in tmp_path.rglob("*")) == before
     lines: list[str] = []
@@ -47,7 +57,9 @@ def test_a_checkpoint_is_evaluated_later(tmp_path: Path, capsys: pytest.CaptureF
 
 
 class Noise(Sums):
-    """Samples that nobody can learn, so that the loss on them rises.  The process that first reads for the ``kills``-th time dies."""
+    """Samples that nobody can learn, so that the loss on them rises.  The process that first reads for the
+    ``kills``-th time dies.
+    """
 
     def __init__(self, mark: str, kills: int = 0, **args: Any) -> None:
         super().__init__(**args)
@@ -65,14 +77,23 @@ class Noise(Sums):
 
 @pytest.mark.must_run_in_ci
 def test_a_run_that_has_lost_patience_ends_at_the_same_step_in_every_layout(tmp_path: Path) -> None:
-    """L1: a worker is killed within the validation that is the last.  Started again it is finished; with more patience it goes on."""
+    """L1: a worker is killed within the validation that is the last.  Started again it is finished; with more
+    patience it goes on.
+    """
     held_out = {"every": 2, "samples": 32, "patience": 2, "dataset": f"{__name__}:Noise"}
 
     def job(name: str, kills: int = 0, patience: int = 2, min_delta: float = 0.0) -> Any:
         args = {"samples": 50, "seq_len": 16, "mark": str(tmp_path / "mark"), "kills": kills}
         validation = held_out | {"args": args, "patience": patience, "min_delta": min_delta}
         return toy_job(
-            tmp_path, name=name, validation=validation, steps=40, checkpoint={"save_every": 2}, workers={"max": 2}, loop=LOOP, **LIGHT
+            tmp_path,
+            name=name,
+            validation=validation,
+            steps=40,
+            checkpoint={"save_every": 2},
+            workers={"max": 2},
+            loop=LOOP,
+            **LIGHT,
         )
 
     def after() -> list[int]:
@@ -88,13 +109,19 @@ def test_a_run_that_has_lost_patience_ends_at_the_same_step_in_every_layout(tmp_
     result = launch(two, show=lambda line: None)
     reasons = " ".join(record["reason"] for record in Run.open(two).records())
     assert (tmp_path / "mark").exists() and "its process died" in reasons
-    assert (result.state, result.step, result.exit_code) == ("Finished", last, 0) and f"so step {last} is the last" in reasons
+    assert (result.state, result.step, result.exit_code) == (
+        "Finished",
+        last,
+        0,
+    ) and f"so step {last} is the last" in reasons
     assert exported_hash(two) == local.hash and {*after()} == {last}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cluster, "connect", None)  # it is known before Ray starts
         again = launch(two, show=lambda line: None)
     assert again.reason.endswith(f"so step {last} is the last")
-    assert (again.state, again.step) == ("Finished", last) and Run.open(two).newest() == Run.open(two).checkpoints.versions()[-1].version
+    assert (again.state, again.step) == ("Finished", last) and Run.open(two).newest() == Run.open(
+        two
+    ).checkpoints.versions()[-1].version
     more = launch(job("two", patience=3), show=lambda line: None)
     assert more.state == "Finished" and more.step > last
     state, reason, step = run_local(job("single"), lambda line: None)

@@ -1,4 +1,6 @@
-"""A line that cannot work says where the wrong value came from, and how the line is written; no cluster is needed for it."""
+"""A line that cannot work says where the wrong value came from, and how the line is written; no cluster is
+needed for it.
+"""
 
 from __future__ import annotations
 
@@ -28,14 +30,20 @@ Shown = pytest.CaptureFixture[str]
 def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "afile").touch()
-    (tmp_path / "job.toml").write_text(to_toml(toy_job(tmp_path / "bucket", model="tests.support.toys:nothing")))
+    (tmp_path / "job.toml").write_text(
+        to_toml(toy_job(tmp_path / "bucket", model="tests.support.toys:nothing"))
+    )
     return "job.toml"
 
 
 def said(shown: Shown) -> str:
     """Returns the one line that was printed, besides the one with which training begins."""
     captured = shown.readouterr()
-    (line,) = (each for each in (captured.out + captured.err).splitlines() if not each.startswith("checking the job: "))
+    (line,) = (
+        each
+        for each in (captured.out + captured.err).splitlines()
+        if not each.startswith("checking the job: ")
+    )
     return line
 
 
@@ -43,11 +51,26 @@ def said(shown: Shown) -> str:
     ("words", "begins"),
     [
         ([], "elastic: job.toml: model = 'tests.support.toys:nothing': "),
-        (["--model", "tests.support.toys:nobody"], "elastic: command line: model = 'tests.support.toys:nobody': "),
-        (["--model", "elastic.models.llama:build", "--model-args.x", "3"], "elastic: command line: model_args.x = 3: "),
-        (["--model", "elastic.models.llama:build", "--model-args", "{x = 3}"], "elastic: command line: model_args.x = 3: "),
-        (["--model", "elastic.models.llama:build", "--model-args.heads", "3"], "elastic: job.toml with --model-args.heads: model_args = {"),
-        (["--model", "elastic.models.llama:build", "--resume", "400"], "elastic: there is no run 'toy' in bucket = "),
+        (
+            ["--model", "tests.support.toys:nobody"],
+            ("elastic: command line: model = 'tests.support.toys:nobody': "),
+        ),
+        (
+            ["--model", "elastic.models.llama:build", "--model-args.x", "3"],
+            ("elastic: command line: model_args.x = 3: "),
+        ),
+        (
+            ["--model", "elastic.models.llama:build", "--model-args", "{x = 3}"],
+            ("elastic: command line: model_args.x = 3: "),
+        ),
+        (
+            ["--model", "elastic.models.llama:build", "--model-args.heads", "3"],
+            ("elastic: job.toml with --model-args.heads: model_args = {"),
+        ),
+        (
+            ["--model", "elastic.models.llama:build", "--resume", "400"],
+            ("elastic: there is no run 'toy' in bucket = "),
+        ),
     ],
 )
 def test_a_value_says_where_it_came_from(job: str, capsys: Shown, words: list[str], begins: str) -> None:
@@ -58,10 +81,30 @@ def test_a_value_says_where_it_came_from(job: str, capsys: Shown, words: list[st
 
 def test_checks_that_fail_end_the_cluster_that_starts_meanwhile(job: str, tmp_path: Path) -> None:
     """Nobody waits for it: the command ends with its sentence, and the system ends Ray's processes with it."""
-    command = Command(tmp_path, "train", job, "--address", "local", "--model", "elastic.models.llama:build", "--model-args.heads", "3")
+    command = Command(
+        tmp_path,
+        "train",
+        job,
+        "--address",
+        "local",
+        "--model",
+        "elastic.models.llama:build",
+        "--model-args.heads",
+        "3",
+    )
     assert command.wait() == 1, command.text
-    assert command.text.index("a Ray cluster starts on this machine") < command.text.index("elastic: job.toml with --model-args.heads: ")
-    until(lambda: not [each for each in processes(str(tmp_path)) if "gcs_server" in each.command or "raylet/raylet" in each.command])
+    assert command.text.index("a Ray cluster starts on this machine") < command.text.index(
+        "elastic: job.toml with --model-args.heads: "
+    )
+    until(
+        lambda: (
+            not [
+                each
+                for each in processes(str(tmp_path))
+                if "gcs_server" in each.command or "raylet/raylet" in each.command
+            ]
+        )
+    )
 
 
 TWICE = """
@@ -88,7 +131,9 @@ def test_the_cluster_of_a_job_that_failed_in_its_checks_is_not_that_of_the_next(
     assert "refused" in ran.stdout and ran.stdout.splitlines()[-1] == "Finished 12.0", ran.stdout
 
 
-@pytest.mark.parametrize("command", [["train", "--local"], ["status", "--once"], ["checkpoint", "ls"]], ids=lambda words: words[0])
+@pytest.mark.parametrize(
+    "command", [["train", "--local"], ["status", "--once"], ["checkpoint", "ls"]], ids=lambda words: words[0]
+)
 def test_a_bucket_without_credentials_is_told_as_the_setting(
     job: str, capsys: Shown, monkeypatch: pytest.MonkeyPatch, command: list[str]
 ) -> None:
@@ -99,12 +144,18 @@ def test_a_bucket_without_credentials_is_told_as_the_setting(
     line = [*command, job, "--bucket", "s3://pail/x", "--model", "elastic.models.llama:build"]
     assert main(line) == 2
     told = said(capsys)
-    assert told.startswith("elastic: command line: bucket = 's3://pail/x': s3://pail/x/toy/") and "correct AWS_PROFILE" in told
+    assert (
+        told.startswith("elastic: command line: bucket = 's3://pail/x': s3://pail/x/toy/")
+        and "correct AWS_PROFILE" in told
+    )
 
 
 @pytest.mark.parametrize("command", [["train", "--local"], ["status", "--once"]], ids=lambda words: words[0])
 def test_a_secret_in_the_url_of_a_bucket_is_not_repeated(job: str, capsys: Shown, command: list[str]) -> None:
-    assert main([*command, job, "--bucket", "s3://me:secret@pail/x", "--model", "elastic.models.llama:build"]) == 2
+    assert (
+        main([*command, job, "--bucket", "s3://me:secret@pail/x", "--model", "elastic.models.llama:build"])
+        == 2
+    )
     told = said(capsys)
     assert told.startswith("elastic: command line: bucket = 's3://…': ") and "secret" not in told
 
@@ -118,13 +169,21 @@ def test_a_secret_of_the_line_is_in_no_command_to_paste(job: str, tmp_path: Path
     hint = "elastic checkpoint ls job.toml --seed 4 --metrics.sinks.wandb.api-key --data.args.source"
     assert f"`{hint}` lists those that it has" in told and "hush" not in told
     assert main(hint.split()[1:]) == 1
-    assert said(capsys) == "elastic: command line: --metrics.sinks.wandb.api_key has no value; write '--metrics.sinks.wandb.api_key value'"
+    assert said(capsys) == (
+        "elastic: command line: --metrics.sinks.wandb.api_key has no value; write "
+        "'--metrics.sinks.wandb.api_key value'"
+    )
 
 
-def test_a_bucket_that_is_a_file_is_told_by_commands_that_look(job: str, tmp_path: Path, capsys: Shown) -> None:
+def test_a_bucket_that_is_a_file_is_told_by_commands_that_look(
+    job: str, tmp_path: Path, capsys: Shown
+) -> None:
     for command in (["status", "--once"], ["logs"], ["checkpoint", "ls"], ["rollback", "--to", "3"]):
         assert main([*command, job, "--bucket", "afile"]) == 1
-        assert f"no run 'toy' in bucket = '{tmp_path}/afile', which is a file and not a folder; correct" in said(capsys)
+        assert (
+            f"no run 'toy' in bucket = '{tmp_path}/afile', which is a file and not a folder; correct"
+            in said(capsys)
+        )
 
 
 @pytest.mark.parametrize(
@@ -132,21 +191,38 @@ def test_a_bucket_that_is_a_file_is_told_by_commands_that_look(job: str, tmp_pat
     [
         (
             ["rollback", "job.toml"],
-            "elastic rollback: it needs --to (step of the checkpoint, or auto: the last good one before a divergence)",
+            (
+                "elastic rollback: it needs --to (step of the checkpoint, or auto: the last good one before a "
+                "divergence)"
+            ),
         ),
-        (["rollback", "job.toml", "--to"], "elastic rollback: --to needs one value; write `elastic rollback job.toml --to 400` ("),
+        (
+            ["rollback", "job.toml", "--to"],
+            ("elastic rollback: --to needs one value; write `elastic rollback job.toml --to 400` ("),
+        ),
         (["rollback"], "elastic rollback: it needs job and --to (step of"),
         (["chaos", "job.toml", "--seed", "x"], "elastic chaos: --seed = 'x' must be a whole number ("),
         (
             ["checkpoint", "diff", "job.toml", "--between", "3"],
             "elastic checkpoint diff: --between needs 2 values; write `elastic checkpoint",
         ),
-        (["data", "prepare"], "elastic data prepare: it needs source and destination; write `elastic data prepare texts tokens` ("),
+        (
+            ["data", "prepare"],
+            (
+                "elastic data prepare: it needs source and destination; write `elastic data "
+                "prepare texts tokens` ("
+            ),
+        ),
         (["trian", "job.toml"], "elastic: there is no command 'trian'; there are train, rollback, "),
-        (["simulate", "--nope"], "elastic simulate: unrecognized arguments: --nope (`elastic simulate --help` tells more)"),
+        (
+            ["simulate", "--nope"],
+            ("elastic simulate: unrecognized arguments: --nope (`elastic simulate --help` tells more)"),
+        ),
     ],
 )
-def test_a_line_that_is_not_complete_is_one_sentence(job: str, capsys: Shown, words: list[str], sentence: str) -> None:
+def test_a_line_that_is_not_complete_is_one_sentence(
+    job: str, capsys: Shown, words: list[str], sentence: str
+) -> None:
     with pytest.raises(SystemExit) as ended:
         main(words)
     told = said(capsys)
@@ -154,21 +230,27 @@ def test_a_line_that_is_not_complete_is_one_sentence(job: str, capsys: Shown, wo
     assert ("did you mean 'train'?" in told) == (words[0] == "trian")
 
 
-@pytest.mark.parametrize(("named", "address"), [("--address", "127.0.0.1:9"), ("the environment variable RAY_ADDRESS", None)])
+@pytest.mark.parametrize(
+    ("named", "address"), [("--address", "127.0.0.1:9"), (("the environment variable RAY_ADDRESS"), None)]
+)
 def test_a_cluster_that_does_not_answer_is_told_by_where_its_address_came_from(
     monkeypatch: pytest.MonkeyPatch, named: str, address: str | None
 ) -> None:
     monkeypatch.setattr("ray.is_initialized", lambda: False)
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:9")
     told = list[str]()
-    with pytest.raises(PlatformGaveUp, match=f"no Ray cluster answers at 127.0.0.1:9; correct {named}, or leave it out"):
+    with pytest.raises(
+        PlatformGaveUp, match=(f"no Ray cluster answers at 127.0.0.1:9; correct {named}, or leave it out")
+    ):
         connect(address, tell=told.append)
     assert told == [], "none starts here"
 
 
 @pytest.fixture
 def starts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Returns a list that gets a word when a Ray cluster would start, which then fails.  This machine shows its processes no GPU."""
+    """Returns a list that gets a word when a Ray cluster would start, which then fails.  This machine shows
+    its processes no GPU.
+    """
     begun = list[str]()
 
     def init(**options: object) -> None:
@@ -181,11 +263,18 @@ def starts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return begun
 
 
-def test_what_this_machine_lacks_is_told_before_ray_starts(job: str, capsys: Shown, starts: list[str], tmp_path: Path) -> None:
-    """The GPUs and the interfaces of the workers, if they will be here; neither is asked for a run on another cluster."""
+def test_what_this_machine_lacks_is_told_before_ray_starts(
+    job: str, capsys: Shown, starts: list[str], tmp_path: Path
+) -> None:
+    """The GPUs and the interfaces of the workers, if they will be here; neither is asked for a run on another
+    cluster.
+    """
     line = ["train", job, "--address", "local", "--model", "elastic.models.llama:build"]
     assert main([*line, "--workers.gpus", "1"]) == 1
-    assert "workers.gpus = 1, but Ray sees no GPU on this machine: train on a cluster (--address), or set workers.gpus = 0" in said(capsys)
+    assert (
+        "workers.gpus = 1, but Ray sees no GPU on this machine: train on a cluster (--address), or set "
+        "workers.gpus = 0"
+    ) in said(capsys)
     assert main([*line, "--network.interface", "eth77"]) == 1
     assert "network.interface = 'eth77' does not exist on this node" in said(capsys)
     assert starts == [] and not (tmp_path / "bucket").exists()
@@ -202,7 +291,9 @@ def test_a_run_that_has_finished_says_so_without_ray(job: str, capsys: Shown, st
     assert main([*line, "2", "--address", "local", "--name", "other"]) == 2 and starts == ["local"]
 
 
-def test_ctrl_c_before_a_command_has_begun_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ctrl_c_before_a_command_has_begun_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """While modules are imported.  The control: a command that begins."""
 
     def pressed() -> int:

@@ -20,7 +20,9 @@ def parsed(source: str) -> ast.Module:
 
 @lru_cache(maxsize=1)
 def statements(source: str) -> tuple[ast.AST, ...]:
-    """Returns the module, its statements, and the handlers and cases in these, of which :func:`nodes` are ten times as many."""
+    """Returns the module, its statements, and the handlers and cases in these, of which :func:`nodes` are ten
+    times as many.
+    """
     found: list[ast.AST] = [parsed(source)]
     for node in found:
         for part in ("body", "handlers", "orelse", "finalbody", "cases"):
@@ -41,8 +43,14 @@ def module_name(file: Path) -> str:
 
 
 def row_of(module: str) -> Row | None:
-    """Returns the row of the longest name that ``module`` begins with; "elastic" itself is only the package's own file."""
-    names = [name for name in table.IMPORTS if module == name or (name != "elastic" and module.startswith(f"{name}."))]
+    """Returns the row of the longest name that ``module`` begins with; "elastic" itself is only the package's
+    own file.
+    """
+    names = [
+        name
+        for name in table.IMPORTS
+        if module == name or (name != "elastic" and module.startswith(f"{name}."))
+    ]
     return table.IMPORTS[max(names, key=len)] if names else None
 
 
@@ -65,7 +73,10 @@ def _home(name: str, modules: frozenset[str]) -> str:
 
 
 def _allows(row: Row, module: str) -> bool:
-    return any(module == entry or (entry.endswith(".*") and f"{module}.".startswith(entry[:-1])) for entry in row.ours)
+    return any(
+        module == entry or (entry.endswith(".*") and f"{module}.".startswith(entry[:-1]))
+        for entry in row.ours
+    )
 
 
 def wrong_imports(file: Path, source: str, modules: frozenset[str]) -> Iterator[str]:
@@ -88,10 +99,14 @@ def wrong_imports(file: Path, source: str, modules: frozenset[str]) -> Iterator[
 
 
 def wrong_calls(file: Path, source: str) -> Iterator[str]:
-    """Yields a sentence for each wrong use of the environment, each pickling by torch, and each wrong handler that catches everything."""
+    """Yields a sentence for each wrong use of the environment, each pickling by torch, and each wrong handler
+    that catches everything.
+    """
     for node in nodes(source):
         match node:
-            case ast.Attribute(value=ast.Name(id="os"), attr="environ" | "getenv" | "putenv" | "environb" as name):
+            case ast.Attribute(
+                value=ast.Name(id="os"), attr="environ" | "getenv" | "putenv" | "environb" as name
+            ):
                 if file.as_posix() not in table.ENVIRONMENT:
                     yield f"{file}:{node.lineno}: os.{name}; only {', '.join(table.ENVIRONMENT)} may"
             case ast.Attribute(value=ast.Name(id=owner), attr=name) if f"{owner}.{name}" in table.NO_CALLS:
@@ -120,7 +135,9 @@ def groups_made(file: Path, source: str) -> Iterator[str]:
 
 
 def too_long(file: Path, source: str) -> Iterator[str]:
-    """Yields a sentence for each long file and function: a reminder to look whether something in it has no name yet."""
+    """Yields a sentence for each long file and function: a reminder to look whether something in it has no
+    name yet.
+    """
     lines = source.count("\n")
     if lines > table.LONG_FILE:
         yield f"{file}: {lines} lines"
@@ -133,17 +150,23 @@ def too_long(file: Path, source: str) -> Iterator[str]:
 
 def classes(file: Path, source: str) -> Iterator[tuple[str, str]]:
     """Yields (name, module) of each class in ``source``."""
-    yield from ((node.name, module_name(file)) for node in statements(source) if isinstance(node, ast.ClassDef))
+    yield from (
+        (node.name, module_name(file)) for node in statements(source) if isinstance(node, ast.ClassDef)
+    )
 
 
 def doubles(found: Iterable[tuple[str, str]]) -> Iterator[str]:
-    """Yields a sentence for each name that classes of several modules share, without a line in the table that allows it."""
+    """Yields a sentence for each name that classes of several modules share, without a line in the table that
+    allows it.
+    """
     modules: dict[str, set[str]] = {}
     for name, module in found:
         modules.setdefault(name, set()).add(module)
     for name, homes in sorted(modules.items()):
         if len(homes) > 1 and name not in table.DOUBLES:
-            yield f"{name} is a class in {' and in '.join(sorted(homes))}: one word means one thing; rename one"
+            yield (
+                f"{name} is a class in {' and in '.join(sorted(homes))}: one word means one thing; rename one"
+            )
     for name in table.DOUBLES:
         if len(modules.get(name, ())) < 2:
             yield f"{name} is no double any more: take its line out of the table"

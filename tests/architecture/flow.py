@@ -1,24 +1,28 @@
-"""Counts the files that a recovery passes: from the SIGKILL of a worker to the first commit of the next world.
+"""Counts the files that a recovery passes: from the SIGKILL of a worker to the first commit of the next
+world.
 
     python -m tests.architecture.flow                  # three replicas; the survivors hold the state
     python -m tests.architecture.flow --shards         # the state is cut over three workers; the dead one's part comes from its keeper
 
-It runs a small job on a local Ray cluster with one node, kills the worker of the highest world rank, and reads from
-``tests/support/recorder.py`` which functions ran in the coordinator, the keeper and each survivor.
+It runs a small job on a local Ray cluster with one node, kills the worker of the highest world rank, and
+reads from ``tests/support/recorder.py`` which functions ran in the coordinator, the keeper and each survivor.
 
-**The window** is the same for all processes.  It begins immediately before the signal is sent, since the kernel closes the sockets of a
-dying process before it calls it dead: survivors were seen to react 4 ms earlier.  It ends when the coordinator first answers that a step of
-the next world is committed.  So it may include some milliseconds of ordinary steps, and whatever else the run does meanwhile, such as the
-start of a replacement.  The replacement's own process is left out.
+**The window** is the same for all processes.  It begins immediately before the signal is sent, since the
+kernel closes the sockets of a dying process before it calls it dead: survivors were seen to react 4 ms
+earlier.  It ends when the coordinator first answers that a step of the next world is committed.  So it may
+include some milliseconds of ordinary steps, and whatever else the run does meanwhile, such as the start of a
+replacement.  The replacement's own process is left out.
 
-**A file is passed** by a process in which one of its functions runs.  Importing a file does not count.  A file of which only instances are
-made (by an ``__init__`` that ``@dataclass`` generates) counts too, and is marked ``types``; an instance that arrives by pickle does not.
+**A file is passed** by a process in which one of its functions runs.  Importing a file does not count.  A
+file of which only instances are made (by an ``__init__`` that ``@dataclass`` generates) counts too, and is
+marked ``types``; an instance that arrives by pickle does not.
 
-**The steady state** is what the same process does in some quiet seconds of steps before the kill; the lease is short, so that renewals are
-among it.  Four numbers follow: ``all`` files; files with a function that does not run in the steady state (``own``: these are what
-somebody reads who follows a recovery from its first line to its last); files that the steady state does not touch at all (``new``); files
-with a function that had never run in that process before the kill (``only``: what a recovery adds to the start of the run, which forms a
-world by the same code.  A function that runs seldom is not among them by chance).
+**The steady state** is what the same process does in some quiet seconds of steps before the kill; the lease
+is short, so that renewals are among it.  Four numbers follow: ``all`` files; files with a function that does
+not run in the steady state (``own``: these are what somebody reads who follows a recovery from its first line
+to its last); files that the steady state does not touch at all (``new``); files with a function that had
+never run in that process before the kill (``only``: what a recovery adds to the start of the run, which forms
+a world by the same code.  A function that runs seldom is not among them by chance).
 """
 
 from __future__ import annotations
@@ -52,7 +56,9 @@ THREADS = {
     "Keeper._beat": "beat",
     "Keeper._watch": "watch",
 }
-"""Names of threads: a thread that has run one of these functions has its name, another that of the first function that it ran."""
+"""Names of threads: a thread that has run one of these functions has its name, another that of the first
+function that it ran.
+"""
 
 
 @dataclass
@@ -99,7 +105,9 @@ class Striker:
         self.polls: list[tuple[float, int, int]] = []
         """Each answer of the coordinator after the kill, as (time, generation, step)."""
         self.whole = self.first = 0
-        """The generation of the first step of a world of all workers; the first step committed by the world after the kill."""
+        """The generation of the first step of a world of all workers; the first step committed by the world
+        after the kill.
+        """
 
     def tell(self, line: Any) -> None:
         """Hears the story, in which each step line carries its world."""
@@ -119,7 +127,11 @@ class Striker:
             self._kill(witness, view)
         elif strike.sent_at:
             self.polls.append((now, view.generation, view.step))
-            done = [at for at, generation, step in self.polls if self.first and generation > strike.generation and step >= self.first]
+            done = [
+                at
+                for at, generation, step in self.polls
+                if self.first and generation > strike.generation and step >= self.first
+            ]
             if done:
                 strike.committed_at = done[0]
                 _stop(witness.job_name)
@@ -181,7 +193,9 @@ class Flow:
 def name_of(calls: Iterable[Call], workers: Mapping[int, str], pid: int) -> str:
     """Returns the name of the actor that this process is, or ""."""
     made = {call.function for call in calls if call.function.endswith(".__init__")}
-    return workers.get(pid) or next((kind.lower() for kind in ("Coordinator", "Keeper") if f"{kind}.__init__" in made), "")
+    return workers.get(pid) or next(
+        (kind.lower() for kind in ("Coordinator", "Keeper") if f"{kind}.__init__" in made), ""
+    )
 
 
 def passed(calls: Sequence[Call], strike: Strike) -> list[Passed]:
@@ -203,7 +217,9 @@ def passed(calls: Sequence[Call], strike: Strike) -> list[Passed]:
             ran.setdefault(call.function, threads[call.thread])
         own = tuple(each for each in ran if (file, each) not in quiet)
         only = tuple(each for each in ran if (file, each) not in before)
-        found.append(Passed(file, there[0].at - strike.sent_at, ran, own, any(file == each for each, _ in quiet), only))
+        found.append(
+            Passed(file, there[0].at - strike.sent_at, ran, own, any(file == each for each, _ in quiet), only)
+        )
     return found
 
 
@@ -217,7 +233,8 @@ def measure(shards: bool = False) -> Flow:
     striker = Striker()
     with tempfile.TemporaryDirectory(prefix="flow-") as there:
         before = os.environ.get("PYTHONPATH")
-        os.environ["PYTHONPATH"] = f"{seam(Path(there) / 'notes', ROOT)}{os.pathsep}{ROOT}"  # of the cluster's processes
+        # of the cluster's processes
+        os.environ["PYTHONPATH"] = f"{seam(Path(there) / 'notes', ROOT)}{os.pathsep}{ROOT}"
         try:
             cluster.connect("local")
             chaos = trial(_job(Path(there), shards), striker.act, hash_it=False, tell=striker.tell)
@@ -251,34 +268,62 @@ def flow_of(strike: Strike, notes: Mapping[int, Sequence[Call]], workers: Mappin
     for pid, calls in notes.items():
         if (name := name_of(calls, workers, pid)) in counted and (files := passed(calls, strike)):
             processes[name] = files
-            quiet[name] = frozenset(call.file for call in calls if strike.quiet_at <= call.at < strike.sent_at)
+            quiet[name] = frozenset(
+                call.file for call in calls if strike.quiet_at <= call.at < strike.sent_at
+            )
     return Flow(strike, dict(sorted(processes.items())), quiet)
 
 
 def listed(name: str, files: Sequence[Passed]) -> str:
     """Returns the files of one process, in order of first use."""
-    lines = [f"\n{name}: {len(files)} files, {sum(bool(each.own) for each in files)} own, {sum(not each.steady for each in files)} new"]
+    lines = [
+        f"\n{name}: {len(files)} files, {sum(bool(each.own) for each in files)} own, "
+        f"{sum(not each.steady for each in files)} new"
+    ]
     for each in files:
-        kind = "types" if each.types else "only" if each.only else "new" if not each.steady else "own" if each.own else ""
+        kind = (
+            "types"
+            if each.types
+            else "only"
+            if each.only
+            else "new"
+            if not each.steady
+            else "own"
+            if each.own
+            else ""
+        )
         shown = each.only or each.own or tuple(each.threads)
         more = f" … {len(shown) - 4} more" if len(shown) > 4 else ""
         thread = each.threads[shown[0]]
-        lines.append(f"  {1000 * each.after_s:7.1f} ms  {kind:<5} {each.file:<36} {thread:<14.14} {', '.join(shown[:4])}{more}")
+        lines.append(
+            f"  {1000 * each.after_s:7.1f} ms  {kind:<5} {each.file:<36} {thread:<14.14} "
+            f"{', '.join(shown[:4])}{more}"
+        )
     return "\n".join(lines)
 
 
 def union(flow: Flow) -> str:
-    """Returns every file with the processes that pass it: in capitals where with a function that the steady state does not run."""
+    """Returns every file with the processes that pass it: in capitals where with a function that the steady
+    state does not run.
+    """
     rows: dict[str, list[str]] = {}
     for name, files in flow.processes.items():
         for each in files:
             rows.setdefault(each.file, []).append(name.upper() if each.own else name)
-    return "\n".join([f"\ntogether: {len(rows)} files", *(f"  {file:<40} {' '.join(names)}" for file, names in sorted(rows.items()))])
+    return "\n".join(
+        [
+            f"\ntogether: {len(rows)} files",
+            *(f"  {file:<40} {' '.join(names)}" for file, names in sorted(rows.items())),
+        ]
+    )
 
 
 def table(flow: Flow) -> str:
     """Returns the counts as Markdown: by process and together; then by room."""
-    lines = ["| process | all | of them only types | own | new | only | steady state |", "|---|---|---|---|---|---|---|"]
+    lines = [
+        "| process | all | of them only types | own | new | only | steady state |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for name, files in flow.processes.items():
         counts = (
             len(files),
@@ -292,12 +337,17 @@ def table(flow: Flow) -> str:
     sets = (flow.all(), flow.types(), flow.own(), flow.new(), flow.only(), steady)
     lines.append(f"| **together** | {' | '.join(f'**{len(each)}**' for each in sets)} |")
     rooms = [Counter(str(Path(file).parent) for file in each) for each in sets]
-    lines += [f"| {room} | {' | '.join(str(each[room]) for each in rooms)} |" for room in sorted(frozenset().union(*rooms))]
+    lines += [
+        f"| {room} | {' | '.join(str(each[room]) for each in rooms)} |"
+        for room in sorted(frozenset().union(*rooms))
+    ]
     return "\n".join(lines)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shards", action="store_true", help="one replica, cut over the workers")
     flow = measure(parser.parse_args().shards)
     for name, files in flow.processes.items():
@@ -305,7 +355,10 @@ def main() -> None:
     print(union(flow))
     strike = flow.strike
     print(
-        f"\n{strike.victim} was dead {1000 * (strike.dead_at - strike.sent_at):.1f} ms after the signal was sent, and the next world had ",
+        (
+            f"\n{strike.victim} was dead {1000 * (strike.dead_at - strike.sent_at):.1f} ms after the signal was "
+            "sent, and the next world had "
+        ),
         end="",
     )
     print(f"committed its first step after {1000 * (strike.committed_at - strike.sent_at):.0f} ms.\n")

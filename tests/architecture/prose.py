@@ -1,7 +1,8 @@
 """The prose of the repository as data: every docstring begins and ends like a whole sentence.
 
-A docstring is the text below a module, class, function, constant or field.  The check reads form, not meaning: a capital letter or a
-code word first, a full stop last, and no opening that only continues a sentence which the name began ("Of one copy.").
+A docstring is the text below a module, class, function, constant or field.  The check reads form, not
+meaning: a capital letter or a code word first, a full stop last, and no opening that only continues a
+sentence which the name began ("Of one copy.").
 """
 
 from __future__ import annotations
@@ -14,9 +15,59 @@ from tests.architecture.checks import statements
 
 FRAGMENTS = frozenset(
     {
-        *("Of", "By", "From", "With", "Without", "Until", "Since", "In", "On", "At", "To", "For", "Into", "Between", "Among", "Beside"),
-        *("Who", "Whoever", "Whose", "What", "Whatever", "Where", "Wherever", "When", "Which", "How", "Whether", "As", "Like", "Than"),
-        *("Has", "Is", "Are", "Was", "Does", "Do", "May", "Can", "And", "But", "Or", "So", "Because", "Also", "Not", "Those", "That"),
+        *(
+            "Of",
+            "By",
+            "From",
+            "With",
+            "Without",
+            "Until",
+            "Since",
+            "In",
+            "On",
+            "At",
+            "To",
+            "For",
+            "Into",
+            "Between",
+            "Among",
+            "Beside",
+        ),
+        *(
+            "Who",
+            "Whoever",
+            "Whose",
+            "What",
+            "Whatever",
+            "Where",
+            "Wherever",
+            "When",
+            "Which",
+            "How",
+            "Whether",
+            "As",
+            "Like",
+            "Than",
+        ),
+        *(
+            "Has",
+            "Is",
+            "Are",
+            "Was",
+            "Does",
+            "Do",
+            "May",
+            "Can",
+            "And",
+            "But",
+            "Or",
+            "So",
+            "Because",
+            "Also",
+            "Not",
+            "Those",
+            "That",
+        ),
     }
 )
 """First words that make a reader look for the beginning of the sentence elsewhere."""
@@ -31,7 +82,9 @@ def docstrings(source: str) -> Iterator[tuple[int, str]]:
         body = getattr(node, "body", None)
         owner = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
         for number, each in enumerate(body if isinstance(body, list) else ()):
-            if (owner and number == 0) or (number and isinstance(body[number - 1], ast.Assign | ast.AnnAssign)):
+            if (owner and number == 0) or (
+                number and isinstance(body[number - 1], ast.Assign | ast.AnnAssign)
+            ):
                 match each:
                     case ast.Expr(value=ast.Constant(value=str(text))):
                         yield each.lineno, text
@@ -56,4 +109,8 @@ def fault_of(text: str) -> str:
 def faults(source: str) -> Iterator[tuple[int, str]]:
     """Yields (line, sentence) of every docstring in ``source`` whose form is wrong, in order."""
     found = ((line, text, fault_of(text)) for line, text in docstrings(source))
-    yield from sorted((line, f"{text.split()[0] if text.split() else ''} …: {wrong}") for line, text, wrong in found if wrong)
+    yield from sorted(
+        (line, f"{text.split()[0] if text.split() else ''} …: {wrong}")
+        for line, text, wrong in found
+        if wrong
+    )

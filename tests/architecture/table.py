@@ -1,7 +1,8 @@
 """The architecture as data: which module may import what, and a few more rules that hold everywhere.
 
-The rows follow the README's tree: ``examples → actors → elastic → storage``; Ray only in ``actors``; torch and numpy not
-where decisions are made.  A module takes the row of the longest name that it begins with; ``pkg.*`` means the whole package.
+The rows follow the README's tree: ``examples → actors → elastic → storage``; Ray only in ``actors``; torch
+and numpy not where decisions are made.  A module takes the row of the longest name that it begins with;
+``pkg.*`` means the whole package.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ PACKAGES = ("storage", "elastic", "actors", "examples")
 
 @dataclass(frozen=True)
 class Row:
-    """``ours``: modules of this repository; ``others``: top-level names of installed packages.  The standard library is always allowed."""
+    """``ours``: modules of this repository; ``others``: top-level names of installed packages.  The standard
+    library is always allowed.
+    """
 
     ours: tuple[str, ...] = ()
     others: tuple[str, ...] = ()
@@ -33,30 +36,57 @@ IMPORTS = {
     "storage.objects.s3_errors": Row(("storage.objects.remote",), ("aiohttp", "botocore")),
     "storage.objects.urls": Row((), ("fsspec",)),
     "storage.checkpoints": Row(
-        ("storage.checkpoints.*", "storage.objects.*", "storage.slices", *DOCUMENTS), ("blake3", "numpy", "pyarrow")
+        ("storage.checkpoints.*", "storage.objects.*", "storage.slices", *DOCUMENTS),
+        ("blake3", "numpy", "pyarrow"),
     ),
     "storage.journal": Row(("storage.journal.*", "storage.objects.*", "storage.numbered", *DOCUMENTS)),
-    "storage.datasets": Row(("storage.datasets.*", "storage.objects.*", *DOCUMENTS), ("blake3", "numpy", "pyarrow")),
+    "storage.datasets": Row(
+        ("storage.datasets.*", "storage.objects.*", *DOCUMENTS), ("blake3", "numpy", "pyarrow")
+    ),
     "elastic.ids": Row(("storage.slices",)),
     "elastic.errors": Row(),
     "elastic.code.objects": Row(),
     "elastic.code.imports": Row(("elastic.errors", "elastic.code.objects")),
     "elastic.threads": Row(),
     "elastic.plan": Row(("elastic.plan.*", "elastic.ids", "storage.slices")),
-    "elastic.protocol": Row(("elastic.protocol.*", "elastic.plan.*", "elastic.ids", "elastic.errors", "storage.slices")),
-    "elastic.control": Row(("elastic.control.*", "elastic.protocol.*", "elastic.plan.*", "elastic.ids", "storage.slices")),
+    "elastic.protocol": Row(
+        ("elastic.protocol.*", "elastic.plan.*", "elastic.ids", "elastic.errors", "storage.slices")
+    ),
+    "elastic.control": Row(
+        ("elastic.control.*", "elastic.protocol.*", "elastic.plan.*", "elastic.ids", "storage.slices")
+    ),
     "elastic.journal": Row(
-        ("elastic.journal.*", "elastic.control.*", "elastic.protocol.*", "elastic.plan.*", "elastic.ids", "storage.slices")
+        (
+            "elastic.journal.*",
+            "elastic.control.*",
+            "elastic.protocol.*",
+            "elastic.plan.*",
+            "elastic.ids",
+            "storage.slices",
+        )
     ),
     "elastic.code": Row(),
     "elastic.sim": Row(
         (
-            *("elastic.sim.*", "elastic.control.*", "elastic.journal.*", "elastic.protocol.*", "elastic.plan.*"),
+            *(
+                "elastic.sim.*",
+                "elastic.control.*",
+                "elastic.journal.*",
+                "elastic.protocol.*",
+                "elastic.plan.*",
+            ),
             *("elastic.ids", "elastic.errors", "storage.slices"),
         )
     ),
     "elastic.report": Row(
-        ("elastic.report.*", "elastic.journal.*", "elastic.control.*", "elastic.protocol.*", "elastic.plan.*", "elastic.ids")
+        (
+            "elastic.report.*",
+            "elastic.journal.*",
+            "elastic.control.*",
+            "elastic.protocol.*",
+            "elastic.plan.*",
+            "elastic.ids",
+        )
     ),
     "elastic.report.page": Row(("elastic.report.*", "elastic.ids", "elastic.plan.copy_budget"), ("numpy",)),
     "elastic.report.page.draw": Row(("elastic.report.*",), ("matplotlib", "numpy")),
@@ -87,9 +117,18 @@ IMPORTS = {
     "elastic.runs": Row(),
     "elastic.runs.notes": Row(("storage.*", *NAMES)),
     "elastic.runs.branches": Row(
-        ("elastic.job", "elastic.config.values", "elastic.plan.stretches", "elastic.runs.notes", "storage.*", *NAMES)
+        (
+            "elastic.job",
+            "elastic.config.values",
+            "elastic.plan.stretches",
+            "elastic.runs.notes",
+            "storage.*",
+            *NAMES,
+        )
     ),
-    "elastic.runs.forks": Row(("elastic.job", "elastic.runs.branches", "elastic.runs.notes", "storage.*", *NAMES)),
+    "elastic.runs.forks": Row(
+        ("elastic.job", "elastic.runs.branches", "elastic.runs.notes", "storage.*", *NAMES)
+    ),
     "elastic.code.sources": Row(("elastic.code.objects", *NAMES)),
     "elastic.runs.alone": Row(("elastic.control.run", "elastic.runs.notes", "storage.*", *NAMES)),
     "elastic.runs.receipts": Row(("elastic.plan.layout", *NAMES)),
@@ -111,11 +150,21 @@ IMPORTS = {
         )
     ),
     "elastic.runs.code": Row(
-        ("elastic.job", "elastic.runs.branches", "elastic.runs.notes", "elastic.runs.run", "elastic.code.sources", "storage.*", *NAMES)
+        (
+            "elastic.job",
+            "elastic.runs.branches",
+            "elastic.runs.notes",
+            "elastic.runs.run",
+            "elastic.code.sources",
+            "storage.*",
+            *NAMES,
+        )
     ),
     "elastic.runs.deleted": Row(("elastic.runs.branches", "elastic.runs.run", "storage.errors")),
     "elastic.runs.harmed": Row(("elastic.runs.metrics", "elastic.runs.run", "storage.*")),
-    "elastic.runs.data": Row(("elastic.config.values", "elastic.runs.branches", "elastic.runs.run", "storage.*", *NAMES)),
+    "elastic.runs.data": Row(
+        ("elastic.config.values", "elastic.runs.branches", "elastic.runs.run", "storage.*", *NAMES)
+    ),
     "elastic.runs.asked": Row(
         (
             *("elastic.config.sections", "elastic.job", "elastic.protocol.lineage", "elastic.runs.notes"),
@@ -124,7 +173,12 @@ IMPORTS = {
     ),
     "elastic.runs.owed": Row(
         (
-            *("elastic.protocol.*", "elastic.report.metrics", "elastic.runs.asked", "elastic.runs.validations"),
+            *(
+                "elastic.protocol.*",
+                "elastic.report.metrics",
+                "elastic.runs.asked",
+                "elastic.runs.validations",
+            ),
             *("elastic.runs.run", "storage.*", *NAMES),
         )
     ),
@@ -172,18 +226,31 @@ IMPORTS = {
             *("elastic.protocol.lineage", "elastic.runs.notes", "elastic.runs.run", "storage.*", *NAMES),
         )
     ),
-    "elastic.runs.named": Row(("elastic.config.settings", "elastic.job", "elastic.runs.branches", "storage.objects", *NAMES)),
+    "elastic.runs.named": Row(
+        ("elastic.config.settings", "elastic.job", "elastic.runs.branches", "storage.objects", *NAMES)
+    ),
     "elastic.runs.quarantine": Row(("elastic.protocol.spikes", "storage.checkpoints")),
     "elastic.runs.skipped": Row(
         (
-            *("elastic.control.skips", "elastic.report.metrics", "elastic.runs.metrics", "elastic.runs.quarantine"),
+            *(
+                "elastic.control.skips",
+                "elastic.report.metrics",
+                "elastic.runs.metrics",
+                "elastic.runs.quarantine",
+            ),
             *("elastic.runs.run", *NAMES),
         )
     ),
     "elastic.runs.restarts": Row(("elastic.control.*", "elastic.runs.run", *NAMES)),
     "elastic.runs.metrics": Row(
         (
-            *("elastic.runs.branches", "elastic.journal.codec", "elastic.engine.optim.schedule", "elastic.runs.notes", "elastic.job"),
+            *(
+                "elastic.runs.branches",
+                "elastic.journal.codec",
+                "elastic.engine.optim.schedule",
+                "elastic.runs.notes",
+                "elastic.job",
+            ),
             *(
                 "elastic.config.values",
                 "elastic.protocol.lineage",
@@ -195,8 +262,12 @@ IMPORTS = {
             *("elastic.sinks.port", "storage.*", *NAMES),
         )
     ),
-    "elastic.sinks": Row(("elastic.sinks", "elastic.sinks.port", "elastic.report.metrics", "storage.*", *NAMES)),
-    "elastic.sinks.tensorboard": Row(("elastic.sinks.port", "elastic.report.metrics", "storage.*"), ("tensorboard",)),
+    "elastic.sinks": Row(
+        ("elastic.sinks", "elastic.sinks.port", "elastic.report.metrics", "storage.*", *NAMES)
+    ),
+    "elastic.sinks.tensorboard": Row(
+        ("elastic.sinks.port", "elastic.report.metrics", "storage.*"), ("tensorboard",)
+    ),
     "elastic.sinks.wandb": Row(("elastic.sinks.port", "elastic.report.metrics"), ("wandb",)),
     "elastic.sinks.mlflow": Row(("elastic.sinks.port", "elastic.report.metrics"), ("mlflow",)),
     "elastic.kernels": Row(("elastic.kernels.*",), ("torch",)),
@@ -206,12 +277,24 @@ IMPORTS = {
     "elastic.models.pretrained": Row((), ("safetensors", "torch")),
     "elastic.models.causal": Row(("elastic.kernels.attention",), ("torch", "transformers")),
     "elastic.models.transformers_lm": Row(
-        ("elastic.models.causal", "elastic.models.flops", "elastic.models.pretrained", "elastic.models.spec", "elastic.kernels.*"),
+        (
+            "elastic.models.causal",
+            "elastic.models.flops",
+            "elastic.models.pretrained",
+            "elastic.models.spec",
+            "elastic.kernels.*",
+        ),
         ("torch", "transformers"),
     ),
     "elastic.engine": Row(
         (
-            *("elastic.engine.*", "elastic.kernels.*", "elastic.models.spec", "elastic.plan.*", "elastic.protocol.commit_record"),
+            *(
+                "elastic.engine.*",
+                "elastic.kernels.*",
+                "elastic.models.spec",
+                "elastic.plan.*",
+                "elastic.protocol.commit_record",
+            ),
             *("elastic.protocol.spikes", "elastic.job", "elastic.config.sections", *NAMES),
         ),
         ("torch",),
@@ -238,22 +321,35 @@ IMPORTS = {
     "elastic.state.wire": Row(("elastic.errors", "elastic.threads")),
     "elastic.state.compiled": Row(("elastic.errors", "elastic.state.wire")),
     "elastic.state.keeper_store": Row(
-        ("elastic.state.*", "elastic.protocol.actions", "elastic.protocol.copy_schedule", "elastic.plan.*", *NAMES)
+        (
+            "elastic.state.*",
+            "elastic.protocol.actions",
+            "elastic.protocol.copy_schedule",
+            "elastic.plan.*",
+            *NAMES,
+        )
     ),
-    "elastic.state.uploads": Row(("elastic.state.*", "elastic.protocol.*", "elastic.plan.*", "storage.checkpoints", *NAMES)),
+    "elastic.state.uploads": Row(
+        ("elastic.state.*", "elastic.protocol.*", "elastic.plan.*", "storage.checkpoints", *NAMES)
+    ),
     "elastic.state.uploader": Row(
-        ("elastic.state.region", "elastic.protocol.copy_schedule", "elastic.plan.*", "storage.*", *NAMES), ("numpy",)
+        ("elastic.state.region", "elastic.protocol.copy_schedule", "elastic.plan.*", "storage.*", *NAMES),
+        ("numpy",),
     ),
     "elastic.data": Row(("elastic.data.*", "storage.*", *NAMES), ("numpy", "pyarrow")),
     "elastic.data.apart": Row((), ("numpy", "torch")),
     "elastic.data.reader": Row(("elastic.data.*", "storage.errors", *NAMES), ("torch",)),
     "elastic.data.readers": Row(NAMES, ("torch",)),
-    "elastic.data.cursor": Row(("elastic.errors", "elastic.plan.mixture", "elastic.plan.ramp", "elastic.plan.stretches")),
+    "elastic.data.cursor": Row(
+        ("elastic.errors", "elastic.plan.mixture", "elastic.plan.ramp", "elastic.plan.stretches")
+    ),
     "elastic.data.tokenizer": Row(("elastic.data.*", "storage.*", *NAMES), ("numpy", "tokenizers")),
     "elastic.data.tokens": Row(("elastic.data.*", "storage.*", *NAMES), ("numpy", "torch")),
     "elastic.data.mixture": Row(("elastic.data.loader", "elastic.data.rows", *NAMES), ("torch",)),
     "elastic.data.rows": Row(("elastic.data.apart", "elastic.data.loader", *NAMES), ("torch",)),
-    "elastic.data.loader": Row(("elastic.data.*", "elastic.plan.batch", "storage.errors", *NAMES), ("numpy", "torch")),
+    "elastic.data.loader": Row(
+        ("elastic.data.*", "elastic.plan.batch", "storage.errors", *NAMES), ("numpy", "torch")
+    ),
     "elastic.probe": Row(("storage.*",)),
     "elastic.train": Row(
         (
@@ -284,7 +380,13 @@ IMPORTS = {
                 "elastic.runs.resume",
                 "elastic.runs.validations",
             ),
-            *("elastic.runs.retention", "elastic.sinks.port", "elastic.code.sources", "elastic.kernels.attention", *NAMES),
+            *(
+                "elastic.runs.retention",
+                "elastic.sinks.port",
+                "elastic.code.sources",
+                "elastic.kernels.attention",
+                *NAMES,
+            ),
         ),
         ("numpy", "torch"),
     ),
@@ -293,33 +395,55 @@ IMPORTS = {
     "actors": Row(("actors.*", "elastic.*", "storage.*"), ("ray", "rich", "torch")),
     "actors.heads": Row(("elastic.errors",), ("grpc", "ray")),
     "examples": Row(
-        ("actors.*", "elastic.*", "examples.*", "storage.*"), ("numpy", "peft", "ray", "rich", "safetensors", "torch", "transformers")
+        ("actors.*", "elastic.*", "examples.*", "storage.*"),
+        ("numpy", "peft", "ray", "rich", "safetensors", "torch", "transformers"),
     ),
 }
 
 NO_MODULES = ("pickle", "cloudpickle", "dill", "marshal", "shelve")
-"""Modules that can run code while they read data; they are never imported, and torch's own forms of them are never called."""
+"""Modules that can run code while they read data; they are never imported, and torch's own forms of them are
+never called.
+"""
 PICKLES = {"actors/objects.py": "it brings functions of a script to workers, and reads nothing from storage"}
 """The only file that may import one of these, in any form, and why."""
 NO_CALLS = ("torch.save", "torch.load")
 
 GROUPS = frozenset(
     {
-        *("init_process_group", "new_group", "new_subgroups", "split_group", "shrink_group", "destroy_process_group"),
-        *("abort_process_group", "_abort_process_group", "reconfigure", "_world", "_update_default_pg", "distributed_c10d"),
+        *(
+            "init_process_group",
+            "new_group",
+            "new_subgroups",
+            "split_group",
+            "shrink_group",
+            "destroy_process_group",
+        ),
+        *(
+            "abort_process_group",
+            "_abort_process_group",
+            "reconfigure",
+            "_world",
+            "_update_default_pg",
+            "distributed_c10d",
+        ),
         *("init_device_mesh", "DeviceMesh", "device_mesh", "ProcessGroupNCCL", "ProcessGroupGloo"),
     }
 )
-"""Names that make or leave process groups and meshes; only ``World`` uses them (``elastic/engine/world.py``)."""
+"""Names that make or leave process groups and meshes; only ``World`` uses them (``elastic/engine/world.py``).
+"""
 SEAM = "elastic/engine/world.py"
 
 ENVIRONMENT = {
-    "elastic/code/imports.py": "an argument of the user's code may be the value of one, so that a secret is written nowhere",
+    "elastic/code/imports.py": (
+        "an argument of the user's code may be the value of one, so that a secret is written nowhere"
+    ),
     "actors/cluster.py": "Ray's own variables, before it is joined",
     "actors/own_cluster.py": "Ray's own variables, before it starts",
     "actors/submitted.py": "Ray's own variable, by which a command knows that it was submitted",
     "elastic/train/session.py": "cuBLAS demands one for deterministic kernels",
-    "elastic/train/machine/compilers.py": "torch's compiler and Triton are told by one each where to keep what they make",
+    "elastic/train/machine/compilers.py": (
+        "torch's compiler and Triton are told by one each where to keep what they make"
+    ),
     "elastic/train/machine/interface.py": "NCCL and gloo are told by one which interface to use",
 }
 """The only files that touch environment variables, and why."""
@@ -328,28 +452,55 @@ BOUNDARIES = {
     "actors/": "processes begin and end here",
     "elastic/train/loop.py": "whatever the user's code raises goes to the coordinator",
     "elastic/train/alone/local.py": "whatever the user's code raises, the steps before it are saved",
-    "elastic/train/context.py": "whatever the user's loop has made of the error of a step, that error goes on",
-    "elastic/train/gauges/profiler.py": "whatever keeps a profile from being made is told, and training goes on without it",
+    "elastic/train/context.py": (
+        "whatever the user's loop has made of the error of a step, that error goes on"
+    ),
+    "elastic/train/gauges/profiler.py": (
+        "whatever keeps a profile from being made is told, and training goes on without it"
+    ),
     "elastic/state/snapshot.py": "a copy that fails ends the thread that makes it, never the step",
-    "elastic/state/uploader.py": "whatever ends the thread that uploads goes to the keeper, which waits for its part",
-    "elastic/engine/paged.py": "whatever the user's initialisation makes of values that were lost is done again with the true ones",
-    "elastic/train/checks/contract.py": "the user's code need not work with other numbers of samples than that of a microbatch",
-    "elastic/train/checks/plain.py": "what cannot be watched, or evaluated, in plain torch is computed without that",
-    "elastic/train/checks/trial.py": "whatever the user's code raises in plain torch it raises again in a step, or it becomes a sentence",
-    "elastic/train/errands.py": "whatever the user's code raises while it writes text, or a spare validates, is noted, and tried again",
-    "elastic/train/published.py": "whatever the user's model or dataset raises while an export is made, the weights are written",
+    "elastic/state/uploader.py": (
+        "whatever ends the thread that uploads goes to the keeper, which waits for its part"
+    ),
+    "elastic/engine/paged.py": (
+        "whatever the user's initialisation makes of values that were lost is done again with the true ones"
+    ),
+    "elastic/train/checks/contract.py": (
+        "the user's code need not work with other numbers of samples than that of a microbatch"
+    ),
+    "elastic/train/checks/plain.py": (
+        "what cannot be watched, or evaluated, in plain torch is computed without that"
+    ),
+    "elastic/train/checks/trial.py": (
+        "whatever the user's code raises in plain torch it raises again in a step, or it becomes a sentence"
+    ),
+    "elastic/train/errands.py": (
+        "whatever the user's code raises while it writes text, or a spare "
+        "validates, is noted, and tried again"
+    ),
+    "elastic/train/published.py": (
+        "whatever the user's model or dataset raises while an export is made, the weights are written"
+    ),
     "elastic/train/warmup.py": "whatever the user's code raises before the first step it raises again in it",
-    "elastic/train/checks/microbatch.py": "whatever the user's model or loss raises with tensors that have no values becomes a sentence",
-    "elastic/data/loader.py": "whatever the user's dataset raises in the reading thread is raised where its samples are used",
+    "elastic/train/checks/microbatch.py": (
+        "whatever the user's model or loss raises with tensors that have no values becomes a sentence"
+    ),
+    "elastic/data/loader.py": (
+        "whatever the user's dataset raises in the reading thread is raised where its samples are used"
+    ),
     "elastic/data/reader.py": "whatever the user's dataset raises while a reader opens it becomes a sentence",
     "elastic/train/model.py": "whatever the user's model raises while it is built becomes a sentence",
     "elastic/engine/optim/trial.py": "whatever the user's optimizer raises becomes a sentence",
     "elastic/engine/optim/schedule.py": "whatever the user's schedule raises becomes a sentence",
     "elastic/train/session.py": "whatever the user's dataset raises while it is opened becomes a sentence",
     "storage/background.py": "whatever ends a thread is raised where its result is waited for",
-    "elastic/threads.py": "whatever ends a thread's work is told, and the work begins anew or the process ends",
+    "elastic/threads.py": (
+        "whatever ends a thread's work is told, and the work begins anew or the process ends"
+    ),
     "elastic/runs/metrics.py": "whatever a sink of the user's raises is told, and the run goes on",
-    "elastic/code/objects.py": "whatever an object of the user's raises while it is looked at, its type must do",
+    "elastic/code/objects.py": (
+        "whatever an object of the user's raises while it is looked at, its type must do"
+    ),
     "elastic/code/imports.py": "whatever the user's module raises while it is imported becomes a sentence",
 }
 """Places that may catch every exception, and why."""

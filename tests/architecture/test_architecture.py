@@ -15,7 +15,11 @@ from tests.architecture import checks, prose, table
 from tests.support.patience import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[2]
-FILES = [file.relative_to(ROOT) for package in (*table.PACKAGES, "tests") for file in sorted((ROOT / package).rglob("*.py"))]
+FILES = [
+    file.relative_to(ROOT)
+    for package in (*table.PACKAGES, "tests")
+    for file in sorted((ROOT / package).rglob("*.py"))
+]
 OURS = [file for file in FILES if file.parts[0] in table.PACKAGES]
 MODULES = frozenset(checks.module_name(file) for file in OURS)
 
@@ -60,7 +64,9 @@ def test_nothing_pickles_reads_the_environment_or_catches_everything(found: dict
 def test_only_the_world_makes_and_leaves_process_groups(found: dict[str, list[str]]) -> None:
     """If torch's own reconfigure is used one day, only that file has to change."""
     none(found["groups"])
-    assert list(checks.groups_made(Path("elsewhere.py"), source(Path(table.SEAM)))), "the control: where they are made they are found"
+    assert list(checks.groups_made(Path("elsewhere.py"), source(Path(table.SEAM)))), (
+        "the control: where they are made they are found"
+    )
 
 
 @pytest.mark.parametrize(
@@ -84,7 +90,9 @@ def test_docstrings_are_whole_sentences(found: dict[str, list[str]]) -> None:
 
 
 def test_long_files_and_functions_are_listed(found: dict[str, list[str]]) -> None:
-    """A limit that fails makes files that stand just below it; so this one reminds only.  pytest prints warnings in its summary."""
+    """A limit that fails makes files that stand just below it; so this one reminds only.  pytest prints
+    warnings in its summary.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("always")
         warnings.warn("\n".join(["long files and functions:", *found["too long"]]), stacklevel=1)
@@ -99,8 +107,16 @@ def test_one_word_means_one_thing(found: dict[str, list[str]]) -> None:
 def test_every_row_and_every_exception_is_used(found: dict[str, list[str]]) -> None:
     """A table that speaks of what is gone misleads."""
     for names, wrong in ((table.ENVIRONMENT, "os."), (table.BOUNDARIES, "catches everything")):
-        used = {file.as_posix() for file in OURS if any(wrong in each for each in found[f"elsewhere, {file.as_posix()}"])}
-        none(f"nothing needs the entry of {name}" for name in names if not any(file.startswith(name) for file in used))
+        used = {
+            file.as_posix()
+            for file in OURS
+            if any(wrong in each for each in found[f"elsewhere, {file.as_posix()}"])
+        }
+        none(
+            f"nothing needs the entry of {name}"
+            for name in names
+            if not any(file.startswith(name) for file in used)
+        )
     none(f"nothing has the row of {row}" for row in table.IMPORTS if row not in MODULES and row != "examples")
 
 
@@ -110,8 +126,16 @@ def test_every_row_and_every_exception_is_used(found: dict[str, list[str]]) -> N
         ("elastic/control/x.py", "import torch", "may not import torch"),
         ("elastic/control/x.py", "def f():\n    import ray", "may not import ray"),
         ("elastic/control/x.py", "from elastic.sim import faults", "may not import elastic.sim"),
-        ("elastic/plan/x.py", "from elastic.protocol.commit_record import Outcome", "may not import elastic.protocol.commit_record"),
-        ("elastic/plan/x.py", "from ..protocol.commit_record import Outcome", "may not import elastic.protocol.commit_record"),
+        (
+            "elastic/plan/x.py",
+            "from elastic.protocol.commit_record import Outcome",
+            "may not import elastic.protocol.commit_record",
+        ),
+        (
+            "elastic/plan/x.py",
+            "from ..protocol.commit_record import Outcome",
+            ("may not import elastic.protocol.commit_record"),
+        ),
         ("elastic/plan/x.py", "import storage.objects", "may not import storage"),
         ("elastic/engine/x.py", "import ray.util", "may not import ray"),
         ("elastic/train/x.py", "from actors.launch import launch", "may not import actors"),
@@ -170,8 +194,18 @@ def test_a_long_file_and_a_long_function_are_found() -> None:
 def test_a_double_and_a_line_that_nothing_needs_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(table, "DOUBLES", {"Allowed": "", "Gone": ""})
     source = "class {0}:\n    class Inner: pass\n"
-    files = {"elastic/a.py": "Twice", "actors/b.py": "Twice", "elastic/c.py": "Allowed", "storage/d.py": "Allowed", "storage/e.py": "Once"}
-    found = list(checks.doubles(each for file, name in files.items() for each in checks.classes(Path(file), source.format(name))))
+    files = {
+        "elastic/a.py": "Twice",
+        "actors/b.py": "Twice",
+        "elastic/c.py": "Allowed",
+        "storage/d.py": "Allowed",
+        "storage/e.py": "Once",
+    }
+    found = list(
+        checks.doubles(
+            each for file, name in files.items() for each in checks.classes(Path(file), source.format(name))
+        )
+    )
     assert [each.split()[0] for each in found] == ["Inner", "Twice", "Gone"]
     assert "actors.b and in elastic.a" in found[1]
 
@@ -192,13 +226,21 @@ HEAVY = ("torch", "ray", "pydantic", "numpy", "pyarrow", "fsspec", "safetensors"
 
 def run_blocked(code: str) -> subprocess.CompletedProcess[str]:
     program = BLOCKED.format(blocked=set(HEAVY), code=code)
-    return subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    return subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
 
 
 def test_what_decides_and_plans_imports_nothing_installed() -> None:
     """Decisions run where torch, Ray, pydantic and numpy are not installed."""
     done = run_blocked(
-        "import elastic.control.machine, elastic.journal.codec, elastic.plan.transfer, elastic.sim, storage.slices, elastic; dir(elastic)"
+        "import elastic.control.machine, elastic.journal.codec, elastic.plan.transfer, elastic.sim, "
+        "storage.slices, elastic; dir(elastic)"
     )
     assert done.returncode == 0, done.stderr
 

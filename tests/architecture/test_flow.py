@@ -57,21 +57,37 @@ def recorded_run(folder: Path, *, with_seam: bool) -> Mapping[int, list[Call]]:
     path = os.pathsep.join([*([str(site)] if with_seam else []), str(folder)])
     environment = os.environ | {"PYTHONPATH": path}
     done = subprocess.run(
-        [sys.executable, "-c", RUN], cwd=folder, env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False
+        [sys.executable, "-c", RUN],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
     )
     assert done.returncode == -signal.SIGKILL, done
-    assert list((folder / "storage").rglob("*.pyc")) == [] or not with_seam, "what is compiled with notes is not kept"
+    assert list((folder / "storage").rglob("*.pyc")) == [] or not with_seam, (
+        "what is compiled with notes is not kept"
+    )
     return recorded(folder / "notes")
 
 
 def test_each_function_is_recorded_where_it_runs(tmp_path: Path) -> None:
-    """The recorder also sees a lambda, a nested function, a function in a thread that ``threading`` does not know, and the making of an
-    instance."""
+    """The recorder also sees a lambda, a nested function, a function in a thread that ``threading`` does not
+    know, and the making of an instance."""
     (calls,) = recorded_run(tmp_path, with_seam=True).values()
     assert {call.file for call in calls} == {"storage/things.py"}
     main = calls[0].thread
-    assert [call.function for call in calls if call.thread == main] == ["Value made", "inner", "inner.within", "<lambda>", "Value.twice"]
-    assert [call.function for call in calls if call.thread != main] == ["Value.twice"], "a thread of its own; not the child that was forked"
+    assert [call.function for call in calls if call.thread == main] == [
+        "Value made",
+        "inner",
+        "inner.within",
+        "<lambda>",
+        "Value.twice",
+    ]
+    assert [call.function for call in calls if call.thread != main] == ["Value.twice"], (
+        "a thread of its own; not the child that was forked"
+    )
     assert [call.at for call in calls] == sorted(call.at for call in calls)
 
 
@@ -80,12 +96,17 @@ def test_without_the_seam_nothing_is_recorded(tmp_path: Path) -> None:
 
 
 def test_what_counts_as_passed() -> None:
-    """Only what runs in the window counts; a file is own if the steady state lacks one of its functions, and new if it lacks all."""
+    """Only what runs in the window counts; a file is own if the steady state lacks one of its functions, and
+    new if it lacks all.
+    """
     strike = Strike(quiet_at=10, sent_at=20, dead_at=20, committed_at=30)
     script = [
         (1, "actors/keeper.py", "Keeper.__init__"),
         *((at, "elastic/both.py", "often") for at in (11, 22)),
-        *((at, "elastic/more.py", function) for at, function in ((5, "seldom"), (12, "often"), (23, "often"), (24, "seldom"))),
+        *(
+            (at, "elastic/more.py", function)
+            for at, function in ((5, "seldom"), (12, "often"), (23, "often"), (24, "seldom"))
+        ),
         (21, "elastic/new.py", "Value made"),
         (13, "elastic/before.py", "often"),
         (31, "elastic/after.py", "seldom"),
@@ -104,28 +125,38 @@ def test_what_counts_as_passed() -> None:
 
 
 MOST_ONLY = 37
-"""Limit on the files with a function that had never run before the kill: what a recovery of replicas adds to a start.
+"""Limit on the files with a function that had never run before the kill: what a recovery of replicas adds to
+a start.
 
-There were 34 when they were first counted: of the coordinator's decisions, of the keeper, and of the fence, the blame and the moves in the
-members.  Three more may be among them, since a member that becomes the first one reports what another did before.  The files with a
-function that steps do not run (``own``) are no measure of a recovery: 87, and 91 on a loaded machine, where fewer functions run in the
-quiet seconds.  Of those, 53 have formed the first world, too, and each policy of the engine adds one."""
+There were 34 when they were first counted: of the coordinator's decisions, of the keeper, and of the fence,
+the blame and the moves in the members.  Three more may be among them, since a member that becomes the first
+one reports what another did before.  The files with a function that steps do not run (``own``) are no measure
+of a recovery: 87, and 91 on a loaded machine, where fewer functions run in the quiet seconds.  Of those, 53
+have formed the first world, too, and each policy of the engine adds one."""
 
 
 @pytest.mark.full
 def test_a_recovery_passes_few_files() -> None:
-    """The program kills for real, and must have seen the steps that every recovery takes, each in its process and thread."""
+    """The program kills for real, and must have seen the steps that every recovery takes, each in its process
+    and thread.
+    """
     flow = measure()
     assert len(flow.strike.survivors) == WORKERS - 1
     assert set(flow.processes) == {"coordinator", "keeper", *flow.strike.survivors}
     for name in flow.strike.survivors:
-        threads = {function: thread for each in flow.processes[name] for function, thread in each.threads.items()}
+        threads = {
+            function: thread for each in flow.processes[name] for function, thread in each.threads.items()
+        }
         orders = ("Controlled.fence", "Controlled.settle", "Controlled.form", "Controlled.go", "Worker.obey")
-        assert {threads[order] for order in orders} == {"control"}, "Ray starts this thread: whoever cannot see it misses half"
+        assert {threads[order] for order in orders} == {"control"}, (
+            "Ray starts this thread: whoever cannot see it misses half"
+        )
         assert threads["Trainer._form"] == threads["Step.commit"] == "training"
     decided = {function for each in flow.processes["coordinator"] for function in each.threads}
     assert {"Group._ended", "Coordinator._advance", "advance", "Group._form"} <= decided
     assert flow.strike.sent_at < flow.strike.dead_at < flow.strike.committed_at
     assert len(flow.only()) <= MOST_ONLY, sorted(flow.only())
-    assert {f"elastic/{name}.py" for name in ("control/stopping", "train/blame", "state/heal")} <= flow.only(), "no start has run these"
+    assert {
+        f"elastic/{name}.py" for name in ("control/stopping", "train/blame", "state/heal")
+    } <= flow.only(), "no start has run these"
     assert "elastic/engine/parallelize.py" in flow.own() - flow.only(), "the first world was formed by it"

@@ -1,4 +1,6 @@
-"""The check of docstrings finds fragments, wherever they stand.  ``test_architecture.py`` reads all files with it."""
+"""The check of docstrings finds fragments, wherever they stand.  ``test_architecture.py`` reads all files
+with it.
+"""
 
 from __future__ import annotations
 
@@ -48,8 +50,13 @@ def test_a_whole_sentence_is_left_alone(text: str) -> None:
 
 def test_docstrings_are_found_wherever_they_may_stand() -> None:
     """Below a module, class, function, constant, field and attribute; a string elsewhere is none."""
-    source = '"""M"""\nA = 1\n"""c"""\nclass K:\n    """K"""\n    f: int = 0\n    """f"""\n    def g(self):\n        """g"""\n'
-    source += '        self.a = 1\n        """a"""\n        return "r"\nfor x in ():\n    print("p")\n    "s"\n'
+    source = (
+        '"""M"""\nA = 1\n"""c"""\nclass K:\n    """K"""\n    f: int = 0\n    """f"""\n    def '
+        'g(self):\n        """g"""\n'
+    )
+    source += (
+        '        self.a = 1\n        """a"""\n        return "r"\nfor x in ():\n    print("p")\n    "s"\n'
+    )
     assert sorted(text for _, text in prose.docstrings(source)) == ["K", "M", "a", "c", "f", "g"]
 
 

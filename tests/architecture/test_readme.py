@@ -1,4 +1,6 @@
-"""The README and the guide are right about the code: the states and their edges, the rooms, and every file that they name."""
+"""The README and the guide are right about the code: the states and their edges, the rooms, and every file
+that they name.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,11 @@ def test_the_table_of_states_has_every_edge() -> None:
     lines = (GUIDE / "concepts.md").read_text(encoding="utf-8").splitlines()
     rows = [found.groups() for line in lines if (found := STATE.match(line))]
     told = {state: set(re.findall(r"`(\w+)`", following)) for state, following in rows}
-    assert told == {state.__name__: {each.__name__ for each in following} for state, following in ALLOWED.items() if following}
+    assert told == {
+        state.__name__: {each.__name__ for each in following}
+        for state, following in ALLOWED.items()
+        if following
+    }
     assert len(told) == len(rows), "a state has one row"
 
 
@@ -37,13 +43,18 @@ def test_the_readme_has_every_room_and_no_other() -> None:
     packages = {file.parent.relative_to(ROOT).as_posix() for file in (ROOT / "elastic").glob("*/__init__.py")}
     told = rooms(README.read_text(encoding="utf-8"))
     assert sorted(told) == sorted({*packages, "actors", "storage", "examples", "tests"})
-    assert rooms("elastic/nowhere/   a room\nsomewhere/  another\nno room: x/ y") == ["elastic/nowhere", "somewhere"], "the control"
+    assert rooms("elastic/nowhere/   a room\nsomewhere/  another\nno room: x/ y") == [
+        "elastic/nowhere",
+        "somewhere",
+    ], "the control"
 
 
 def missing(text: str, folder: Path) -> list[str]:
-    """Return what a page in ``folder`` names and the repository lacks: targets of links, headings that they lead to, files, and tests.
+    """Return what a page in ``folder`` names and the repository lacks: targets of links, headings that they
+    lead to, files, and tests.
 
-    Tests are named as ``folder/test_x.py``, or as ``test_x.py`` in the folder of the test before, or in any if there was none on the line.
+    Tests are named as ``folder/test_x.py``, or as ``test_x.py`` in the folder of the test before, or in any
+    if there was none on the line.
     """
     found: list[str] = []
     for line in text.splitlines():
@@ -64,7 +75,11 @@ def _leads(file: str, heading: str, text: str, folder: Path) -> bool:
     if not heading:
         return True
     lines = (target.read_text(encoding="utf-8") if file else text).splitlines()
-    return heading in {"#" + re.sub(r"[^\w -]", "", line.lstrip("# ").lower()).replace(" ", "-") for line in lines if line.startswith("#")}
+    return heading in {
+        "#" + re.sub(r"[^\w -]", "", line.lstrip("# ").lower()).replace(" ", "-")
+        for line in lines
+        if line.startswith("#")
+    }
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
@@ -74,8 +89,14 @@ def test_what_a_page_names_is_there(page: Path) -> None:
 
 def test_what_is_not_there_is_found() -> None:
     """The control."""
-    wrong = "[a](nowhere.md), [b](examples/guide/faults.md#no-such), elastic/nowhere.py, actors/test_nowhere.py, test_s3.py, [c](#none)"
-    right = "[a](examples/guide/faults.md), [b](examples/guide/faults.md#the-promise), elastic/job.py, storage/test_s3.py, test_urls.py"
+    wrong = (
+        "[a](nowhere.md), [b](examples/guide/faults.md#no-such), elastic/nowhere.py, "
+        "actors/test_nowhere.py, test_s3.py, [c](#none)"
+    )
+    right = (
+        "[a](examples/guide/faults.md), [b](examples/guide/faults.md#the-promise), elastic/job.py, "
+        "storage/test_s3.py, test_urls.py"
+    )
     assert missing(right, ROOT) == []
     assert missing(wrong, ROOT) == [
         *("nowhere.md", "examples/guide/faults.md#no-such", "#none"),

@@ -1,10 +1,12 @@
-"""Measures forward and backward of causal attention, [1, heads, seq, dim] with shared keys and values, for each backend of this machine.
+"""Measures forward and backward of causal attention, [1, heads, seq, dim] with shared keys and values, for
+each backend of this machine.
 
     python -m tests.benchmarks.attention [--sizes 1b 8b] [--seq 8192] [--dtype float32] [NAME ...]
 
-Each backend runs in a process of its own, so that a kernel that breaks its device spoils one row.  Prints a line of JSON for each row and a
-table: milliseconds, TFLOP/s (of the causal half), whether five passes had the same bits, and the largest difference from plain math in
-float32, as a share of the largest value of the output and of each gradient.  A backend that is not there has the reason in its row.
+Each backend runs in a process of its own, so that a kernel that breaks its device spoils one row.  Prints a
+line of JSON for each row and a table: milliseconds, TFLOP/s (of the causal half), whether five passes had the
+same bits, and the largest difference from plain math in float32, as a share of the largest value of the
+output and of each gradient.  A backend that is not there has the reason in its row.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ from tests.benchmarks.models import SIZES
 PASSES = 5
 """Number of times that the same input is computed, to see whether the bits are the same."""
 LIMIT_S = 240.0
-"""Seconds that a backend may take to import, to compile and to be measured: flash-4 compiles each kernel at its first call."""
+"""Seconds that a backend may take to import, to compile and to be measured: flash-4 compiles each kernel at
+its first call.
+"""
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Attends causally: q [1, heads, seq, dim], k and v [1, fewer heads, seq, dim] -> as q."""
 Row = dict[str, Any]
@@ -51,7 +55,9 @@ class Shape:
 
     @property
     def flops(self) -> float:
-        """Operations of the forward pass in the half that the mask leaves; the backward pass has 2.5 times as many."""
+        """Operations of the forward pass in the half that the mask leaves; the backward pass has 2.5 times as
+        many.
+        """
         return 2 * self.heads * self.seq**2 * self.dim
 
     def inputs(self, device: str, dtype: torch.dtype) -> list[Tensor]:
@@ -85,7 +91,9 @@ def ours() -> Attend:
 
 def flex(options: dict[str, Any] | None) -> Attend:
     compiled = torch.compile(flex_attention, dynamic=False)
-    return lambda q, k, v: compiled(q, k, v, block_mask=causal_mask(q.shape[2], q.device), enable_gqa=True, kernel_options=options)
+    return lambda q, k, v: compiled(
+        q, k, v, block_mask=causal_mask(q.shape[2], q.device), enable_gqa=True, kernel_options=options
+    )
 
 
 def flash(implementation: str) -> Attend:
@@ -101,7 +109,9 @@ def flash4(deterministic: bool) -> Attend:
     from flash_attn.cute import flash_attn_func
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        found = flash_attn_func(*(each.transpose(1, 2) for each in (q, k, v)), causal=True, deterministic=deterministic)
+        found = flash_attn_func(
+            *(each.transpose(1, 2) for each in (q, k, v)), causal=True, deterministic=deterministic
+        )
         out: Tensor = found[0] if isinstance(found, tuple) else found
         return out.transpose(1, 2)
 
@@ -131,14 +141,19 @@ BACKENDS: dict[str, tuple[Callable[[], Attend], bool]] = {
 
 
 def exact(q: Tensor, k: Tensor, v: Tensor, gradient: Tensor) -> list[Tensor]:
-    """Returns the output and the gradients of q, k and v, float32 or wider, by the formula; one group of heads after the other."""
+    """Returns the output and the gradients of q, k and v, float32 or wider, by the formula; one group of
+    heads after the other.
+    """
     parts = []
     seq, share = q.shape[2], q.shape[1] // k.shape[1]
     future = torch.ones(seq, seq, dtype=torch.bool, device=q.device).triu(1)
     for head in range(k.shape[1]):
         group = slice(head * share, (head + 1) * share)
         wide = torch.promote_types(q.dtype, torch.float32)
-        some = [each.detach().to(wide).requires_grad_() for each in (q[:, group], k[:, head : head + 1], v[:, head : head + 1])]
+        some = [
+            each.detach().to(wide).requires_grad_()
+            for each in (q[:, group], k[:, head : head + 1], v[:, head : head + 1])
+        ]
         scores = (some[0] @ some[1].mT / math.sqrt(q.shape[-1])).masked_fill(future, -math.inf)
         out = scores.softmax(-1) @ some[2]
         parts.append([out.detach(), *torch.autograd.grad(out, some, gradient[:, group].to(wide))])
@@ -156,15 +171,16 @@ def difference(found: list[Tensor], right: list[Tensor]) -> float:
 
 
 def measured(attend: Attend, shape: Shape, device: str, dtype: torch.dtype, least_s: float = 0.5) -> Row:
-    """Returns the row of one backend.  Each time is the median of runs that take ``least_s`` seconds together; that of the backward pass is
-    what it adds to the forward pass.
+    """Returns the row of one backend.  Each time is the median of runs that take ``least_s`` seconds
+    together; that of the backward pass is what it adds to the forward pass.
     """
     inputs = shape.inputs(device, dtype)
     first = both(attend, inputs)
     same = all(all(map(torch.equal, first, both(attend, inputs))) for _ in range(PASSES - 1))
     known = {"attend": attend, "both": both, "inputs": inputs}
     forward, total = (
-        Timer(run, globals=known).blocked_autorange(min_run_time=least_s).median for run in ("attend(*inputs[:3])", "both(attend, inputs)")
+        Timer(run, globals=known).blocked_autorange(min_run_time=least_s).median
+        for run in ("attend(*inputs[:3])", "both(attend, inputs)")
     )
     backward = total - forward
     return {
@@ -183,7 +199,9 @@ def reason(error: Exception) -> str:
 
 
 def rows_of(name: str, options: argparse.Namespace) -> dict[str, Row]:
-    """Measures one backend in this process, at each size.  Whatever it raises is a row, since a backend may lack anything."""
+    """Measures one backend in this process, at each size.  Whatever it raises is a row, since a backend may
+    lack anything.
+    """
     make, deterministic = BACKENDS[name]
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = getattr(torch, options.dtype or ("bfloat16" if device == "cuda" else "float32"))
@@ -217,7 +235,9 @@ def apart(name: str, options: argparse.Namespace) -> dict[str, Row]:
     ]
     environment = os.environ | {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=LIMIT_S)
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, check=False, timeout=LIMIT_S
+        )
     except subprocess.TimeoutExpired:
         return {size: {"failed": f"not done after {LIMIT_S:g} s"} for size in options.sizes}
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
@@ -240,8 +260,14 @@ def table(found: dict[str, dict[str, Row]]) -> str:
             if "failed" in row:
                 lines.append(f"| {size} | {name} | {row['failed'].replace('|', '/')} | | | | | |")
                 continue
-            passes = " | ".join(f"{row[f'{each}_ms']:.2f} ms | {row[f'{each}_tflops']:.0f}" for each in ("forward", "backward"))
-            lines.append(f"| {size} | {name} | {passes} | {'yes' if row['same_bits'] else 'no'} | {row['difference']:.1e} |")
+            passes = " | ".join(
+                f"{row[f'{each}_ms']:.2f} ms | {row[f'{each}_tflops']:.0f}"
+                for each in ("forward", "backward")
+            )
+            lines.append(
+                f"| {size} | {name} | {passes} | {'yes' if row['same_bits'] else 'no'} | "
+                f"{row['difference']:.1e} |"
+            )
     return "\n".join(lines)
 
 
@@ -250,7 +276,11 @@ def main() -> None:
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of: {'; '.join(BACKENDS)}")
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["1b", "8b"])
     parser.add_argument("--seq", type=int, default=8192)
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="bfloat16 on a GPU, float32 on a CPU if it is left out")
+    parser.add_argument(
+        "--dtype",
+        choices=("bfloat16", "float32"),
+        help=("bfloat16 on a GPU, float32 on a CPU if it is left out"),
+    )
     parser.add_argument("--here", action="store_true", help="one backend, in this process")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "tests/benchmarks/results")))
     options = parser.parse_args()
@@ -266,7 +296,10 @@ def main() -> None:
         print(json.dumps({"name": name, **found[name]}), flush=True)
         (options.out / "attention.json").write_text(json.dumps(found, indent=1) + "\n")
     card = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU, float32"
-    print(f"{card}, torch {torch.__version__}, sequence {options.seq}, causal, one sample\n{table(found)}", flush=True)
+    print(
+        f"{card}, torch {torch.__version__}, sequence {options.seq}, causal, one sample\n{table(found)}",
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
-"""Measures what a round of orders and answers costs the coordinator: with a call for each worker, and with one for each node.
+"""Measures what a round of orders and answers costs the coordinator: with a call for each worker, and with
+one for each node.
 
     python -m tests.benchmarks.calls [--nodes 8] [--per-node 8] [--rounds 20]
 
-The workers and keepers are processes with the product's outbox, orders and keeper methods (``tests/support/relay.py``).  In a round, the
-coordinator's process orders every worker to say something, and the round ends when all have been heard.  ``cpu`` is the time of that
-process, all threads, Ray's among them.  How long a round takes says little, because all processes share the cores of one machine.
+The workers and keepers are processes with the product's outbox, orders and keeper methods
+(``tests/support/relay.py``).  In a round, the coordinator's process orders every worker to say something, and
+the round ends when all have been heard.  ``cpu`` is the time of that process, all threads, Ray's among them.
+How long a round takes says little, because all processes share the cores of one machine.
 """
 
 from __future__ import annotations
@@ -40,8 +42,16 @@ class Head(Desk):
         self.heard += len(said)
 
     @ray.method(concurrency_group="rounds")  # type: ignore[untyped-decorator]
-    def rounds(self, actors: dict[WorkerId, Any], homes: dict[WorkerId, NodeId], keepers: dict[NodeId, Any], count: int) -> Any:
-        """Returns (cpu, seconds until the orders were sent, seconds until all were heard, calls that arrived) of each round."""
+    def rounds(
+        self,
+        actors: dict[WorkerId, Any],
+        homes: dict[WorkerId, NodeId],
+        keepers: dict[NodeId, Any],
+        count: int,
+    ) -> Any:
+        """Returns (cpu, seconds until the orders were sent, seconds until all were heard, calls that arrived)
+        of each round.
+        """
         orders, found = Orders(1, actors, homes, keepers, FENCE_S), []
         for number in range(count):
             self.calls.clear()
@@ -68,14 +78,19 @@ def main() -> None:
     cluster.connect("local")
     head = ray.remote(num_cpus=0, concurrency_groups={"rounds": 1})(Head).remote()
     nodes = [NodeId(f"n{number}") for number in range(known.nodes)]
-    homes = {WorkerId(f"w{number}"): nodes[number % len(nodes)] for number in range(known.nodes * known.per_node)}
+    homes = {
+        WorkerId(f"w{number}"): nodes[number % len(nodes)] for number in range(known.nodes * known.per_node)
+    }
     actors = {worker: ray.remote(num_cpus=0)(Speaker).remote(worker, head) for worker in homes}
     ray.get([actor.read.remote() for actor in actors.values()])
     print(f"{len(homes)} workers on {len(nodes)} nodes", flush=True)
     for way in ("a call for each worker", "a call for each node"):
         keepers = {}
         if way == "a call for each node":
-            keepers = {node: ray.remote(num_cpus=0, concurrency_groups=GROUPS)(Gatherer).remote(node, head) for node in nodes}
+            keepers = {
+                node: ray.remote(num_cpus=0, concurrency_groups=GROUPS)(Gatherer).remote(node, head)
+                for node in nodes
+            }
             ray.get([keepers[node].follow.remote(worker, actors[worker]) for worker, node in homes.items()])
             ray.get([actors[worker].speak_through.remote(keepers[node]) for worker, node in homes.items()])
         ray.get(head.rounds.remote(actors, homes, keepers, 2))

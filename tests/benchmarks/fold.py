@@ -1,11 +1,13 @@
-"""Measures what the ordered reduction costs beside FSDP's own reduce-scatter: whole steps, and the bare exchange by message size.
+"""Measures what the ordered reduction costs beside FSDP's own reduce-scatter: whole steps, and the bare
+exchange by message size.
 
     python -m tests.benchmarks.fold [--size large]            # on all GPUs of this machine, over NCCL
     python -m tests.benchmarks.fold --size tiny --world 2     # a rehearsal on CPUs, over gloo
 
-All cases run in the same processes, one for each device; each case has fresh weights, and its steps are timed after three that are not.
-A ratio above 1 says that the fold is slower.  ``reproducible = true`` is the fold with deterministic kernels, ``false`` the library's sum
-with free ones; the two mixed cases tell what each of both costs.
+All cases run in the same processes, one for each device; each case has fresh weights, and its steps are timed
+after three that are not. A ratio above 1 says that the fold is slower.  ``reproducible = true`` is the fold
+with deterministic kernels, ``false`` the library's sum with free ones; the two mixed cases tell what each of
+both costs.
 """
 
 from __future__ import annotations
@@ -126,11 +128,16 @@ def scattered(world: World, grads: torch.Tensor, output: torch.Tensor, rounds: i
 
 
 def exchanges(world: World, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Measures the bare reduction of one module's float32 gradients over the shard group, by their bytes, for one round and four."""
+    """Measures the bare reduction of one module's float32 gradients over the shard group, by their bytes, for
+    one round and four.
+    """
     rows = []
     for mib in options.mib:
         count = (mib << 18) // world.size * world.size
-        grads, output = torch.ones(count, device=world.device), torch.empty(count // world.size, device=world.device)
+        grads, output = (
+            torch.ones(count, device=world.device),
+            torch.empty(count // world.size, device=world.device),
+        )
         row: dict[str, Any] = {"mib": mib}
         for rounds in ROUNDS:
             for name, reduce in (("fold", folded), ("sum", scattered)):
@@ -177,7 +184,9 @@ def rank_main(pipe: Connection, folder: Path, options: argparse.Namespace, rank:
 def show(found: dict[str, Any]) -> None:
     for row in found["steps"][-len(ROUNDS) :]:
         ratios = "; ".join(f"{key} {value:.3f}" for key, value in row.items() if ":" in key)
-        times = "; ".join(f"{key} {1000 * value:.1f}" for key, value in row.items() if "," in key and ":" not in key)
+        times = "; ".join(
+            f"{key} {1000 * value:.1f}" for key, value in row.items() if "," in key and ":" not in key
+        )
         print(f"{row['layout']}, rounds {row['rounds']}: {ratios}\n    ms a step: {times}", flush=True)
 
 
@@ -207,15 +216,27 @@ def main() -> None:
         pipe, theirs = context.Pipe()
         processes = []
         for rank in range(options.world):
-            os.environ["CUDA_VISIBLE_DEVICES"] = str(rank)  # of the process that starts next: one device each, as for a worker
-            processes.append(context.Process(target=rank_main, args=(theirs, folder, options, rank, store.port), daemon=True))
+            # of the process that starts next: one device each, as for a worker
+            os.environ["CUDA_VISIBLE_DEVICES"] = str(rank)
+            processes.append(
+                context.Process(
+                    target=rank_main, args=(theirs, folder, options, rank, store.port), daemon=True
+                )
+            )
             processes[-1].start()
         while (found := pipe.recv()) is not None:
             if len(found["steps"]) == len(ROUNDS):
                 for row in found["exchanges"]:
-                    print("; ".join(f"{key} {value if key == 'mib' else round(value, 5)}" for key, value in row.items()))
+                    print(
+                        "; ".join(
+                            f"{key} {value if key == 'mib' else round(value, 5)}"
+                            for key, value in row.items()
+                        )
+                    )
             show(found)
-            (options.out / f"fold-{options.size}-{options.world}.json").write_text(json.dumps({"about": about, **found}, indent=1) + "\n")
+            (options.out / f"fold-{options.size}-{options.world}.json").write_text(
+                json.dumps({"about": about, **found}, indent=1) + "\n"
+            )
         for process in processes:
             process.join(30)
 

@@ -1,10 +1,12 @@
-"""Measures fused operations beside the plain ones that they replace, forward and backward, and says on which device.
+"""Measures fused operations beside the plain ones that they replace, forward and backward, and says on which
+device.
 
     python -m tests.benchmarks.fused                     # on a GPU
     python -m tests.benchmarks.fused --size tiny         # a rehearsal, on a CPU if there is no GPU
 
-The loss is fused by ``elastic/kernels/cross_entropy.py``.  RMSNorm, SwiGLU and a whole block are fused
-by torch's compiler; ``compile = false`` has the plain ones.  Each pair runs by turns, so that a change of the clock meets both.
+The loss is fused by ``elastic/kernels/cross_entropy.py``.  RMSNorm, SwiGLU and a whole block are fused by
+torch's compiler; ``compile = false`` has the plain ones.  Each pair runs by turns, so that a change of the
+clock meets both.
 """
 
 from __future__ import annotations
@@ -78,10 +80,14 @@ def pairs(size: str, device: str, dtype: torch.dtype) -> dict[str, Pair]:
     targets = torch.randint(-vocab // 8, vocab, (tokens,), generator=draw, device=device).clamp_min(-1)
     weights = list(block.parameters())  # a compiled block computes their gradients in any case
     return {
-        "loss": Pair(cross_entropy, plain_loss, [random(tokens, dim), random(vocab, dim, scale=dim**-0.5)], (targets,)),
+        "loss": Pair(
+            cross_entropy, plain_loss, [random(tokens, dim), random(vocab, dim, scale=dim**-0.5)], (targets,)
+        ),
         "RMSNorm": Pair(torch.compile(rms_norm), rms_norm, [random(tokens, dim), random(dim)]),
         "SwiGLU": Pair(torch.compile(swiglu), swiglu, [random(tokens, hidden), random(tokens, hidden)]),
-        "block": Pair(torch.compile(block, fullgraph=True), block, [random(1, tokens, dim)], (rope,), weights),
+        "block": Pair(
+            torch.compile(block, fullgraph=True), block, [random(1, tokens, dim)], (rope,), weights
+        ),
     }
 
 
@@ -133,14 +139,22 @@ def main() -> None:
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    about = f"{torch.cuda.get_device_name(0) if device == 'cuda' else 'CPU'}, torch {torch.__version__}, {options.size}, {dtype}"
+    about = (
+        f"{torch.cuda.get_device_name(0) if device == 'cuda' else 'CPU'}, torch {torch.__version__}, "
+        f"{options.size}, {dtype}"
+    )
     print(about, flush=True)
     rows = []
     for name, pair in pairs(options.size, device, dtype).items():
         fused, plain = measured(pair, device)
         rows.append({"operation": name, "fused_ms": fused, "plain_ms": plain, "speed_up": plain / fused})
-        print(f"{name:<8} fused {fused:9.3f} ms   plain {plain:9.3f} ms   {plain / fused:5.2f} times as fast", flush=True)
-    (options.out / f"fused-{options.size}.json").write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n")
+        print(
+            f"{name:<8} fused {fused:9.3f} ms   plain {plain:9.3f} ms   {plain / fused:5.2f} times as fast",
+            flush=True,
+        )
+    (options.out / f"fused-{options.size}.json").write_text(
+        json.dumps({"about": about, "rows": rows}, indent=1) + "\n"
+    )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
-"""Measures what a copy of one shard costs a device and its host, and how fast a shard comes back, on one device without a world.
+"""Measures what a copy of one shard costs a device and its host, and how fast a shard comes back, on one
+device without a world.
 
     python -m tests.benchmarks.gpu_copies                     # a quarter of 3.2 B parameters; needs 30 GB of host memory
     python -m tests.benchmarks.gpu_copies --size tiny         # a rehearsal, on a device too
 
-*alone*: one copy, while nothing else runs; *products*: the same number of matrix products alone, and beside a copy; *back*: from memory
-that is pinned here, from that of another mapping as a dead worker leaves it, and with torch's own ``to``.  Each way back is timed twice:
+*alone*: one copy, while nothing else runs; *products*: the same number of matrix products alone, and beside a
+copy; *back*: from memory that is pinned here, from that of another mapping as a dead worker leaves it, and
+with torch's own ``to``.  Each way back is timed twice:
 the second time its pages are mapped.  torch has one thread on the host, as in a worker of one CPU.
 """
 
@@ -89,14 +91,18 @@ def main() -> None:
     shape, values, device = frame(tensors, cell(SHARDS, 0)), {}, torch.device("cuda")
     for tensor in tensors:
         place = torch.device("cpu") if tensor.kind == "scalar" else device
-        values[tensor.kind, tensor.name] = torch.randn(shard_slice(tensor, SHARDS, 0).shape, device=place).to(DTYPES[tensor.dtype])
+        values[tensor.kind, tensor.name] = torch.randn(shard_slice(tensor, SHARDS, 0).shape, device=place).to(
+            DTYPES[tensor.dtype]
+        )
     shard, gigabytes = Shard(AT, cell(SHARDS, 0), values), shape.bytes / 1e9
     region = Region.create(2, shape.bytes, shape.blocks)
     region["keeper"] = os.getpid()
     snapshots = Snapshots(region, tensors, device, CopyRule(copies=True, buddies=True))
     snapshots.ready()
     workers = tuple(WorkerId(f"w{rank}") for rank in range(SHARDS))
-    snapshots.enter(Plan(1, 2, Layout(1, SHARDS), workers, AT, "init", (), NodeId("n"), copy_every=1), workers[0], shard)
+    snapshots.enter(
+        Plan(1, 2, Layout(1, SHARDS), workers, AT, "init", (), NodeId("n"), copy_every=1), workers[0], shard
+    )
 
     snapshots.settle()
     copy = partial(snapshots._copy, 0, Copy(AT, cell(SHARDS, 0)), shard, saves=False)
@@ -106,21 +112,41 @@ def main() -> None:
         copy()
         return time.monotonic() - began
 
-    print(f"{torch.cuda.get_device_name(0)}, torch {torch.__version__}: {len(tensors)} tensors, {gigabytes:.2f} GB", flush=True)
+    print(
+        (
+            f"{torch.cuda.get_device_name(0)}, torch {torch.__version__}: {len(tensors)} tensors, "
+            f"{gigabytes:.2f} GB"
+        ),
+        flush=True,
+    )
     taken = statistics.median(alone() for _ in range(5))
     print(f"a copy alone takes {1e3 * taken:.1f} ms: {gigabytes / taken:.1f} GB/s", flush=True)
-    before, beside, after = (products(work) for work in (lambda: None, lambda: begin(copy, "copies"), lambda: None))
+    before, beside, after = (
+        products(work) for work in (lambda: None, lambda: begin(copy, "copies"), lambda: None)
+    )
     print(f"products alone {before:.1f} ms, beside a copy {beside:.1f}, alone {after:.1f}", flush=True)
     alone()
     holding = Holding(workers[0], AT, cell(SHARDS, 0), NodeId("n"))
     ranges = [_range(tensor, shard_slice(tensor, SHARDS, 0), holding, shape) for tensor in tensors]
-    for name, memory in (("pinned", region), ("another mapping", Region.of_process(os.getpid(), region.descriptor)), ("torch's way", None)):
+    for name, memory in (
+        ("pinned", region),
+        ("another mapping", Region.of_process(os.getpid(), region.descriptor)),
+        ("torch's way", None),
+    ):
         there = memory or Region.of_process(os.getpid(), region.descriptor)
-        data, sums = torch.frombuffer(there.data(0), dtype=torch.uint8), torch.frombuffer(there.digests(0), dtype=torch.int64)
-        chunks = [(each, sums[each.block : each.block + each.blocks], data[each.offset : each.offset + each.bytes]) for each in ranges]
+        data, sums = (
+            torch.frombuffer(there.data(0), dtype=torch.uint8),
+            torch.frombuffer(there.digests(0), dtype=torch.int64),
+        )
+        chunks = [
+            (each, sums[each.block : each.block + each.blocks], data[each.offset : each.offset + each.bytes])
+            for each in ranges
+        ]
         times = []
         for _ in range(2):
-            found = Shard(AT, cell(SHARDS, 0), {key: torch.empty_like(value) for key, value in values.items()})
+            found = Shard(
+                AT, cell(SHARDS, 0), {key: torch.empty_like(value) for key, value in values.items()}
+            )
             torch.cuda.synchronize()
             began = time.monotonic()
             if memory is None:

@@ -2,8 +2,9 @@
 
     python -m tests.benchmarks.gpu_init [--layers 28] [--seq 2048]
 
-The model is a Llama of 3.2 B parameters (fewer with fewer layers), trained in bfloat16 with float32 weights and moments: about 52 GB.
-The process trains as ``--local`` does and ends after its first step.  ``init_s`` is the time in which memory gets its values.
+The model is a Llama of 3.2 B parameters (fewer with fewer layers), trained in bfloat16 with float32 weights
+and moments: about 52 GB. The process trains as ``--local`` does and ends after its first step.  ``init_s`` is
+the time in which memory gets its values.
 """
 
 from __future__ import annotations
@@ -57,7 +58,14 @@ def child(folder: str, layers: int, seq: int, began: float) -> None:
     job = Job(
         name="init",
         bucket=f"{folder}/bucket",
-        model_args={"vocab": 128256, "dim": 3072, "layers": layers, "heads": 24, "kv_heads": 8, "hidden": 8192},
+        model_args={
+            "vocab": 128256,
+            "dim": 3072,
+            "layers": layers,
+            "heads": 24,
+            "kv_heads": 8,
+            "hidden": 8192,
+        },
         steps=2,
         global_batch=1,
         microbatch=1,
@@ -78,7 +86,10 @@ def main() -> None:
     if not torch.cuda.is_available():
         parser.error("it needs a GPU")
     with TemporaryDirectory() as folder:
-        call = f"import tests.benchmarks.gpu_init as b; b.child({folder!r}, {known.layers}, {known.seq}, {time.time()!r})"
+        call = (
+            f"import tests.benchmarks.gpu_init as b; b.child({folder!r}, {known.layers}, {known.seq}, "
+            f"{time.time()!r})"
+        )
         done = subprocess.run([sys.executable, "-c", call], cwd=ROOT, timeout=LIMIT_S, check=False)
         if done.returncode:
             raise SystemExit("it failed")

@@ -1,12 +1,14 @@
-"""Runs jobs on real GPUs, compiled and in bf16, that lose ranks again and again and must end with the same bits.
+"""Runs jobs on real GPUs, compiled and in bf16, that lose ranks again and again and must end with the same
+bits.
 
     python -m tests.benchmarks.gpu_recovery [--size large] [--sockets] [scenario ...]     # default: all that its GPUs allow
     python -m tests.benchmarks.gpu_recovery --size tiny --world 2                         # a rehearsal on CPUs, over gloo
 
-Each scenario is a whole run under Ray, on all GPUs of this machine; its bits are compared with the first run's of the same call.
-Times come from the journal, the killer and the survivors, all on one machine; medians are over the kills of one run.  ``--sockets``: NCCL
-without peer access and shared memory, as between hosts.  ``--nodes 2``: two Ray nodes, each with its share of the GPUs, and a keeper.
-``--per-gpu 2`` beside it: each GPU is on both nodes and has two ranks, and NCCL takes the nodes for two hosts.  This shows what must hold,
+Each scenario is a whole run under Ray, on all GPUs of this machine; its bits are compared with the first
+run's of the same call. Times come from the journal, the killer and the survivors, all on one machine; medians
+are over the kills of one run.  ``--sockets``: NCCL without peer access and shared memory, as between hosts.
+``--nodes 2``: two Ray nodes, each with its share of the GPUs, and a keeper. ``--per-gpu 2`` beside it: each
+GPU is on both nodes and has two ranks, and NCCL takes the nodes for two hosts.  This shows what must hold,
 not how fast it is.  Results go to ``--out`` after every scenario.
 """
 
@@ -46,14 +48,31 @@ from elastic.runs.run import Run
 from elastic.train.gauges.counters import FOLDER as SEGMENTS
 from elastic.train.gauges.counters import Counters
 from storage.checkpoints import MANIFEST
-from tests.benchmarks.gpu_scenarios import DEADLINES, Killer, Scenario, compiled_of, deaths, memory_of, scenarios, transports_of
+from tests.benchmarks.gpu_scenarios import (
+    DEADLINES,
+    Killer,
+    Scenario,
+    compiled_of,
+    deaths,
+    memory_of,
+    scenarios,
+    transports_of,
+)
 from tests.benchmarks.peers.nodes import VARIABLES
 from tests.support.chaos import assert_nothing_left, trial
 from tests.support.processes import children
 
 SIZES: dict[str, dict[str, Any]] = {
     "8b": {
-        "model": {"dim": 4096, "layers": 32, "heads": 32, "kv_heads": 8, "hidden": 14336, "vocab": 128256, "tied": False},
+        "model": {
+            "dim": 4096,
+            "layers": 32,
+            "heads": 32,
+            "kv_heads": 8,
+            "hidden": 14336,
+            "vocab": 128256,
+            "tied": False,
+        },
         "seq_len": 4096,
         "steps": 24,
     },
@@ -62,7 +81,8 @@ SIZES: dict[str, dict[str, Any]] = {
         "seq_len": 4096,
         "steps": 24,
     },
-    "large": {"model": {"dim": 2048, "layers": 20, "heads": 16}, "seq_len": 2048, "steps": 120},  # 1.01 B parameters
+    # 1.01 B parameters
+    "large": {"model": {"dim": 2048, "layers": 20, "heads": 16}, "seq_len": 2048, "steps": 120},
     "medium": {"model": {"dim": 768, "layers": 12, "heads": 12}, "seq_len": 1024, "steps": 120},  # 0.09 B
     "tiny": {"model": {"dim": 64, "layers": 3, "heads": 2}, "seq_len": 64, "steps": 60},
 }
@@ -71,13 +91,24 @@ TOLD = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT"}
 """Environment variables that make NCCL write the transports of its channels."""
 TAIL = 120
 """Number of lines that are shown of each log of a run that was given up."""
-PHASES = ("detect_s", "decide_s", "abort_s", "form_s", "heal_s", "go_s", "first_microbatch_s", "next_commit_s", "fence_answer_s")
+PHASES = (
+    "detect_s",
+    "decide_s",
+    "abort_s",
+    "form_s",
+    "heal_s",
+    "go_s",
+    "first_microbatch_s",
+    "next_commit_s",
+    "fence_answer_s",
+)
 
 
 def job_of(folder: Path, name: str, options: argparse.Namespace, changes: Mapping[str, Any]) -> Job:
     size, gpus = SIZES[options.size], int(options.device == "cuda")
     workers = {"min": 1, "max": options.world} | dict(changes.get("workers", {}))
-    copies = ({"buddy_every": 0} if options.nodes == 1 else {}) | dict(changes.get("copies", {}))  # else each takes four more slots
+    # else each takes four more slots
+    copies = ({"buddy_every": 0} if options.nodes == 1 else {}) | dict(changes.get("copies", {}))
     values: dict[str, Any] = {
         "name": name,
         "bucket": str(folder / "bucket"),
@@ -94,11 +125,15 @@ def job_of(folder: Path, name: str, options: argparse.Namespace, changes: Mappin
         "checkpoint": {"save_every": 1000},
         "deadlines": DEADLINES,
     }
-    return Job(**(values | dict(changes) | {"workers": workers | {"gpus": gpus, "cpus": 1}, "copies": copies}))
+    return Job(
+        **(values | dict(changes) | {"workers": workers | {"gpus": gpus, "cpus": 1}, "copies": copies})
+    )
 
 
 def content_hash(job: Job) -> str:
-    """Returns the blake3 over every tensor of the newest checkpoint, in order of name, whatever shards it lies in."""
+    """Returns the blake3 over every tensor of the newest checkpoint, in order of name, whatever shards it
+    lies in.
+    """
     run, digest = Run.open(job), blake3(max_threads=blake3.AUTO)
     reader = run.checkpoints.open(run.version_at(job.steps))
     for tensor in sorted(reader.tensors()):
@@ -119,12 +154,19 @@ def fence_answers(records: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
         for action in record["actions"]:
             if action["$"] == "Fence":
                 for worker in action["members"]:
-                    new = {"generation": action["generation"], "worker": worker, "asked_at": record["at"], "seconds": None}
+                    new = {
+                        "generation": action["generation"],
+                        "worker": worker,
+                        "asked_at": record["at"],
+                        "seconds": None,
+                    }
                     found.setdefault((action["generation"], worker), new)
     return list(found.values())
 
 
-def kills_of(killer: Killer, changes: Sequence[Recovery], answers: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def kills_of(
+    killer: Killer, changes: Sequence[Recovery], answers: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
     """Returns a row for each kill after which a world stepped again."""
     rows = []
     for kill in killer.kills:
@@ -138,7 +180,11 @@ def kills_of(killer: Killer, changes: Sequence[Recovery], answers: Sequence[Mapp
                 "step": kill.step,
                 "microbatch": kill.microbatch,
                 "detect_s": loss.known_at - kill.at,
-                **{key: value for key, value in asdict(loss).items() if key.endswith("_s") and key != "step_s"},
+                **{
+                    key: value
+                    for key, value in asdict(loss).items()
+                    if key.endswith("_s") and key != "step_s"
+                },
                 "first_microbatch_s": kill.stepped_at - kill.at,
                 "next_commit_s": loss.committed_at - kill.at,
                 "fence_answer_s": max((each for each in mine if each is not None), default=0.0),
@@ -158,7 +204,9 @@ def tell(line: Line) -> None:
 
 
 def give_up(folder: Path, name: str) -> None:
-    """Prints the place of every process and the end of every log, and kills every process, this one last.  Nothing is left on the GPUs."""
+    """Prints the place of every process and the end of every log, and kills every process, this one last.
+    Nothing is left on the GPUs.
+    """
     print(f"== {name}: not over in time", flush=True)
     ours, living = set(children(os.getpid())), sorted(SEGMENTS.glob("elastic-*-w*"))
     for each in living:
@@ -169,7 +217,10 @@ def give_up(folder: Path, name: str) -> None:
     logs = [log_file(*each.name.removeprefix("elastic-").rsplit("-", 1)) for each in living]
     for log in sorted({*logs, *(folder / "bucket").glob("*/logs/*/*.log")}):
         with contextlib.suppress(OSError):
-            print(f"==== {log.name}\n" + "\n".join(log.read_text(errors="replace").splitlines()[-TAIL:]), flush=True)
+            print(
+                f"==== {log.name}\n" + "\n".join(log.read_text(errors="replace").splitlines()[-TAIL:]),
+                flush=True,
+            )
     for pid in reversed(children(os.getpid())):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -214,28 +265,45 @@ def measure(name: str, scenario: Scenario, job: Job) -> dict[str, Any]:
         "compiled": compiled_of(job),
         "transports": transports_of(job),
         **deaths(done),
-        "killed_by_us": len(scenario.act.kills) if scenario.act is not None and scenario.act.kind is signal.SIGKILL else None,
+        "killed_by_us": len(scenario.act.kills)
+        if scenario.act is not None and scenario.act.kind is signal.SIGKILL
+        else None,
         **scenario.check(done),
     }
     return found
 
 
 def wrong(found: Mapping[str, Any], scenario: Scenario, *, sockets: bool) -> list[str]:
-    """Returns a short text for everything that must not be.  Of a control it returns only that the control shows nothing."""
+    """Returns a short text for everything that must not be.  Of a control it returns only that the control
+    shows nothing.
+    """
     if scenario.harmful:
-        return [] if found.get("believed") else ["the control shows nothing: no member took garbage for a commit"]
-    recompiled = {worker: graphs for worker, graphs in found.get("compiled", {}).items() if graphs[0] != graphs[1]}
-    others = {way: number for way, number in found.get("transports", {}).items() if not way.startswith("NET/")}
-    survived = found.get("killed_by_us") is None or sum(found.get("deaths", {}).values()) == found["killed_by_us"]
+        return (
+            []
+            if found.get("believed")
+            else ["the control shows nothing: no member took garbage for a commit"]
+        )
+    recompiled = {
+        worker: graphs for worker, graphs in found.get("compiled", {}).items() if graphs[0] != graphs[1]
+    }
+    others = {
+        way: number for way, number in found.get("transports", {}).items() if not way.startswith("NET/")
+    }
+    survived = (
+        found.get("killed_by_us") is None or sum(found.get("deaths", {}).values()) == found["killed_by_us"]
+    )
     checks = {
         f"the run ended as {found['state']}": found["state"] == "Finished",
         "the weights differ from those of the reference run": found["same_bits"] is not False,
-        "it is not shown that no member applied the step in which the rank froze": found.get("nobody_applied", True),
+        "it is not shown that no member applied the step in which the rank froze": found.get(
+            "nobody_applied", True
+        ),
         "after some faults no world stepped again": len(found.get("kills", ())) == found.get("struck", 0),
         f"the run left things behind: {found.get('left')}": "left" not in found,
         f"workers compiled graphs after their first step: {recompiled}": not recompiled,
         f"not exactly the victims died: {found.get('deaths')}": survived,
-        f"not all connections are sockets: {found.get('transports')}": not sockets or (bool(found.get("transports")) and not others),
+        f"not all connections are sockets: {found.get('transports')}": not sockets
+        or (bool(found.get("transports")) and not others),
     }
     return [sentence for sentence, holds in checks.items() if not holds]
 
@@ -244,19 +312,29 @@ def show(found: Mapping[str, Any]) -> None:
     """Prints a paragraph for people."""
     same = {None: "nothing to compare with", True: "the same bits", False: "OTHER BITS"}[found["same_bits"]]
     print(
-        f"\n== {found['scenario']}: {found['about']}: {found['state']} in {found['took_s']} s; {found.get('hash', '')} {same}", flush=True
+        (
+            f"\n== {found['scenario']}: {found['about']}: {found['state']} in {found['took_s']} s; "
+            f"{found.get('hash', '')} {same}"
+        ),
+        flush=True,
     )
     skip = {"scenario", "about", "state", "took_s", "hash", "kills", "fence_answers"}
     print("   " + "; ".join(f"{key} {_short(value)}" for key, value in found.items() if key not in skip))
     answers = [seconds for *_, seconds in found.get("fence_answers", ())]
     if answers:
-        print(f"   fences answered: {_short([each for each in answers if each is not None])}; not answered: {answers.count(None)}")
+        print(
+            f"   fences answered: {_short([each for each in answers if each is not None])}; not answered: "
+            f"{answers.count(None)}"
+        )
     if found["wrong"]:
         print(f"   WRONG: {'; '.join(found['wrong'])}", flush=True)
     kills = found.get("kills", [])
     for phase in PHASES if kills else ():
         values = [kill[phase] for kill in kills]
-        print(f"   {phase:20} median {statistics.median(values):7.3f}   worst {max(values):7.3f}   of {len(values)}")
+        print(
+            f"   {phase:20} median {statistics.median(values):7.3f}   worst {max(values):7.3f}   of "
+            f"{len(values)}"
+        )
 
 
 def _short(value: Any) -> str:
@@ -276,11 +354,22 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--per-gpu", type=int, default=1, help="ranks on each GPU, on different nodes")
     parser.add_argument("--global-batch", type=int, default=16, help="sequences a step, each a microbatch")
     parser.add_argument("--sockets", action="store_true")
-    parser.add_argument("--reference", help="hash of an undisturbed run with the same --size and --steps; default: the first run's")
-    parser.add_argument("--seconds", type=float, default=480, help="no scenario begins later than this")
-    parser.add_argument("--limit", type=float, default=600, help="after so many seconds in one scenario the whole benchmark ends")
     parser.add_argument(
-        "--bits", action=argparse.BooleanOptionalAction, default=True, help="compare the final weights; reading large ones takes minutes"
+        "--reference",
+        help=("hash of an undisturbed run with the same --size and --steps; default: the first run's"),
+    )
+    parser.add_argument("--seconds", type=float, default=480, help="no scenario begins later than this")
+    parser.add_argument(
+        "--limit",
+        type=float,
+        default=600,
+        help=("after so many seconds in one scenario the whole benchmark ends"),
+    )
+    parser.add_argument(
+        "--bits",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help=("compare the final weights; reading large ones takes minutes"),
     )
     parser.add_argument("--commit", default="not said", help="the commit of this code, for the results")
     parser.add_argument("--work", type=Path, help="folder for buckets; default: a temporary one")
@@ -292,7 +381,8 @@ def arguments() -> argparse.Namespace:
     options.world = options.world or len(options.gpus)
     if options.world < 2:
         parser.error(
-            f"--world {options.world}: at least 2 workers are needed, so that one is left; there are {torch.cuda.device_count()} GPUs"
+            f"--world {options.world}: at least 2 workers are needed, so that one is left; there are "
+            f"{torch.cuda.device_count()} GPUs"
         )
     if options.nodes % options.per_gpu or len(options.gpus) % options.nodes:
         parser.error(
@@ -303,7 +393,9 @@ def arguments() -> argparse.Namespace:
 
 
 def start(nodes: int, gpus: Sequence[int]) -> None:
-    """Starts Ray on one node, or on several among which ``gpus`` are dealt out.  Nodes that have the same GPUs are made hosts for NCCL."""
+    """Starts Ray on one node, or on several among which ``gpus`` are dealt out.  Nodes that have the same
+    GPUs are made hosts for NCCL.
+    """
     if nodes == 1:
         return cluster.connect("local")
     os.environ |= VARIABLES
@@ -329,12 +421,23 @@ def main() -> int:
     if options.sockets:
         os.environ |= SOCKETS | TOLD  # before Ray starts: its processes inherit it
     folder = Path(mkdtemp(dir=options.work))
-    prepare(Path(sysconfig.get_path("stdlib")) / "asyncio", str(folder / f"tokens-{SIZES[options.size]['seq_len']}"), (".py",))
+    prepare(
+        Path(sysconfig.get_path("stdlib")) / "asyncio",
+        str(folder / f"tokens-{SIZES[options.size]['seq_len']}"),
+        (".py",),
+    )
     known = scenarios(options.world, options.steps, options.kills)
-    devices = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}" if options.device == "cuda" else "CPU"
+    devices = (
+        f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}"
+        if options.device == "cuda"
+        else "CPU"
+    )
     versions = f"torch {torch.__version__}, ray {ray.__version__}"
     ranks = f"{options.world} ranks, {options.nodes} nodes, {devices}, {versions}"
-    about = f"{date.today()}, commit {options.commit}: {ranks}, {options.size}, batch {options.global_batch}, sockets {options.sockets}"
+    about = (
+        f"{date.today()}, commit {options.commit}: {ranks}, {options.size}, batch "
+        f"{options.global_batch}, sockets {options.sockets}"
+    )
     print(about, flush=True)
     start(options.nodes, options.gpus)
     table: list[dict[str, Any]] = []
@@ -354,13 +457,16 @@ def main() -> int:
             table.append(measure(name, known[name], job))
         finally:
             late.cancel()
-        target.write_text(json.dumps({"about": about, "scenarios": table}, indent=1) + "\n")  # kept even if the bits cannot be read
+        # kept even if the bits cannot be read
+        target.write_text(json.dumps({"about": about, "scenarios": table}, indent=1) + "\n")
         if options.bits and table[-1]["state"] == "Finished":
             table[-1]["hash"] = content_hash(job)
         reference = options.reference or table[0].get("hash")
         compared = reference is not None and (number > 0 or options.reference is not None)
         table[-1]["same_bits"] = table[-1].get("hash") == reference if compared else None
-        table[-1]["wrong"] = wrong(table[-1], known[name], sockets=options.sockets and options.device == "cuda")
+        table[-1]["wrong"] = wrong(
+            table[-1], known[name], sockets=options.sockets and options.device == "cuda"
+        )
         show(table[-1])
         with target.with_suffix(".log").open("a") as kept:
             for log in sorted((folder / "bucket").glob("*/logs/*/*.log")):

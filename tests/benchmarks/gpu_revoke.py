@@ -1,8 +1,10 @@
-"""``python -m tests.benchmarks.gpu_revoke [--times 3] [--pinned GB]`` compares two ways to leave a broken NCCL world.
+"""``python -m tests.benchmarks.gpu_revoke [--times 3] [--pinned GB]`` compares two ways to leave a broken
+NCCL world.
 
-Two processes, with a GPU each, form a world.  The second one stands still or is killed while the first one waits for it in a collective.
-The first one then leaves the world, either as the product does (``World.abort``) or by ``ncclCommRevoke``, which stops a communicator's
-operations and does not destroy it.  The result says how long the call took, and after how long the device had nothing left to do.
+Two processes, with a GPU each, form a world.  The second one stands still or is killed while the first one
+waits for it in a collective. The first one then leaves the world, either as the product does
+(``World.abort``) or by ``ncclCommRevoke``, which stops a communicator's operations and does not destroy it.
+The result says how long the call took, and after how long the device had nothing left to do.
 """
 
 from __future__ import annotations
@@ -88,7 +90,9 @@ os._exit(0)
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--times", type=int, default=3)
-    parser.add_argument("--pinned", type=int, default=8, help="GB of pinned memory that the process has which ends")
+    parser.add_argument(
+        "--pinned", type=int, default=8, help=("GB of pinned memory that the process has which ends")
+    )
     known = parser.parse_args()
     for ends in ("stops", "dies"):
         for how in ("abort", "revoke"):
@@ -100,7 +104,11 @@ def main() -> None:
                     print(how, ends, "failed:", str(error)[-600:], flush=True)
                     break
                 found.append(json.loads(out.strip().splitlines()[-1]))
-            medians = {key: round(statistics.median(each[key] for each in found), 3) for key in ("returned_s", "idle_s") if found}
+            medians = {
+                key: round(statistics.median(each[key] for each in found), 3)
+                for key in ("returned_s", "idle_s")
+                if found
+            }
             print(json.dumps({"how": how, "peer": ends, **medians, "runs": found}), flush=True)
 
 

@@ -1,12 +1,15 @@
-"""Measures what copies and saves cost a step on one GPU: one worker runs a job without copies, with copies, and with saves to the bucket.
+"""Measures what copies and saves cost a step on one GPU: one worker runs a job without copies, with copies,
+and with saves to the bucket.
 
-    python -m tests.benchmarks.gpu_saves [--size medium] [--steps 36] [--save-every 6] [uncopied copied saved only-saved]
+    python -m tests.benchmarks.gpu_saves [--size medium] [--steps 36] [--save-every 6] [uncopied copied saved
+    only-saved]
 
-Prints a line of JSON for each run and adds it to ``--out``.  ``after_s`` is the median of the steps right after a save began, ``during_s``
-that of all steps while the keeper uploaded a save, ``other_s`` that of the steps without one; a run without saves has the same for the
-steps that would have been after a save, which shows how much steps differ anyway.  ``bits`` is the hash of the final state, which must be
-the same in all runs.  The first twelve steps are not counted.  All saves but the two newest are deleted, so that the disk does not
-fill up.
+Prints a line of JSON for each run and adds it to ``--out``.  ``after_s`` is the median of the steps right
+after a save began, ``during_s`` that of all steps while the keeper uploaded a save, ``other_s`` that of the
+steps without one; a run without saves has the same for the steps that would have been after a save, which
+shows how much steps differ anyway.  ``bits`` is the hash of the final state, which must be the same in all
+runs.  The first twelve steps are not counted.  All saves but the two newest are deleted, so that the disk
+does not fill up.
 """
 
 from __future__ import annotations
@@ -50,14 +53,19 @@ def measure(folder: Path, name: str, options: argparse.Namespace) -> dict[str, A
     """Runs one job to its end; returns its row."""
     lines: list[Line] = []
     saves = {"checkpoint": {"save_every": options.save_every}} if "saved" in name else {}
-    job, began = job_of(folder, name, options, CHANGES[name] | saves | {"microbatch": options.microbatch}), time.time()
+    job, began = (
+        job_of(folder, name, options, CHANGES[name] | saves | {"microbatch": options.microbatch}),
+        time.time(),
+    )
     with deleting_old_saves(folder / "bucket"):
         launch(job, show=lines.append)
     steps = [line for line in lines if isinstance(line, StepLine)]
     took = {one.step: other.at - one.at for one, other in pairwise(steps[12:]) if other.step == one.step + 1}
     ends = {line.step: line.at for line in steps}
     uploads = [(ends[step], over) for step, over in saved_at(Run.open(job).records()).items() if step in ends]
-    during = {step for step in took if any(ends[step] < over and ends[step + 1] > start for start, over in uploads)}
+    during = {
+        step for step in took if any(ends[step] < over and ends[step + 1] > start for start, over in uploads)
+    }
     after = {step for step in took if step % options.save_every == 0}
 
     def median_s(of: Iterable[int]) -> float | None:
@@ -84,8 +92,14 @@ def measure(folder: Path, name: str, options: argparse.Namespace) -> dict[str, A
 
 
 def saved_at(records: Iterable[Mapping[str, Any]]) -> dict[int, float]:
-    """Returns when the coordinator heard that the manifest of a step was written, in seconds of wall-clock time."""
-    return {record["event"]["version"]["step"]: record["at"] for record in records if record["event"]["$"] == "Saved"}
+    """Returns when the coordinator heard that the manifest of a step was written, in seconds of wall-clock
+    time.
+    """
+    return {
+        record["event"]["version"]["step"]: record["at"]
+        for record in records
+        if record["event"]["$"] == "Saved"
+    }
 
 
 @contextlib.contextmanager
@@ -122,7 +136,11 @@ def main() -> int:
     options = parser.parse_args()
     options.device, options.world, options.nodes = "cuda" if torch.cuda.is_available() else "cpu", 1, 1
     folder = Path(mkdtemp())
-    prepare(Path(sysconfig.get_path("stdlib")) / "asyncio", str(folder / f"tokens-{SIZES[options.size]['seq_len']}"), (".py",))
+    prepare(
+        Path(sysconfig.get_path("stdlib")) / "asyncio",
+        str(folder / f"tokens-{SIZES[options.size]['seq_len']}"),
+        (".py",),
+    )
     cluster.connect("local")
     rows = []
     for name in options.names:

@@ -32,7 +32,9 @@ class Kill:
 
 
 class Killer:
-    """Strikes the newest worker each time all ``workers`` have stepped together, in the middle of a step's microbatches."""
+    """Strikes the newest worker each time all ``workers`` have stepped together, in the middle of a step's
+    microbatches.
+    """
 
     def __init__(
         self,
@@ -45,7 +47,14 @@ class Killer:
         spares: int = 0,
         copy_every: int = 1,
     ) -> None:
-        self.workers, self.wanted, self.after, self.until, self.kind, self.spares = workers, kills, after, until, kind, spares
+        self.workers, self.wanted, self.after, self.until, self.kind, self.spares = (
+            workers,
+            kills,
+            after,
+            until,
+            kind,
+            spares,
+        )
         self.copy_every = copy_every
         """Number of steps between copies.  A strike falls into a step that began with a copy."""
         self.kills: list[Kill] = []
@@ -61,7 +70,11 @@ class Killer:
         if len(self.kills) == self.wanted or view.step >= self.until:
             return True
         members = self._members(witness, view)
-        if view.state != "Running" or len(members) != self.workers or len(view.workers) != self.workers + self.spares:
+        if (
+            view.state != "Running"
+            or len(members) != self.workers
+            or len(view.workers) != self.workers + self.spares
+        ):
             return False
         if self.whole[0] != view.generation:
             self.whole = (view.generation, view.step)
@@ -69,9 +82,19 @@ class Killer:
         counters = victim.counters
         if view.unprotected_since is not None or not self.ready():
             return False
-        middle = counters["microbatch"] >= 1 and counters["collective"] == 0 and counters["generation"] == view.generation
-        if middle and counters["step"] % self.copy_every == 0 and view.step >= max(self.whole[1] + 3, self.after):
-            self.kills.append(Kill(view.generation, time.time(), counters["step"] + 1, counters["microbatch"]))
+        middle = (
+            counters["microbatch"] >= 1
+            and counters["collective"] == 0
+            and counters["generation"] == view.generation
+        )
+        if (
+            middle
+            and counters["step"] % self.copy_every == 0
+            and view.step >= max(self.whole[1] + 3, self.after)
+        ):
+            self.kills.append(
+                Kill(view.generation, time.time(), counters["step"] + 1, counters["microbatch"])
+            )
             victim.process.kill(self.kind)
         return False
 
@@ -96,12 +119,18 @@ class Killer:
         seen = [witness.seen.get(name) for name in view.workers]
         if not all(seen):
             return []
-        return [each.worker for each in seen if each is not None and each.counters["generation"] == view.generation]
+        return [
+            each.worker
+            for each in seen
+            if each is not None and each.counters["generation"] == view.generation
+        ]
 
 
 @dataclass
 class Scenario:
-    """A scenario: what is changed in the job, what strikes from outside, and what must hold afterwards beyond the bits."""
+    """A scenario: what is changed in the job, what strikes from outside, and what must hold afterwards beyond
+    the bits.
+    """
 
     about: str
     changes: dict[str, Any] = field(default_factory=dict)
@@ -116,8 +145,8 @@ class Scenario:
 def faults(world: int) -> tuple[list[dict[str, Any]], ...]:
     """Returns schedules of faults.
 
-    They are a chain of one in each generation, the same one again and again, a rank that freezes in the commit, and one that is killed in
-    forward.
+    They are a chain of one in each generation, the same one again and again, a rank that freezes in the
+    commit, and one that is killed in forward.
     """
     last = world - 1
 
@@ -134,9 +163,12 @@ def faults(world: int) -> tuple[list[dict[str, Any]], ...]:
         fault("before_update", 18, 7, 0, "exit"),
         fault("in_update", 22, 8, 0),
     ]
-    again = [fault("backward", 5 * number + 5, number + 1, number % world, "exception") for number in range(AGAIN)]
+    again = [
+        fault("backward", 5 * number + 5, number + 1, number % world, "exception") for number in range(AGAIN)
+    ]
     frozen = [fault("before_commit", STEP, 1, last, "SIGSTOP")]
-    killed = [fault("forward", STEP, 1, last)]  # while rank 0 holds the GIL: the victim's replica needs nothing of rank 0 yet
+    # while rank 0 holds the GIL: the victim's replica needs nothing of rank 0 yet
+    killed = [fault("forward", STEP, 1, last)]
     return chain, again, frozen, killed
 
 
@@ -145,7 +177,8 @@ def scenarios(world: int, steps: int, kills: int) -> dict[str, Scenario]:
     last, half = world - 1, max(world // 2, 1)
     replicas = {"parallel": {"dp_replicate": "auto", "min_shard": half}}
     shards = {"parallel": {"dp_replicate": 1}}
-    few = {"min": max(last, 1), "max": world}  # no smaller world: its shards would be larger, and so would every slot
+    # no smaller world: its shards would be larger, and so would every slot
+    few = {"min": max(last, 1), "max": world}
     copies = shards | {"workers": few}
     none = {"copies": {"copy_every": 0}}
     saves = none | {"checkpoint": {"save_every": max(steps // 4, 1)}}
@@ -155,19 +188,33 @@ def scenarios(world: int, steps: int, kills: int) -> dict[str, Scenario]:
     chain, again, frozen, killed = faults(world)
     return {
         "undisturbed": Scenario(f"2×{half}, nothing happens", replicas),
-        "fewer": Scenario(f"{max(last, 1)} of {world} workers, nothing happens", {"workers": {"min": max(last, 1), "max": max(last, 1)}}),
-        "replicas": Scenario(f"2×{half}, SIGKILL, healed live, and back", replicas, Killer(world, kills, 5, late)),
+        "fewer": Scenario(
+            f"{max(last, 1)} of {world} workers, nothing happens",
+            {"workers": {"min": max(last, 1), "max": max(last, 1)}},
+        ),
+        "replicas": Scenario(
+            f"2×{half}, SIGKILL, healed live, and back", replicas, Killer(world, kills, 5, late)
+        ),
         "shards": Scenario(
-            f"1×{world}, SIGKILL, healed from the bucket, and back", shards | saves, Killer(world, kills, early, late), from_bucket=True
+            f"1×{world}, SIGKILL, healed from the bucket, and back",
+            shards | saves,
+            Killer(world, kills, early, late),
+            from_bucket=True,
         ),
         **beside(world, steps, copies),
-        "host": Scenario(f"1×{world}, SIGKILL, healed from copies in host memory, and back", copies, Killer(world, kills, 5, late)),
+        "host": Scenario(
+            f"1×{world}, SIGKILL, healed from copies in host memory, and back",
+            copies,
+            Killer(world, kills, 5, late),
+        ),
         "spare": Scenario(
             f"1×{max(last, 1)} and a spare, SIGKILL, healed from host memory",
             shards | spare,
             Killer(max(last, 1), kills, 5, late, spares=1),
         ),
-        "freeze": Scenario(f"2×{half}, SIGSTOP", replicas | seldom, Killer(world, min(kills, 2), 5, late, signal.SIGSTOP)),
+        "freeze": Scenario(
+            f"2×{half}, SIGSTOP", replicas | seldom, Killer(world, min(kills, 2), 5, late, signal.SIGSTOP)
+        ),
         "points": Scenario(
             "one fault in each of eight generations",
             replicas | {"faults": chain, "checkpoint": {"save_every": 4}},
@@ -184,7 +231,9 @@ def scenarios(world: int, steps: int, kills: int) -> dict[str, Scenario]:
             harmful=True,
         ),
         "again": Scenario(
-            f"1×{world}, copies after every step, {AGAIN} recoveries in place", shards | {"faults": again}, check=no_more_memory
+            f"1×{world}, copies after every step, {AGAIN} recoveries in place",
+            shards | {"faults": again},
+            check=no_more_memory,
         ),
         "gil": Scenario(
             "a rank is killed while rank 0 keeps the GIL for 3 s",
@@ -199,12 +248,22 @@ def beside(world: int, steps: int, copies: dict[str, Any]) -> dict[str, Scenario
     ``copies`` changes a job whose world is one replica.
     """
     return {
-        "copied": Scenario(f"1×{world}, nothing happens, copies to host memory after every step", copies, check=buddied),
-        "unbuddied": Scenario(
-            f"1×{world}, nothing happens, copies after every step, none to another node", copies | {"copies": {"buddy_every": 0}}
+        "copied": Scenario(
+            f"1×{world}, nothing happens, copies to host memory after every step", copies, check=buddied
         ),
-        "uncopied": Scenario(f"1×{world}, nothing happens, no copies", {"parallel": {"dp_replicate": 1}, "copies": {"copy_every": 0}}),
-        "alternate": Scenario(f"1×{world}, copies after every other step", copies | {"copies": {"copy_every": 2}}, check=beside_copies),
+        "unbuddied": Scenario(
+            f"1×{world}, nothing happens, copies after every step, none to another node",
+            copies | {"copies": {"buddy_every": 0}},
+        ),
+        "uncopied": Scenario(
+            f"1×{world}, nothing happens, no copies",
+            {"parallel": {"dp_replicate": 1}, "copies": {"copy_every": 0}},
+        ),
+        "alternate": Scenario(
+            f"1×{world}, copies after every other step",
+            copies | {"copies": {"copy_every": 2}},
+            check=beside_copies,
+        ),
         "saved": Scenario(
             f"1×{world}, copies after every step, a save to the bucket after every {SAVES}",
             copies | {"checkpoint": {"save_every": SAVES}},
@@ -226,7 +285,9 @@ DEADLINES = {"grow_debounce_s": 1, "form_s": 240, "fence_s": 10, "stop_s": 300}
 
 
 def beside_saves(done: Trial) -> dict[str, Any]:
-    """Returns the seconds of each step right after a save began, and the median of all others, without the first twelve steps."""
+    """Returns the seconds of each step right after a save began, and the median of all others, without the
+    first twelve steps.
+    """
     lines = [line for line in done.lines if isinstance(line, StepLine)]
     after: dict[bool, list[float]] = {True: [], False: []}
     for one, other in pairwise(lines[12:]):
@@ -237,11 +298,17 @@ def beside_saves(done: Trial) -> dict[str, Any]:
 
 
 def beside_copies(done: Trial) -> dict[str, Any]:
-    """Returns the seconds of each step of one world beside which the state was copied, and of the others, without the first twelve."""
+    """Returns the seconds of each step of one world beside which the state was copied, and of the others,
+    without the first twelve.
+    """
     lines = [line for line in done.lines if isinstance(line, StepLine)]
     beside: dict[bool, list[float]] = {True: [], False: []}
     for one, other in pairwise(lines[12:]):
-        if lines[12].generation == one.generation == other.generation and other.step == one.step + 1 and other.step in done.ledger:
+        if (
+            lines[12].generation == one.generation == other.generation
+            and other.step == one.step + 1
+            and other.step in done.ledger
+        ):
             beside[done.ledger[other.step].copied_through == one.step].append(other.at - one.at)
     with_s, without_s = (statistics.median(beside[copied]) for copied in (True, False))
     return {"beside_a_copy_s": beside[True], "without_s": beside[False], "throughput": without_s / with_s}
@@ -255,7 +322,8 @@ def buddied(done: Trial) -> dict[str, Any]:
 def said_of(job: Job) -> dict[str, list[list[int]]]:
     """Returns what ``mischief.watched`` has written, by worker.
 
-    A row has bytes allocated and reserved on the device, resident on the host, and allocated at most so far, and graphs compiled so far.
+    A row has bytes allocated and reserved on the device, resident on the host, and allocated at most so far,
+    and graphs compiled so far.
     """
     found: dict[str, list[list[int]]] = {}
     words = r"allocated (\d+) reserved (\d+) resident (\d+) peak (\d+) compiled (\d+)"
@@ -267,12 +335,17 @@ def said_of(job: Job) -> dict[str, list[list[int]]]:
 
 
 def logs_of(job: Job) -> list[str]:
-    return [log.read_text(errors="replace") for log in sorted(Path(job.bucket).glob(f"{job.name}/logs/*/*.log"))]
+    return [
+        log.read_text(errors="replace") for log in sorted(Path(job.bucket).glob(f"{job.name}/logs/*/*.log"))
+    ]
 
 
 def memory_of(job: Job) -> dict[str, list[list[int]]]:
     """Returns the memory of each process in MiB."""
-    return {worker: [[amount >> 20 for amount in row[:4]] for row in rows] for worker, rows in said_of(job).items()}
+    return {
+        worker: [[amount >> 20 for amount in row[:4]] for row in rows]
+        for worker, rows in said_of(job).items()
+    }
 
 
 def compiled_of(job: Job) -> dict[str, list[int]]:
@@ -281,25 +354,31 @@ def compiled_of(job: Job) -> dict[str, list[int]]:
 
 
 def transports_of(job: Job) -> dict[str, int]:
-    """Returns the number of channels that NCCL says it has opened, by transport, if it was asked (NCCL_DEBUG)."""
+    """Returns the number of channels that NCCL says it has opened, by transport, if it was asked
+    (NCCL_DEBUG).
+    """
     ways = [way for log in logs_of(job) for way in re.findall(r" via (NET/\w+|P2P|SHM)", log)]
     return {way: ways.count(way) for way in sorted(set(ways))}
 
 
 def no_more_memory(done: Trial) -> dict[str, Any]:
-    """Returns by how many MiB the last three worlds of a run take more than the third to the fifth, in any process: allocated, reserved,
-    resident.
+    """Returns by how many MiB the last three worlds of a run take more than the third to the fifth, in any
+    process: allocated, reserved, resident.
     """
     taken = [rows for rows in memory_of(done.job).values() if len(rows) > 5]
-    more = [max(max(row[kind] for row in rows[-3:]) - max(row[kind] for row in rows[2:5]) for rows in taken) for kind in range(3)]
+    more = [
+        max(max(row[kind] for row in rows[-3:]) - max(row[kind] for row in rows[2:5]) for rows in taken)
+        for kind in range(3)
+    ]
     return {"more_memory_mib": more, "worlds": done.witness.generation}
 
 
 def deaths(done: Trial) -> dict[str, Any]:
-    """Returns the number of processes that ended otherwise than at the end of the run, by the way in which they ended.
+    """Returns the number of processes that ended otherwise than at the end of the run, by the way in which
+    they ended.
 
-    An exception that was survived does not count, and neither does the exit, or the kill, of a newcomer that was still opening when the
-    last step was told.
+    An exception that was survived does not count, and neither does the exit, or the kill, of a newcomer that
+    was still opening when the last step was told.
     """
     last = max(line.at for line in done.lines if isinstance(line, StepLine))
     ways = []
@@ -319,8 +398,8 @@ def somebody_applied(done: Trial) -> dict[str, Any]:
 def nobody_applied(done: Trial) -> dict[str, Any]:
     """Checks that nobody applied the step.
 
-    By the counters of the first world, a member that did not survive it had not applied that step, and the others applied each step once.
-    By the journal, a later generation committed it.
+    By the counters of the first world, a member that did not survive it had not applied that step, and the
+    others applied each step once. By the journal, a later generation committed it.
     """
     first = [each for each in done.witness.seen.values() if int(each.worker[1:]) <= done.job.workers.max]
     gone = done.witness.killed()

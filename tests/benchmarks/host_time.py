@@ -1,10 +1,12 @@
-"""Measures a toy step in one process on one core, beside a plain loop with the same model: the difference is what the engine itself costs.
+"""Measures a toy step in one process on one core, beside a plain loop with the same model: the difference is
+what the engine itself costs.
 
     python -m tests.benchmarks.host_time
 
-The model is that of ``peers/toy.py``, with eight microbatches a step that take no time to read.  The loops take turns step by step.
-Prints the processor time of the thread that trains: the median step of each loop, and the median of the ratios of steps that stand beside
-each other, three times.  So neither other work on the machine nor a processor that changes its speed counts for much.
+The model is that of ``peers/toy.py``, with eight microbatches a step that take no time to read.  The loops
+take turns step by step. Prints the processor time of the thread that trains: the median step of each loop,
+and the median of the ratios of steps that stand beside each other, three times.  So neither other work on the
+machine nor a processor that changes its speed counts for much.
 """
 
 from __future__ import annotations
@@ -45,7 +47,13 @@ def plain() -> Callable[[int], object]:
 @contextmanager
 def ours(world: World, *, reproducible: bool) -> Iterator[Callable[[int], object]]:
     with TemporaryDirectory() as folder:
-        job = toy_job(Path(folder), steps=10**6, model_args=MODEL, global_batch=2 * MICROBATCHES, reproducible=reproducible)
+        job = toy_job(
+            Path(folder),
+            steps=10**6,
+            model_args=MODEL,
+            global_batch=2 * MICROBATCHES,
+            reproducible=reproducible,
+        )
         with member(world, job, Version(0, 0), prefetch=0) as me:
             yield lambda _: me.step()
 
@@ -68,8 +76,14 @@ def main() -> None:
                     step(turn * STEPS + number)
                     times[name].append(time.thread_time() - began)
             found = {name: each[SETTLED:] for name, each in times.items()}
-            ratios = {name: statistics.median(a / b for a, b in zip(each, found[PLAIN], strict=True)) for name, each in found.items()}
-            said = (f"{name} {1000 * statistics.median(each):.1f} ms ({ratios[name]:.3f})" for name, each in found.items())
+            ratios = {
+                name: statistics.median(a / b for a, b in zip(each, found[PLAIN], strict=True))
+                for name, each in found.items()
+            }
+            said = (
+                f"{name} {1000 * statistics.median(each):.1f} ms ({ratios[name]:.3f})"
+                for name, each in found.items()
+            )
             print(", ".join(said), flush=True)
 
 

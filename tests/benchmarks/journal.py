@@ -1,6 +1,8 @@
-"""Measures how much of a journal is snapshots if each of its objects has one record: ``python -m tests.benchmarks.journal``.
+"""Measures how much of a journal is snapshots if each of its objects has one record: ``python -m
+tests.benchmarks.journal``.
 
-A run of 1,024 workers commits a step of 4,096 samples in each object, as when a step takes five seconds or more.
+A run of 1,024 workers commits a step of 4,096 samples in each object, as when a step takes five seconds or
+more.
 """
 
 from __future__ import annotations
@@ -21,13 +23,18 @@ WORKERS, SAMPLES, STEPS = 1024, 4096, 40
 
 
 def main() -> None:
-    play, store = stepping(WORKERS, layout=LayoutRule(None, 1, 1, "all")), ObjectStore.open("memory://journal-benchmark")
+    play, store = (
+        stepping(WORKERS, layout=LayoutRule(None, 1, 1, "all")),
+        ObjectStore.open("memory://journal-benchmark"),
+    )
     with tempfile.TemporaryDirectory() as folder:
         journal = Journal(store, "run", Path(folder), 0, codec.snapshot(play.run))
         for step in range(1, STEPS + 1):
             before = play.run
             play.tell(StepDone(play.plan.members[0], 1, commit(step, SAMPLES)))
-            record = codec.record(journal.next, 0.0, StepDone(play.plan.members[0], 1, commit(step, SAMPLES)), before, play.last)
+            record = codec.record(
+                journal.next, 0.0, StepDone(play.plan.members[0], 1, commit(step, SAMPLES)), before, play.last
+            )
             journal.append(record, lambda known=play.run: codec.snapshot(known), durable=False)  # type: ignore[misc]
             assert journal.ship(60.0)
         journal.close()
@@ -36,7 +43,8 @@ def main() -> None:
     segment = newest(store, "run")
     assert segment is not None and codec.fold(*segment) == play.run
     print(
-        f"{STEPS} objects: {written / 1e6:.1f} MB, of which records {recorded / 1e6:.1f} MB; {1 - recorded / written:.0%} are not records"
+        f"{STEPS} objects: {written / 1e6:.1f} MB, of which records {recorded / 1e6:.1f} MB; "
+        f"{1 - recorded / written:.0%} are not records"
     )
     print(f"a snapshot has {len(json.dumps(codec.snapshot(play.run), separators=(',', ':'))) / 1e6:.2f} MB")
 

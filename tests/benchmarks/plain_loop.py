@@ -1,8 +1,11 @@
-"""The loop that a good engineer writes by hand and without fault tolerance: FSDP2, compiled blocks, a compiled loss, fused AdamW.
+"""The loop that a good engineer writes by hand and without fault tolerance: FSDP2, compiled blocks, a
+compiled loss, fused AdamW.
 
-    torchrun --nproc-per-node N -m tests.benchmarks.plain_loop --size 1b [--attention sdpa|flex] [--deterministic] [--recompute]
+    torchrun --nproc-per-node N -m tests.benchmarks.plain_loop --size 1b [--attention sdpa|flex]
+    [--deterministic] [--recompute]
 
-Prints one line of JSON: the median seconds of a step, and tokens a second on one GPU.  ``throughput.py`` runs it beside Elastic.
+Prints one line of JSON: the median seconds of a step, and tokens a second on one GPU.  ``throughput.py`` runs
+it beside Elastic.
 """
 
 from __future__ import annotations
@@ -38,11 +41,19 @@ class Attention(nn.Module):
         self.k = nn.Linear(size.dim, size.kv_heads * self.head, bias=False)
         self.v = nn.Linear(size.dim, size.kv_heads * self.head, bias=False)
         self.o = nn.Linear(size.dim, size.dim, bias=False)
-        self.mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, seq, seq, device="cuda") if attention == "flex" else None
+        self.mask = (
+            create_block_mask(lambda b, h, q, k: q >= k, None, None, seq, seq, device="cuda")
+            if attention == "flex"
+            else None
+        )
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        q, k, v = (layer(x).unflatten(-1, (-1, self.head)).transpose(1, 2) for layer in (self.q, self.k, self.v))
-        q, k = (each * cos + torch.cat((-each.chunk(2, -1)[1], each.chunk(2, -1)[0]), -1) * sin for each in (q, k))
+        q, k, v = (
+            layer(x).unflatten(-1, (-1, self.head)).transpose(1, 2) for layer in (self.q, self.k, self.v)
+        )
+        q, k = (
+            each * cos + torch.cat((-each.chunk(2, -1)[1], each.chunk(2, -1)[0]), -1) * sin for each in (q, k)
+        )
         if self.mask is not None:
             out = flex_attention(q, k, v, block_mask=self.mask, enable_gqa=True)
         else:
@@ -57,7 +68,10 @@ class Block(nn.Module):
         super().__init__()
         self.norm1, self.norm2 = nn.RMSNorm(size.dim, eps=1e-5), nn.RMSNorm(size.dim, eps=1e-5)
         self.attention = Attention(size, seq, attention)
-        self.w1, self.w3 = nn.Linear(size.dim, size.hidden, bias=False), nn.Linear(size.dim, size.hidden, bias=False)
+        self.w1, self.w3 = (
+            nn.Linear(size.dim, size.hidden, bias=False),
+            nn.Linear(size.dim, size.hidden, bias=False),
+        )
         self.w2 = nn.Linear(size.hidden, size.dim, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -90,7 +104,9 @@ def common_options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser()
     parser.add_argument("--size", choices=SIZES, required=True)
     parser.add_argument("--seq", type=int, default=8192)
-    parser.add_argument("--microbatches", type=int, default=4, help="of one sample each, by each rank in each step")
+    parser.add_argument(
+        "--microbatches", type=int, default=4, help=("of one sample each, by each rank in each step")
+    )
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--recompute", action="store_true")
     return parser
@@ -106,7 +122,13 @@ def main() -> None:
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511", "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
+    for name, value in {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29511",
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+    }.items():
         os.environ.setdefault(name, value)
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
@@ -120,10 +142,16 @@ def main() -> None:
         block.compile()
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-    loss_of = torch.compile(lambda logits, targets: F.cross_entropy(logits.float().flatten(0, 1), targets.flatten()))
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True
+    )
+    loss_of = torch.compile(
+        lambda logits, targets: F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+    )
     head = size.dim // size.heads
-    angles = torch.outer(torch.arange(seq, device=device), 500_000 ** (-torch.arange(0, head, 2, device=device) / head))
+    angles = torch.outer(
+        torch.arange(seq, device=device), 500_000 ** (-torch.arange(0, head, 2, device=device) / head)
+    )
     angles = torch.cat((angles, angles), -1)
     cos, sin = angles.cos().bfloat16(), angles.sin().bfloat16()
     took, host = [], []

@@ -1,13 +1,14 @@
-"""Measures what a SIGKILL costs under Elastic, Ray Train elastic and torchft: the same toy job, the same strikes, on one machine.
+"""Measures what a SIGKILL costs under Elastic, Ray Train elastic and torchft: the same toy job, the same
+strikes, on one machine.
 
     python -m tests.benchmarks.recovery                                   # all three, one table
     python -m tests.benchmarks.recovery --only elastic --events process   # one of them; the others' last figures stay
     python -m tests.benchmarks.recovery --kills 9 --peer-kills 5
 
-Needs ``pip install -e '.[test,bench]'``, or ``--peers-python`` names another interpreter that has the peers beside Elastic.  Two
-workers, gloo, one thread each.  process: one of them is SIGKILLed, and the system replaces it.  node: a raylet (torchft: a torchrun) is
-SIGKILLed with all its processes; when the other worker has settled, a new node comes.  ``peers/drive.py`` says what is measured.
-Figures go to results/recovery.json.
+Needs ``pip install -e '.[test,bench]'``, or ``--peers-python`` names another interpreter that has the peers
+beside Elastic.  Two workers, gloo, one thread each.  process: one of them is SIGKILLed, and the system
+replaces it.  node: a raylet (torchft: a torchrun) is SIGKILLed with all its processes; when the other worker
+has settled, a new node comes.  ``peers/drive.py`` says what is measured. Figures go to results/recovery.json.
 """
 
 from __future__ import annotations
@@ -28,7 +29,14 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path(__file__).parent / "results" / "recovery.json"
 SYSTEMS = ("elastic", "ray-train", "torchft")
 EVENTS = ("process", "node")
-OWN_EVENTS = ("process, shards", "node, shards", "node, silent", "process, spare", "process, shards, spare", "hang")
+OWN_EVENTS = (
+    "process, shards",
+    "node, shards",
+    "node, silent",
+    "process, spare",
+    "process, shards, spare",
+    "hang",
+)
 """Events that the other systems cannot survive; ``peers/ours.py`` describes them."""
 
 
@@ -68,8 +76,14 @@ def measure(name: str, event: str, kills: int, target: Path) -> None:
 
 
 def where() -> dict[str, str]:
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
-    return {"date": str(date.today()), "commit": commit, "machine": f"{os.cpu_count()} cores, {platform.machine()}"}
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
+    ).stdout.strip()
+    return {
+        "date": str(date.today()),
+        "commit": commit,
+        "machine": (f"{os.cpu_count()} cores, {platform.machine()}"),
+    }
 
 
 def stored() -> dict[str, Any]:
@@ -90,7 +104,9 @@ def child(python: str, name: str, event: str, kills: int) -> None:
         target = Path(folder) / "found.json"
         command = [python, "-m", "tests.benchmarks.recovery", "--child", name, event, str(kills), str(target)]
         environment = os.environ | VARIABLES | {"PYTHONPATH": str(ROOT)}
-        ended = subprocess.run(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True, check=False)
+        ended = subprocess.run(
+            command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True, check=False
+        )
         if target.exists():
             store(name, event, json.loads(target.read_text()))
         else:
@@ -113,8 +129,18 @@ def spread(rows: list[dict[str, Any]], *names: str) -> str:
 
 def table(everything: dict[str, Any]) -> str:
     """Returns Markdown with one line for each system and event: seconds, median (worst)."""
-    heads = ("first microbatch", "next commit", "lost steps", "growth: pause", "growth: lost steps", "growth: joined")
-    lines = [f"| event | system | n | {' | '.join(heads)} | step s, 2 and 1 workers |", "|---" * (len(heads) + 4) + "|"]
+    heads = (
+        "first microbatch",
+        "next commit",
+        "lost steps",
+        "growth: pause",
+        "growth: lost steps",
+        "growth: joined",
+    )
+    lines = [
+        f"| event | system | n | {' | '.join(heads)} | step s, 2 and 1 workers |",
+        "|---" * (len(heads) + 4) + "|",
+    ]
     for event in (*EVENTS, *OWN_EVENTS):
         for name in SYSTEMS:
             found = everything.get(name, {}).get(event)
@@ -131,19 +157,37 @@ def table(everything: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-PHASES = ("detect_s", "decide_s", "abort_s", "form_s", "heal_s", "go_s", "step_s", "first_microbatch_s", "next_commit_s")
+PHASES = (
+    "detect_s",
+    "decide_s",
+    "abort_s",
+    "form_s",
+    "heal_s",
+    "go_s",
+    "step_s",
+    "first_microbatch_s",
+    "next_commit_s",
+)
 
 
 def phases(event: str, found: dict[str, Any]) -> str:
     """Returns Markdown that shows where the time of Elastic's recoveries went, in median (worst) seconds."""
     rows = found["kills"]
-    cells = [f"{statistics.median(values):.2f} ({max(values):.2f})" for values in ([row[name] for row in rows] for name in PHASES)]
+    cells = [
+        f"{statistics.median(values):.2f} ({max(values):.2f})"
+        for values in ([row[name] for row in rows] for name in PHASES)
+    ]
     tiers = "/".join(sorted({row.get("tier", "live") for row in rows}))
-    return f"| {event} | {tiers} | {len(rows)} | {' | '.join(cells)} | {spread(rows, 'lost_steps')} | {spread(rows, 'growth', 'pause_s')} |"
+    return (
+        f"| {event} | {tiers} | {len(rows)} | {' | '.join(cells)} | {spread(rows, 'lost_steps')} | "
+        f"{spread(rows, 'growth', 'pause_s')} |"
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--kills", type=int, default=9, help="of Elastic, for each event")
     parser.add_argument("--peer-kills", type=int, default=3, help="of each of the others")
     parser.add_argument("--only", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
@@ -162,11 +206,17 @@ def main() -> None:
             if not ours and event in OWN_EVENTS:
                 continue
             print(f"=== {name}, {event}; load {os.getloadavg()[0]:.1f}", flush=True)
-            child(sys.executable if ours else arguments.peers_python, name, event, arguments.kills if ours else arguments.peer_kills)
+            child(
+                sys.executable if ours else arguments.peers_python,
+                name,
+                event,
+                arguments.kills if ours else arguments.peer_kills,
+            )
     everything = stored()
     print(table(everything))
     print(
-        f"\n| fault | tier | n | {' | '.join(each.removesuffix('_s').replace('_', ' ') for each in PHASES)} | lost steps | growth pause |"
+        f"\n| fault | tier | n | {' | '.join(each.removesuffix('_s').replace('_', ' ') for each in PHASES)} "
+        "| lost steps | growth pause |"
     )
     print("|---" * (len(PHASES) + 5) + "|")
     for event in (*EVENTS, *OWN_EVENTS):

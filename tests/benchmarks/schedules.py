@@ -1,7 +1,9 @@
-"""``python -m tests.benchmarks.schedules LAST [--jobs 2] [--limit SECONDS]`` runs simulated schedules and records the result.
+"""``python -m tests.benchmarks.schedules LAST [--jobs 2] [--limit SECONDS]`` runs simulated schedules and
+records the result.
 
-It runs all seeds below LAST in chunks.  After each chunk the sum is written to results/schedules.json, and the next call goes on from
-there.  It refuses to go on with a file that was made by other sources of the decisions, the protocol or the simulator.
+It runs all seeds below LAST in chunks.  After each chunk the sum is written to results/schedules.json, and
+the next call goes on from there.  It refuses to go on with a file that was made by other sources of the
+decisions, the protocol or the simulator.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ CHUNK = 2_000
 def rules() -> str:
     """Returns a digest of everything that a schedule is made by."""
     package = Path(elastic.__file__).parent
-    sources = sorted(path for part in ("control", "protocol", "plan", "sim") for path in (package / part).rglob("*.py"))
+    sources = sorted(
+        path for part in ("control", "protocol", "plan", "sim") for path in (package / part).rglob("*.py")
+    )
     return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:16]
 
 
@@ -58,7 +62,9 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("last", type=int)
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--limit", type=float, default=float("inf"), help="seconds after which no chunk is begun")
+    parser.add_argument(
+        "--limit", type=float, default=float("inf"), help=("seconds after which no chunk is begun")
+    )
     known = parser.parse_args()
     coverage, seconds = load()
     began = time.monotonic()
@@ -73,7 +79,10 @@ def main() -> int:
         seconds += time.monotonic() - chunk_began
         save(coverage, seconds, known.jobs)
     print(coverage_table(coverage))
-    print(f"{coverage.seeds} seeds in {seconds:.0f} s by {known.jobs} processes; never met: {', '.join(missing(coverage)) or 'no pair'}")
+    print(
+        f"{coverage.seeds} seeds in {seconds:.0f} s by {known.jobs} processes; never met: "
+        f"{', '.join(missing(coverage)) or 'no pair'}"
+    )
     return 0
 
 

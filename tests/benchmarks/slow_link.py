@@ -1,9 +1,10 @@
-"""Measures a training step over a slow link between two nodes, with gradients that travel one by one, and with blocks that nodes add.
+"""Measures a training step over a slow link between two nodes, with gradients that travel one by one, and
+with blocks that nodes add.
 
     python -m tests.benchmarks.slow_link [--each 2] [--rate 200mbit]
 
-Two nodes of ``--each`` workers (network namespaces on this machine, gloo), one replica a node, four rounds a step.  A ratio above 1 says
-that blocks are faster.  Needs root, ``ip`` and ``tc``.
+Two nodes of ``--each`` workers (network namespaces on this machine, gloo), one replica a node, four rounds a
+step.  A ratio above 1 says that blocks are faster.  Needs root, ``ip`` and ``tc``.
 """
 
 from __future__ import annotations
@@ -29,8 +30,21 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for block in (1, options.each):
             microbatches = 4 * 2 * options.each
-            found[block] = train(Path(folder), block, each=options.each, rate=options.rate, model=MODEL, microbatches=microbatches)
-            print(f"block {block}: {found[block].step_s:.2f} s a step, {found[block].out_bytes / 1e6:.1f} MB out of a node", flush=True)
+            found[block] = train(
+                Path(folder),
+                block,
+                each=options.each,
+                rate=options.rate,
+                model=MODEL,
+                microbatches=microbatches,
+            )
+            print(
+                (
+                    f"block {block}: {found[block].step_s:.2f} s a step, {found[block].out_bytes / 1e6:.1f} "
+                    "MB out of a node"
+                ),
+                flush=True,
+            )
     ratio = found[1].step_s / found[options.each].step_s
     print(f"ratio {ratio:.2f}")
     rows = {block: asdict(each) for block, each in found.items()}

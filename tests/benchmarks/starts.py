@@ -1,10 +1,12 @@
-"""Measures how long a worker takes from its start to its joining, with processes that Ray has prepared and without.
+"""Measures how long a worker takes from its start to its joining, with processes that Ray has prepared and
+without.
 
     python -m tests.benchmarks.starts [--kills 2]
 
-Each way has a cluster of its own on this machine and one run of two workers of the tests' toy model, of which one is killed again and
-again.  ``start`` is the time by the journal from the order to start a worker to its joining.  The worker's log says how much of that it
-computed; this does not depend on what else the machine does.  Memory is that of a process that waits, with torch and without.
+Each way has a cluster of its own on this machine and one run of two workers of the tests' toy model, of which
+one is killed again and again.  ``start`` is the time by the journal from the order to start a worker to its
+joining.  The worker's log says how much of that it computed; this does not depend on what else the machine
+does.  Memory is that of a process that waits, with torch and without.
 """
 
 from __future__ import annotations
@@ -43,7 +45,9 @@ def idle() -> list[psutil.Process]:
     found = []
     for process in psutil.Process().children(recursive=True):
         try:
-            if process.name().startswith("ray::IDLE") or (process.cmdline() or [""])[0].startswith("ray::IDLE"):
+            if process.name().startswith("ray::IDLE") or (process.cmdline() or [""])[0].startswith(
+                "ray::IDLE"
+            ):
                 found.append(process)
         except psutil.Error:
             continue
@@ -68,9 +72,11 @@ def measure(way: str, kills: int) -> dict[str, float | list[float]]:
         workers, deadlines = {"min": 1, "max": 2, "cpus": 1}, {"grow_debounce_s": 1}
         job = toy_job(folder, name="starts", steps=100_000, workers=workers, deadlines=deadlines)
         if way == "prepared":
-            os.environ |= {"RAY_preload_python_modules": own_cluster.PRELOADED}  # also on a machine with too few cores for it
+            # also on a machine with too few cores for it
+            os.environ |= {"RAY_preload_python_modules": own_cluster.PRELOADED}
         cluster.connect("local")
-        waiting = settle(int(ray.cluster_resources()["CPU"]) if way == "prepared" else 1)  # of bare ones Ray may keep fewer
+        # of bare ones Ray may keep fewer
+        waiting = settle(int(ray.cluster_resources()["CPU"]) if way == "prepared" else 1)
         memory = [each.memory_full_info() for each in waiting]
         found: dict[str, float | list[float]] = {
             "idle_processes": float(len(waiting)),
@@ -91,7 +97,9 @@ def measure(way: str, kills: int) -> dict[str, float | list[float]]:
         store = ObjectStore.open(job.bucket)
         logs = {Path(key).stem: store.get(key).decode() for key in store.list(f"{job.name}/logs/")}
         found["start_s"] = [joins[worker] - starts[worker] for worker in joins]
-        found["computed_s"] = [float(match[1]) for worker in joins if (match := COMPUTED.search(logs.get(worker, "")))]
+        found["computed_s"] = [
+            float(match[1]) for worker in joins if (match := COMPUTED.search(logs.get(worker, "")))
+        ]
         ray.shutdown()
         return found
 
@@ -128,9 +136,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(json.dumps(measure(options.way, options.kills)))
         return
     for way in WAYS:
-        command = [sys.executable, "-m", "tests.benchmarks.starts", "--way", way, "--kills", str(options.kills)]
+        command = [
+            sys.executable,
+            "-m",
+            "tests.benchmarks.starts",
+            "--way",
+            way,
+            "--kills",
+            str(options.kills),
+        ]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-        print(way, done.stdout.strip().splitlines()[-1] if done.returncode == 0 else done.stdout[-2000:] + done.stderr[-2000:], flush=True)
+        print(
+            way,
+            done.stdout.strip().splitlines()[-1]
+            if done.returncode == 0
+            else done.stdout[-2000:] + done.stderr[-2000:],
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
-"""A storm: many real faults of all kinds in one run, drawn from a seed, and at the end the bits of an undisturbed run.
+"""A storm: many real faults of all kinds in one run, drawn from a seed, and at the end the bits of an
+undisturbed run.
 
     python -m tests.benchmarks.storm --seed 7 --faults 200
     python -m tests.benchmarks.storm --seed 7 --faults 200 --keep journal.jsonl.gz     # the journal, for ``elastic replay``
 
-Four replicas on two nodes of a local Ray cluster, a small model, gloo; the head, with the coordinator, is on a third node.  A node that
-dies is replaced.  ``actors/chaos.py`` strikes; a witness holds every worker's process by its pidfd and maps its counters.  The table of
-kinds and of the states that they struck in goes to results/storm-<seed>.json.
+Four replicas on two nodes of a local Ray cluster, a small model, gloo; the head, with the coordinator, is on
+a third node.  A node that dies is replaced.  ``actors/chaos.py`` strikes; a witness holds every worker's
+process by its pidfd and maps its counters.  The table of kinds and of the states that they struck in goes to
+results/storm-<seed>.json.
 """
 
 from __future__ import annotations
@@ -78,11 +80,13 @@ END_S = 600.0
 
 
 SHARDS: Mapping[str, Any] = {"parallel": {"dp_replicate": 1}, "copies": {"copy_every": 1, "buddy_every": 1}}
-"""Settings without replicas: what a dead worker held is in its keeper's memory, what a dead node held in its buddy's."""
+"""Settings without replicas: what a dead worker held is in its keeper's memory, what a dead node held in its
+buddy's.
+"""
 SPARES = 1
 HOST_REDONE = 4
-"""Largest number of committed steps that a world which begins from copies may do again.  One copy is under way and one on its way
-to the buddy, each begun when the one before is known to be complete everywhere.
+"""Largest number of committed steps that a world which begins from copies may do again.  One copy is under
+way and one on its way to the buddy, each begun when the one before is known to be complete everywhere.
 """
 
 
@@ -93,7 +97,10 @@ def job_of(folder: Path, name: str, faults: int, pace_s: float, *, shards: bool 
         name=name,
         steps=steps,
         model_args={"vocab": 29, "dim": 16, "layers": 2, "heads": 2, "dropout": 0.1},
-        data={"dataset": "tests.support.toys:Paced", "args": {"calm": str(folder / "calm"), "pace_s": pace_s, "samples": 16 * steps}},
+        data={
+            "dataset": "tests.support.toys:Paced",
+            "args": {"calm": str(folder / "calm"), "pace_s": pace_s, "samples": 16 * steps},
+        },
         workers={"min": 1, "max": WORKERS, "spares": SPARES if shards else 0},
         checkpoint={"save_every": SAVE_EVERY},
         deadlines={"grow_debounce_s": 1, "stall_s": 4, "fence_s": 4, "form_s": 60},
@@ -112,7 +119,8 @@ class Storm:
     lines: list[Line] = field(default_factory=list)
     result: Result | None = None
     left: Sequence[str] = ("nobody has looked",)
-    """Things that were left of the run while its cluster was still there: :func:`tests.support.left.left_of`."""
+    """Things that were left of the run while its cluster was still there: :func:`tests.support.left.left_of`.
+    """
 
     def show(self, line: Line) -> None:
         self.lines.append(line)
@@ -127,9 +135,11 @@ def tell(strike: Strike) -> None:
     print(f"{time.strftime('%H:%M:%S')}     {strike}", flush=True)
 
 
-def rage(folder: Path, seed: int, number: int, limit_s: float, spared: Iterable[str] = (), *, shards: bool = False) -> Storm:
-    """Trains and strikes, by all kinds that are not ``spared``, until ``number`` faults were performed; then trains to the end of the
-    run.
+def rage(
+    folder: Path, seed: int, number: int, limit_s: float, spared: Iterable[str] = (), *, shards: bool = False
+) -> Storm:
+    """Trains and strikes, by all kinds that are not ``spared``, until ``number`` faults were performed; then
+    trains to the end of the run.
     """
     from tests.benchmarks.peers.nodes import Nodes
 
@@ -138,7 +148,8 @@ def rage(folder: Path, seed: int, number: int, limit_s: float, spared: Iterable[
         nodes.add(cpus=room)
     job = job_of(folder, "storm", number, pace_s=0.17, shards=shards)
     kinds = [kind for kind, share in MIX.items() if kind not in spared for _ in range(share)]
-    faults = list(draw(seed, 2 * number, 2.0 * number, kinds, states=STATES[:-1]))  # more than needed: some find nobody
+    # more than needed: some find nobody
+    faults = list(draw(seed, 2 * number, 2.0 * number, kinds, states=STATES[:-1]))
     faults += [Fault(float(at), Kind.SIGKILL, -1) for at in range(ALL_DIE_EVERY, number, ALL_DIE_EVERY)]
     chaos = Chaos(job, faults, tell)
     storm = Storm(job, chaos, Witness(job.name), number)
@@ -161,7 +172,8 @@ def rage(folder: Path, seed: int, number: int, limit_s: float, spared: Iterable[
     finally:
         storm.witness.close()
         chaos.close()
-        storm.left = left_of(job.name, storm.witness.token)  # while there is a cluster: none of its processes outlives it
+        # while there is a cluster: none of its processes outlives it
+        storm.left = left_of(job.name, storm.witness.token)
         ray.shutdown()
         nodes.close()
     return storm
@@ -178,8 +190,8 @@ def _until_it_steps(name: str) -> None:
 class Strikes:
     """The function that a witness calls at every look, to strike.
 
-    The next fault comes once the world of at least two workers has committed a step since the last one.  A second fault, which waits for a
-    state, comes as soon as the run is in it.
+    The next fault comes once the world of at least two workers has committed a step since the last one.  A
+    second fault, which waits for a state, comes as soon as the run is in it.
     """
 
     def __init__(self, chaos: Chaos, number: int, limit_s: float) -> None:
@@ -188,7 +200,12 @@ class Strikes:
         self.at, self.struck_s = (0, 0), time.monotonic()
 
     def __call__(self, _: Witness, view: View) -> bool:
-        if len(self.chaos.performed) >= self.number or view.over or not self.queue or time.monotonic() > self.until:
+        if (
+            len(self.chaos.performed) >= self.number
+            or view.over
+            or not self.queue
+            or time.monotonic() > self.until
+        ):
             return True
         generation, step = self.at
         if view.generation != generation:
@@ -216,29 +233,50 @@ def judge(storm: Storm, reference: Job) -> dict[str, Any]:
     worlds, steps = formed(records), ledger(segments)
     work, again = witness.total("microbatches_run"), sum(each.redone for each in worlds)
     least, bound = job.steps * job.microbatches, (job.steps + again + len(strikes)) * job.microbatches
-    ends = Counter(end for victim, signals in _deadly(strikes).items() for end in _end_of(witness, victim, signals))
+    ends = Counter(
+        end for victim, signals in _deadly(strikes).items() for end in _end_of(witness, victim, signals)
+    )
     used = sorted(number for _, ids in samples(steps) for part in ids for number in part)
     host, bucket = (any(world.tier == tier for world in worlds) for tier in ("host", "bucket"))
     promises = {
-        f"the run did not finish: {storm.result}": storm.result is not None and storm.result.state == "Finished",
-        "the exported weights are not those of the undisturbed run": exported_hash(job) == exported_hash(reference) != "",
-        "a step is missing, or the journal has a step that is not of the job": sorted(steps) == list(range(1, job.steps + 1)),
+        f"the run did not finish: {storm.result}": storm.result is not None
+        and storm.result.state == "Finished",
+        "the exported weights are not those of the undisturbed run": exported_hash(job)
+        == exported_hash(reference)
+        != "",
+        "a step is missing, or the journal has a step that is not of the job": sorted(steps)
+        == list(range(1, job.steps + 1)),
         "a sample was not used exactly once": used == list(range(job.global_batch * job.steps)),
         f"{work} microbatches were computed instead of {least} to {bound}": least <= work <= bound,
-        f"some victims ended otherwise than by the signals of their faults: {ends}": not any(end.startswith("not by") for end in ends),
-        f"the kernel could not tell of too many victims how they ended: {ends}": ends[UNTOLD] <= max(2, len(strikes) // 50),
-        "a world did more steps again than its checkpoint or its copies allow": all(
-            w.redone <= {"bucket": 2 * job.checkpoint.save_every, "host": HOST_REDONE}.get(w.tier, 0) for w in worlds
+        f"some victims ended otherwise than by the signals of their faults: {ends}": not any(
+            end.startswith("not by") for end in ends
         ),
-        "the witness and the journal disagree whether state was read from host copies": (witness.total("healed_host_bytes") > 0) == host,
-        "the witness and the journal disagree whether state was read from the bucket": (witness.total("healed_bucket_bytes") > 0) == bucket,
-        "this version decides the journal's events differently": not [e for e in differences(segments, "") if e.what != "reason"],
+        f"the kernel could not tell of too many victims how they ended: {ends}": ends[UNTOLD]
+        <= max(2, len(strikes) // 50),
+        "a world did more steps again than its checkpoint or its copies allow": all(
+            w.redone <= {"bucket": 2 * job.checkpoint.save_every, "host": HOST_REDONE}.get(w.tier, 0)
+            for w in worlds
+        ),
+        "the witness and the journal disagree whether state was read from host copies": (
+            witness.total("healed_host_bytes") > 0
+        )
+        == host,
+        "the witness and the journal disagree whether state was read from the bucket": (
+            witness.total("healed_bucket_bytes") > 0
+        )
+        == bucket,
+        "this version decides the journal's events differently": not [
+            e for e in differences(segments, "") if e.what != "reason"
+        ],
         f"the run left things behind: {', '.join(storm.left)}": not storm.left,
     }
     return {
         "wrong": [what for what, kept in promises.items() if not kept],
         "faults": len(strikes),
-        "kinds": {kind: dict(Counter(strike.state for strike in strikes if strike.fault["kind"] == kind)) for kind in _kinds(strikes)},
+        "kinds": {
+            kind: dict(Counter(strike.state for strike in strikes if strike.fault["kind"] == kind))
+            for kind in _kinds(strikes)
+        },
         "ends": dict(ends),
         "steps": job.steps,
         "workers": len(witness.seen),
@@ -267,7 +305,9 @@ UNTOLD = "reaped before this kernel could be asked"
 
 
 def _deadly(strikes: Iterable[Strike]) -> dict[str, set[signal.Signals]]:
-    """Returns the signals by which each victim may have ended: two faults may meet in one process, and an expelled worker is killed."""
+    """Returns the signals by which each victim may have ended: two faults may meet in one process, and an
+    expelled worker is killed.
+    """
     found: dict[str, set[signal.Signals]] = {}
     for strike in strikes:
         if strike.fault["kind"] in ENDS:
@@ -277,7 +317,9 @@ def _deadly(strikes: Iterable[Strike]) -> dict[str, set[signal.Signals]]:
 
 
 def _end_of(witness: Witness, victim: str, signals: set[signal.Signals]) -> Iterator[str]:
-    """Yields how the victim ended, as the kernel reports it; nothing for a worker that had just joined, of which only the journal knows."""
+    """Yields how the victim ended, as the kernel reports it; nothing for a worker that had just joined, of
+    which only the journal knows.
+    """
     seen = witness.seen.get(victim)
     if seen is None or seen.ended is None:
         return
@@ -293,19 +335,32 @@ def table(found: Mapping[str, Any]) -> str:
     """Returns Markdown with kinds of faults and the states in which they struck."""
     lines = [f"| fault | {' | '.join(STATES)} | all |", "|---" * (len(STATES) + 2) + "|"]
     for kind, states in found["kinds"].items():
-        lines.append(f"| {kind} | {' | '.join(str(states.get(state, '')) for state in STATES)} | {sum(states.values())} |")
+        lines.append(
+            f"| {kind} | {' | '.join(str(states.get(state, '')) for state in STATES)} | "
+            f"{sum(states.values())} |"
+        )
     sums = [sum(states.get(state, 0) for states in found["kinds"].values()) for state in STATES]
     return "\n".join([*lines, f"| all | {' | '.join(map(str, sums))} | {sum(sums)} |"])
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--faults", type=int, default=200)
-    parser.add_argument("--limit", type=float, metavar="SECONDS", default=3600.0, help="after which no more faults are performed")
+    parser.add_argument(
+        "--limit",
+        type=float,
+        metavar="SECONDS",
+        default=3600.0,
+        help="after which no more faults are performed",
+    )
     parser.add_argument("--spare", nargs="+", default=[], metavar="KIND", help="kinds that are left out")
     parser.add_argument("--keep", type=Path, help="where the journal goes")
-    parser.add_argument("--shards", action="store_true", help="fully sharded, with copies in host memory and a spare")
+    parser.add_argument(
+        "--shards", action="store_true", help=("fully sharded, with copies in host memory and a spare")
+    )
     parser.add_argument("--rehearsal", action="store_true", help="write no result")
     arguments = parser.parse_args()
     with TemporaryDirectory(prefix="storm-") as name:
@@ -313,23 +368,45 @@ def main() -> int:
         reference = job_of(folder, "calm", arguments.faults, pace_s=0.0)
         assert run_local(reference, lambda line: None)[0] == "Finished"
         began = time.monotonic()
-        storm = rage(folder, arguments.seed, arguments.faults, arguments.limit, arguments.spare, shards=arguments.shards)
+        storm = rage(
+            folder,
+            arguments.seed,
+            arguments.faults,
+            arguments.limit,
+            arguments.spare,
+            shards=arguments.shards,
+        )
         took = time.monotonic() - began
-        found = {"seed": arguments.seed, "seconds": round(took), **judge(storm, reference), **where(), "python": platform.python_version()}
+        found = {
+            "seed": arguments.seed,
+            "seconds": round(took),
+            **judge(storm, reference),
+            **where(),
+            "python": platform.python_version(),
+        }
         if arguments.keep:
             keep(Run.open(storm.job), arguments.keep)
     print(table(found))
     print(json.dumps({name: value for name, value in found.items() if name != "kinds"}, indent=1))
     if not arguments.rehearsal:
-        told = [{**each.fault, "victim": each.victim, "state": each.state, "step": each.step} for each in storm.chaos.performed]
+        told = [
+            {**each.fault, "victim": each.victim, "state": each.state, "step": each.step}
+            for each in storm.chaos.performed
+        ]
         found["strikes"] = [json.dumps(each) for each in told]
-        (RESULTS / f"storm-{arguments.seed}{'-shards' if arguments.shards else ''}.json").write_text(json.dumps(found, indent=1) + "\n")
+        (RESULTS / f"storm-{arguments.seed}{'-shards' if arguments.shards else ''}.json").write_text(
+            json.dumps(found, indent=1) + "\n"
+        )
     return 1 if found["wrong"] else 0
 
 
 def keep(run: Run, path: Path) -> None:
-    rows = [row for snapshot, records in journal.read(run.store, run.job.name) for row in (snapshot, *records)]
-    path.write_bytes(gzip.compress("\n".join(json.dumps(row, separators=(",", ":")) for row in rows).encode(), 9, mtime=0))
+    rows = [
+        row for snapshot, records in journal.read(run.store, run.job.name) for row in (snapshot, *records)
+    ]
+    path.write_bytes(
+        gzip.compress("\n".join(json.dumps(row, separators=(",", ":")) for row in rows).encode(), 9, mtime=0)
+    )
 
 
 if __name__ == "__main__":

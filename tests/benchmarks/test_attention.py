@@ -1,4 +1,6 @@
-"""The instrument of the attention benchmark: its plain math is torch's, and it sees wrong values and bits that change."""
+"""The instrument of the attention benchmark: its plain math is torch's, and it sees wrong values and bits
+that change.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ def noisy(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def test_the_plain_math_is_that_of_torch_in_double() -> None:
     inputs = SHAPE.inputs("cpu", torch.float64)
     assert difference(both(sdpa(None), inputs), exact(*inputs)) < 1e-14
-    assert difference(both(all_see_all, inputs), exact(*inputs)) > 0.1, "attention without a mask must not pass"
+    assert difference(both(all_see_all, inputs), exact(*inputs)) > 0.1, (
+        "attention without a mask must not pass"
+    )
 
 
 def test_a_row_tells_wrong_values_and_changing_bits() -> None:

@@ -32,7 +32,12 @@ def measured(*after: tuple[float, int, int, int]) -> dict[str, Any]:
 
 def test_a_survivor_goes_on() -> None:
     found = measured((14.0, 12, 2, 1))
-    assert (found["next_commit_s"], found["first_microbatch_s"], found["pause_s"], found["lost_steps"]) == (2.5, 2.0, 3.0, 0)
+    assert (found["next_commit_s"], found["first_microbatch_s"], found["pause_s"], found["lost_steps"]) == (
+        2.5,
+        2.0,
+        3.0,
+        0,
+    )
 
 
 def test_a_restart_from_a_checkpoint_loses_steps() -> None:
@@ -52,7 +57,9 @@ def test_growth_is_the_longest_pause_on_the_way() -> None:
 
 
 def test_both_members_may_tell_of_a_step() -> None:
-    assert drive.step_s(Recorded(*STEPS, *((at + 0.1, step, 1, 2) for at, step, _, _ in STEPS)), 2) == pytest.approx(1.0)  # type: ignore[arg-type]
+    assert drive.step_s(
+        Recorded(*STEPS, *((at + 0.1, step, 1, 2) for at, step, _, _ in STEPS)), 2
+    ) == pytest.approx(1.0)  # type: ignore[arg-type]
 
 
 def test_a_world_is_left_in_peace_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,7 +72,10 @@ def test_a_world_is_left_in_peace_first(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_the_table_tells_of_what_failed() -> None:
-    rows = [{"next_commit_s": 1.0, "lost_steps": 0, "growth": {"pause_s": 0.5}}, {"next_commit_s": 3.0, "lost_steps": 4}]
+    rows = [
+        {"next_commit_s": 1.0, "lost_steps": 0, "growth": {"pause_s": 0.5}},
+        {"next_commit_s": 3.0, "lost_steps": 4},
+    ]
     assert (spread(rows, "next_commit_s"), spread(rows, "lost_steps"), spread(rows, "growth", "pause_s")) == (
         "2.00 (3.00)",
         "2 (4)",

@@ -1,4 +1,6 @@
-"""The benchmark of throughput says whether it compared bits, and fails unless those that it compared are equal."""
+"""The benchmark of throughput says whether it compared bits, and fails unless those that it compared are
+equal.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,11 @@ FAILED: Row = {"failed": "out of memory"}
     [
         ({"reproducible": GOOD, "again": GOOD}, 0, "the bits of reproducible and again are equal"),
         ({"reproducible": GOOD, "again": OTHER}, 1, "the bits of reproducible and again differ"),
-        ({"reproducible": FAILED, "again": FAILED}, 1, "bits are not compared: reproducible and again failed"),
+        (
+            {"reproducible": FAILED, "again": FAILED},
+            1,
+            "bits are not compared: reproducible and again failed",
+        ),
         ({"reproducible": GOOD, "again": FAILED}, 1, "bits are not compared: again failed"),
         ({"reproducible": GOOD, "free": GOOD}, 0, "bits are not compared: name both reproducible and again"),
         ({"free": FAILED}, 0, ""),

@@ -1,15 +1,17 @@
-"""Measures tokens a second of Elastic, with all of its fault tolerance on, of a plain loop and of TorchTitan, in one run on the same GPUs.
+"""Measures tokens a second of Elastic, with all of its fault tolerance on, of a plain loop and of TorchTitan,
+in one run on the same GPUs.
 
     python -m tests.benchmarks.throughput --size 1b [--seq 8192] [--microbatches 4] [--world 1] [NAME ...]
-    python -m tests.benchmarks.throughput --size 8b --plain=--recompute --ours '{"recompute": "block"}' plain free
-    python -m tests.benchmarks.throughput --size 1b-untied plain torchtitan free
+    python -m tests.benchmarks.throughput --size 8b --plain=--recompute --ours '{"recompute": "block"}' plain
+    free python -m tests.benchmarks.throughput --size 1b-untied plain torchtitan free
 
-NAME is one of ``plain``, ``plain-deterministic`` (FlexAttention), ``torchtitan`` (0.2.2; only where it is named), ``free``,
-``reproducible``, ``again`` (reproducible once more, to compare the bits of every loss and norm), ``free-zero-3``, ``free-zero-2`` and
-``zero-2``, ``free-fp8`` (also ``free-fp8-zero-2`` and ``free-fp8-zero-3``) and ``fp8``, ``free-fp8-rowwise`` and ``fp8-rowwise``, and
-``bare`` (free, without copies).  Prints a line of JSON for each and a table at the end; exits with 1 if bits differ, or could not be
-compared because a run failed.  MFU is of the GPU's peak in bf16, and counts operations as Chowdhery et al. (2022) do, and with the causal
-half as Megatron does.
+NAME is one of ``plain``, ``plain-deterministic`` (FlexAttention), ``torchtitan`` (0.2.2; only where it is
+named), ``free``, ``reproducible``, ``again`` (reproducible once more, to compare the bits of every loss and
+norm), ``free-zero-3``, ``free-zero-2`` and ``zero-2``, ``free-fp8`` (also ``free-fp8-zero-2`` and
+``free-fp8-zero-3``) and ``fp8``, ``free-fp8-rowwise`` and ``fp8-rowwise``, and ``bare`` (free, without
+copies).  Prints a line of JSON for each and a table at the end; exits with 1 if bits differ, or could not be
+compared because a run failed.  MFU is of the GPU's peak in bf16, and counts operations as Chowdhery et al.
+(2022) do, and with the causal half as Megatron does.
 """
 
 from __future__ import annotations
@@ -73,8 +75,25 @@ Row = dict[str, Any]
 
 def loop(name: str, options: argparse.Namespace) -> Row:
     """Runs a loop without fault tolerance in processes of its own."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(options.world), "-m", *LOOPS[name]]
-    command += ["--size", options.size, "--seq", str(options.seq), "--microbatches", str(options.microbatches), *options.plain.split()]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(options.world),
+        "-m",
+        *LOOPS[name],
+    ]
+    command += [
+        "--size",
+        options.size,
+        "--seq",
+        str(options.seq),
+        "--microbatches",
+        str(options.microbatches),
+        *options.plain.split(),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if done.returncode or not lines:
@@ -105,7 +124,9 @@ def job_of(folder: Path, name: str, options: argparse.Namespace) -> Job:
 
 
 class Enough(Exception):
-    """All steps of a run are there.  Its last checkpoint, which takes longer than the steps of a large model, tells nothing more."""
+    """All steps of a run are there.  Its last checkpoint, which takes longer than the steps of a large model,
+    tells nothing more.
+    """
 
 
 def ours(name: str, folder: Path, options: argparse.Namespace) -> Row:
@@ -127,7 +148,11 @@ def ours(name: str, folder: Path, options: argparse.Namespace) -> Row:
     steps = [line for line in lines if isinstance(line, StepLine)]
     if not steps or steps[-1].step < options.steps:
         return {"failed": "\n".join(line.text for line in lines if isinstance(line, Sentence))[-1500:]}
-    took = [after.at - before.at for before, after in pairwise(steps[SETTLED:]) if after.generation == before.generation]
+    took = [
+        after.at - before.at
+        for before, after in pairwise(steps[SETTLED:])
+        if after.generation == before.generation
+    ]
     seconds = statistics.median(took)
     tokens = options.microbatches * options.seq
     bits = [(line.step, line.loss.hex(), line.norm.hex()) for line in steps]
@@ -162,15 +187,24 @@ def table(rows: dict[str, Row], options: argparse.Namespace) -> str:
             lines.append(f"| {name} | failed: {complaint(row['failed'])} | | | | | |")
             continue
         rate = row["tokens_per_s"]
-        shares = [f"{rate / rows[other]['tokens_per_s']:.3f}" if "tokens_per_s" in rows.get(other, {}) else "" for other in PLAIN]
-        used = "; ".join(f"{flops(options.seq, half) * rate / peak_flops_s:.1%}" for half in (False, True)) if peak_flops_s else ""
+        shares = [
+            f"{rate / rows[other]['tokens_per_s']:.3f}" if "tokens_per_s" in rows.get(other, {}) else ""
+            for other in PLAIN
+        ]
+        used = (
+            "; ".join(f"{flops(options.seq, half) * rate / peak_flops_s:.1%}" for half in (False, True))
+            if peak_flops_s
+            else ""
+        )
         took, peak = f"{row['step_s'] * 1e3:.1f} ms", f"{row['peak_bytes'] / 1e9:.1f} GB"
         lines.append(f"| {name} | {took} | {rate:,.0f} | {shares[0]} | {shares[1]} | {used} | {peak} |")
     return "\n".join(lines)
 
 
 def compared(rows: dict[str, Row]) -> tuple[int, str]:
-    """Returns what to exit with, and what to say of the bits of the reproducible runs; nothing if no row is one."""
+    """Returns what to exit with, and what to say of the bits of the reproducible runs; nothing if no row is
+    one.
+    """
     there = [name for name in COMPARED if name in rows]
     if failed := [name for name in there if "bits" not in rows[name]]:
         return 1, f"bits are not compared: {' and '.join(failed)} failed"
@@ -181,12 +215,16 @@ def compared(rows: dict[str, Row]) -> tuple[int, str]:
 
 
 def main() -> int:
-    """Returns 1 if the bits of two reproducible runs differ, or could not be compared because one failed; else 0."""
+    """Returns 1 if the bits of two reproducible runs differ, or could not be compared because one failed;
+    else 0.
+    """
     parser = argparse.ArgumentParser()
     parser.add_argument("names", nargs="*", default=[*PLAIN, *OURS])
     parser.add_argument("--size", choices=SIZES, default="1b")
     parser.add_argument("--seq", type=int, default=8192)
-    parser.add_argument("--microbatches", type=int, default=4, help="of one sample each, by each rank in each step")
+    parser.add_argument(
+        "--microbatches", type=int, default=4, help=("of one sample each, by each rank in each step")
+    )
     parser.add_argument("--world", type=int, default=1, help="ranks, one on each GPU")
     parser.add_argument("--steps", type=int, default=18)
     parser.add_argument("--plain", default="", help="more arguments of the plain loop and of TorchTitan")
@@ -194,7 +232,10 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "tests/benchmarks/results")))
     options = parser.parse_args()
     if options.steps < SETTLED + 2:
-        parser.error(f"--steps {options.steps}: the first {SETTLED} settle, and two more make one time; take {SETTLED + 2} or more")
+        parser.error(
+            f"--steps {options.steps}: the first {SETTLED} settle, and two more make one time; "
+            f"take {SETTLED + 2} or more"
+        )
     options.gpus = int(torch.cuda.is_available())
     folder, rows = Path(mkdtemp()), dict[str, Row]()
     prepare(Path(torch.__file__).parent / "nn", str(folder / "tokens"), (".py",))
@@ -202,10 +243,16 @@ def main() -> int:
         rows[name] = loop(name, options) if name in LOOPS else ours(name, folder, options)
         shutil.rmtree(folder / "bucket", ignore_errors=True)  # checkpoints of several rows would fill a disk
         print(json.dumps({"name": name, **rows[name]}), flush=True)
-        (options.out / f"throughput-{options.size}-{options.world}.json").write_text(json.dumps(rows, indent=1) + "\n")
+        (options.out / f"throughput-{options.size}-{options.world}.json").write_text(
+            json.dumps(rows, indent=1) + "\n"
+        )
     card = torch.cuda.get_device_name() if options.gpus else "CPU"
     print(
-        f"{card}, torch {torch.__version__}, {options.world} × {options.size}, sequence {options.seq}\n{table(rows, options)}", flush=True
+        (
+            f"{card}, torch {torch.__version__}, {options.world} × {options.size}, sequence "
+            f"{options.seq}\n{table(rows, options)}"
+        ),
+        flush=True,
     )
     code, said = compared(rows)
     print(said, flush=True)

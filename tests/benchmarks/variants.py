@@ -3,12 +3,13 @@
     python -m tests.benchmarks.variants --text FOLDER [--world 2] [--out FOLDER] [NAME ...]
     python -m tests.benchmarks.variants --draw FILE ...                              # the figure of some results
 
-NAME is one of ``fp32``, ``bf16``, ``free`` (bf16 that rounds in another order, to see how far apart two runs end), ``fp16``, ``fp8``;
-``frozen`` (fp8 with one scale for all tensors, which must be wrong); ``zero-0`` to ``zero-3``; ``offload``; and the optimizers ``adam``,
-``sgd``, ``adagrad``, ``rmsprop`` and ``muon``.  If there are fewer GPUs than ``--world``, workers share them.  Several of these programs
-may run at once, with other names.
-All begin with the same weights and see the same samples.  Exits with 1 if stages of ZeRO or offloading gave other bits than the first of
-them, if fp8 ended more than 1 % from bf16, or if ``frozen`` did not.
+NAME is one of ``fp32``, ``bf16``, ``free`` (bf16 that rounds in another order, to see how far apart two runs
+end), ``fp16``, ``fp8``; ``frozen`` (fp8 with one scale for all tensors, which must be wrong); ``zero-0`` to
+``zero-3``; ``offload``; and the optimizers ``adam``, ``sgd``, ``adagrad``, ``rmsprop`` and ``muon``.  If
+there are fewer GPUs than ``--world``, workers share them.  Several of these programs may run at once, with
+other names. All begin with the same weights and see the same samples.  Exits with 1 if stages of ZeRO or
+offloading gave other bits than the first of them, if fp8 ended more than 1 % from bf16, or if ``frozen`` did
+not.
 """
 
 from __future__ import annotations
@@ -105,7 +106,11 @@ def train(job: Job) -> dict[str, Any]:
         if isinstance(line, StepLine):
             steps.append(line)
             if line.step % 20 == 1:
-                print(f"{time.time() - began:8.1f} s  {job.name}: step {line.step}, loss {line.loss:.4f}", file=sys.stderr, flush=True)
+                print(
+                    f"{time.time() - began:8.1f} s  {job.name}: step {line.step}, loss {line.loss:.4f}",
+                    file=sys.stderr,
+                    flush=True,
+                )
         elif isinstance(line, Sentence):
             print(f"{time.time() - began:8.1f} s  {job.name}: {line.text[:300]}", file=sys.stderr, flush=True)
 
@@ -122,10 +127,20 @@ def check(rows: dict[str, dict[str, Any]]) -> list[str]:
     wrong = [f"{name} failed: {row['failed']}" for name, row in rows.items() if "failed" in row]
     rows = {name: row for name, row in rows.items() if "failed" not in row}
     same = [name for name in SAME_BITS if name in rows]
-    wrong += [f"{name} differs from {same[0]}" for name in same[1:] if rows[name]["loss"] != rows[same[0]]["loss"]]
+    wrong += [
+        f"{name} differs from {same[0]}" for name in same[1:] if rows[name]["loss"] != rows[same[0]]["loss"]
+    ]
     if "bf16" in rows:
-        apart = {name: abs(rows[name]["last"] / rows["bf16"]["last"] - 1) for name in ("fp8", "frozen") if name in rows}
-        wrong += [f"{name} ends {far:.2%} from bf16" for name, far in apart.items() if (far <= 0.01) is (name == "frozen")]
+        apart = {
+            name: abs(rows[name]["last"] / rows["bf16"]["last"] - 1)
+            for name in ("fp8", "frozen")
+            if name in rows
+        }
+        wrong += [
+            f"{name} ends {far:.2%} from bf16"
+            for name, far in apart.items()
+            if (far <= 0.01) is (name == "frozen")
+        ]
     return wrong
 
 
@@ -140,7 +155,13 @@ def draw(rows: dict[str, dict[str, Any]], about: str, target: Path) -> None:
         for number, name in enumerate(name for name in names if "loss" in rows.get(name, {})):
             losses = rows[name]["loss"]
             smooth = [statistics.mean(losses[max(0, at - 9) : at + 1]) for at in range(len(losses))]
-            place.plot(range(1, len(smooth) + 1), smooth, linewidth=6 - number if names is SAME_BITS else 1.3, label=name, alpha=0.9)
+            place.plot(
+                range(1, len(smooth) + 1),
+                smooth,
+                linewidth=6 - number if names is SAME_BITS else 1.3,
+                label=name,
+                alpha=0.9,
+            )
         place.set_title(title)
         place.set_xlabel("step")
         place.grid(alpha=0.25)
@@ -159,27 +180,41 @@ def main() -> int:
     parser.add_argument("--text", type=Path)
     parser.add_argument("--world", type=int, default=1)
     parser.add_argument("--steps", type=int, default=306, help="65,536 tokens each")
-    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", Path(__file__).parent / "results")))
+    parser.add_argument(
+        "--out", type=Path, default=Path(os.environ.get("OUT", Path(__file__).parent / "results"))
+    )
     parser.add_argument("--draw", action="store_true")
     options = parser.parse_args()
     if options.draw:
         found = [json.loads(Path(name).read_text()) for name in options.names]
         rows = {name: {"world": each["world"]} | row for each in found for name, row in each["rows"].items()}
-        (options.out / "variants.json").write_text(json.dumps({"about": found[0]["about"], "rows": rows}) + "\n")
+        (options.out / "variants.json").write_text(
+            json.dumps({"about": found[0]["about"], "rows": rows}) + "\n"
+        )
         draw(rows, found[0]["about"], options.out / "variants.png")
     else:
         folder, rows = Path(mkdtemp()), {}
         summary = prepare(options.text, str(folder / "tokens"))
-        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+        commit = subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+        ).stdout.strip()
         card = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
         made = f"{card}, torch {torch.__version__}, {date.today()} {commit}"
         about = f"Llama, 99.5 M parameters, {summary.tokens / 1e6:.1f} M bytes of text; {made}"
         start(options.world)
         for name in options.names:
             rows[name] = train(job_of(folder, name, options))
-            print(f"{name:8} {rows[name].get('last', rows[name].get('failed'))} {rows[name].get('seconds', '')}", flush=True)
+            print(
+                (
+                    f"{name:8} {rows[name].get('last', rows[name].get('failed'))} "
+                    f"{rows[name].get('seconds', '')}"
+                ),
+                flush=True,
+            )
             said = {"about": about, "world": options.world, "rows": rows}
-            (options.out / f"variants-{options.world}-{options.names[0]}.json").write_text(json.dumps(said) + "\n")
+            (options.out / f"variants-{options.world}-{options.names[0]}.json").write_text(
+                json.dumps(said) + "\n"
+            )
     for name, row in rows.items():
         print(f"| {name} | {row.get('last', float('nan')):.4f} |")
     wrong = check(rows)

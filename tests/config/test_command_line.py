@@ -22,8 +22,14 @@ pytestmark = pytest.mark.fast
         ("--optim.lr -1e-3 --seed -.5", {"optim.lr": -1e-3, "seed": -0.5}),
         ("--name=--x --bucket=a=b", {"name": "--x", "bucket": "a=b"}),
         ("--checkpoint.save-every 3 --checkpoint.save_every 4", {"checkpoint.save_every": 4}),
-        ("--model-args.rope-theta 1e4 --model_args.a.b=_x", {"model_args.rope_theta": 1e4, "model_args.a.b": "_x"}),
-        ("--data.args.path /x --no-compile --reproducible", {"data.args.path": "/x", "compile": False, "reproducible": True}),
+        (
+            "--model-args.rope-theta 1e4 --model_args.a.b=_x",
+            {"model_args.rope_theta": 1e4, "model_args.a.b": "_x"},
+        ),
+        (
+            "--data.args.path /x --no-compile --reproducible",
+            {"data.args.path": "/x", "compile": False, "reproducible": True},
+        ),
         ("--optim.betas .8 0.9 --steps 1", {"optim.betas": [0.8, 0.9], "steps": 1}),
     ],
 )
@@ -56,15 +62,29 @@ def test_lists_and_tables_are_read_as_toml_and_as_json(words: list[str], value: 
 @pytest.mark.parametrize(
     ("option", "word", "said"),
     [
-        ("samples.prompts", "[hello]", """must be a list; write --samples.prompts "one" "two", or --samples.prompts '["one", "two"]'"""),
+        (
+            "samples.prompts",
+            "[hello]",
+            """must be a list; write --samples.prompts "one" "two", or --samples.prompts '["one", "two"]'""",
+        ),
         ("optim.betas", "0.9,0.95", "must be a list; write --optim.betas 1 2, or --optim.betas '[1, 2]'"),
         ("optim.betas", "(0.9, 0.95)", "must be a list; write --optim.betas 1 2, or --optim.betas '[1, 2]'"),
         ("faults", "save", "must be a list; write --faults '[{ key = value }]'"),
-        ("model_args", "{dim: 3}", "must be a table of settings; write --model-args '{ key = value }', or --model-args.key value"),
-        ("data.args", "path=x", "must be a table of settings; write --data.args '{ key = value }', or --data.args.key value"),
+        (
+            "model_args",
+            "{dim: 3}",
+            ("must be a table of settings; write --model-args '{ key = value }', or --model-args.key value"),
+        ),
+        (
+            "data.args",
+            "path=x",
+            ("must be a table of settings; write --data.args '{ key = value }', or --data.args.key value"),
+        ),
     ],
 )
-def test_what_is_no_list_or_table_is_told_with_the_form_that_is(tmp_path: Path, option: str, word: str, said: str) -> None:
+def test_what_is_no_list_or_table_is_told_with_the_form_that_is(
+    tmp_path: Path, option: str, word: str, said: str
+) -> None:
     (tmp_path / "job.toml").write_text('name = "a"\nbucket = "/b"\n')
     with pytest.raises(JobError) as refused:
         Job.load(tmp_path / "job.toml", [f"--{option}", word])
@@ -73,7 +93,11 @@ def test_what_is_no_list_or_table_is_told_with_the_form_that_is(tmp_path: Path, 
 
 @pytest.mark.parametrize(
     ("text", "code"),
-    [(text, code) for text in ("# für\n", "# für\r\n") for code in ("utf-8", "utf-8-sig", "utf-16", "utf-16-be with its mark")],
+    [
+        (text, code)
+        for text in ("# für\n", "# für\r\n")
+        for code in ("utf-8", "utf-8-sig", "utf-16", "utf-16-be with its mark")
+    ],
 )
 def test_a_file_of_a_windows_editor_is_read(tmp_path: Path, text: str, code: str) -> None:
     """Notepad and PowerShell write such marks."""
@@ -86,14 +110,26 @@ def test_a_file_of_a_windows_editor_is_read(tmp_path: Path, text: str, code: str
 @pytest.mark.parametrize(
     ("code", "said"),
     [
-        ("latin-1", "is not text in UTF-8: line 2 has the byte 0xfc, which may be a letter of Latin-1; save it as UTF-8 ("),
+        (
+            "latin-1",
+            (
+                "is not text in UTF-8: line 2 has the byte 0xfc, which may be a letter of Latin-1; save "
+                "it as UTF-8 ("
+            ),
+        ),
         (
             "utf-16-le",
-            "is not text in UTF-8: it has zero bytes, as UTF-16 without its mark at the beginning has, or a file that is no text; ",
+            (
+                "is not text in UTF-8: it has zero bytes, as UTF-16 without its mark at the beginning has, or a "
+                "file that is no text; "
+            ),
         ),
         (
             "utf-32",
-            "is text in UTF-32, and TOML is UTF-8; save it as UTF-8 (in an editor: Save As, encoding UTF-8; in PowerShell: Out-File",
+            (
+                "is text in UTF-32, and TOML is UTF-8; save it as UTF-8 (in an editor: Save As, encoding UTF-8; "
+                "in PowerShell: Out-File"
+            ),
         ),
     ],
 )
@@ -109,18 +145,40 @@ def test_ascii_in_utf_16_without_a_mark_is_told_too(tmp_path: Path, code: str) -
     """Its bytes are valid UTF-8.  The control: with the mark it is read."""
     text = 'name = "a"\nbucket = "/b"\n'
     (tmp_path / "job.toml").write_bytes(text.encode(code))
-    with pytest.raises(JobError, match=r"^job\.toml is not text in UTF-8: it has zero bytes, as UTF-16 without its mark .*; save it"):
+    with pytest.raises(
+        JobError,
+        match=(
+            r"^job\.toml is not text in UTF-8: it has zero bytes, as UTF-16 "
+            r"without its mark .*; save it"
+        ),
+    ):
         Job.load(tmp_path / "job.toml")
     (tmp_path / "job.toml").write_bytes(f"\ufeff{text}".encode(code))
     assert Job.load(tmp_path / "job.toml").bucket == "/b"
 
 
 @pytest.mark.parametrize(
-    "line", ["--steps 1 2", "--model_args.dim 1 2", "--no-compile yes", "--stepz 3", "--step 3", "--model_args.", "-s 3", "-h"]
+    "line",
+    [
+        "--steps 1 2",
+        "--model_args.dim 1 2",
+        "--no-compile yes",
+        "--stepz 3",
+        "--step 3",
+        "--model_args.",
+        "-s 3",
+        "-h",
+    ],
 )
 def test_and_no_others(line: str) -> None:
     """Abbreviations are not guessed either."""
-    with pytest.raises(JobError, match=r"^command line: ('\S+' is no option; write|unknown setting '--\S+'; did you mean)"):
+    with pytest.raises(
+        JobError,
+        match=(
+            r"^command line: ('\S+' is no option; write|unknown setting '--\S+'; "
+            r"did you mean)"
+        ),
+    ):
         read_options(line.split(), Job)
 
 
@@ -146,11 +204,16 @@ FILE = 'name = "a"\nbucket = "/b"\nmodel = "a.b:c"\nsteps = 9\nglobal_batch = 8\
         ("--microbatch 3", ["job.toml with --microbatch"]),
         ("--workers.min 5 --workers.max 2 --seed 3", ["job.toml with --workers.min and --workers.max"]),
         ("--batch_ramp.start 3", ["job.toml with --batch-ramp.start"]),
-        ("--global-batch 7 --microbatch 1 --schedule.warmup-steps 99", ["job.toml with --schedule.warmup-steps"]),
+        (
+            "--global-batch 7 --microbatch 1 --schedule.warmup-steps 99",
+            ["job.toml with --schedule.warmup-steps"],
+        ),
     ],
 )
 def test_what_is_wrong_says_which_option_gave_it(tmp_path: Path, line: str, sources: list[str]) -> None:
-    """A value of the file that does not fit one of an option is told with both.  The control: all from the file."""
+    """A value of the file that does not fit one of an option is told with both.  The control: all from the
+    file.
+    """
     path = tmp_path / "job.toml"
     path.write_text(FILE)
     with pytest.raises(JobError) as refused:
@@ -167,11 +230,29 @@ def test_what_is_wrong_says_which_option_gave_it(tmp_path: Path, line: str, sour
 
 def test_a_setting_in_a_section_too_many_is_found() -> None:
     """The control: without the section's name in it, the last part alone decides."""
-    with pytest.raises(JobError, match=r"unknown setting '--optim[.]schedule[.]kind'; did you mean '--schedule[.]kind'\?"):
+    with pytest.raises(
+        JobError,
+        match=(
+            r"unknown setting '--optim[.]schedule[.]kind'; did you mean "
+            r"'--schedule[.]kind'\?"
+        ),
+    ):
         read_options(["--optim.schedule.kind", "linear"], Job)
-    with pytest.raises(JobError, match=r"unknown setting '--optimizer[.]kind'; did you mean '--optim[.]kind'\?"):
+    with pytest.raises(
+        JobError,
+        match=(
+            r"unknown setting '--optimizer[.]kind'; did you mean "
+            r"'--optim[.]kind'\?"
+        ),
+    ):
         read_options(["--optimizer.kind", "sgd"], Job)
-    with pytest.raises(JobError, match=r"schedule.kind = 'cosin' must be 'cosine', .* or 'rsqrt', or name code as 'package.module:name'"):
+    with pytest.raises(
+        JobError,
+        match=(
+            r"schedule.kind = 'cosin' must be 'cosine', .* or 'rsqrt', or name "
+            r"code as 'package.module:name'"
+        ),
+    ):
         Job(schedule={"kind": "cosin"}, name="a", bucket="/b")
 
 
@@ -187,11 +268,22 @@ def test_the_words_of_a_line_say_the_same_again(tmp_path: Path) -> None:
 
 def test_the_words_to_show_have_no_secret_and_lack_a_value_in_its_place() -> None:
     """Pasted, they are refused.  The control: all others say the same again."""
-    line = ["--steps", "3", "--data.args.api-key", "hush", "--metrics.sinks", '{"mlflow": {"uri": "hush"}}', "--data.args.dir=/keys"]
+    line = [
+        "--steps",
+        "3",
+        "--data.args.api-key",
+        "hush",
+        "--metrics.sinks",
+        '{"mlflow": {"uri": "hush"}}',
+        "--data.args.dir=/keys",
+    ]
     options, _ = take_options(line, Job)
     shown = options.to_show()
     assert shown == ["--steps", "3", "--data.args.api-key", "--metrics.sinks", "--data.args.dir", "/keys"]
-    assert options.settings["data.args.api_key"] == "hush" and options.words["data.args.api_key"] == ["--data.args.api-key", "hush"]
+    assert options.settings["data.args.api_key"] == "hush" and options.words["data.args.api_key"] == [
+        "--data.args.api-key",
+        "hush",
+    ]
     for words, option in ((shown, "--data.args.api_key"), (shown[3:], "--metrics.sinks")):
         with pytest.raises(JobError, match=f"^command line: {option} has no value; write '{option} value'"):
             read_options(words, Job)
@@ -208,6 +300,15 @@ def test_help_groups_settings_by_section_with_meaning_and_default(
     shown = capsys.readouterr().out
     for name in leaves(Job):
         if "[]" not in name:
-            assert re.search(rf"^  --{name.replace('_', '-')} .*?\w\S* \((default: .+|required)\)$", shown, re.M | re.S), name
-    assert re.search(r"^settings in \[workers\]:\n  The number of worker processes.*\n\n  --workers\.min INTEGER", shown, re.M)
+            assert re.search(
+                rf"^  --{name.replace('_', '-')} .*?\w\S* \((default: .+|required)\)$", shown, re.M | re.S
+            ), name
+    assert re.search(
+        (
+            r"^settings in \[workers\]:\n  The number of worker processes.*\n\n  --workers\.min "
+            r"INTEGER"
+        ),
+        shown,
+        re.M,
+    )
     assert "--parallel.dp-shard INTEGER|auto\n" in shown and "--compile [true|false]" in shown

@@ -33,7 +33,11 @@ class Sizes(Section):
 
 def problems(model: type[Section]) -> list[str]:
     """The settings that lack a change class or a meaning."""
-    return [name for name, field in leaves(model).items() if change_of(field) is None or not re.match(r"`?\w.*\.$", meaning_of(field))]
+    return [
+        name
+        for name, field in leaves(model).items()
+        if change_of(field) is None or not re.match(r"`?\w.*\.$", meaning_of(field))
+    ]
 
 
 def test_every_setting_has_a_meaning_and_a_change_class() -> None:
@@ -72,10 +76,18 @@ def test_the_trajectory_is_what_is_not_free() -> None:
         spikes={"action": "skip", "z": 5, "window": 9, "microbatch_z": 7},
         data={"weights": [0.5, 0.5], "group_by_length": True},
     )
-    fixed = {name for name, field in leaves(Job).items() if change_of(field) is not Change.FREE and "[" not in name}
-    tables = {"model_args": "model_args.dim", "optim.args": "optim.args.x", "schedule.args": "schedule.args.x"}
+    fixed = {
+        name for name, field in leaves(Job).items() if change_of(field) is not Change.FREE and "[" not in name
+    }
+    tables = {
+        "model_args": "model_args.dim",
+        "optim.args": "optim.args.x",
+        "schedule.args": "schedule.args.x",
+    }
     scheduled = Job(name="run", bucket="/b", schedule={"kind": "a.b:c", "args": {"x": 1}})
-    assert {*flat(job.trajectory()), *flat(scheduled.trajectory())} == {tables.get(name, name) for name in fixed} - {"name"}
+    assert {*flat(job.trajectory()), *flat(scheduled.trajectory())} == {
+        tables.get(name, name) for name in fixed
+    } - {"name"}
     assert {name for name, field in leaves(Job).items() if change_of(field) is Change.REFUSED} == {
         "name",
         "model",
@@ -91,7 +103,10 @@ def test_the_class_of_a_setting_is_found_by_its_name() -> None:
     assert {name: change_at(Job, name) for name in leaves(Job) if "[" not in name} == {
         name: change_of(field) for name, field in leaves(Job).items() if "[" not in name
     }
-    assert (change_at(Job, "model_args.dim"), change_at(Job, "optim.args.x")) == (Change.REFUSED, Change.BRANCH)
+    assert (change_at(Job, "model_args.dim"), change_at(Job, "optim.args.x")) == (
+        Change.REFUSED,
+        Change.BRANCH,
+    )
 
 
 def test_a_section_is_wholly_free_only_if_each_of_its_settings_is() -> None:
@@ -132,7 +147,12 @@ def test_the_guide_has_the_page_that_the_command_prints() -> None:
 def choices(setting: str) -> set[Any]:
     """Returns the words that a setting accepts by name."""
     annotation = leaves(Job)[setting].annotation
-    return {word for each in (annotation, *get_args(annotation)) if str(each).startswith("typing.Literal") for word in get_args(each)}
+    return {
+        word
+        for each in (annotation, *get_args(annotation))
+        if str(each).startswith("typing.Literal")
+        for word in get_args(each)
+    }
 
 
 def test_the_choices_of_a_setting_are_the_rows_of_its_table() -> None:

@@ -80,7 +80,9 @@ def test_a_file_and_options_over_it(job_file: Path) -> None:
         (["--optim.betas", ".8", "0.9"], "optim", Optim(lr=1e-3, betas=(0.8, 0.9))),
     ],
 )
-def test_an_option_reads_as_its_setting_wants(job_file: Path, options: list[str], setting: str, value: object) -> None:
+def test_an_option_reads_as_its_setting_wants(
+    job_file: Path, options: list[str], setting: str, value: object
+) -> None:
     assert getattr(Job.load(job_file, options), setting) == value
 
 
@@ -93,7 +95,11 @@ def test_help_shows_every_setting_with_its_meaning(capsys: pytest.CaptureFixture
         main(["train", "--help"])
     shown = capsys.readouterr().out
     tables = {"model_args", "data.args", "optim.args", "faults"}
-    assert [name for name in leaves(Job) if "[" not in name and name not in tables and f"--{name.replace('_', '-')}" not in shown] == []
+    assert [
+        name
+        for name in leaves(Job)
+        if "[" not in name and name not in tables and f"--{name.replace('_', '-')}" not in shown
+    ] == []
     assert "Samples of one step" in shown
 
 
@@ -108,18 +114,25 @@ def test_help_shows_every_setting_with_its_meaning(capsys: pytest.CaptureFixture
         ("[workers]\nmni = 3", [], "job.toml: unknown setting 'workers.mni'; did you mean 'workers.min'?"),
         ("[wrokers]\nmin = 3", [], "job.toml: unknown setting 'wrokers'; did you mean 'workers'?"),
         ("xyzzy = 3", [], "job.toml: unknown setting 'xyzzy'; see 'elastic train --help' for all settings"),
-        ("", ["--worker.max", "3"], "command line: unknown setting '--worker.max'; did you mean '--workers.max'?"),
+        (
+            "",
+            ["--worker.max", "3"],
+            ("command line: unknown setting '--worker.max'; did you mean '--workers.max'?"),
+        ),
         ("", ["--max=3"], "command line: unknown setting '--max'; did you mean '--workers.max'?"),
         (
             "",
             ["--checkpoint", "1"],
-            "command line: '--checkpoint' is a section; its settings are --checkpoint.save-every, --checkpoint.keep-last, "
-            "--checkpoint.keep-every, --checkpoint.keep-best, --checkpoint.keep-younger, --checkpoint.compare",
+            "command line: '--checkpoint' is a section; its settings are --checkpoint.save-every, "
+            "--checkpoint.keep-last, "
+            "--checkpoint.keep-every, --checkpoint.keep-best, --checkpoint.keep-younger, "
+            "--checkpoint.compare",
         ),
         (
             "[batch_ramp]\nstart = 4",
             [],
-            "job.toml: batch_ramp.increment and batch_ramp.samples = 0: a batch ramp needs all of start, increment, samples; "
+            "job.toml: batch_ramp.increment and batch_ramp.samples = 0: a batch ramp needs all of start, "
+            "increment, samples; "
             "set them all, or none",
         ),
         (
@@ -136,39 +149,79 @@ def test_help_shows_every_setting_with_its_meaning(capsys: pytest.CaptureFixture
         ("", ["--steps.x", "1"], "command line: unknown setting '--steps.x'; did you mean '--steps'?"),
         ("", ["--no-steps"], "command line: unknown setting '--no-steps'; did you mean '--steps'?"),
         ("", ["--no_steps"], "command line: unknown setting '--no_steps'; did you mean '--steps'?"),
-        ("", ["--optim.learning-rate=1"], "command line: unknown setting '--optim.learning-rate'; did you mean '--optim.lr'?"),
-        ("", ["--save_evry", "1"], "command line: unknown setting '--save_evry'; did you mean '--checkpoint.save-every'?"),
-        ("[optim]\nlearning_rate = 1", [], "job.toml: unknown setting 'optim.learning_rate'; did you mean 'optim.lr'?"),
+        (
+            "",
+            ["--optim.learning-rate=1"],
+            ("command line: unknown setting '--optim.learning-rate'; did you mean '--optim.lr'?"),
+        ),
+        (
+            "",
+            ["--save_evry", "1"],
+            ("command line: unknown setting '--save_evry'; did you mean '--checkpoint.save-every'?"),
+        ),
+        (
+            "[optim]\nlearning_rate = 1",
+            [],
+            ("job.toml: unknown setting 'optim.learning_rate'; did you mean 'optim.lr'?"),
+        ),
         ("lerning_rate = 1", [], "job.toml: unknown setting 'lerning_rate'; did you mean 'optim.lr'?"),
-        ("batch_size = 1", [], "job.toml: unknown setting 'batch_size'; did you mean 'global_batch' or 'microbatch'?"),
+        (
+            "batch_size = 1",
+            [],
+            ("job.toml: unknown setting 'batch_size'; did you mean 'global_batch' or 'microbatch'?"),
+        ),
         ("epochs = 1", [], "job.toml: unknown setting 'epochs'; did you mean 'steps'?"),
         ("num_workers = 1", [], "job.toml: unknown setting 'num_workers'; did you mean 'workers.max'?"),
         (
             "gradient_accumulation_steps = 1",
             [],
-            "job.toml: unknown setting 'gradient_accumulation_steps'; did you mean 'global_batch' or 'microbatch'?",
+            (
+                "job.toml: unknown setting 'gradient_accumulation_steps'; did you mean 'global_batch' or "
+                "'microbatch'?"
+            ),
         ),
         (
             "",
             ["--gradient-accumulation", "4"],
-            "command line: unknown setting '--gradient-accumulation'; did you mean '--global-batch' or '--microbatch'?",
+            (
+                "command line: unknown setting '--gradient-accumulation'; did you mean '--global-batch' or "
+                "'--microbatch'?"
+            ),
         ),
-        ("per_device_train_batch_size = 1", [], "job.toml: unknown setting 'per_device_train_batch_size'; did you mean 'microbatch'?"),
-        ("micro_batch_size = 1", [], "job.toml: unknown setting 'micro_batch_size'; did you mean 'microbatch'?"),
-        ("local_batch_size = 1", [], "job.toml: unknown setting 'local_batch_size'; did you mean 'microbatch'?"),
+        (
+            "per_device_train_batch_size = 1",
+            [],
+            ("job.toml: unknown setting 'per_device_train_batch_size'; did you mean 'microbatch'?"),
+        ),
+        (
+            "micro_batch_size = 1",
+            [],
+            ("job.toml: unknown setting 'micro_batch_size'; did you mean 'microbatch'?"),
+        ),
+        (
+            "local_batch_size = 1",
+            [],
+            ("job.toml: unknown setting 'local_batch_size'; did you mean 'microbatch'?"),
+        ),
         ("max_steps = 1", [], "job.toml: unknown setting 'max_steps'; did you mean 'steps'?"),
         ("num_train_epochs = 1", [], "job.toml: unknown setting 'num_train_epochs'; did you mean 'steps'?"),
-        ("max_grad_norm = 1", [], "job.toml: unknown setting 'max_grad_norm'; did you mean 'optim.clip_norm'?"),
+        (
+            "max_grad_norm = 1",
+            [],
+            ("job.toml: unknown setting 'max_grad_norm'; did you mean 'optim.clip_norm'?"),
+        ),
         (
             "[optim]\nnesterov = 1",
             [],
-            "job.toml: unknown setting 'optim.nesterov'; [optim] has kind, args, lr, betas, momentum, eps, weight_decay, decay, moments, "
+            "job.toml: unknown setting 'optim.nesterov'; [optim] has kind, args, lr, betas, momentum, eps, "
+            "weight_decay, decay, moments, "
             "clip_norm, average, groups",
         ),
         (
             "recompute = 'sqrt'\nactivations = 'int8'",
             [],
-            "job.toml: activations = 'int8' cannot reach what recompute = 'sqrt' keeps; set recompute to 'none', 'attention' or 'block', "
+            "job.toml: activations = 'int8' cannot reach what recompute = 'sqrt' keeps; set recompute to "
+            "'none', 'attention' or 'block', "
             "or leave activations out",
         ),
         (
@@ -180,69 +233,89 @@ def test_help_shows_every_setting_with_its_meaning(capsys: pytest.CaptureFixture
         (
             "",
             ["--recompute", "0"],
-            "command line: recompute = 0 must be 'none', 'block', 'sqrt', 'attention', 'selective' or 'auto', "
+            "command line: recompute = 0 must be 'none', 'block', 'sqrt', 'attention', 'selective' or "
+            "'auto', "
             "or a number more than 0 and less than 1",
         ),
         (
             "recompute = 'half'",
             [],
-            "job.toml: recompute = 'half' must be 'none', 'block', 'sqrt', 'attention', 'selective' or 'auto', "
+            "job.toml: recompute = 'half' must be 'none', 'block', 'sqrt', 'attention', 'selective' or "
+            "'auto', "
             "or a number more than 0 and less than 1",
         ),
         (
             "recompute = 'full'",
             [],
-            "job.toml: recompute = 'full' must be 'none', 'block', 'sqrt', 'attention', 'selective' or 'auto', "
+            "job.toml: recompute = 'full' must be 'none', 'block', 'sqrt', 'attention', 'selective' or "
+            "'auto', "
             "or a number more than 0 and less than 1; did you mean 'block'?",
         ),
         (
             "recompute = '0.5'",
             [],
-            "job.toml: recompute = '0.5' must be 'none', 'block', 'sqrt', 'attention', 'selective' or 'auto', "
+            "job.toml: recompute = '0.5' must be 'none', 'block', 'sqrt', 'attention', 'selective' or "
+            "'auto', "
             "or a number more than 0 and less than 1; write 0.5 without quotes",
         ),
         (
             "[optim]\nkind = 'Adam'",
             [],
-            "job.toml: optim.kind = 'Adam' must be 'adamw', 'sgd', 'adagrad', 'rmsprop' or 'muon', or name code as 'package.module:name'; "
+            "job.toml: optim.kind = 'Adam' must be 'adamw', 'sgd', 'adagrad', 'rmsprop' or 'muon', or name "
+            "code as 'package.module:name'; "
             "Adam is optim.kind = 'adamw' with optim.decay = 'l2'",
         ),
         (
             "[optim]\nkind = 'adam2'",
             [],
-            "job.toml: optim.kind = 'adam2' must be 'adamw', 'sgd', 'adagrad', 'rmsprop' or 'muon', or name code as 'package.module:name'; "
+            "job.toml: optim.kind = 'adam2' must be 'adamw', 'sgd', 'adagrad', 'rmsprop' or 'muon', or name "
+            "code as 'package.module:name'; "
             "did you mean 'adamw'?",
         ),
         (
             "[optim]\nmomentum = 0.5",
             [],
-            "job.toml: optim.momentum = 0.5 is a setting of sgd, muon, and optim.kind = 'adamw'; leave it out",
+            (
+                "job.toml: optim.momentum = 0.5 is a setting of sgd, muon, and optim.kind = 'adamw'; leave it "
+                "out"
+            ),
         ),
         (
             "[optim]\nkind = 'sgd'\neps = 1e-3",
             [],
-            "job.toml: optim.eps = 0.001 is a setting of adamw, adagrad, rmsprop, muon, and optim.kind = 'sgd'; leave it out",
+            (
+                "job.toml: optim.eps = 0.001 is a setting of adamw, adagrad, rmsprop, muon, and optim.kind = "
+                "'sgd'; leave it out"
+            ),
         ),
         (
             "[schedule]\nkind = 'wsd'",
             [],
-            "job.toml: schedule.kind = 'wsd' falls in the last schedule.decay_steps = 0 steps; set decay_steps, say to a tenth of steps",
+            (
+                "job.toml: schedule.kind = 'wsd' falls in the last schedule.decay_steps = 0 steps; set "
+                "decay_steps, say to a tenth of steps"
+            ),
         ),
         (
             "[schedule]\ndecay_steps = 7",
             [],
-            "job.toml: schedule.decay_steps = 7 belongs to schedule.kind = 'wsd', and it is 'cosine'; leave one of them out",
+            (
+                "job.toml: schedule.decay_steps = 7 belongs to schedule.kind = 'wsd', and it is 'cosine'; leave "
+                "one of them out"
+            ),
         ),
         (
             "steps = 10\n[schedule]\nkind = 'wsd'\ndecay_steps = 7\nwarmup_steps = 4",
             [],
-            "job.toml: schedule.warmup_steps = 4 and schedule.decay_steps = 7 are together more than steps = 10; lower them or "
+            "job.toml: schedule.warmup_steps = 4 and schedule.decay_steps = 7 are together more than steps "
+            "= 10; lower them or "
             "train longer",
         ),
         (
             "",
             ["--parallel.tensor", "2"],
-            "command line: unknown setting '--parallel.tensor'; [parallel] has dp_replicate, dp_shard, min_shard, zero, "
+            "command line: unknown setting '--parallel.tensor'; [parallel] has dp_replicate, dp_shard, "
+            "min_shard, zero, "
             "bucket_elements, use",
         ),
         (
@@ -255,11 +328,16 @@ def test_help_shows_every_setting_with_its_meaning(capsys: pytest.CaptureFixture
             [],
             "job.toml: unknown setting 'optim.groups[0].lr_scal'; did you mean 'optim.groups[].lr_scale'?",
         ),
-        ("[[optim.groups]]\nlr_scale = 2", [], "job.toml: optim.groups[0].names is missing; set it in the file (names = ...)"),
+        (
+            "[[optim.groups]]\nlr_scale = 2",
+            [],
+            ("job.toml: optim.groups[0].names is missing; set it in the file (names = ...)"),
+        ),
         (
             "[[optim.groups]]\nnames = ['a', 'b']\n[[optim.groups]]\nnames = ['b', 'a']",
             [],
-            "job.toml: optim.groups[1].names = ['b', 'a'] are those of optim.groups[0], which is the first match; leave one of the two "
+            "job.toml: optim.groups[1].names = ['b', 'a'] are those of optim.groups[0], which is the first "
+            "match; leave one of the two "
             "groups out",
         ),
         ("steps = 0", [], "job.toml: steps = 0 must be 1 or more"),
@@ -269,7 +347,11 @@ def test_help_shows_every_setting_with_its_meaning(capsys: pytest.CaptureFixture
         ("reproducible = 3", [], "job.toml: reproducible = 3 must be true or false"),
         ("model = 3", [], "job.toml: model = 3 must be text"),
         ("workers = 3", [], "job.toml: workers = 3 must be a table of settings; did you mean 'workers.max'?"),
-        ("workers = 3", ["--workers.min", "1"], "job.toml: workers = 3 must be a table of settings; did you mean 'workers.max'?"),
+        (
+            "workers = 3",
+            ["--workers.min", "1"],
+            ("job.toml: workers = 3 must be a table of settings; did you mean 'workers.max'?"),
+        ),
         ("model_args = 3", [], "job.toml: model_args = 3 must be a table of settings"),
         ("[parallel]\ndp_shard = 0", [], "job.toml: parallel.dp_shard = 0 must be 1 or more, or 'auto'"),
         ("[optim]\nlr = inf", [], "job.toml: optim.lr = inf must be a finite number"),
@@ -281,7 +363,11 @@ def test_help_shows_every_setting_with_its_meaning(capsys: pytest.CaptureFixture
         ("[workers]\nmax = true", [], "job.toml: workers.max = True must be a whole number"),
         ('steps = "3"', [], "job.toml: steps = '3' must be a whole number; write 3 without quotes"),
         ('compile = "yes"', [], "job.toml: compile = 'yes' must be true or false"),
-        ('[network]\ninterface = ""', [], "job.toml: network.interface = '' must be an interface's name, 1 to 15 characters"),
+        (
+            '[network]\ninterface = ""',
+            [],
+            ("job.toml: network.interface = '' must be an interface's name, 1 to 15 characters"),
+        ),
         (
             "",
             ["--network.interface", "a" * 16],
@@ -290,13 +376,18 @@ def test_help_shows_every_setting_with_its_meaning(capsys: pytest.CaptureFixture
         (
             "[copies]\ncopy_every = 0\nbuddy_every = 3",
             [],
-            "job.toml: copies.buddy_every = 3 with copies.copy_every = 0: there is no copy that could go to a buddy; "
+            "job.toml: copies.buddy_every = 3 with copies.copy_every = 0: there is no copy that could go to "
+            "a buddy; "
             "set copies.copy_every to 1 or more, or copies.buddy_every to 0",
         ),
         ("[optim]\nbetas = [0.9, 1.0]", [], "job.toml: optim.betas[1] = 1.0 must be less than 1"),
         ("[optim]\nclip_norm = 0", [], "job.toml: optim.clip_norm = 0 must be more than 0"),
         ("[schedule]\nfinal = 2", [], "job.toml: schedule.final = 2 must be 1 or less"),
-        ('[data]\nsampling = "x"', [], "job.toml: data.sampling = 'x' must be 'permutation' or 'with_replacement'"),
+        (
+            '[data]\nsampling = "x"',
+            [],
+            ("job.toml: data.sampling = 'x' must be 'permutation' or 'with_replacement'"),
+        ),
         ("faults = 3", [], "job.toml: faults = 3 must be a list"),
         ('model = "llama"', [], "job.toml: model = 'llama' must name code as 'package.module:name'"),
         (
@@ -319,12 +410,18 @@ def test_help_shows_every_setting_with_its_meaning(capsys: pytest.CaptureFixture
             [],
             "job.toml: workers.min = 3 is more than workers.max = 2; raise the one or lower the other",
         ),
-        ("", ["steps=3"], "command line: 'steps=3' is no option; write '--section.option value', say '--workers.max 3'"),
+        (
+            "",
+            ["steps=3"],
+            ("command line: 'steps=3' is no option; write '--section.option value', say '--workers.max 3'"),
+        ),
         ("", ["--steps"], "command line: --steps has no value; write '--steps value'"),
         ("", ["--steps", "--seed", "3"], "command line: --steps has no value; write '--steps value'"),
     ],
 )
-def test_a_bad_setting_is_one_clear_sentence(job_file: Path, text: str, options: list[str], said: str) -> None:
+def test_a_bad_setting_is_one_clear_sentence(
+    job_file: Path, text: str, options: list[str], said: str
+) -> None:
     assert refusal(job_file, *options, text=f'name = "run"\nbucket = "/bucket"\n{text}\n') == [said]
 
 
@@ -369,7 +466,13 @@ def test_a_fault_of_no_known_kind_is_refused(settings: dict[str, Any], said: str
 def test_a_fault_of_an_accelerator_is_refused_where_there_is_none() -> None:
     """R1; the control: it is accepted where there is one."""
     fault = {"point": "forward", "step": 1, "kind": "device_assert"}
-    with pytest.raises(JobError, match=r"kind = 'device_assert' strikes an accelerator, and workers.gpus = 0; set it to 1"):
+    with pytest.raises(
+        JobError,
+        match=(
+            r"kind = 'device_assert' strikes an accelerator, and workers.gpus = "
+            r"0; set it to 1"
+        ),
+    ):
         job(faults=[fault])
     assert job(faults=[fault], workers={"gpus": 1}).faults[0].kind == "device_assert"
 
@@ -384,7 +487,9 @@ def test_what_cannot_travel_to_a_worker_is_no_argument() -> None:
 
 def test_a_file_that_is_none(tmp_path: Path, job_file: Path) -> None:
     assert "there is no job file" in refusal(tmp_path / "nowhere.toml")[0]
-    assert refusal(job_file, text="name = run")[0].startswith("job.toml is not valid TOML: Invalid value (at line 1")
+    assert refusal(job_file, text="name = run")[0].startswith(
+        "job.toml is not valid TOML: Invalid value (at line 1"
+    )
     assert "cannot be read" in refusal(tmp_path)[0]
 
 

@@ -20,16 +20,24 @@ OWN = "tests.engine.test_own_optimizer:MOMENTUM"
     [
         (
             {"optim": {"args": {"momentum": 0.9}}},
-            "optim.args = {'momentum': 0.9} has no effect with optim.kind = 'adamw', whose settings are those of [optim] itself, as "
+            "optim.args = {'momentum': 0.9} has no effect with optim.kind = 'adamw', whose settings are "
+            "those of [optim] itself, as "
             "optim.betas; leave it out, or name an optimizer of your own: optim.kind = 'pkg.module:RULE'",
         ),
-        ({"optim": {"kind": "sgd", "args": {"nesterov": True}}}, "optim.args = {'nesterov': True} has no .* as optim.momentum; "),
+        (
+            {"optim": {"kind": "sgd", "args": {"nesterov": True}}},
+            ("optim.args = {'nesterov': True} has no .* as optim.momentum; "),
+        ),
         (
             {"schedule": {"kind": "constant", "final": 0.2}},
-            "schedule.final = 0.2 has no effect with schedule.kind = 'constant', which does not fall to a part of optim.lr; leave it out "
+            "schedule.final = 0.2 has no effect with schedule.kind = 'constant', which does not fall to a "
+            "part of optim.lr; leave it out "
             "(it is 0.1 then), or set the kind to 'cosine', 'linear' or 'wsd'",
         ),
-        ({"schedule": {"kind": "rsqrt", "final": 0.0}}, "schedule.final = 0 has no effect with schedule.kind = 'rsqrt', "),
+        (
+            {"schedule": {"kind": "rsqrt", "final": 0.0}},
+            ("schedule.final = 0 has no effect with schedule.kind = 'rsqrt', "),
+        ),
     ],
 )
 def test_what_has_no_effect_is_refused(settings: dict[str, Any], said: str) -> None:
@@ -55,17 +63,37 @@ def test_what_has_an_effect_or_its_default_is_not(settings: dict[str, Any]) -> N
 
 
 OFF: list[tuple[dict[str, Any], list[str], str, dict[str, Any]]] = [
-    ({"spikes": {"z": 4, "window": 64}}, ["spikes.z", "spikes.window"], "spikes.action = 'none'", {"spikes": {"action": "warn"}}),
+    (
+        {"spikes": {"z": 4, "window": 64}},
+        ["spikes.z", "spikes.window"],
+        "spikes.action = 'none'",
+        {"spikes": {"action": "warn"}},
+    ),
     ({"watch": {"every": 0, "patience": 9}}, ["watch.patience"], "watch.every = 0", {"watch": {"every": 1}}),
-    ({"copies": {"copy_every": 0, "link_share": 0.5}}, ["copies.link_share"], "copies.copy_every = 0", {"copies": {"copy_every": 1}}),
-    ({"copies": {"buddy_every": 0, "cross_zone": True}}, ["copies.cross_zone"], "copies.buddy_every = 0", {"copies": {"buddy_every": 1}}),
+    (
+        {"copies": {"copy_every": 0, "link_share": 0.5}},
+        ["copies.link_share"],
+        "copies.copy_every = 0",
+        {"copies": {"copy_every": 1}},
+    ),
+    (
+        {"copies": {"buddy_every": 0, "cross_zone": True}},
+        ["copies.cross_zone"],
+        "copies.buddy_every = 0",
+        {"copies": {"buddy_every": 1}},
+    ),
     (
         {"validation": {"by": "spares"}, "workers": {"spares": 1, "max": 1}},
         ["validation.by"],
         "validation.every = 0",
         {"validation": {"every": 50}},
     ),
-    ({"validation": {"every": 50, "min_delta": 0.1}}, ["validation.min_delta"], "validation.patience = 0", {"validation": {"patience": 3}}),
+    (
+        {"validation": {"every": 50, "min_delta": 0.1}},
+        ["validation.min_delta"],
+        "validation.patience = 0",
+        {"validation": {"patience": 3}},
+    ),
     (
         {"samples": {"every": 50, "prompts": ["a"], "seed": 3}},
         ["samples.seed"],
@@ -77,12 +105,19 @@ OFF: list[tuple[dict[str, Any], list[str], str, dict[str, Any]]] = [
 
 @pytest.mark.fast
 @pytest.mark.parametrize(("settings", "names", "why", "on"), OFF, ids=[names[0] for _, names, _, _ in OFF])
-def test_what_is_turned_off_is_told_as_a_note(settings: dict[str, Any], names: list[str], why: str, on: dict[str, Any]) -> None:
+def test_what_is_turned_off_is_told_as_a_note(
+    settings: dict[str, Any], names: list[str], why: str, on: dict[str, Any]
+) -> None:
     """The controls: the same settings with that turned on, and a job without any."""
     both = {"global_batch": 32, "microbatch": 2, "checkpoint": {"save_every": 50}}
     told = toy_job("/b", **both, **settings).warnings()
-    assert [each.partition(" = ")[0] for each in told] == names and all(f"has no effect while {why}; " in each for each in told)
-    assert toy_job("/b", **both, **{name: each | on.get(name, {}) for name, each in settings.items()}).warnings() == []
+    assert [each.partition(" = ")[0] for each in told] == names and all(
+        f"has no effect while {why}; " in each for each in told
+    )
+    assert (
+        toy_job("/b", **both, **{name: each | on.get(name, {}) for name, each in settings.items()}).warnings()
+        == []
+    )
     assert toy_job("/b", **both).warnings() == [] and set(names) <= leaves(Job).keys()
 
 
@@ -92,5 +127,7 @@ def test_it_is_told_of_which_weights_a_validation_is() -> None:
     both = {"global_batch": 32, "microbatch": 2, "checkpoint": {"save_every": 50}}
     average, every = {"optim": {"average": 0.99}}, {"validation": {"every": 50}}
     (said,) = toy_job("/b", **both, **average, **every).warnings()
-    assert "the run validates its weights, not their average" in said and "`elastic evaluate --average`" in said
+    assert (
+        "the run validates its weights, not their average" in said and "`elastic evaluate --average`" in said
+    )
     assert toy_job("/b", **both, **average).warnings() == toy_job("/b", **both, **every).warnings() == []

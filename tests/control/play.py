@@ -55,7 +55,9 @@ def outcome(step: int, generation: int, boundary: int = GO_ON) -> Outcome:
 
 
 class Play:
-    """A story: ``run`` is its present state, ``now`` the time in seconds, ``last`` the last decision, whose reason most methods return."""
+    """A story: ``run`` is its present state, ``now`` the time in seconds, ``last`` the last decision, whose
+    reason most methods return.
+    """
 
     def __init__(self, rules: Rules = RULES, run: RunState | None = None) -> None:
         self.rules, self.now = rules, 0.0
@@ -98,31 +100,51 @@ class Play:
     def commit(self, step: int, boundary: int = GO_ON, behind: bool = False) -> Outcome:
         """Returns what the world concludes of ``step``; ``behind`` says that a member has no room for a save."""
         rules = self.rules
-        asked = LAST if step == rules.target_step else DUE if due(step, rules.save_every, rules.target_step) else NO_SAVE
-        return replace(outcome(step, self.generation, boundary), behind=behind, saves=is_saved(boundary, asked, behind))
+        asked = (
+            LAST
+            if step == rules.target_step
+            else DUE
+            if due(step, rules.save_every, rules.target_step)
+            else NO_SAVE
+        )
+        return replace(
+            outcome(step, self.generation, boundary), behind=behind, saves=is_saved(boundary, asked, behind)
+        )
 
     def step(self, step: int, boundary: int = GO_ON, behind: bool = False) -> str:
         """World rank 0 reports that the world committed ``step``."""
-        return self.tell(ev.StepDone(self.plan.members[0], self.generation, self.commit(step, boundary, behind)))
+        return self.tell(
+            ev.StepDone(self.plan.members[0], self.generation, self.commit(step, boundary, behind))
+        )
 
     def steps(self, first: int, last: int) -> str:
         return [self.step(step) for step in range(first, last + 1)][-1]
 
-    def answer(self, worker: str, at: Version | None, prepared: int | None = None, saw: int | None = None) -> str:
+    def answer(
+        self, worker: str, at: Version | None, prepared: int | None = None, saw: int | None = None
+    ) -> str:
         """The worker is fenced, holds its shard ``at`` a version, and has seen the commit of step ``saw``."""
         seen = (self.commit(saw),) if saw else ()
         held = (self.shard(worker, at),) if at is not None else ()
         return self.tell(ev.Fenced(WorkerId(worker), self.generation, held, prepared, seen))
 
-    def broken(self, worker: str, cause: str = "peer", detail: str = "connection closed", signature: str = "") -> str:
+    def broken(
+        self, worker: str, cause: str = "peer", detail: str = "connection closed", signature: str = ""
+    ) -> str:
         step = self.run.step + 1
         return self.tell(ev.Broken(WorkerId(worker), self.generation, step, cause, detail, signature))
 
     def beat(self, node: str, *progress: tuple[str, int, int, int]) -> str:
-        return self.tell(ev.Beat(NodeId(node), tuple(ev.Progress(WorkerId(w), self.generation, *done) for w, *done in progress)))
+        return self.tell(
+            ev.Beat(
+                NodeId(node), tuple(ev.Progress(WorkerId(w), self.generation, *done) for w, *done in progress)
+            )
+        )
 
     def save(self, version: Version, *workers: str, by: int = 0) -> str:
-        """The parts of ``workers`` arrive, then the manifest; ``by`` is the generation whose members wrote them (0: the version's)."""
+        """The parts of ``workers`` arrive, then the manifest; ``by`` is the generation whose members wrote
+        them (0: the version's).
+        """
         for worker in workers:
             self.tell(ev.ShardSaved(WorkerId(worker), version, by))
         return self.tell(ev.Saved(version, "digest"))
@@ -154,7 +176,9 @@ class Play:
 
     @property
     def deeds(self) -> list[str]:
-        """Names of all actions that the last event brought, in order, except ``Upload``, which every change of saves brings."""
+        """Names of all actions that the last event brought, in order, except ``Upload``, which every change
+        of saves brings.
+        """
         return [type(action).__name__ for action in self.last.actions if not isinstance(action, Upload)]
 
 

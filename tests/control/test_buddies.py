@@ -1,4 +1,6 @@
-"""A buddy is a node that holds another node's copies: never its own, evenly spread, and unchanged unless there is a reason."""
+"""A buddy is a node that holds another node's copies: never its own, evenly spread, and unchanged unless
+there is a reason.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,11 @@ A, B, C, D = (NodeId(name) for name in "abcd")
 def test_the_next_on_the_ring_that_has_not_its_share() -> None:
     assert choose_buddies([A, B, C, D], dict.fromkeys((A, B, C, D), ""), {}) == {A: B, B: C, C: D, D: A}
     assert choose_buddies([A, B], dict.fromkeys((A, B), ""), {}) == {A: B, B: A}
-    assert choose_buddies([A] * 4 + [B] * 4 + [C], dict.fromkeys((A, B, C, D), ""), {}) == {A: B, B: C, C: D}, "D has no workers, and room"
+    assert choose_buddies([A] * 4 + [B] * 4 + [C], dict.fromkeys((A, B, C, D), ""), {}) == {
+        A: B,
+        B: C,
+        C: D,
+    }, "D has no workers, and room"
     assert choose_buddies([A, A], {A: ""}, {}) == {}
 
 
@@ -24,8 +30,12 @@ def test_zones_are_kept_or_crossed() -> None:
     zones = {A: "x", B: "x", C: "y", D: "z"}
     assert choose_buddies([A, B, C, D], zones, {}) == {A: B, B: A}, "alone in their zones"
     crossed = choose_buddies([A, B, C, D], zones, {}, cross_zone=True)
-    assert crossed.keys() == {A, B, C, D} and all(zones[node] != zones[buddy] for node, buddy in crossed.items())
-    assert choose_buddies([A, B], {A: "x", B: "x"}, {}, cross_zone=True) == {A: B, B: A}, "there is no other zone"
+    assert crossed.keys() == {A, B, C, D} and all(
+        zones[node] != zones[buddy] for node, buddy in crossed.items()
+    )
+    assert choose_buddies([A, B], {A: "x", B: "x"}, {}, cross_zone=True) == {A: B, B: A}, (
+        "there is no other zone"
+    )
 
 
 def test_only_the_pairs_of_who_went_are_changed() -> None:
@@ -33,7 +43,9 @@ def test_only_the_pairs_of_who_went_are_changed() -> None:
     first = choose_buddies(nodes, dict.fromkeys(nodes, ""), {})
     gone = nodes.pop(77)
     second = choose_buddies(nodes, dict.fromkeys(nodes, ""), first)
-    assert [node for node in nodes if second[node] != first[node]] == [node for node in nodes if first[node] == gone]
+    assert [node for node in nodes if second[node] != first[node]] == [
+        node for node in nodes if first[node] == gone
+    ]
     assert choose_buddies(nodes, dict.fromkeys(nodes, ""), second) == second
 
 

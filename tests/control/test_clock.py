@@ -10,7 +10,9 @@ pytestmark = pytest.mark.fast
 
 
 def test_a_machine_whose_time_is_set_does_not_age() -> None:
-    """An hour forward would expel every member and end every lease; an hour back would keep a dead member for an hour."""
+    """An hour forward would expel every member and end every lease; an hour back would keep a dead member for
+    an hour.
+    """
     at = {"wall": 1000.0, "pace": 5.0}
     clock = steady_clock(lambda: at["wall"], lambda: at["pace"])
     assert clock() == 1000.0

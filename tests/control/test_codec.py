@@ -26,7 +26,9 @@ pytestmark = pytest.mark.fast
 
 
 FEW = settings(max_examples=10)
-"""Number of examples of a type.  Each example draws every field, and the next test draws the same types inside another one."""
+"""Number of examples of a type.  Each example draws every field, and the next test draws the same types
+inside another one.
+"""
 
 
 def strategy(kind: Any) -> st.SearchStrategy[Any]:
@@ -96,7 +98,10 @@ def test_what_another_version_wrote_is_refused_by_name() -> None:
     with pytest.raises(UnknownFormat, match="'Here' where Outcome is expected"):
         decode_event({**line, "outcome": encode(Here(WorkerId("w1"), 1))})
     for number, by in ((4, "a later version of Elastic"), (2, "a version of Elastic before 2026-11-25")):
-        with pytest.raises(UnknownFormat, match=f"format {number}, which {by} wrote, and this one reads 3; use that version to read it"):
+        with pytest.raises(
+            UnknownFormat,
+            match=(f"format {number}, which {by} wrote, and this one reads 3; use that version to read it"),
+        ):
             fold({"format": number, "run": {}}, [])
 
 
@@ -128,7 +133,10 @@ def test_folding_the_records_gives_the_run() -> None:
         before = play.run
         assert fold(start, records) == play.run
     assert [each["n"] for each in records] == list(range(5))
-    assert records[3]["state"] == "Forming" and [each["$"] for each in records[3]["actions"]] == ["Settle", "Form"]
+    assert records[3]["state"] == "Forming" and [each["$"] for each in records[3]["actions"]] == [
+        "Settle",
+        "Form",
+    ]
     assert "members" not in records[0]["changed"], "only what changed is written"
 
 
@@ -142,7 +150,9 @@ def test_records_without_a_change_may_be_left_out() -> None:
 
 
 def test_a_coordinator_of_a_newer_version_goes_on_with_a_journal_that_lacks_its_fields() -> None:
-    """R6: its first record has the run in full, so the records after it fit.  The control: without that record they do not."""
+    """R6: its first record has the run in full, so the records after it fit.  The control: without that
+    record they do not.
+    """
     play = stepping(2, save_every=1)
     play.step(1)
     older = codec.snapshot(play.run, "older", play.rules)
@@ -164,11 +174,17 @@ def test_what_is_read_of_a_segment_without_folding_it_is_what_folding_gives() ->
     """R6: so a third coordinator finds what the second one, whose first record has the run in full, has left."""
     play = stepping(2, save_every=1)
     play.step(1)
-    first, taken = codec.snapshot(play.run, "", play.rules), Recovered(2, play.run.members.seats, ("n1", "n2"))
+    first, taken = (
+        codec.snapshot(play.run, "", play.rules),
+        Recovered(2, play.run.members.seats, ("n1", "n2")),
+    )
     records = []
     for number, event in enumerate((taken, StepDone(play.plan.members[0], 1, outcome(2, 1)))):
         before = play.run
         play.tell(event)
         records.append(codec.record(number, 1.0, event, before, play.last))
         assert codec.incarnation_after((first, records)) == fold(first, records).incarnation == 2
-        assert decode(Lineage, codec.field_after((first, records), "history", "lineage")) == fold(first, records).history.lineage
+        assert (
+            decode(Lineage, codec.field_after((first, records), "history", "lineage"))
+            == fold(first, records).history.lineage
+        )

@@ -1,4 +1,6 @@
-"""The outcome rule is tested over all small worlds: each member at s-1, prepared or applied; evidence or none; answering or silent."""
+"""The outcome rule is tested over all small worlds: each member at s-1, prepared or applied; evidence or
+none; answering or silent.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ pytestmark = pytest.mark.fast
 STEP, GENERATION = 5, 3
 BEFORE, AFTER = Version(4, GENERATION), Version(STEP, GENERATION)
 SITUATIONS = ("computing", "prepared", "seen", "applied", "harmed", "silent")
-"""States of a member at its fence; "seen": the commit has arrived and nothing is applied; "harmed": applying it failed."""
+"""States of a member at its fence; "seen": the commit has arrived and nothing is applied; "harmed": applying
+it failed.
+"""
 
 
 def plan(layout: Layout) -> Plan:
@@ -31,14 +35,22 @@ def plan(layout: Layout) -> Plan:
 
 def answer(plan: Plan, rank: int, situation: str) -> Fenced | None:
     worker, shard = plan.members[rank], (plan.layout.dp_shard, plan.layout.coordinates(rank)["dp_shard"])
-    held = {"applied": (Holding(worker, AFTER, cell(*shard)),), "harmed": ()}.get(situation, (Holding(worker, BEFORE, cell(*shard)),))
+    held = {"applied": (Holding(worker, AFTER, cell(*shard)),), "harmed": ()}.get(
+        situation, (Holding(worker, BEFORE, cell(*shard)),)
+    )
     prepared = STEP if situation in ("prepared", "seen") else None
-    seen = (outcome(4, GENERATION), outcome(STEP, GENERATION)) if situation in ("seen", "applied", "harmed") else (outcome(4, GENERATION),)
+    seen = (
+        (outcome(4, GENERATION), outcome(STEP, GENERATION))
+        if situation in ("seen", "applied", "harmed")
+        else (outcome(4, GENERATION),)
+    )
     return None if situation == "silent" else Fenced(worker, GENERATION, held, prepared, seen)
 
 
 def twin(situations: tuple[str, ...], reported: bool) -> tuple[bool, list[Version | None]]:
-    """A simple second implementation: returns whether the step is committed, and the version of each member afterwards, if any."""
+    """A simple second implementation: returns whether the step is committed, and the version of each member
+    afterwards, if any.
+    """
     committed = reported or any(each in ("seen", "applied", "harmed") for each in situations)
     stands: list[Version | None] = []
     for each in situations:
@@ -54,28 +66,44 @@ def twin(situations: tuple[str, ...], reported: bool) -> tuple[bool, list[Versio
 def test_all_prepared_apply_or_none_does(layout: Layout, reported: bool) -> None:
     world = plan(layout)
     for situations in product(SITUATIONS, repeat=layout.world):
-        answers = [each for rank, each in enumerate(answer(world, rank, name) for rank, name in enumerate(situations)) if each]
+        answers = [
+            each
+            for rank, each in enumerate(answer(world, rank, name) for rank, name in enumerate(situations))
+            if each
+        ]
         told = (outcome(STEP, GENERATION),) if reported else ()
         top = newest([*told, *(seen for each in answers for seen in each.outcomes)], GENERATION)
         settlement = settle(world, answers, top)
         committed, stands = twin(situations, reported)
-        assert (settlement.outcome is not None) == (committed and any(each in ("prepared", "seen") for each in situations))
+        assert (settlement.outcome is not None) == (
+            committed and any(each in ("prepared", "seen") for each in situations)
+        )
         assert settlement.outcome in (None, outcome(STEP, GENERATION))
         for rank, (situation, version) in enumerate(zip(situations, stands, strict=True)):
             held = settlement.holdings.get(world.members[rank], ())
-            assert [each.version for each in held] == ([version] if version else []), (situations, reported, rank)
-            assert (world.members[rank] in settlement.applied_by) == (committed and situation in ("prepared", "seen"))
+            assert [each.version for each in held] == ([version] if version else []), (
+                situations,
+                reported,
+                rank,
+            )
+            assert (world.members[rank] in settlement.applied_by) == (
+                committed and situation in ("prepared", "seen")
+            )
 
 
 def test_never_applied_without_evidence() -> None:
     world = plan(Layout(2, 1))
     both = [each for rank in (0, 1) if (each := answer(world, rank, "prepared"))]
     assert settle(world, both, None).outcome is None
-    assert settle(world, both, outcome(4, GENERATION)).outcome is None, "evidence of the step before is none of this one"
+    assert settle(world, both, outcome(4, GENERATION)).outcome is None, (
+        "evidence of the step before is none of this one"
+    )
 
 
 def test_evidence_of_another_generation_is_none() -> None:
-    """A step that is done again is another version, so a commit of generation 2 says nothing about generation 3."""
+    """A step that is done again is another version, so a commit of generation 2 says nothing about generation
+    3.
+    """
     assert newest([outcome(STEP, 2), outcome(4, GENERATION), None], GENERATION) == outcome(4, GENERATION)
     assert newest([outcome(STEP, 2), None], GENERATION) is None
 

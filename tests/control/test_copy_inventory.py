@@ -1,4 +1,6 @@
-"""A coordinator asks keepers for their copies once a world has broken; the next one begins from copies if no live state is whole."""
+"""A coordinator asks keepers for their copies once a world has broken; the next one begins from copies if no
+live state is whole.
+"""
 
 from __future__ import annotations
 
@@ -83,10 +85,20 @@ def test_what_cannot_be_read_is_not_counted_on_again_before_a_commit() -> None:
     play.broken("w2", "copy", "the copy of w3 on node n3 is damaged", "n3")
     assert play.run.copies.unreadable == ("n3",)
     for worker in ("w1", "w2"):
-        play.tell(ev.Fenced(WorkerId(worker), 2, (Holding(WorkerId(worker), Version(5, 1), cell(3, int(worker[1]) - 1)),), None))
+        play.tell(
+            ev.Fenced(
+                WorkerId(worker),
+                2,
+                (Holding(WorkerId(worker), Version(5, 1), cell(3, int(worker[1]) - 1)),),
+                None,
+            )
+        )
     for number in (1, 2, 3):
         kept(play, number, 4, 5)
-    assert isinstance(play.run.state, Forming) and (play.plan.tier, play.plan.version) == ("bucket", Version(2, 1)), play.run.state
+    assert isinstance(play.run.state, Forming) and (play.plan.tier, play.plan.version) == (
+        "bucket",
+        Version(2, 1),
+    ), play.run.state
     play.here("w1", "w2")
     play.ready("w1", "w2")
     play.tell(ev.StepDone(WorkerId("w1"), 3, replace(outcome(3, 3), copied_through=2)))
@@ -111,7 +123,9 @@ def test_without_copies_for_long_it_is_said_and_shown() -> None:
 
 
 def test_without_copies_on_other_nodes_for_long_it_is_said_and_shown() -> None:
-    """Copies are complete in their own node's memory, and none reaches a buddy: the loss of a node would cost more than anybody thinks."""
+    """Copies are complete in their own node's memory, and none reaches a buddy: the loss of a node would cost
+    more than anybody thinks.
+    """
     play = stepping(3, layout=SHARDS, copy_every=1, buddy_every=2)
     for number in (1, 2, 3):
         play.tell(ev.KeeperUp(NodeId(f"n{number}"), f"n{number}:7"))
@@ -119,10 +133,17 @@ def test_without_copies_on_other_nodes_for_long_it_is_said_and_shown() -> None:
 
     def told(first: int, last: int, buddied: int) -> list[str]:
         steps = range(first, last + 1)
-        reasons = [play.tell(ev.StepDone(WorkerId("w1"), 1, replace(copied(step, step - 1), buddied_through=buddied))) for step in steps]
+        reasons = [
+            play.tell(
+                ev.StepDone(WorkerId("w1"), 1, replace(copied(step, step - 1), buddied_through=buddied))
+            )
+            for step in steps
+        ]
         return [reason for reason in reasons if reason]
 
-    assert told(1, 20, -1) == ["other nodes hold no copy newer than step 0: if a node is lost, the steps after it may be lost"]
+    assert told(1, 20, -1) == [
+        "other nodes hold no copy newer than step 0: if a node is lost, the steps after it may be lost"
+    ]
     assert (unbuddied_since(play.run), unprotected_since(play.run)) == (0, None)
     assert told(21, 22, 20) == [] and unbuddied_since(play.run) is None
     assert len(told(23, 45, 20)) == 1 and unbuddied_since(play.run) == 20
@@ -162,8 +183,14 @@ def test_who_has_no_buddy_any_more_is_told_so() -> None:
     reason = play.tell(ev.KeeperLost(NodeId("n2"), "its process died"))
     (lost,) = play.did(Pair)
     assert (NodeId("n1"), NodeId(""), "") in lost.buddies
-    assert "no other node of the zone can hold copies of node n1" in reason and "add a node there" in reason and "cross_zone" not in reason
+    assert (
+        "no other node of the zone can hold copies of node n1" in reason
+        and "add a node there" in reason
+        and "cross_zone" not in reason
+    )
     play.tell(ev.KeeperUp(NodeId("n2")))
     reason = play.tell(ev.KeeperLost(NodeId("n2"), "its process died"))
     assert "can hold copies of node n1" in reason, "again, since it had one meanwhile"
-    assert "can hold copies" not in play.tell(ev.KeeperLost(NodeId("n2"), "its process died")), "but not again and again"
+    assert "can hold copies" not in play.tell(ev.KeeperLost(NodeId("n2"), "its process died")), (
+        "but not again and again"
+    )

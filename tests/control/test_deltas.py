@@ -57,10 +57,15 @@ def test_any_dictionary_becomes_any_other(before: dict[str, int], after: dict[st
 
 
 def test_what_is_patched_stays_as_it_is() -> None:
-    """Negative control of sharing: patching leaves the old value unchanged, so another delta can be applied to it."""
+    """Negative control of sharing: patching leaves the old value unchanged, so another delta can be applied
+    to it.
+    """
     before = {"a": [1, 2], "b": {"x": 1}}
     kept = json.loads(json.dumps(before))
-    assert patched(before, {"~": {"a": {"at": 0, "cut": 1, "put": [7, 8]}, "b": {"~": {"x": 2}}}}) == {"a": [7, 8, 2], "b": {"x": 2}}
+    assert patched(before, {"~": {"a": {"at": 0, "cut": 1, "put": [7, 8]}, "b": {"~": {"x": 2}}}}) == {
+        "a": [7, 8, 2],
+        "b": {"x": 2},
+    }
     assert before == kept
 
 
@@ -89,7 +94,9 @@ def test_of_nested_values_only_what_changed_is_written() -> None:
     worker = Worker(NodeId("n1"), "cpu", 0.0)
     before = Members({W1: worker, W2: worker, W3: worker})
     after = evolve(before, workers={W1: worker, W3: evolve(worker, unfit="broken")})
-    assert between(before, after) == {"~": {"workers": {"~": {"w3": {"~": {"unfit": "broken"}}}, "-": ["w2"]}}}
+    assert between(before, after) == {
+        "~": {"workers": {"~": {"w3": {"~": {"unfit": "broken"}}}, "-": ["w2"]}}
+    }
     moved = evolve(before, workers={W2: worker, W1: worker, W3: worker})
     assert "=" in between(before, moved)["~"]["workers"], "another order cannot be said by what was added"
     assert between(before, evolve(before)) is SAME
@@ -102,7 +109,9 @@ def test_a_value_of_another_type_is_written_whole() -> None:
 
 
 def test_values_that_must_stay_whole_do() -> None:
-    """A commit is known by its step and generation, so nothing of it is said as a difference from the one before."""
+    """A commit is known by its step and generation, so nothing of it is said as a difference from the one
+    before.
+    """
     before, after = outcome(1, 1), outcome(2, 1)
     assert "~" in delta(before, after, encode)
     assert delta(before, after, encode, whole=(Outcome,)) == encode(after)
@@ -111,4 +120,6 @@ def test_values_that_must_stay_whole_do() -> None:
 def test_an_item_of_a_tuple_changes_in_its_place() -> None:
     answers = tuple(Answer(worker, (), None) for worker in (W1, W2, W3))
     after = (answers[0], evolve(answers[1], seen=Version(3, 1)), answers[2])
-    assert between(answers, after) == {"~": {"1": {"~": {"seen": {"$": "Version", "step": 3, "generation": 1}}}}}
+    assert between(answers, after) == {
+        "~": {"1": {"~": {"seen": {"$": "Version", "step": 3, "generation": 1}}}}
+    }

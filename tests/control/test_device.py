@@ -1,4 +1,6 @@
-"""A worker that has lost its device is replaced; the same loss at the same step on a second worker is the job's own error (R1, R20)."""
+"""A worker that has lost its device is replaced; the same loss at the same step on a second worker is the
+job's own error (R1, R20).
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ def test_r1_a_worker_that_lost_its_device_is_replaced() -> None:
     play.answer("w2", Version(3, 1), prepared=4)
     assert play.did(Kill) == [Kill((W2,), "its process is unusable")]
     assert play.plan.members == ("w1",) and play.plan.tier == "live"
-    assert {each.worker for each in play.plan.holders} == {"w1"}, "what lies on a lost device is held by nobody"
+    assert {each.worker for each in play.plan.holders} == {"w1"}, (
+        "what lies on a lost device is held by nobody"
+    )
     play.tell(ev.Capacity(1))
     assert play.run.members.starting.keys() == {"w3"}
     reformed(play)
@@ -59,8 +63,12 @@ def test_r1_a_device_lost_while_the_world_forms_or_stops() -> None:
     assert play.plan.members == ("w3",) and play.plan.tier == "init"
 
 
-@pytest.mark.parametrize(("step", "signature"), [(1, LOST), (2, LOST), (1, "CUDA error: uncorrectable ECC error encountered")])
-def test_r20_the_same_device_error_at_the_same_step_on_a_second_worker_is_the_jobs(step: int, signature: str) -> None:
+@pytest.mark.parametrize(
+    ("step", "signature"), [(1, LOST), (2, LOST), (1, ("CUDA error: uncorrectable ECC error encountered"))]
+)
+def test_r20_the_same_device_error_at_the_same_step_on_a_second_worker_is_the_jobs(
+    step: int, signature: str
+) -> None:
     """The first case ends the run; the others are the controls: another step, another error."""
     play = stepping(2)
     play.broken("w2", "device", ERROR, LOST)
@@ -77,17 +85,25 @@ def test_r20_the_same_device_error_at_the_same_step_on_a_second_worker_is_the_jo
 
 
 def test_who_stands_still_because_of_another_says_so() -> None:
-    """A loss raises on w2, and w1 notices first, or later.  The control: an error of its own, which w2 has had before at that step."""
+    """A loss raises on w2, and w1 notices first, or later.  The control: an error of its own, which w2 has
+    had before at that step.
+    """
     play, mine = stepping(2), ("job", "Traceback ...\nValueError: mine", "ValueError at loss.py:7")
     play.steps(1, 3)
-    assert play.broken("w2", *mine) == "w2 cannot go on (job: ValueError: mine): stop generation 1 of 2 workers"
+    assert play.broken("w2", *mine) == (
+        "w2 cannot go on (job: ValueError: mine): stop generation 1 of 2 workers"
+    )
     assert play.broken("w1") == "w1 waits meanwhile"
     play.answer("w1", Version(3, 1))
     play.answer("w2", Version(3, 1))
     reformed(play)
-    assert play.broken("w1", *mine) == "w1 cannot go on (job: ValueError: mine), as w2 before it: stop generation 2 of 2 workers"
+    assert play.broken("w1", *mine) == (
+        "w1 cannot go on (job: ValueError: mine), as w2 before it: stop generation 2 of 2 workers"
+    )
 
     play = stepping(2)
     play.steps(1, 3)
-    assert play.broken("w1") == "w1 waits, because its world broke (peer: connection closed): stop generation 1 of 2 workers"
+    assert play.broken("w1") == (
+        "w1 waits, because its world broke (peer: connection closed): stop generation 1 of 2 workers"
+    )
     assert play.broken("w2") == "w2 waits meanwhile", "the story tells the cause once"

@@ -1,4 +1,6 @@
-"""Runs end finished, stopped or at fault; these tests cover each end and what is saved on the way (R14, R20, H1, H2)."""
+"""Runs end finished, stopped or at fault; these tests cover each end and what is saved on the way (R14, R20,
+H1, H2).
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ def finishing(workers: int = 2, **changes: Any) -> Play:
 
 def test_the_last_save_that_fails_is_not_waited_for() -> None:
     play = finishing()
-    assert "the last checkpoint cannot become complete" in play.tell(ev.SaveFailed(Version(6, 1), "disk full")), "not after stop_s"
+    assert "the last checkpoint cannot become complete" in play.tell(
+        ev.SaveFailed(Version(6, 1), "disk full")
+    ), "not after stop_s"
 
 
 def test_a_run_finishes_when_the_last_checkpoint_is_durable() -> None:
@@ -44,15 +48,23 @@ def test_losing_a_member_while_finishing_saves_again_from_whoever_holds_it() -> 
     play.tell(ev.ShardSaved(W1, Version(6, 1)))
     assert play.lose("w2") == "w2 is lost (its process died)"
     reason = play.tell(ev.SaveFailed(Version(6, 1), "no part of w2", 1))
-    assert reason.endswith("failed (no part of w2); the last checkpoint cannot become complete: stop generation 1 of 2 workers")
+    assert reason.endswith(
+        "failed (no part of w2); the last checkpoint cannot become complete: stop generation 1 of 2 workers"
+    )
     reason = play.answer("w1", Version(6, 1))
     assert reason == "form generation 2 of w1 (1×1) at step 6 (live)"
     reformed(play)
     assert isinstance(play.run.state, Finishing)
-    assert play.tell(ev.ShardSaved(W1, Version(6, 1), by=1)).startswith("refused"), "it was on its way: a part in another layout"
-    assert play.tell(ev.SaveFailed(Version(6, 1), "disk full", by=1)).startswith("refused"), "nor does a failure of the one before"
+    assert play.tell(ev.ShardSaved(W1, Version(6, 1), by=1)).startswith("refused"), (
+        "it was on its way: a part in another layout"
+    )
+    assert play.tell(ev.SaveFailed(Version(6, 1), "disk full", by=1)).startswith("refused"), (
+        "nor does a failure of the one before"
+    )
     assert play.save(Version(6, 1), "w1", by=2).endswith("finished at step 6")
-    assert play.run.history.lineage == ((1, 6),), "the version is still generation 1's: nothing was computed again"
+    assert play.run.history.lineage == ((1, 6),), (
+        "the version is still generation 1's: nothing was computed again"
+    )
 
 
 def test_losing_all_members_after_they_have_copied_changes_nothing() -> None:
@@ -81,14 +93,18 @@ def test_a_last_checkpoint_that_is_being_written_is_waited_for() -> None:
         assert play.later(10.0) == ""
         assert play.tell(ev.Beat(NodeId("n2"), (), uploading=(Version(6, 1),))) == ""
     assert play.later(14.0) == ""
-    assert play.later(1.0).startswith("nothing of the last checkpoint arrived for 15 s: stop generation 1"), "the control: no beat says so"
+    assert play.later(1.0).startswith("nothing of the last checkpoint arrived for 15 s: stop generation 1"), (
+        "the control: no beat says so"
+    )
 
 
 def test_at_the_end_a_bucket_that_is_down_is_waited_for() -> None:
     """The keeper tries again by itself, so the world stays, for ``wait_s`` from the first refusal on."""
     play = finishing(wait_s=600.0)
     refused = ev.SaveFailed(Version(6, 1), "no part of w1 yet: s3://b cannot be reached", 1, again=True)
-    assert play.tell(refused).startswith("a part of step 6 of generation 1 was not written (no part of w1 yet: ")
+    assert play.tell(refused).startswith(
+        "a part of step 6 of generation 1 was not written (no part of w1 yet: "
+    )
     assert play.later(300.0) == ""
     play.tell(refused)
     assert isinstance(play.run.state, Finishing) and play.later(299.0) == ""
@@ -108,8 +124,13 @@ def test_a_bucket_that_is_back_is_given_the_last_checkpoint() -> None:
 
 
 def test_a_part_that_is_still_refused_is_waited_for_after_another_part_has_arrived() -> None:
-    """Its keeper says only once that the bucket refuses it, and a part that was refused often does not count as being written."""
-    play, refused = finishing(wait_s=600.0), ev.SaveFailed(Version(6, 1), "s3://b cannot be reached", 1, again=True)
+    """Its keeper says only once that the bucket refuses it, and a part that was refused often does not count
+    as being written.
+    """
+    play, refused = (
+        finishing(wait_s=600.0),
+        ev.SaveFailed(Version(6, 1), "s3://b cannot be reached", 1, again=True),
+    )
     play.tell(replace(refused, worker=W1))
     play.tell(replace(refused, worker=W2))
     play.tell(ev.ShardSaved(W1, Version(6, 1)))
@@ -118,11 +139,15 @@ def test_a_part_that_is_still_refused_is_waited_for_after_another_part_has_arriv
     control = finishing(wait_s=600.0)
     control.tell(replace(refused, worker=W1))
     control.tell(ev.ShardSaved(W1, Version(6, 1)))
-    assert control.later(15.0).startswith("nothing of the last checkpoint arrived for 15 s"), "nothing is refused any more"
+    assert control.later(15.0).startswith("nothing of the last checkpoint arrived for 15 s"), (
+        "nothing is refused any more"
+    )
 
 
 def test_a_bucket_that_refuses_the_last_checkpoint_is_waited_for_once() -> None:
-    """Each world that was formed again waited as long once more.  The control: where nothing is refused, another world saves it."""
+    """Each world that was formed again waited as long once more.  The control: where nothing is refused,
+    another world saves it.
+    """
     play, control = finishing(wait_s=600.0), finishing(wait_s=600.0)
     play.tell(ev.SaveFailed(Version(6, 1), "s3://b cannot be reached", 1, again=True))
     play.later(600.0)
@@ -131,7 +156,10 @@ def test_a_bucket_that_refuses_the_last_checkpoint_is_waited_for_once() -> None:
         each.answer("w1", Version(6, 1))
         each.answer("w2", Version(6, 1))
     why = "the bucket refused the last checkpoint for 600 s"
-    assert play.last.reason == f"gave up ({why}), resumes from step 0; steps 1–6 are not saved" and play.run.state == Failed(why)
+    assert (
+        play.last.reason == f"gave up ({why}), resumes from step 0; steps 1–6 are not saved"
+        and play.run.state == Failed(why)
+    )
     assert isinstance(control.run.state, Forming)
 
 
@@ -170,7 +198,9 @@ def wait_while_finishing(play: Play, answer: ev.Event | None) -> float:
 
 @pytest.mark.parametrize("answered", [True, False], ids=["refused", "not answered"])
 def test_a_manifest_that_is_never_written_is_waited_for_no_longer_than_a_part(answered: bool) -> None:
-    """R11: each question began the wait anew, so a bucket that went down after the last part kept the run for ever."""
+    """R11: each question began the wait anew, so a bucket that went down after the last part kept the run for
+    ever.
+    """
     play = finishing(wait_s=600.0)
     refused = complete(play)
     if answered:
@@ -229,9 +259,14 @@ def test_a_stop_is_clean_saves_and_can_be_resumed() -> None:
     play.answer("w2", Version(4, 1), saw=4)
     assert isinstance(play.run.state, Stopping), "its checkpoint is not durable yet"
     reason = play.save(Version(4, 1), "w1", "w2")
-    assert reason == "the checkpoint of step 4 of generation 1 is in the bucket; stopped (Ctrl-C), resumes from step 4"
+    assert reason == (
+        "the checkpoint of step 4 of generation 1 is in the bucket; stopped (Ctrl-C), resumes from step 4"
+    )
     assert (play.deeds, play.did(Settle)) == (["Settle", "Exit"], [Settle(1, (W1, W2), None)])
-    resumed = Play(rules(max_workers=2), RunState.begin(2, 0.0, play.run.history.saved, play.run.history.lineage, play.run.generation))
+    resumed = Play(
+        rules(max_workers=2),
+        RunState.begin(2, 0.0, play.run.history.saved, play.run.history.lineage, play.run.generation),
+    )
     resumed.tell(ev.Capacity(2))
     assert "at step 4 (bucket)" in resumed.join("w1", "w2")
 
@@ -248,14 +283,23 @@ def test_a_stop_whose_save_does_not_come_says_what_is_lost() -> None:
 
 @pytest.mark.parametrize("stops", [True, False], ids=["stop", "control"])
 def test_a_stop_whose_save_the_bucket_refuses_says_how_long_it_is_tried(stops: bool) -> None:
-    """It says so at the first refusal, and keeps to that.  The control: a save on the way that nobody waits for."""
-    play, waits = stepping(2, wait_s=600.0), "for 600 s in all (deadlines.wait_s); then the run stops without it, and resumes from step 0"
+    """It says so at the first refusal, and keeps to that.  The control: a save on the way that nobody waits
+    for.
+    """
+    play, waits = (
+        stepping(2, wait_s=600.0),
+        ("for 600 s in all (deadlines.wait_s); then the run stops without it, and resumes from step 0"),
+    )
     play.steps(1, 3)
     if stops:
         play.tell(ev.StopRequested("Ctrl-C"))
     play.step(4, boundary=SAVE_AND_PAUSE)
     for manifest in (False, True):
-        said = play.tell(ev.SaveFailed(Version(4, 1), "no part of w1 yet: disk full", 1, again=True, worker=W1, manifest=manifest))
+        said = play.tell(
+            ev.SaveFailed(
+                Version(4, 1), "no part of w1 yet: disk full", 1, again=True, worker=W1, manifest=manifest
+            )
+        )
         assert "disk full" in said and said.endswith(f", {waits}") is stops, said
     if stops:
         play.answer("w1", Version(4, 1), saw=4)
@@ -271,7 +315,9 @@ def test_a_stop_survives_a_loss_on_the_way() -> None:
     reason = play.lose("w2")
     assert reason == "w2 is lost (its process died); generation 1 stops at once"
     assert play.did(Fence) == [Fence(1, (W1,))]
-    assert play.answer("w1", Version(3, 1)) == "stopped (Ctrl-C), resumes from step 0; steps 1–3 are not saved"
+    assert play.answer("w1", Version(3, 1)) == (
+        "stopped (Ctrl-C), resumes from step 0; steps 1–3 are not saved"
+    )
     assert isinstance(play.run.state, Stopped)
 
 
@@ -361,7 +407,11 @@ def test_r20_the_same_error_on_a_second_worker_is_the_jobs_own() -> None:
 def test_r20_a_one_off_recovers() -> None:
     play = stepping(2)
     play.steps(1, 3)
-    for step, signature in ((4, "OSError at data.py:3"), (5, "OSError at data.py:3"), (6, "ValueError at user.py:9")):
+    for step, signature in (
+        (4, "OSError at data.py:3"),
+        (5, "OSError at data.py:3"),
+        (6, "ValueError at user.py:9"),
+    ):
         play.broken("w2", "job", ERROR, signature)
         play.answer("w1", play.run.version)
         play.answer("w2", play.run.version)
@@ -416,10 +466,15 @@ def test_a_damaged_checkpoint_is_put_aside_for_the_one_before() -> None:
     play.join("w1", "w2")
     play.here("w1", "w2")
     reason = play.tell(ev.Broken(W1, 2, 20, "damaged", "digest of shard-0 differs", version=Version(20, 1)))
-    assert reason.startswith("the checkpoint of step 20 of generation 1 is damaged (w1: digest of shard-0 differs): the one of step 10")
+    assert reason.startswith(
+        "the checkpoint of step 20 of generation 1 is damaged (w1: digest of shard-0 "
+        "differs): the one of step 10"
+    )
     assert play.did(Quarantine) == [Quarantine(Version(20, 1), "w1: digest of shard-0 differs")]
     play.tell(ev.Broken(W2, 2, 20, "damaged", "digest of shard-0 differs", version=Version(20, 1)))
     assert not play.did(Quarantine), "once is enough"
     play.answer("w1", None)
     reason = play.answer("w2", None)
-    assert reason == "form generation 3 of w1 and w2 (2×1) at step 10 (bucket), abandons steps 11–20 of generation 1"
+    assert reason == (
+        "form generation 3 of w1 and w2 (2×1) at step 10 (bucket), abandons steps 11–20 of generation 1"
+    )

@@ -1,4 +1,6 @@
-"""Fence first, abort second: these tests check when a world may be left, and what becomes of the step that broke."""
+"""Fence first, abort second: these tests check when a world may be left, and what becomes of the step that
+broke.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def test_without_evidence_a_prepared_step_is_dropped() -> None:
     play.lose("w2")
     play.answer("w1", Version(4, 1), prepared=5)
     reason = play.answer("w3", Version(4, 1), prepared=5)
-    assert reason == "nobody saw step 5 committed: it is dropped; form generation 2 of w1 and w3 (2×1) at step 4 (live)"
+    assert reason == (
+        "nobody saw step 5 committed: it is dropped; form generation 2 of w1 and w3 (2×1) at step 4 (live)"
+    )
     assert play.did(Settle) == [Settle(1, (WorkerId("w1"), WorkerId("w3")), None)]
 
 
@@ -47,9 +51,14 @@ def test_evidence_of_one_applied_makes_all_prepared_apply() -> None:
     play.lose("w2")
     play.answer("w1", Version(4, 1), prepared=5)
     reason = play.answer("w3", Version(5, 1), saw=5)
-    assert reason == "step 5 was committed: it is applied by w1 too; form generation 2 of w1 and w3 (2×1) at step 5 (live)"
+    assert reason == (
+        "step 5 was committed: it is applied by w1 too; form generation 2 of w1 and w3 (2×1) at step 5 (live)"
+    )
     assert play.did(Settle) == [Settle(1, (WorkerId("w1"), WorkerId("w3")), outcome(5, 1))]
-    assert {(each.worker, each.version) for each in play.plan.holders} == {("w1", Version(5, 1)), ("w3", Version(5, 1))}
+    assert {(each.worker, each.version) for each in play.plan.holders} == {
+        ("w1", Version(5, 1)),
+        ("w3", Version(5, 1)),
+    }
 
 
 def test_the_word_of_the_dead_is_evidence() -> None:
@@ -90,7 +99,10 @@ def test_the_silent_are_expelled_and_their_word_counts_no_more() -> None:
     play.lose("w2")
     play.answer("w1", Version(4, 1), prepared=5)
     reason = play.later(5.0)
-    assert reason.startswith("no answer to the fence of generation 1 within 5 s: expel w3; nobody saw step 5 committed: it is dropped")
+    assert reason.startswith(
+        "no answer to the fence of generation 1 within 5 s: expel w3; nobody saw step "
+        "5 committed: it is dropped"
+    )
     assert play.deeds == ["Kill", "Settle", "Form"]
     assert play.did(Settle) == [Settle(1, (WorkerId("w1"),), None)]
     before = play.run
@@ -100,7 +112,9 @@ def test_the_silent_are_expelled_and_their_word_counts_no_more() -> None:
 
 
 def test_an_expelled_member_is_not_heard_while_others_are_still_asked() -> None:
-    """The hanging member is found by its counters and killed at once; nobody knows whether the kill took effect."""
+    """The hanging member is found by its counters and killed at once; nobody knows whether the kill took
+    effect.
+    """
     play = stepping(3)
     play.steps(1, 4)
     for _ in range(4):
@@ -108,27 +122,37 @@ def test_an_expelled_member_is_not_heard_while_others_are_still_asked() -> None:
         for node, worker, collective in (("n1", "w1", 1), ("n2", "w2", 0), ("n3", "w3", 1)):
             play.beat(node, (worker, 5, 1, collective))
     assert isinstance(play.run.state, Stopping) and play.run.state.expelled == ("w2",)
-    assert play.tell(StepDone(WorkerId("w2"), 1, outcome(5, 1))) == "refused: StepDone of w2, which is lost or expelled"
+    assert play.tell(StepDone(WorkerId("w2"), 1, outcome(5, 1))) == (
+        "refused: StepDone of w2, which is lost or expelled"
+    )
     assert play.run.version == Version(4, 1)
 
 
 def test_when_nobody_answers_the_leases_are_waited_for() -> None:
-    """A partition: nobody is known to be out, so a commit of generation 1 is possible until every lease has run out."""
+    """A partition: nobody is known to be out, so a commit of generation 1 is possible until every lease has
+    run out.
+    """
     play = stepping(2, lease_s=60.0)
     play.steps(1, 4)
     reason = play.later(25.0)
     assert reason.startswith("no member moved for 25.0 s; no member is blamed")
     assert play.later(6.0) == "nobody of generation 1 answers: ask again until the leases have run out"
     assert play.deeds == ["Fence"]
-    assert play.later(31.0).startswith("nobody of generation 1 answers"), "61 s: a member's clock may be a twentieth slower"
+    assert play.later(31.0).startswith("nobody of generation 1 answers"), (
+        "61 s: a member's clock may be a twentieth slower"
+    )
     assert isinstance(play.run.state, Stopping) and play.run.workers
     reason = play.later(6.0)
-    assert reason.startswith("no answer to the fence of generation 1 within 5 s: expel w1 and w2; wait: 0 workers")
+    assert reason.startswith(
+        "no answer to the fence of generation 1 within 5 s: expel w1 and w2; wait: 0 workers"
+    )
     assert play.deeds == ["Kill"]
 
 
 def test_a_node_that_is_only_taken_for_dead_is_no_certain_end() -> None:
-    """R10: members behind a network cut may go on stepping; if nobody else can be asked, the coordinator waits for their leases to end."""
+    """R10: members behind a network cut may go on stepping; if nobody else can be asked, the coordinator
+    waits for their leases to end.
+    """
     play = stepping(2, lease_s=60.0)
     play.steps(1, 4)
     for worker in ("w1", "w2"):
@@ -151,7 +175,9 @@ def test_a_node_that_is_taken_for_dead_delays_nobody_who_can_be_asked() -> None:
 
 
 def test_one_certain_end_is_enough_for_the_next_generation() -> None:
-    """A commit needs all members: once one of generation 1 is fenced, the silent ones cannot commit, lease or not."""
+    """A commit needs all members: once one of generation 1 is fenced, the silent ones cannot commit, lease or
+    not.
+    """
     play = stepping(2)
     play.steps(1, 4)
     play.later(25.0)
@@ -192,12 +218,16 @@ def test_no_rollback_while_every_slice_is_held() -> None:
     play.lose("w1")
     for worker in ("w2", "w3", "w4"):
         play.answer(worker, Version(6, 1))
-    assert play.last.reason == "form generation 2 of w3, w2 and w4 (1×3) at step 6 (live)", "in the order of their rows"
+    assert play.last.reason == "form generation 2 of w3, w2 and w4 (1×3) at step 6 (live)", (
+        "in the order of their rows"
+    )
     assert play.run.version == Version(6, 1)
 
 
 def test_a_lost_slice_is_taken_from_the_bucket_and_the_abandoned_steps_are_named() -> None:
-    """Layout 1×3 loses a third of the state, so all go back to the newest version in the bucket; versions are never mixed."""
+    """Layout 1×3 loses a third of the state, so all go back to the newest version in the bucket; versions are
+    never mixed.
+    """
     play = stepping(3, layout=LayoutRule(1, None, 1, "all"), save_every=5)
     play.steps(1, 5)
     play.save(Version(5, 1), "w1", "w2", "w3")
@@ -205,7 +235,9 @@ def test_a_lost_slice_is_taken_from_the_bucket_and_the_abandoned_steps_are_named
     play.lose("w2")
     play.answer("w1", Version(7, 1))
     reason = play.answer("w3", Version(7, 1))
-    assert reason == "form generation 2 of w1 and w3 (1×2) at step 5 (bucket), abandons steps 6–7 of generation 1"
+    assert reason == (
+        "form generation 2 of w1 and w3 (1×2) at step 5 (bucket), abandons steps 6–7 of generation 1"
+    )
     assert (play.plan.version, play.plan.tier, play.plan.holders) == (Version(5, 1), "bucket", ())
     assert play.run.history.lineage == ((1, 5),)
 
@@ -262,7 +294,9 @@ def test_a_fenced_member_ends_the_generation_whoever_fenced_it() -> None:
 
 
 def test_no_lease_is_granted_on_a_generation_that_is_being_stopped_but_a_granted_one_counts() -> None:
-    """The grant may be on its way while the fence is decided: the member may act on this lease, so the coordinator waits for its end."""
+    """The grant may be on its way while the fence is decided: the member may act on this lease, so the
+    coordinator waits for its end.
+    """
     play = stepping(2, lease_s=60.0)
     play.now = 10.0
     assert play.run.grants_lease(1) and not play.run.grants_lease(2)
@@ -291,7 +325,9 @@ def test_generations_only_grow_and_each_is_formed_once() -> None:
 
 
 def test_an_answer_that_arrives_after_its_sender_died_is_evidence() -> None:
-    """All members that prepared the commit which the dead member saw apply it; the state that it held is gone."""
+    """All members that prepared the commit which the dead member saw apply it; the state that it held is
+    gone.
+    """
     play = stepping(2)
     play.steps(1, 4)
     play.broken("w2")
@@ -304,13 +340,15 @@ def test_an_answer_that_arrives_after_its_sender_died_is_evidence() -> None:
 
 @pytest.mark.parametrize("heeds", [1, 2])
 def test_an_answer_that_was_meant_for_an_earlier_coordinator_is_evidence_and_no_answer(heeds: int) -> None:
-    """It may be older than the settlement that its worker has applied since, so what it holds says nothing; its commits are facts.  The
-    control is an answer to the present coordinator."""
+    """It may be older than the settlement that its worker has applied since, so what it holds says nothing;
+    its commits are facts.  The control is an answer to the present coordinator."""
     play = stepping(3)
     play.steps(1, 4)
     play.lose("w2")
     play.run = evolve(play.run, incarnation=2)
-    answer = Fenced(WorkerId("w1"), 1, (play.shard("w1", Version(5, 1)),), None, (outcome(5, 1),), heeds=heeds)
+    answer = Fenced(
+        WorkerId("w1"), 1, (play.shard("w1", Version(5, 1)),), None, (outcome(5, 1),), heeds=heeds
+    )
     play.tell(answer)
     assert play.run.step == 5
     assert play.pending == (("w1", "w3") if heeds == 1 else ("w3",))
@@ -335,11 +373,15 @@ def test_an_answer_to_an_earlier_coordinator_stops_no_world() -> None:
 def brief(play: Play, worker: str, at: Version, prepared: int | None = None, saw: int | None = None) -> str:
     """The worker answers in brief: it only names the newest commit that it has seen."""
     seen = Version(saw, play.generation) if saw else None
-    return play.tell(Fenced(WorkerId(worker), play.generation, (play.shard(worker, at),), prepared, (), seen, whole=False))
+    return play.tell(
+        Fenced(WorkerId(worker), play.generation, (play.shard(worker, at),), prepared, (), seen, whole=False)
+    )
 
 
 def only_one_has_seen_a_commit() -> Play:
-    """Brings three members to step 5: only w3 has seen its commit and lives, w1 has prepared it, and w2 is gone."""
+    """Brings three members to step 5: only w3 has seen its commit and lives, w1 has prepared it, and w2 is
+    gone.
+    """
     play = stepping(3)
     play.steps(1, 4)
     play.lose("w2")
@@ -351,7 +393,9 @@ def only_one_has_seen_a_commit() -> Play:
 def test_n1_who_alone_has_seen_a_commit_is_asked_for_it() -> None:
     play = only_one_has_seen_a_commit()
     assert play.last.actions == (Fence(1, (WorkerId("w3"),), whole=True),) and play.pending == ("w3",)
-    assert play.answer("w3", Version(5, 1), saw=5).startswith("step 5 was committed: it is applied by w1 too; form generation 2")
+    assert play.answer("w3", Version(5, 1), saw=5).startswith(
+        "step 5 was committed: it is applied by w1 too; form generation 2"
+    )
 
 
 def test_n1_the_control_asks_nobody_and_loses_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -364,7 +408,9 @@ def test_n1_the_control_asks_nobody_and_loses_the_step(monkeypatch: pytest.Monke
 def test_n1_who_dies_before_it_brings_the_commit_proves_nothing() -> None:
     """No other member has seen step 5, so it is dropped, as if the dead one had not answered at all."""
     play = only_one_has_seen_a_commit()
-    assert play.lose("w3").startswith("w3 is lost (its process died); nobody saw step 5 committed: it is dropped")
+    assert play.lose("w3").startswith(
+        "w3 is lost (its process died); nobody saw step 5 committed: it is dropped"
+    )
 
 
 def test_n1_nobody_is_asked_for_what_is_known() -> None:

@@ -1,4 +1,6 @@
-"""These tests check when newcomers are worth a new world (R4), and which worker takes the seat of a dead one (R13)."""
+"""These tests check when newcomers are worth a new world (R4), and which worker takes the seat of a dead one
+(R13).
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ def joins(play: Play, worker: str, node: str, host: str) -> str:
 
 
 def comes_and_goes(play: Play, times: int, stay_s: float) -> list[str]:
-    """The machine "shaky" comes ``times`` times, each time as a new node; returns the reason given at each joining."""
+    """The machine "shaky" comes ``times`` times, each time as a new node; returns the reason given at each
+    joining.
+    """
     said = []
     for each in range(times):
         play.later(1.0)
@@ -70,14 +74,19 @@ def after_a_shaky_machine() -> tuple[Play, WorkerId]:
 
 
 def test_a_machine_that_comes_and_goes_is_no_longer_taken_in() -> None:
-    """R4: at first it is believed; then each stay of 10 s (a pause and 6 s) would cost two pauses of 4 s and bring 5 s of work."""
+    """R4: at first it is believed; then each stay of 10 s (a pause and 6 s) would cost two pauses of 4 s and
+    bring 5 s of work.
+    """
     play = one_steady_worker()
     said = comes_and_goes(play, times=12, stay_s=6.0)
     grown = ["grow from 1×1 to 2×1" in reason for reason in said]
     assert grown[0] and not grown[-1]
     assert grown == sorted(grown, reverse=True), "once is enough: it is not forgotten"
     declined = said[grown.index(False)]
-    assert "would cost more time than they save; they wait as spares (" in declined and "joining and leaving cost 8.0 s)" in declined
+    assert (
+        "would cost more time than they save; they wait as spares (" in declined
+        and "joining and leaving cost 8.0 s)" in declined
+    )
     assert play.generation <= 2 * grown.index(False) + 1, "no world was formed anew for the others"
 
 
@@ -105,8 +114,12 @@ def test_who_was_declined_takes_the_seat_of_a_dead_one() -> None:
 
 
 def world_of(stays: dict[str, float], *hosts: str, reform_s: float = PAUSE_S) -> RunState:
-    workers = {WorkerId(f"w{n}"): Worker(NodeId(f"n{n}"), "cpu", 0.0, host=host) for n, host in enumerate(hosts, 1)}
-    return RunState(1, 1, Waiting(0.0), Members(workers), Cluster(stays=stays), watch=Watch(reform_s=reform_s))
+    workers = {
+        WorkerId(f"w{n}"): Worker(NodeId(f"n{n}"), "cpu", 0.0, host=host) for n, host in enumerate(hosts, 1)
+    }
+    return RunState(
+        1, 1, Waiting(0.0), Members(workers), Cluster(stays=stays), watch=Watch(reform_s=reform_s)
+    )
 
 
 def test_what_comes_together_is_judged_together() -> None:
@@ -121,7 +134,9 @@ def test_what_comes_together_is_judged_together() -> None:
 def test_a_longer_pause_asks_for_a_longer_stay() -> None:
     """The control of the rule itself: the same newcomer, the same past, only the pause differs."""
     for reform_s, welcome in ((0.5, True), (5.0, True), (20.0, False), (60.0, False)):
-        verdict = judge(world_of({"b": 60.0}, "a", "b", reform_s=reform_s), [WorkerId("w1")], [WorkerId("w2")], 0.0)
+        verdict = judge(
+            world_of({"b": 60.0}, "a", "b", reform_s=reform_s), [WorkerId("w1")], [WorkerId("w2")], 0.0
+        )
         assert bool(verdict.welcome) is welcome, (reform_s, verdict)
 
 
@@ -146,8 +161,8 @@ def test_the_host_that_left_last_is_remembered_best() -> None:
 
 
 def test_a_node_has_left_once_nothing_of_it_is_left() -> None:
-    """If a keeper or a worker dies alone, no node has left; if all processes of a node die one by one, it has, though Ray may not report
-    it as dead."""
+    """If a keeper or a worker dies alone, no node has left; if all processes of a node die one by one, it
+    has, though Ray may not report it as dead."""
     play = stepping(2)
     play.tell(ev.KeeperLost(NodeId("n2"), "its process died"))
     play.lose("w1")
@@ -159,7 +174,11 @@ def test_a_node_has_left_once_nothing_of_it_is_left() -> None:
 def test_what_was_learned_is_in_the_journal() -> None:
     play = one_steady_worker()
     comes_and_goes(play, times=2, stay_s=6.0)
-    assert play.run.cluster.stays["shaky"] < UNKNOWN_S and play.run.watch.reform_s > 0 and "x1" not in play.run.cluster.homes
+    assert (
+        play.run.cluster.stays["shaky"] < UNKNOWN_S
+        and play.run.watch.reform_s > 0
+        and "x1" not in play.run.cluster.homes
+    )
     assert decode_run(encode(play.run)) == play.run
 
 
@@ -179,7 +198,9 @@ def with_a_spare() -> Play:
 
 
 def test_a_spare_is_no_member_and_takes_a_dead_workers_seat() -> None:
-    """R13: one plan is made at once, of processes that are there; another spare is started when there is room."""
+    """R13: one plan is made at once, of processes that are there; another spare is started when there is
+    room.
+    """
     play = with_a_spare()
     assert play.join("w3") == "w3 joined on node n1" and isinstance(play.run.state, Running)
     play.later(10.0)

@@ -1,4 +1,6 @@
-"""The warnings about gradients and the loss are a function of the records: the same after a takeover, a change of worlds and a replay."""
+"""The warnings about gradients and the loss are a function of the records: the same after a takeover, a
+change of worlds and a replay.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +34,13 @@ LAYERS = ("embedding", "layers.0", "layers.1", "output")
 
 
 def record(step: int, generation: int = 1, finite: bool = True, loss: float = 1.0, **norms: float) -> Outcome:
-    """Returns a commit of 4 tokens that tells a norm of 1 for each layer but those in ``norms`` (``layers_1`` for ``layers.1``)."""
+    """Returns a commit of 4 tokens that tells a norm of 1 for each layer but those in ``norms`` (``layers_1``
+    for ``layers.1``).
+    """
     told = dict.fromkeys(LAYERS, 1.0) | {name.replace("_", "."): norm for name, norm in norms.items()}
-    layers = tuple((name, (4 * norm) ** 2) for name, norm in told.items() if finite or not math.isfinite(norm))
+    layers = tuple(
+        (name, (4 * norm) ** 2) for name, norm in told.items() if finite or not math.isfinite(norm)
+    )
     return replace(outcome(step, generation), layers=layers, finite=finite, losses=(4 * loss,))
 
 
@@ -53,16 +59,23 @@ def said(records: Iterable[Outcome], rule: WatchRule = RULE) -> list[tuple[int, 
 def test_a13_a_zero_is_said_after_so_many_records_in_a_row_and_once() -> None:
     """A13: five rows of two zeros are not three in a row."""
     (found,) = said(record(step, layers_1=0.0) for step in range(10, 100, 10))
-    assert found[0] == 30 and found[1].startswith("the gradient of layers.1 (0) is zero in 3 records in a row, the last of step 30: ")
+    assert found[0] == 30 and found[1].startswith(
+        "the gradient of layers.1 (0) is zero in 3 records in a row, the last of step 30: "
+    )
     assert said(record(step, layers_1=float(step % 3 == 0)) for step in range(1, 16)) == []
     two = said(record(step, layers_1=0.0, output=0.0 if step > 5 else 1.0) for step in range(1, 10))
-    assert [(step, text.split(" is ")[0]) for step, text in two] == [(3, "the gradient of layers.1 (0)"), (8, "the gradient of output (0)")]
+    assert [(step, text.split(" is ")[0]) for step, text in two] == [
+        (3, "the gradient of layers.1 (0)"),
+        (8, "the gradient of output (0)"),
+    ]
 
 
 def test_a13_a_gradient_far_below_the_largest_vanishes() -> None:
     (found,) = said(record(step, layers_0=0.9e-6) for step in range(1, 9))
     assert (
-        found == (3, found[1]) and "layers.0 (9e-07) is less than watch.vanishing = 1e-06 of that of embedding, 1, in 3 records" in found[1]
+        found == (3, found[1])
+        and ("layers.0 (9e-07) is less than watch.vanishing = 1e-06 of that of embedding, 1, in 3 records")
+        in found[1]
     )
     assert said(record(step, layers_0=1.1e-6) for step in range(1, 9)) == []
     assert said((record(step, layers_0=1e-9) for step in range(1, 9)), replace(RULE, vanishing=0.0)) == []
@@ -72,17 +85,33 @@ def test_a13_a_gradient_far_above_its_usual_norm_explodes() -> None:
     """A norm that grows slowly does not, however far; nor does one in the first records."""
     bursts = [record(step, layers_0=300.0 if step in (7, 9) else 1.0) for step in range(1, 12)]
     (found,) = said(bursts)
-    assert found[0] == 7 and "layers.0 (300) is more than watch.exploding = 100 times its usual one at step 7: lower optim.lr" in found[1]
+    assert (
+        found[0] == 7
+        and (
+            "layers.0 (300) is more than watch.exploding = 100 times its usual one at step 7: lower optim.lr"
+        )
+        in found[1]
+    )
     assert said(bursts, replace(RULE, exploding=0.0)) == []
-    assert said(record(step, layers_0=1.3**step, layers_1=1.3**step, embedding=1.3**step, output=1.3**step) for step in range(1, 60)) == []
+    assert (
+        said(
+            record(step, layers_0=1.3**step, layers_1=1.3**step, embedding=1.3**step, output=1.3**step)
+            for step in range(1, 60)
+        )
+        == []
+    )
     assert said([record(1), record(2, layers_0=300.0)]) == []
 
 
 def test_a_wild_step_does_not_move_what_is_usual() -> None:
-    """Every third step is a thousand times as large, and is said at the first; the usual norm stays, so one of 150 is wild as well."""
+    """Every third step is a thousand times as large, and is said at the first; the usual norm stays, so one
+    of 150 is wild as well.
+    """
     health = Health()
     for step in range(1, 31):
-        health, _ = judge(health, record(step, layers_0=1000.0 if step % 3 == 0 else 1.0), replace(RULE, exploding=1e9))
+        health, _ = judge(
+            health, record(step, layers_0=1000.0 if step % 3 == 0 else 1.0), replace(RULE, exploding=1e9)
+        )
     assert health.usual["layers.0"] in (0, 1, 2) and health.usual["layers.1"] == 0
     assert len(judge(health, record(31, layers_0=1000.0), RULE)[1]) == 1
 
@@ -104,10 +133,13 @@ def test_commits_without_layers_tell_nothing() -> None:
 
 @given(st.lists(st.lists(st.floats(0.03, 10.0), min_size=4, max_size=4), max_size=60))
 def test_norms_that_vary_as_they_do_in_a_healthy_run_are_not_wild(told: list[list[float]]) -> None:
-    """No factor between any two is as much as the limits of exploding and vanishing.  (Usual norms are known to a factor of two.)"""
+    """No factor between any two is as much as the limits of exploding and vanishing.  (Usual norms are known
+    to a factor of two.)
+    """
     rule = replace(RULE, exploding=1000.0)
     records = (
-        record(step, **dict(zip(("embedding", "layers_0", "layers_1", "output"), each, strict=True))) for step, each in enumerate(told, 1)
+        record(step, **dict(zip(("embedding", "layers_0", "layers_1", "output"), each, strict=True)))
+        for step, each in enumerate(told, 1)
     )
     assert said(records, rule) == []
 
@@ -121,8 +153,8 @@ def losses(of: Callable[[int], float], steps: int, noise: float = 0.05) -> list[
 
 
 def test_a13_a_loss_that_stands_still_is_said_once() -> None:
-    """A13: it falls for 100 records, and then stays; that is said once 200 records show it.  The controls fall on, in 200 records by no
-    more than twice the noise of a single loss.
+    """A13: it falls for 100 records, and then stays; that is said once 200 records show it.  The controls
+    fall on, in 200 records by no more than twice the noise of a single loss.
     """
     (found,) = said(losses(lambda step: max(3.0 - step / 50, 1.0), 2000))
     assert 300 <= found[0] <= 100 + 200 + 8 * WINDOW and found[1].startswith(
@@ -138,15 +170,28 @@ def test_a_loss_that_is_not_finite_does_not_count_if_its_gradient_is() -> None:
     odd = [record(step, loss=(math.inf, -math.inf, math.nan)[step % 3]) for step in range(1, 100)]
     assert said(odd) == []
     mixed = [replace(each, step=2 * each.step) for each in losses(lambda step: 2.0 + step / 100, 400)]
-    assert len(said(sorted([*mixed, *(replace(each, step=2 * each.step + 1) for each in odd)], key=lambda each: each.step))) == 1
+    assert (
+        len(
+            said(
+                sorted(
+                    [*mixed, *(replace(each, step=2 * each.step + 1) for each in odd)],
+                    key=lambda each: each.step,
+                )
+            )
+        )
+        == 1
+    )
 
 
 def test_a_step_without_terms_is_said_once() -> None:
-    """A masking that leaves nothing trains on nothing, and its loss is 0.  The controls: a few terms, and a step that is skipped."""
+    """A masking that leaves nothing trains on nothing, and its loss is 0.  The controls: a few terms, and a
+    step that is skipped.
+    """
     empty = [replace(record(step), counts=(0,), losses=(0.0,)) for step in range(1, 9)]
     (found,) = said([record(1), *empty[1:]])
     assert found[0] == 2 and found[1].startswith(
-        "step 2 has nothing to learn from: the loss counted 0 terms in each of its 1 microbatches, so nothing but weight decay and the "
+        "step 2 has nothing to learn from: the loss counted 0 terms in each of its 1 microbatches, so "
+        "nothing but weight decay and the "
         "optimizer's moments of earlier steps changes weights; "
     )
     assert said([replace(empty[0], layers=())])[0][0] == 1, "also where no layers are recorded"
@@ -154,7 +199,9 @@ def test_a_step_without_terms_is_said_once() -> None:
 
 
 def test_a_loss_that_rises_is_said() -> None:
-    assert [text.split(" in ")[0] for _, text in said(losses(lambda step: 2.0 + step / 100, 400))] == ["the loss has not become lower"]
+    assert [text.split(" in ")[0] for _, text in said(losses(lambda step: 2.0 + step / 100, 400))] == [
+        "the loss has not become lower"
+    ]
 
 
 # ---- the same ones, whatever happens
@@ -165,7 +212,9 @@ def reported(play: Play, each: Outcome) -> str:
 
 
 def test_a13_a_coordinator_that_takes_over_says_the_same() -> None:
-    """A13: after each record, the next coordinator reads the journal and goes on; the control forgets what was known."""
+    """A13: after each record, the next coordinator reads the journal and goes on; the control forgets what
+    was known.
+    """
     records = [record(step, layers_1=0.0) for step in range(1, 8)]
     rules = {"watch": RULE}
     undisturbed = stepping(2, **rules)
@@ -211,7 +260,9 @@ def journaled(play: Play, records: Iterable[Outcome]) -> list[dict[str, Any]]:
     for each in records:
         before, event = play.run, StepDone(play.plan.members[0], play.generation, each)
         play.tell(event)
-        found.append(json.loads(json.dumps(codec.record(each.step, float(each.step), event, before, play.last))))
+        found.append(
+            json.loads(json.dumps(codec.record(each.step, float(each.step), event, before, play.last)))
+        )
     return found
 
 
@@ -219,17 +270,34 @@ def test_a13_a_replay_tells_the_warnings_and_decides_the_same() -> None:
     """A13.  The control: another patience decides otherwise."""
     play = stepping(2, watch=RULE)
     begun = codec.snapshot(play.run, "this", play.rules)
-    records = journaled(play, [record(1, layers_1=0.0), outcome(2, 1), *(record(step, layers_1=0.0) for step in (3, 4, 5, 6))])
+    records = journaled(
+        play, [record(1, layers_1=0.0), outcome(2, 1), *(record(step, layers_1=0.0) for step in (3, 4, 5, 6))]
+    )
     text = [line for line in tell([(begun, records)])]
-    assert [("commits of steps" in line, "layers.1 (0) is zero in 3 records in a row, the last of step 4" in line) for line in text] == [
+    assert [
+        ("commits of steps" in line, "layers.1 (0) is zero in 3 records in a row, the last of step 4" in line)
+        for line in text
+    ] == [
         (True, False),
         (False, True),
         (True, False),
     ]
-    assert len([line for line in tell([(begun, records)], layers=True) if "norms of step" in line and "layers.1 0," in line]) == 5
+    assert (
+        len(
+            [
+                line
+                for line in tell([(begun, records)], layers=True)
+                if "norms of step" in line and "layers.1 0," in line
+            ]
+        )
+        == 5
+    )
     assert list(differences([(begun, records)], "this")) == []
     impatient = codec.encode(replace(play.rules, watch=replace(RULE, patience=2)))
-    assert [each.what for each in differences([({**begun, "rules": impatient}, records)], "this")] == ["reason", "reason"]
+    assert [each.what for each in differences([({**begun, "rules": impatient}, records)], "this")] == [
+        "reason",
+        "reason",
+    ]
     assert codec.fold(begun, records).health == play.run.health
 
 
@@ -237,7 +305,10 @@ def test_a13_a_replay_tells_the_warnings_and_decides_the_same() -> None:
 
 
 NAMES = st.lists(
-    st.sampled_from(["embedding", "norm", "layers.0", "layers.1", "layers.2", "layers.02", "a.9", "a.10", "7", ""]), max_size=8
+    st.sampled_from(
+        ["embedding", "norm", "layers.0", "layers.1", "layers.2", "layers.02", "a.9", "a.10", "7", ""]
+    ),
+    max_size=8,
 )
 
 
@@ -253,7 +324,8 @@ def test_what_is_not_finite_comes_back() -> None:
 
 
 def test_a13_the_record_of_eighty_layers_takes_little_of_the_journal() -> None:
-    """Once norms have settled, a record of 83 layers adds less than 1,300 bytes to the journal, and a step that tells none adds none.
+    """Once norms have settled, a record of 83 layers adds less than 1,300 bytes to the journal, and a step
+    that tells none adds none.
 
     The control: the norms as a plain list would take more than twice as much.
     """
@@ -265,8 +337,14 @@ def test_a13_the_record_of_eighty_layers_takes_little_of_the_journal() -> None:
         return replace(outcome(step, 1), layers=layers if told else ())
 
     play, plain = stepping(2), stepping(2)
-    sizes = [len(json.dumps(each, separators=(",", ":"))) for each in journaled(play, [of(step, step % 2 == 0) for step in range(1, 19)])]
-    without = [len(json.dumps(each, separators=(",", ":"))) for each in journaled(plain, [of(step, False) for step in range(1, 19)])]
+    sizes = [
+        len(json.dumps(each, separators=(",", ":")))
+        for each in journaled(play, [of(step, step % 2 == 0) for step in range(1, 19)])
+    ]
+    without = [
+        len(json.dumps(each, separators=(",", ":")))
+        for each in journaled(plain, [of(step, False) for step in range(1, 19)])
+    ]
     assert sizes[4::2] == without[4::2]
     assert max(more - less for more, less in zip(sizes[5::2], without[5::2], strict=True)) < 1300
     assert len(json.dumps(codec.encode(of(1, True).layers))) > 2 * 1300

@@ -47,13 +47,24 @@ def test_r14_each_step_counts_once() -> None:
     reformed(play)
     play.steps(6, 8)
     found = ledger(play.segments)
-    assert {step: each.generation for step, each in found.items()} == {1: 1, 2: 1, 3: 1, 4: 1, 5: 1, 6: 2, 7: 2, 8: 2}
+    assert {step: each.generation for step, each in found.items()} == {
+        1: 1,
+        2: 1,
+        3: 1,
+        4: 1,
+        5: 1,
+        6: 2,
+        7: 2,
+        8: 2,
+    }
     assert found[6] == outcome(6, 2)
     assert [sample for each in found.values() for (sample,) in each.samples] == list(range(1, 9))
 
 
 def test_r14_a_dead_world_rank_0_leaves_no_hole() -> None:
-    """Its report of step 4 comes after its generation has ended: refused, but still a fact.  Step 5 is told only in an answer."""
+    """Its report of step 4 comes after its generation has ended: refused, but still a fact.  Step 5 is told
+    only in an answer.
+    """
     play = Journalled(stepping(2))
     play.steps(1, 3)
     play.lose("w1")
@@ -82,11 +93,15 @@ def test_a_resumed_journal_begins_with_the_lineage_of_its_snapshot() -> None:
 
 
 def test_what_only_a_dead_coordinator_was_told_is_asked_for_before_the_end() -> None:
-    """R6: world rank 0 is heard, but does not hear that there is a new coordinator to which it must repeat its reports."""
+    """R6: world rank 0 is heard, but does not hear that there is a new coordinator to which it must repeat
+    its reports.
+    """
     play = stepping(2, target_step=4, save_every=4)
     play.step(1)
     play.step(4)
-    assert play.run.history.untold == (2, 3) and play.run.history.recorded_step == 1, "whoever has seen the commit of 2 must keep it"
+    assert play.run.history.untold == (2, 3) and play.run.history.recorded_step == 1, (
+        "whoever has seen the commit of 2 must keep it"
+    )
     reason = play.save(Version(4, 1), "w1", "w2")
     assert reason.endswith("what step 2 consumed is still to be told: stop generation 1 of 2 workers")
     assert play.deeds == ["Fence"]

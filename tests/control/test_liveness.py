@@ -1,4 +1,6 @@
-"""These tests find the member that holds up the others: a late member is not dead, and one that waits for another is not to blame."""
+"""These tests find the member that holds up the others: a late member is not dead, and one that waits for
+another is not to blame.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def observe(watch: Watch, node: NodeId, progress: list[Progress], now: float) ->
 def watched(*beats: tuple[float, dict[WorkerId, tuple[int, int, int]]]) -> Watch:
     watch = STEPPING
     for now, done in beats:
-        watch = observe(watch, N1, [Progress(worker, 1, *completed) for worker, completed in done.items()], now)
+        watch = observe(
+            watch, N1, [Progress(worker, 1, *completed) for worker, completed in done.items()], now
+        )
     return watch
 
 
@@ -39,11 +43,16 @@ def test_who_has_completed_least_is_the_culprit_for_all_others_wait_for_it() -> 
     assert stall(watch, ALL, 20.0, 20.0) is None
     stalled = stall(watch, ALL, 21.0, 20.0)
     assert stalled is not None and stalled.culprit == W2
-    assert stalled.sentence == "no member moved for 20.0 s; w2 has completed least (step 5, microbatch 2, collective 0)"
+    assert stalled.sentence == (
+        "no member moved for 20.0 s; w2 has completed least (step 5, microbatch 2, collective 0)"
+    )
 
 
 def test_among_equals_the_one_that_has_stood_still_longest() -> None:
-    before, after = {W1: (5, 1, 0), W2: (5, 2, 0), W3: (5, 1, 0)}, {W1: (5, 2, 0), W2: (5, 2, 0), W3: (5, 2, 0)}
+    before, after = (
+        {W1: (5, 1, 0), W2: (5, 2, 0), W3: (5, 1, 0)},
+        {W1: (5, 2, 0), W2: (5, 2, 0), W3: (5, 2, 0)},
+    )
     stalled = stall(watched((1.0, before), (2.0, after), (9.0, after)), ALL, 30.0, 20.0)
     assert stalled is not None and stalled.culprit == W2
 
@@ -52,16 +61,25 @@ def at(operations: dict[WorkerId, str]) -> Watch:
     """All members have completed the same and were heard twice; ``operations`` says what each one does."""
     watch = STEPPING
     for now in (1.0, 9.0):
-        watch = observe(watch, N1, [Progress(worker, 1, 5, 2, 0, operation) for worker, operation in operations.items()], now)
+        watch = observe(
+            watch,
+            N1,
+            [Progress(worker, 1, 5, 2, 0, operation) for worker, operation in operations.items()],
+            now,
+        )
     return watch
 
 
 @pytest.mark.parametrize("operation", ["is stopped", "reads data"])
 def test_r3_among_equals_the_one_that_waits_for_nobody(operation: str) -> None:
-    """R3: a member that is stopped, or reads data, is told apart from those that wait for it inside their backward pass."""
+    """R3: a member that is stopped, or reads data, is told apart from those that wait for it inside their
+    backward pass.
+    """
     stalled = stall(at({W1: "computes", W2: operation, W3: "computes"}), ALL, 30.0, 20.0)
     assert stalled is not None and stalled.culprit == W2
-    assert stalled.sentence.endswith(f"w2 has completed least (step 5, microbatch 2, collective 0); it {operation}")
+    assert stalled.sentence.endswith(
+        f"w2 has completed least (step 5, microbatch 2, collective 0); it {operation}"
+    )
 
 
 def test_r3_a_stopped_process_tells_more_than_one_that_reads() -> None:
@@ -70,16 +88,24 @@ def test_r3_a_stopped_process_tells_more_than_one_that_reads() -> None:
 
 
 def test_r3_two_that_read_data_are_not_told_apart() -> None:
-    """A store that is slow for several members is nobody's fault; and a member that reads, but has completed more, is not to blame."""
+    """A store that is slow for several members is nobody's fault; and a member that reads, but has completed
+    more, is not to blame.
+    """
     stalled = stall(at({W1: "reads data", W2: "reads data", W3: "computes"}), ALL, 30.0, 20.0)
     assert stalled is not None and stalled.culprit is None
-    ahead = [Progress(W1, 1, 5, 2, 0, "computes"), Progress(W2, 1, 5, 3, 0, "reads data"), Progress(W3, 1, 5, 3, 0, "computes")]
+    ahead = [
+        Progress(W1, 1, 5, 2, 0, "computes"),
+        Progress(W2, 1, 5, 3, 0, "reads data"),
+        Progress(W3, 1, 5, 3, 0, "computes"),
+    ]
     stalled = stall(observe(observe(STEPPING, N1, ahead, 1.0), N1, ahead, 9.0), ALL, 30.0, 20.0)
     assert stalled is not None and stalled.culprit == W1
 
 
 def test_two_beats_that_are_half_a_second_apart_prove_nothing() -> None:
-    """Keepers of different nodes beat at different times: the member that was read first need not be the one that stood still first."""
+    """Keepers of different nodes beat at different times: the member that was read first need not be the one
+    that stood still first.
+    """
     watch = observe(STEPPING, N1, [Progress(W1, 1, 5, 2, 0)], 1.0)
     for now in (1.5, 9.0):
         watch = observe(watch, N1, [Progress(worker, 1, 5, 2, 0) for worker in ALL], now)
@@ -94,7 +120,9 @@ def test_nobody_is_blamed_by_lot() -> None:
     assert "no member is blamed, because w1 and w2 have completed equally little" in stalled.sentence
 
 
-@pytest.mark.parametrize("last_heard", [{}, {W1: (5, 2, 1), W2: (5, 2, 0)}], ids=["never", "not since the world stands still"])
+@pytest.mark.parametrize(
+    "last_heard", [{}, {W1: (5, 2, 1), W2: (5, 2, 0)}], ids=["never", "not since the world stands still"]
+)
 def test_nobody_is_blamed_while_a_node_is_silent(last_heard: dict[WorkerId, tuple[int, int, int]]) -> None:
     first = {W1: (5, 2, 1), W2: (5, 2, 0), W3: (4, 2, 1)}
     stalled = stall(watched((1.0, first), (5.0, last_heard)), ALL, 30.0, 20.0)
@@ -121,7 +149,9 @@ def test_the_step_time_follows_the_run() -> None:
 
 
 def test_a_step_that_hung_does_not_teach_patience() -> None:
-    """A step that takes 60 s among steps of one second counts as two seconds, and one that a fence ended not at all."""
+    """A step that takes 60 s among steps of one second counts as two seconds, and one that a fence ended not
+    at all.
+    """
     watch = stepped(stepped(Watch(), 1.0), 61.0)
     assert watch.step_s == 1.5
     assert stepped(watch, 200.0, whole=False).step_s == 1.5
@@ -145,7 +175,9 @@ def microbatch(play: Play, number: int, operation: str = "computes") -> None:
     for _ in range(int(SLOW_S)):
         play.now += 1.0
         for member, node in homes:
-            play.tell(Beat(node, (Progress(member, play.generation, play.run.step + 1, number, 0, operation),)))
+            play.tell(
+                Beat(node, (Progress(member, play.generation, play.run.step + 1, number, 0, operation),))
+            )
     play.tell(Tick())
 
 
@@ -167,7 +199,9 @@ def test_n12_microbatches_that_take_longer_than_stall_s_cost_no_world_and_no_wor
 
 
 def test_n12_the_control_forgets_the_step_time_at_go() -> None:
-    """Negative control: a world that begins without the time of the steps before is stopped in its first microbatch."""
+    """Negative control: a world that begins without the time of the steps before is stopped in its first
+    microbatch.
+    """
     play = stepping(3)
     for number in range(2):
         microbatch(play, number)
@@ -222,7 +256,11 @@ def test_a_tie_is_left_to_the_fence() -> None:
     play = stepping(3)
     play.steps(1, 2)
     stuck(play)
-    assert isinstance(play.run.state, Stopping) and play.run.state.expelled == () and len(play.run.state.pending) == 3
+    assert (
+        isinstance(play.run.state, Stopping)
+        and play.run.state.expelled == ()
+        and len(play.run.state.pending) == 3
+    )
 
 
 def test_a_slow_member_is_not_touched() -> None:

@@ -25,18 +25,28 @@ def left(play: Play, *workers: str, step: int = 3) -> str:
 
 
 def test_the_loops_of_all_members_end_the_run() -> None:
-    """U4: the save of that step is begun by the last of them, and the journal keeps what is known.  The control: one of two does not."""
+    """U4: the save of that step is begun by the last of them, and the journal keeps what is known.  The
+    control: one of two does not.
+    """
     play = stepping(2)
     play.steps(1, 3)
-    assert left(play, "w1") == "step 3 is the last: the loop was left" and play.last.durable and isinstance(play.run.state, Running)
+    assert (
+        left(play, "w1") == "step 3 is the last: the loop was left"
+        and play.last.durable
+        and isinstance(play.run.state, Running)
+    )
     assert codec.decode_run(json.loads(json.dumps(codec.encode(play.run)))) == play.run
-    assert left(play, "w2") == "step 3 is the last: its checkpoint is on the way" and isinstance(play.run.state, Finishing)
+    assert left(play, "w2") == "step 3 is the last: its checkpoint is on the way" and isinstance(
+        play.run.state, Finishing
+    )
     assert play.save(Version(3, 1), "w1", "w2").endswith("finished at step 3: the loop was left")
     assert play.run.state == Finished(3, "the loop was left")
 
 
 def test_one_member_asks_in_its_commit_and_all_end() -> None:
-    """U4: what it asks for is part of the step.  A member that dies then changes nothing: the next world is there to save that step."""
+    """U4: what it asks for is part of the step.  A member that dies then changes nothing: the next world is
+    there to save that step.
+    """
     play = stepping(2)
     play.steps(1, 2)
     assert play.tell(ev.Ends(W2, 1, 0, "good enough")) == "the loop of w2 ends the run: good enough"
@@ -53,7 +63,9 @@ def test_one_member_asks_in_its_commit_and_all_end() -> None:
 
 
 def test_what_was_asked_in_a_world_that_broke_before_its_commit_is_no_reason() -> None:
-    """U4: the next world goes on, and ends otherwise.  The control: the reason of a commit counts, also if it comes after the commit."""
+    """U4: the next world goes on, and ends otherwise.  The control: the reason of a commit counts, also if it
+    comes after the commit.
+    """
     for asks in (False, True):
         play = stepping(2)
         play.steps(1, 2)
@@ -78,19 +90,31 @@ def test_patience_has_no_reason_of_a_loop() -> None:
     play.steps(1, 2)
     play.tell(ev.Ends(W2, 1, 0, "good enough"))
     for number, loss in ((3, 1.0), (4, None), (5, 2.0)):
-        play.tell(ev.StepDone(W1, 1, play.commit(number) if loss is None else replace(play.commit(number), validated=Validated(loss, 1))))
+        play.tell(
+            ev.StepDone(
+                W1,
+                1,
+                play.commit(number)
+                if loss is None
+                else replace(play.commit(number), validated=Validated(loss, 1)),
+            )
+        )
     assert (play.run.enough, play.run.why) == (4, "")
 
 
 def test_a_loop_that_ends_alone_ends_all_of_them() -> None:
-    """U4: the others wait for it in vain, so the world stands still; the next one is told the last step.  Nobody is to blame."""
+    """U4: the others wait for it in vain, so the world stands still; the next one is told the last step.
+    Nobody is to blame.
+    """
     play = stepping(2)
     play.steps(1, 3)
     left(play, "w1")
     play.beat("n1", ("w1", 3, 0, 0))
     play.beat("n2", ("w2", 3, 1, 1))
     play.now += 100
-    assert "the loop of w1 ended the run after step 3 and the others wait for it" in play.beat("n2", ("w2", 3, 1, 1)) + play.later(0)
+    assert "the loop of w1 ended the run after step 3 and the others wait for it" in play.beat(
+        "n2", ("w2", 3, 1, 1)
+    ) + play.later(0)
     play.answer("w1", Version(3, 1))
     play.answer("w2", Version(3, 1))
     assert (play.plan.ends, play.plan.version, len(play.plan.members)) == (3, Version(3, 1), 2)

@@ -1,4 +1,6 @@
-"""These tests check which nodes and workers may be members (R22, U8, U11): a node that differs is refused once, by name."""
+"""These tests check which nodes and workers may be members (R22, U8, U11): a node that differs is refused
+once, by name.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ from tests.support.cells import classes
 
 pytestmark = pytest.mark.fast
 
-REFERENCE = Build("node aa (head, 10.0.0.1)", "0.1.0 (sources 11)", "3.11", "2.13.0", "2.60.0", "mine 22", "tokens-33")
+REFERENCE = Build(
+    "node aa (head, 10.0.0.1)", "0.1.0 (sources 11)", "3.11", "2.13.0", "2.60.0", "mine 22", "tokens-33"
+)
 THERE = replace(REFERENCE, host="b, 10.0.0.2")
 CHECKED = "; the job was checked on node aa (head, 10.0.0.1)"
 OLD, NEW = "cpu torch-2.11", "cpu torch-2.13"
@@ -39,15 +43,31 @@ def begun(slots: int = 2, **changes: Any) -> Play:
     return play
 
 
-def joins(play: Play, worker: str, node: str, kind: str = NEW, build: Build = THERE, state: tuple[Tensor, ...] = CLASSES) -> str:
+def joins(
+    play: Play,
+    worker: str,
+    node: str,
+    kind: str = NEW,
+    build: Build = THERE,
+    state: tuple[Tensor, ...] = CLASSES,
+) -> str:
     return play.tell(ev.Joined(WorkerId(worker), NodeId(node), kind, state, build))
 
 
 @pytest.mark.parametrize(
     ("other", "said"),
     [
-        ({"elastic": "0.1.0 (sources 12)"}, "Elastic is 0.1.0 (sources 12) there and 0.1.0 (sources 11) on node aa (head, 10.0.0.1), "),
-        ({"python": "3.12"}, "Python is 3.12 there and 3.11 on node aa (head, 10.0.0.1), where the job was checked; use one Python"),
+        (
+            {"elastic": "0.1.0 (sources 12)"},
+            ("Elastic is 0.1.0 (sources 12) there and 0.1.0 (sources 11) on node aa (head, 10.0.0.1), "),
+        ),
+        (
+            {"python": "3.12"},
+            (
+                "Python is 3.12 there and 3.11 on node aa (head, 10.0.0.1), where the job was "
+                "checked; use one Python"
+            ),
+        ),
         ({"torch": "2.11.0"}, "torch is 2.11.0 there and 2.13.0 on node aa"),
         ({"ray": "2.59.0"}, "Ray is 2.59.0 there and 2.60.0 on node aa"),
         ({"code": "mine 23"}, "the code that the job names is mine 23 there and mine 22 on node aa"),
@@ -55,12 +75,18 @@ def joins(play: Play, worker: str, node: str, kind: str = NEW, build: Build = TH
     ],
 )
 def test_whoever_is_made_of_something_else_is_named(other: dict[str, str], said: str) -> None:
-    """U8, U11: the sentence names the node, what differs, both values and the fix; the worker is killed before any world forms."""
+    """U8, U11: the sentence names the node, what differs, both values and the fix; the worker is killed
+    before any world forms.
+    """
     play = begun()
     joins(play, "w1", "n1")
     reason = joins(play, "w2", "n2", build=replace(THERE, **other))
     sentence = reason.removeprefix("node n2 is refused: ")
-    assert sentence.startswith("w2 on node n2 (b, 10.0.0.2) cannot be a member: ") and said in sentence and "; " in sentence
+    assert (
+        sentence.startswith("w2 on node n2 (b, 10.0.0.2) cannot be a member: ")
+        and said in sentence
+        and "; " in sentence
+    )
     assert Kill((WorkerId("w2"),), "its node is refused") in play.last.actions
     assert "w2" not in play.run.workers and list(play.run.cluster.refused) == ["n2"]
 
@@ -72,7 +98,9 @@ def test_what_nobody_names_is_not_compared() -> None:
 
 
 def test_a_refused_node_gets_no_worker_again() -> None:
-    """It costs one start and one sentence; the next worker is asked for elsewhere, and one that was on its way there is killed."""
+    """It costs one start and one sentence; the next worker is asked for elsewhere, and one that was on its
+    way there is killed.
+    """
     play = begun(min_workers=1)
     joins(play, "w1", "n1")
     joins(play, "w2", "n2", build=replace(THERE, code="mine 23"))
@@ -102,7 +130,9 @@ def test_starts_avoid_refused_nodes() -> None:
 
 
 def test_a_run_whose_nodes_are_all_refused_fails_by_name() -> None:
-    """U8: if no other worker can come, the run fails after 10 s, which gives others a moment, and not after ``wait_s``."""
+    """U8: if no other worker can come, the run fails after 10 s, which gives others a moment, and not after
+    ``wait_s``.
+    """
     play = begun(min_workers=2)
     joins(play, "w1", "n1")
     joins(play, "w2", "n2", build=replace(THERE, ray="2.59.0"))
@@ -110,28 +140,37 @@ def test_a_run_whose_nodes_are_all_refused_fails_by_name() -> None:
     assert play.later(9.0) == "" and isinstance(play.run.state, Waiting)
     reason = play.later(1.0)
     assert reason.startswith(
-        "no node has room for a worker that can be a member: 1 worker of at least 2; w2 on node n2 (b, 10.0.0.2) cannot be"
+        "no node has room for a worker that can be a member: 1 worker of at least 2; w2 on node n2 (b, "
+        "10.0.0.2) cannot be"
     )
     assert "Ray is 2.59.0 there" in reason and isinstance(play.run.state, Failed)
 
 
 @pytest.mark.parametrize("faults", [(True, True), (True, False), (False,)], ids=str)
 def test_a_run_that_no_node_can_do_ends_with_an_error_of_the_job(faults: tuple[bool, ...]) -> None:
-    """If it is the job that asks for too much on each of them.  The controls: a node that is refused for another reason."""
+    """If it is the job that asks for too much on each of them.  The controls: a node that is refused for
+    another reason.
+    """
     play = begun(min_workers=1)
     for number, fault in enumerate(faults, 1):
         said = play.tell(ev.NodeRefused(NodeId(f"n{number}"), f"n{number} lacks it", by_job=fault))
         refused = f"node n{number} is refused"
-        assert said == (f"n{number} lacks it{CHECKED}; {refused}" if fault else f"{refused}: n{number} lacks it{CHECKED}"), (
-            "its own come first"
-        )
+        assert said == (
+            f"n{number} lacks it{CHECKED}; {refused}"
+            if fault
+            else (f"{refused}: n{number} lacks it{CHECKED}")
+        ), "its own come first"
     for worker in [*play.run.members.starting]:
-        assert play.tell(ev.StartFailed(worker, "its node is refused")) == f"{worker} did not start (its node is refused)"
+        assert play.tell(ev.StartFailed(worker, "its node is refused")) == (
+            f"{worker} did not start (its node is refused)"
+        )
     play.tell(ev.Capacity(0))
     play.later(11.0)
     assert isinstance(play.run.state, Failed)
     assert "n1 lacks it" in play.run.state.reason
-    assert play.run.state.reason.startswith("n1 lacks it" if all(faults) else "no node has room for a worker"), "its own come first"
+    assert play.run.state.reason.startswith(
+        "n1 lacks it" if all(faults) else "no node has room for a worker"
+    ), "its own come first"
     assert play.run.state.job_error == (f"n1 lacks it{CHECKED}; n2 lacks it{CHECKED}" if all(faults) else "")
 
 
@@ -141,7 +180,9 @@ def test_data_that_a_node_cannot_open_is_an_error_of_the_job(by_job: bool) -> No
     play = begun(min_workers=1)
     joins(play, "w1", "n1")
     play.tell(ev.NodeRefused(NodeId("n2"), "n2 has none", shared=True, by_job=by_job))
-    assert isinstance(play.run.state, Failed) and play.run.state.job_error == (f"n2 has none{CHECKED}" if by_job else "")
+    assert isinstance(play.run.state, Failed) and play.run.state.job_error == (
+        f"n2 has none{CHECKED}" if by_job else ""
+    )
 
 
 def test_a_run_that_has_begun_waits_for_better_nodes() -> None:
@@ -156,9 +197,9 @@ def test_a_run_that_has_begun_waits_for_better_nodes() -> None:
     play.later(100.0)
     assert isinstance(play.run.state, Waiting)
     reason = play.later(200.0)
-    assert (
-        reason
-        == "waited 300 s for workers: 0 workers of at least 1; node n2 sees another bucket; the job was checked on node aa (head, 10.0.0.1)"
+    assert reason == (
+        "waited 300 s for workers: 0 workers of at least 1; node n2 sees another bucket; the job was "
+        "checked on node aa (head, 10.0.0.1)"
     )
 
 
@@ -180,10 +221,15 @@ def test_a_bucket_that_is_not_shared_ends_a_run_that_has_not_begun() -> None:
     """U11: the run ends even if enough workers could go on without that node."""
     play = begun(min_workers=1)
     joins(play, "w1", "n1")
-    reason = play.tell(ev.NodeRefused(NodeId("n2"), "node n2 (b) does not see bucket = '/runs' as node n1 (a)", shared=True))
+    reason = play.tell(
+        ev.NodeRefused(
+            NodeId("n2"), ("node n2 (b) does not see bucket = '/runs' as node n1 (a)"), shared=True
+        )
+    )
     assert isinstance(play.run.state, Failed)
     assert reason == (
-        "node n2 is refused: node n2 (b) does not see bucket = '/runs' as node n1 (a); the job was checked on "
+        "node n2 is refused: node n2 (b) does not see bucket = '/runs' as node n1 (a); the job was checked "
+        "on "
         "node aa (head, 10.0.0.1); no step has run yet, so the run ends now"
     )
     assert play.run.state.reason in reason
@@ -192,7 +238,10 @@ def test_a_bucket_that_is_not_shared_ends_a_run_that_has_not_begun() -> None:
 def test_data_that_is_not_shared_ends_a_run_that_has_not_begun() -> None:
     play = begun(min_workers=1)
     joins(play, "w1", "n1", build=replace(THERE, data="other"))
-    assert isinstance(play.run.state, Failed) and "the data's fingerprint is other there" in play.run.state.reason
+    assert (
+        isinstance(play.run.state, Failed)
+        and "the data's fingerprint is other there" in play.run.state.reason
+    )
     assert play.run.state.job_error and play.run.state.reason.startswith(play.run.state.job_error), (
         "who repeats the command changes nothing"
     )
@@ -252,7 +301,9 @@ def test_a_worker_that_came_before_its_node_was_refused_goes_with_it() -> None:
     play.now += 5.0
     joins(play, "w2", "n3", kind="cpu", build=Build())
     play.tell(ev.NodeRefused(NodeId("n3"), "node n3 sees another bucket", shared=True))
-    assert play.did(Kill) == [Kill((WorkerId("w2"),), "its node is refused")] and list(play.run.workers) == ["w1"]
+    assert play.did(Kill) == [Kill((WorkerId("w2"),), "its node is refused")] and list(play.run.workers) == [
+        "w1"
+    ]
 
 
 def test_a_keeper_that_is_started_again_unseats_nobody() -> None:
@@ -283,7 +334,8 @@ def test_another_kind_is_refused_by_a_reproducible_run() -> None:
     assert isinstance(play.run.state, Forming)
     reason = joins(play, "w2", "n2", kind=OLD)
     assert reason == (
-        "node n2 is refused: w2 on node n2 (b, 10.0.0.2) cannot be a member: it is cpu torch-2.11, and only cpu torch-2.13 gives "
+        "node n2 is refused: w2 on node n2 (b, 10.0.0.2) cannot be a member: it is cpu torch-2.11, and only "
+        "cpu torch-2.13 gives "
         "equal bits; use machines of one kind, or set reproducible = false"
     )
     assert play.did(Kill) and list(play.run.workers) == ["w1"]
@@ -301,7 +353,9 @@ def test_the_first_world_is_of_the_kind_that_most_are_of() -> None:
     reason = joins(play, "w3", "n2")
     assert play.plan.members == ("w2", "w3") and play.run.members.kind == NEW
     assert "w1 on node n3 (b, 10.0.0.2) cannot be a member: it is cpu torch-2.11" in reason
-    assert play.did(Kill) == [Kill((WorkerId("w1"),), "its node is refused")] and list(play.run.cluster.refused) == ["n3"]
+    assert play.did(Kill) == [Kill((WorkerId("w1"),), "its node is refused")] and list(
+        play.run.cluster.refused
+    ) == ["n3"]
 
 
 def test_two_kinds_and_too_few_of_each_fail_by_name() -> None:
@@ -309,7 +363,10 @@ def test_two_kinds_and_too_few_of_each_fail_by_name() -> None:
     joins(play, "w1", "n1")
     joins(play, "w2", "n2", kind=OLD)
     reason = play.later(10.0)
-    assert reason == "no node has room for a worker that can be a member: 1 worker of at least 2; w2 on node n2 is cpu torch-2.11"
+    assert reason == (
+        "no node has room for a worker that can be a member: 1 worker of at least 2; w2 on "
+        "node n2 is cpu torch-2.11"
+    )
 
 
 def test_without_reproducible_any_kind_may_sit_and_the_steps_are_marked() -> None:
@@ -320,9 +377,14 @@ def test_without_reproducible_any_kind_may_sit_and_the_steps_are_marked() -> Non
     reason = joins(play, "w2", "n2", kind=OLD, build=replace(THERE, torch="2.11.0"))
     assert play.plan.members == ("w1", "w2")
     assert reason.endswith(
-        "several kinds (cpu torch-2.11 and cpu torch-2.13): its steps are marked as mixed, since their bits cannot be reproduced"
+        "several kinds (cpu torch-2.11 and cpu torch-2.13): its steps are marked as mixed, since their bits "
+        "cannot be reproduced"
     )
-    assert play.run.members.mixed == (1,) and changes(before, play.run)["members"]["~"]["mixed"] == {"at": 0, "cut": 0, "put": [1]}
+    assert play.run.members.mixed == (1,) and changes(before, play.run)["members"]["~"]["mixed"] == {
+        "at": 0,
+        "cut": 0,
+        "put": [1],
+    }
     reformed(play)
     play.step(1)
     play.lose("w2")
@@ -335,7 +397,9 @@ def test_a_model_of_other_sizes_is_refused() -> None:
     play.rules = rules(max_workers=2)
     play.tell(ev.Capacity(1))
     reason = play.tell(ev.Joined(WorkerId("w2"), NodeId("n2"), "cpu", classes((9,))))
-    assert reason.startswith("node n2 is refused: w2 on node n2 cannot be a member: its model has other sizes than the others'; ")
+    assert reason.startswith(
+        "node n2 is refused: w2 on node n2 cannot be a member: its model has other sizes than the others'; "
+    )
     assert play.did(Kill) and "w2" not in play.run.workers
 
 
@@ -347,7 +411,9 @@ def test_what_is_known_of_nodes_is_in_the_journal() -> None:
 
 
 def test_room_is_free_for_nobody_twice() -> None:
-    """A worker that was asked for and is not placed yet will take room; a report of free room that is older does not count it."""
+    """A worker that was asked for and is not placed yet will take room; a report of free room that is older
+    does not count it.
+    """
     play = Play(rules(max_workers=4))
     play.tell(ev.Capacity(2, ()))
     assert [action.workers for action in play.did(StartWorkers)] == [("w1", "w2")]
@@ -361,7 +427,9 @@ def test_room_is_free_for_nobody_twice() -> None:
 
 
 def test_who_becomes_unfit_is_no_candidate_within_the_same_decision() -> None:
-    """A decision changes its dictionary of workers in place, while seating keeps what it has found by their identity."""
+    """A decision changes its dictionary of workers in place, while seating keeps what it has found by their
+    identity.
+    """
     play = stepping(3)
     decision = Decision(play.run, play.now, play.rules, play.now)
     membership.unfit(decision, WorkerId("w1"), "a test")
@@ -371,22 +439,35 @@ def test_who_becomes_unfit_is_no_candidate_within_the_same_decision() -> None:
 
 
 def test_form_s_does_not_limit_a_start_that_gets_further() -> None:
-    """A worker may take memory for minutes, or compile; only one that stands still is killed.  The control: w2, which says nothing."""
+    """A worker may take memory for minutes, or compile; only one that stands still is killed.  The control:
+    w2, which says nothing.
+    """
     play = begun()
     assert list(play.run.members.starting) == ["w1", "w2"]
     play.later(8.0)
-    assert play.tell(ev.Starting(WorkerId("w1"), "takes memory")) == "w1 takes its time to start, as others may: it takes memory"
-    assert play.later(22.0) == "w2 neither joined nor got further for 30 s" and list(play.run.members.starting) == ["w1"]
+    assert play.tell(ev.Starting(WorkerId("w1"), "takes memory")) == (
+        "w1 takes its time to start, as others may: it takes memory"
+    )
+    assert play.later(22.0) == "w2 neither joined nor got further for 30 s" and list(
+        play.run.members.starting
+    ) == ["w1"]
     for _ in range(5):
         assert play.tell(ev.Starting(WorkerId("w1"), "compiles")) == ""
         assert play.later(29.0) == "" and "w1" in play.run.members.starting
-    assert play.later(1.0) == "w1 neither joined nor got further for 30 s; w1 compiles" and play.run.watch.starts == {}
+    assert (
+        play.later(1.0) == "w1 neither joined nor got further for 30 s; w1 compiles"
+        and play.run.watch.starts == {}
+    )
     assert play.did(Kill) == [Kill((WorkerId("w1"),), "it neither joined nor got further for 30 s")]
-    assert "is not being started" in str(play.tell(ev.Starting(WorkerId("w1"), "compiles")) or play.last.refusals)
+    assert "is not being started" in str(
+        play.tell(ev.Starting(WorkerId("w1"), "compiles")) or play.last.refusals
+    )
 
 
 def test_a_run_waits_longer_than_wait_s_for_workers_that_get_further() -> None:
-    """Each of those that it waits for is limited by its own standing still.  The control: those asked for later prolong nothing."""
+    """Each of those that it waits for is limited by its own standing still.  The control: those asked for
+    later prolong nothing.
+    """
     play = begun(slots=1, wait_s=60.0)
     for _ in range(6):
         play.tell(ev.Starting(WorkerId("w1"), "takes memory"))
@@ -419,8 +500,8 @@ def test_the_next_coordinator_gives_a_slow_start_its_time_anew() -> None:
 
 
 def test_a_slow_start_is_no_sign_that_a_coordinator_got_anywhere() -> None:
-    """Coordinators that die one after the other while a worker takes memory give up in the end.  The control: a worker that joins is one;
-    and nobody remembers its start."""
+    """Coordinators that die one after the other while a worker takes memory give up in the end.  The control:
+    a worker that joins is one; and nobody remembers its start."""
     play = begun(slots=1)
     play.tell(ev.Recovered(play.run.incarnation + 1, (WorkerId("w1"),), (NodeId("n1"), NodeId("n2"))))
     play.tell(ev.Starting(WorkerId("w1"), "takes memory"))

@@ -18,12 +18,16 @@ IDS = st.lists(st.lists(st.integers(-1, 2**53), max_size=4).map(tuple), max_size
 
 
 @given(st.lists(st.floats(allow_nan=False)), st.lists(st.integers(0, 2**53)), IDS)
-def test_what_is_packed_comes_back(losses: list[float], counts: list[int], samples: list[tuple[int, ...]]) -> None:
+def test_what_is_packed_comes_back(
+    losses: list[float], counts: list[int], samples: list[tuple[int, ...]]
+) -> None:
     there = json.loads(json.dumps(pack(losses, counts, samples)))
     assert unpack(there) == (tuple(losses), tuple(counts), tuple(samples))
 
 
-@pytest.mark.parametrize("edge", [127, 128, -128, -129, 32767, 32768, 2**31 - 1, 2**31, 2**53, 2**63 - 1, 2**63, -(2**70)])
+@pytest.mark.parametrize(
+    "edge", [127, 128, -128, -129, 32767, 32768, 2**31 - 1, 2**31, 2**53, 2**63 - 1, 2**63, -(2**70)]
+)
 def test_numbers_at_the_edges_of_their_types_come_back(edge: int) -> None:
     assert unpack(pack((), (0, edge), ((edge,), (1,)))) == ((), (0, edge), ((edge,), (1,)))
 
@@ -36,7 +40,13 @@ def test_a_loss_that_is_no_number_comes_back() -> None:
 def commit(microbatches: int) -> Outcome:
     losses = tuple(math.sin(number) for number in range(microbatches))
     return Outcome(
-        7, 1, 1.5, losses, (8192,) * microbatches, tuple((number * 48271 % 999_999_937,) for number in range(microbatches)), True
+        7,
+        1,
+        1.5,
+        losses,
+        (8192,) * microbatches,
+        tuple((number * 48271 % 999_999_937,) for number in range(microbatches)),
+        True,
     )
 
 

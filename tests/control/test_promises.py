@@ -1,4 +1,6 @@
-"""Some promises hold after any event: random senders say random things, sensible or not, and each promise is checked after each event."""
+"""Some promises hold after any event: random senders say random things, sensible or not, and each promise is
+checked after each event.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ Word = tuple[RunState, ev.Event, float, Transition]
 
 
 def any_fact(rng: Random, run: RunState) -> ev.Fact:
-    """Returns a fact: mostly one that could be told now, sometimes nonsense, often from a sender that should be silent."""
+    """Returns a fact: mostly one that could be told now, sometimes nonsense, often from a sender that should
+    be silent.
+    """
     plan = run.plan
     names = [*run.workers, *run.members.starting, WorkerId("w99")]
     worker = rng.choice(names)
@@ -47,7 +51,11 @@ def any_fact(rng: Random, run: RunState) -> ev.Fact:
     step = run.step + rng.choice((1, 1, 1, 0, 2))
     version = Version(step - 1, rng.choice((generation, max(run.version.generation, 0))))
     shards = plan.layout.dp_shard if plan else 1
-    held = () if rng.random() < 0.1 else (Holding(member, rng.choice((run.version, version)), cell(shards, rng.randrange(shards))),)
+    held = (
+        ()
+        if rng.random() < 0.1
+        else (Holding(member, rng.choice((run.version, version)), cell(shards, rng.randrange(shards))),)
+    )
     seen = (outcome(step, generation),) if rng.random() < 0.3 else ()
     node = NodeId(f"n{rng.randint(1, 3)}")
     cause = rng.choice(("peer", "job", "device", "setup", "damaged", "lease"))
@@ -71,10 +79,18 @@ def any_fact(rng: Random, run: RunState) -> ev.Fact:
             ev.Capacity(rng.randint(0, 3)),
             ev.Renewed(member, generation),
             ev.Beat(node, progress),
-            ev.Broken(member, generation, step, cause, "why", f"Error{rng.randint(0, 9)}", version) if rng.random() < 0.3 else ev.Tick(),
+            ev.Broken(member, generation, step, cause, "why", f"Error{rng.randint(0, 9)}", version)
+            if rng.random() < 0.3
+            else ev.Tick(),
             ev.ShardSaved(member, run.version if rng.random() < 0.7 else version),
-            ev.ShardSaved(member, rng.choice([each.version for each in run.saves.pending]) if run.saves.pending else version),
-            ev.Saved(rng.choice([each.version for each in run.saves.pending]) if run.saves.pending else version, "digest"),
+            ev.ShardSaved(
+                member,
+                rng.choice([each.version for each in run.saves.pending]) if run.saves.pending else version,
+            ),
+            ev.Saved(
+                rng.choice([each.version for each in run.saves.pending]) if run.saves.pending else version,
+                "digest",
+            ),
             ev.SaveFailed(version, "store unavailable", again=True, manifest=True),
             ev.StopRequested("Ctrl-C") if rng.random() < 0.02 else ev.Tick(),
             ev.Tick(),
@@ -140,9 +156,14 @@ def test_whoever_should_be_silent_is_refused(stories: list[list[Word]]) -> None:
     for story in stories:
         for run, event, _, transition in story:
             for each in ev.parts(event):
-                if isinstance(each, generations) and (each.generation != run.generation or each.worker == "w99"):
+                if isinstance(each, generations) and (
+                    each.generation != run.generation or each.worker == "w99"
+                ):
                     assert each not in transition.taken
-                    assert isinstance(event, ev.Together) or transition.reason.startswith("refused: "), (event, transition.reason)
+                    assert isinstance(event, ev.Together) or transition.reason.startswith("refused: "), (
+                        event,
+                        transition.reason,
+                    )
 
 
 def test_generations_grow_by_one_and_ids_are_new(stories: list[list[Word]]) -> None:
@@ -161,7 +182,9 @@ def test_nothing_is_settled_while_a_member_is_neither_fenced_nor_out(stories: li
     for story in stories:
         answered: set[tuple[int, WorkerId]] = set()
         for run, event, _, transition in story:
-            answered |= {(each.generation, each.worker) for each in transition.taken if isinstance(each, ev.Fenced)}
+            answered |= {
+                (each.generation, each.worker) for each in transition.taken if isinstance(each, ev.Fenced)
+            }
             for action in transition.actions:
                 if isinstance(action, Settle):
                     settled += 1
@@ -178,11 +201,17 @@ def test_an_outcome_is_applied_only_if_somebody_saw_it(stories: list[list[Word]]
             for each in ev.parts(event):
                 seen |= {each.outcome} if isinstance(each, ev.StepDone) else set()
                 seen |= set(each.outcomes) if isinstance(each, ev.Fenced) else set()
-            outcomes = {action.outcome for action in transition.actions if isinstance(action, Settle) and action.outcome}
+            outcomes = {
+                action.outcome
+                for action in transition.actions
+                if isinstance(action, Settle) and action.outcome
+            }
             assert outcomes <= seen
 
 
-def test_the_line_only_grows_unless_a_world_begins_further_back_and_says_so(stories: list[list[Word]]) -> None:
+def test_the_line_only_grows_unless_a_world_begins_further_back_and_says_so(
+    stories: list[list[Word]],
+) -> None:
     for story in stories:
         for run, _, _, transition in story:
             before, after = run.history.lineage, transition.run.history.lineage
@@ -197,7 +226,10 @@ def test_only_what_is_on_the_line_gets_a_manifest(stories: list[list[Word]]) -> 
         for *_, transition in story:
             for action in transition.actions:
                 if isinstance(action, CommitManifest):
-                    assert lineage.contains(action.lineage, action.version) and lineage.tip(action.lineage) == action.version
+                    assert (
+                        lineage.contains(action.lineage, action.version)
+                        and lineage.tip(action.lineage) == action.version
+                    )
 
 
 def test_states_follow_the_table_also_within_one_event(stories: list[list[Word]]) -> None:
@@ -211,21 +243,38 @@ def test_states_follow_the_table_also_within_one_event(stories: list[list[Word]]
             assert type(transition.run.state) in reachable(type(run.state), 3)
 
 
-def test_what_must_be_durable_begins_starts_or_settles_a_generation_names_workers_ends_a_save_or_ends(stories: list[list[Word]]) -> None:
+def test_what_must_be_durable_begins_starts_or_settles_a_generation_names_workers_ends_a_save_or_ends(
+    stories: list[list[Word]],
+) -> None:
     for story in stories:
         for run, _, _, transition in story:
-            begins = transition.run.generation > run.generation or any(isinstance(action, Go) for action in transition.actions)
+            begins = transition.run.generation > run.generation or any(
+                isinstance(action, Go) for action in transition.actions
+            )
             left = (
                 isinstance(run.state, Stopping)
                 and transition.run.plan is None
                 and any(answer.worker in transition.run.workers for answer in run.state.answers)
             )
             names = any(isinstance(action, StartWorkers) for action in transition.actions)
-            counts = names or bool(set(transition.run.history.saved) - set(run.history.saved)) or (transition.run.over and not run.over)
+            counts = (
+                names
+                or bool(set(transition.run.history.saved) - set(run.history.saved))
+                or (transition.run.over and not run.over)
+            )
             pending = {save.version for save in transition.run.saves.pending if save.nodes}
-            gives_up = "is not saved" in transition.reason or any(s.nodes and s.version not in pending for s in run.saves.pending)
+            gives_up = "is not saved" in transition.reason or any(
+                s.nodes and s.version not in pending for s in run.saves.pending
+            )
             assert transition.durable or not (begins or left or counts or gives_up)
-            assert not transition.durable or begins or counts or gives_up or isinstance(run.state, Stopping) or transition.run.plan is None
+            assert (
+                not transition.durable
+                or begins
+                or counts
+                or gives_up
+                or isinstance(run.state, Stopping)
+                or transition.run.plan is None
+            )
 
 
 def unheard(run: RunState) -> RunState:
@@ -234,14 +283,18 @@ def unheard(run: RunState) -> RunState:
 
 
 def test_any_story_survives_the_journal(stories: list[list[Word]]) -> None:
-    """Deciding again from the recorded events alone gives the same records, and folding these gives the same run.
+    """Deciding again from the recorded events alone gives the same records, and folding these gives the same
+    run.
 
-    The record of a commit that only continues the world forgets who was heard when; nothing else is forgotten.
+    The record of a commit that only continues the world forgets who was heard when; nothing else is
+    forgotten.
     """
     for story in stories[:6]:
         start, recorded, records = codec.snapshot(story[0][0]), story[0][0], []
         for number, (run, event, now, transition) in enumerate(story):
-            records.append(json.loads(json.dumps(codec.record(number, now, event, run, transition, recorded))))
+            records.append(
+                json.loads(json.dumps(codec.record(number, now, event, run, transition, recorded)))
+            )
             recorded = codec.known_after(event, run, transition.run)
         assert codec.fold(start, records) == recorded and unheard(recorded) == unheard(story[-1][3].run)
         run = decode_run(start["run"])

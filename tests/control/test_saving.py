@@ -1,4 +1,6 @@
-"""These stories show when a save is made, by which members, and when a checkpoint counts (R11, H1, H2), with the bookkeeping."""
+"""These stories show when a save is made, by which members, and when a checkpoint counts (R11, H1, H2), with
+the bookkeeping.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ def test_no_save_begins_while_the_one_before_is_on_its_way() -> None:
 
 
 def test_keepers_are_told_which_saves_are_on_their_way() -> None:
-    """Each change is told, with the version up to which the run is known: a save that began by then and is not named is over."""
+    """Each change is told, with the version up to which the run is known: a save that began by then and is
+    not named is over.
+    """
     play = stepping(2, save_every=5)
     play.steps(1, 4)
     assert not play.did(Upload)
@@ -56,7 +60,9 @@ def test_keepers_are_told_which_saves_are_on_their_way() -> None:
     play.steps(7, 10)
     play.tell(ev.SaveFailed(Version(10, 1), "disk full"))
     assert play.did(Upload) == [Upload(keepers, (), 1, Version(10, 1))]
-    assert play.last.durable, "its copies may be overwritten from now on: the next coordinator must not wait for them"
+    assert play.last.durable, (
+        "its copies may be overwritten from now on: the next coordinator must not wait for them"
+    )
 
 
 def test_without_all_keepers_nothing_is_saved_and_that_is_said() -> None:
@@ -64,8 +70,12 @@ def test_without_all_keepers_nothing_is_saved_and_that_is_said() -> None:
     play.tell(ev.KeeperLost(NodeId("n2"), "its process died"))
     play.steps(1, 4)
     assert "step 5 of generation 1 is not saved: there is no keeper on node n2" in play.step(5)
-    assert play.run.saves.pending == () and play.did(Upload)[0].saves == (), "whoever copied it may overwrite it"
-    assert play.last.durable, "so the next coordinator must not begin it, even if a keeper is there again by then"
+    assert play.run.saves.pending == () and play.did(Upload)[0].saves == (), (
+        "whoever copied it may overwrite it"
+    )
+    assert play.last.durable, (
+        "so the next coordinator must not begin it, even if a keeper is there again by then"
+    )
 
 
 def test_a_checkpoint_counts_when_its_manifest_is_durable() -> None:
@@ -76,7 +86,9 @@ def test_a_checkpoint_counts_when_its_manifest_is_durable() -> None:
     play.tell(ev.ShardSaved(W2, Version(5, 1)))
     assert play.last.actions == (CommitManifest(Version(5, 1), ((1, 5),)),)
     assert play.run.history.saved == ()
-    assert play.tell(ev.Saved(Version(5, 1), "digest")) == "the checkpoint of step 5 of generation 1 is in the bucket"
+    assert play.tell(ev.Saved(Version(5, 1), "digest")) == (
+        "the checkpoint of step 5 of generation 1 is in the bucket"
+    )
     assert play.run.history.saved == (Version(5, 1),)
 
 
@@ -92,7 +104,9 @@ def test_a_zombies_manifest_counts_for_nothing() -> None:
     play.answer("w3", Version(7, 1))
     assert play.plan.version == Version(0, 0) and play.run.history.lineage == ()
     before = play.run
-    assert play.tell(ev.Saved(Version(7, 1), "digest")) == "refused: the checkpoint of step 7 of generation 1 is not on the lineage"
+    assert play.tell(ev.Saved(Version(7, 1), "digest")) == (
+        "refused: the checkpoint of step 7 of generation 1 is not on the lineage"
+    )
     assert play.tell(ev.ShardSaved(W1, Version(7, 1))).startswith("refused: nobody waits for a part")
     assert play.run is before and play.run.history.saved == ()
 
@@ -100,8 +114,12 @@ def test_a_zombies_manifest_counts_for_nothing() -> None:
 def test_a_manifest_nobody_asked_for_counts_for_nothing() -> None:
     play = stepping(2, save_every=5)
     play.steps(1, 6)
-    assert play.tell(ev.Saved(Version(6, 1), "digest")) == "refused: nobody asked for the manifest of step 6 of generation 1"
-    assert play.tell(ev.Saved(Version(5, 1), "digest")) == "refused: nobody asked for the manifest of step 5 of generation 1"
+    assert play.tell(ev.Saved(Version(6, 1), "digest")) == (
+        "refused: nobody asked for the manifest of step 6 of generation 1"
+    )
+    assert play.tell(ev.Saved(Version(5, 1), "digest")) == (
+        "refused: nobody asked for the manifest of step 5 of generation 1"
+    )
 
 
 def test_a_worker_that_dies_does_not_end_a_save() -> None:
@@ -113,7 +131,9 @@ def test_a_worker_that_dies_does_not_end_a_save() -> None:
     play.answer("w1", Version(5, 1))
     assert [each.version for each in play.run.saves.pending] == [Version(5, 1)]
     assert play.did(Upload)[0].saves[0].members == (W1, W2), "and it is told so while the next world forms"
-    assert play.save(Version(5, 1), "w2").endswith("the checkpoint of step 5 of generation 1 is in the bucket")
+    assert play.save(Version(5, 1), "w2").endswith(
+        "the checkpoint of step 5 of generation 1 is in the bucket"
+    )
 
 
 def test_a_worker_that_dies_before_its_copy_is_complete_ends_the_save() -> None:
@@ -121,7 +141,10 @@ def test_a_worker_that_dies_before_its_copy_is_complete_ends_the_save() -> None:
     play.steps(1, 5)
     play.lose("w2")
     said = play.tell(ev.SaveFailed(Version(5, 1), "no part of w2: it ended before its copy was complete", 1))
-    assert said == "the checkpoint of step 5 of generation 1 failed (no part of w2: it ended before its copy was complete)"
+    assert said == (
+        "the checkpoint of step 5 of generation 1 failed (no part of w2: it ended before its "
+        "copy was complete)"
+    )
     assert play.run.saves.pending == ()
 
 
@@ -161,19 +184,27 @@ def test_a_manifest_that_fails_is_asked_for_again_and_a_part_is_not() -> None:
     for worker in (W1, W2):
         play.tell(ev.ShardSaved(worker, Version(5, 1)))
     reason = play.tell(ev.SaveFailed(Version(5, 1), "store unavailable", 1, again=True, manifest=True))
-    assert reason == "the manifest of step 5 of generation 1 was not written (store unavailable); again in 5 s"
+    assert reason == (
+        "the manifest of step 5 of generation 1 was not written (store unavailable); again in 5 s"
+    )
     assert play.last.actions == ()
     play.step(6)
     play.later(5.0)
     assert play.deeds == ["CommitManifest"]
     play.steps(7, 10)
-    assert play.tell(ev.SaveFailed(Version(10, 1), "disk full")) == "the checkpoint of step 10 of generation 1 failed (disk full)"
-    assert isinstance(play.run.state, Running) and [each.version for each in play.run.saves.pending] == [Version(5, 1)]
+    assert play.tell(ev.SaveFailed(Version(10, 1), "disk full")) == (
+        "the checkpoint of step 10 of generation 1 failed (disk full)"
+    )
+    assert isinstance(play.run.state, Running) and [each.version for each in play.run.saves.pending] == [
+        Version(5, 1)
+    ]
 
 
 @pytest.mark.parametrize("last", [2, 0])
 def test_a_save_without_room_has_what_no_rule_keeps_deleted_at_once(last: int) -> None:
-    """It is asked for at each refusal, since what may be deleted changes.  The control: of a bucket that is down nothing is deleted."""
+    """It is asked for at each refusal, since what may be deleted changes.  The control: of a bucket that is
+    down nothing is deleted.
+    """
     play = stepping(2, save_every=5, keep=Keep(last=last))
     for step in (5, 10):
         play.steps(step - 4, step)
@@ -188,7 +219,10 @@ def test_a_save_without_room_has_what_no_rule_keeps_deleted_at_once(last: int) -
     full = ev.SaveFailed(Version(20, 1), "no", 1, again=True, worker=W1, full=True)
     play.tell(full)
     kept = (Version(10, 1), Version(15, 1)) if last else (Version(5, 1), Version(10, 1), Version(15, 1))
-    assert play.did(Retain) == [Retain(kept, ((1, 20),), None, (Version(20, 1), Version(0, 0)), at_once=True)] and play.last.durable
+    assert (
+        play.did(Retain) == [Retain(kept, ((1, 20),), None, (Version(20, 1), Version(0, 0)), at_once=True)]
+        and play.last.durable
+    )
     play.tell(replace(full, worker=W2))
     assert len(play.did(Retain)) == 1
 
@@ -199,13 +233,17 @@ def test_a_manifest_that_can_never_be_written_ends_its_save() -> None:
     play.steps(1, 5)
     play.tell(ev.ShardSaved(W1, Version(5, 1)))
     play.tell(ev.ShardSaved(W2, Version(5, 1)))
-    said = play.tell(ev.SaveFailed(Version(5, 1), "Incomplete: 6 of 12 elements", 1, again=False, manifest=True))
+    said = play.tell(
+        ev.SaveFailed(Version(5, 1), "Incomplete: 6 of 12 elements", 1, again=False, manifest=True)
+    )
     assert said == "the checkpoint of step 5 of generation 1 failed (Incomplete: 6 of 12 elements)"
     assert play.run.saves.pending == () and play.did(Upload)[0].saves == ()
 
 
 def test_a_save_of_which_nothing_is_heard_is_given_up() -> None:
-    """A member that stands still, and whose kill was lost, copies nothing and does not end: no other save would begin any more."""
+    """A member that stands still, and whose kill was lost, copies nothing and does not end: no other save
+    would begin any more.
+    """
     play = stepping(2, save_every=5)
     play.steps(1, 5)
     play.tell(ev.ShardSaved(W1, Version(5, 1)))
@@ -217,12 +255,15 @@ def test_a_save_of_which_nothing_is_heard_is_given_up() -> None:
     play.now += 14.0
     play.step(9)
     play.now += 1.0
-    assert play.step(10, behind=True).startswith("a save is due, but the one before is not in the bucket yet, or ")
+    assert play.step(10, behind=True).startswith(
+        "a save is due, but the one before is not in the bucket yet, or "
+    )
     assert play.run.saves.pending == ()
 
 
 def taken_over(*, asked: bool) -> Play:
-    """Returns a run whose coordinator died while a save was on its way, and with it the node n2, which had uploaded its part.
+    """Returns a run whose coordinator died while a save was on its way, and with it the node n2, which had
+    uploaded its part.
 
     ``asked``: all parts were there, and the manifest was asked for.
     """
@@ -238,7 +279,9 @@ def taken_over(*, asked: bool) -> Play:
 
 
 def test_a_save_whose_receipts_died_with_a_coordinator_and_a_keeper_is_given_up() -> None:
-    """Nobody can say again what the lost keeper had uploaded: if the save stayed, no other one would be begun any more."""
+    """Nobody can say again what the lost keeper had uploaded: if the save stayed, no other one would be begun
+    any more.
+    """
     play = taken_over(asked=False)
     assert "the keeper of node n2 had still to report a part of it" in play.last.reason
     assert play.run.saves.pending == () and play.last.durable
@@ -247,30 +290,42 @@ def test_a_save_whose_receipts_died_with_a_coordinator_and_a_keeper_is_given_up(
 @pytest.mark.parametrize("exists", [False, True])
 def test_a_manifest_that_may_exist_is_looked_for_once_more(exists: bool) -> None:
     play = taken_over(asked=True)
-    assert [each.version for each in play.did(CommitManifest)] == [Version(5, 1)], "the answer says whether it is there"
+    assert [each.version for each in play.did(CommitManifest)] == [Version(5, 1)], (
+        "the answer says whether it is there"
+    )
     assert not (play.later(0.1) or play.did(CommitManifest)), "once"
     if exists:
-        assert "the checkpoint of step 5 of generation 1 is in the bucket" in play.tell(ev.Saved(Version(5, 1), "digest"))
+        assert "the checkpoint of step 5 of generation 1 is in the bucket" in play.tell(
+            ev.Saved(Version(5, 1), "digest")
+        )
         assert play.run.history.saved == (Version(5, 1),)
     else:
-        said = play.tell(ev.SaveFailed(Version(5, 1), "KeyError: no part of it", 1, again=False, manifest=True))
+        said = play.tell(
+            ev.SaveFailed(Version(5, 1), "KeyError: no part of it", 1, again=False, manifest=True)
+        )
         assert "the checkpoint of step 5 of generation 1 failed (KeyError: no part of it)" in said
     assert play.run.saves.pending == ()
 
 
 @pytest.mark.parametrize("exists", [False, True])
 def test_a_part_that_is_gone_does_not_end_a_save_whose_manifest_may_exist(exists: bool) -> None:
-    """The manifest was written, and the coordinator died before anybody knew; the next keepers do not find the copies any more."""
+    """The manifest was written, and the coordinator died before anybody knew; the next keepers do not find
+    the copies any more.
+    """
     play = stepping(2, save_every=5)
     play.steps(1, 5)
     play.tell(ev.ShardSaved(W1, Version(5, 1)))
     play.tell(ev.ShardSaved(W2, Version(5, 1)))
     play.now += 1.0
     play.tell(ev.Recovered(2, (W1, W2), (NodeId("n1"), NodeId("n2"))))
-    play.tell(ev.SaveFailed(Version(5, 1), "no part of w1: it ended before its copy was complete", 1, again=False))
+    play.tell(
+        ev.SaveFailed(Version(5, 1), "no part of w1: it ended before its copy was complete", 1, again=False)
+    )
     assert [each.version for each in play.did(CommitManifest)] == [Version(5, 1)]
     assert play.did(Upload)[0].saves == () and play.last.durable, "nobody looks for the copies any more"
-    play.tell(ev.SaveFailed(Version(5, 1), "no part of w2: it ended before its copy was complete", 1, again=False))
+    play.tell(
+        ev.SaveFailed(Version(5, 1), "no part of w2: it ended before its copy was complete", 1, again=False)
+    )
     assert not play.did(CommitManifest) and play.run.saves.find(Version(5, 1)) is not None
     if exists:
         play.tell(ev.Saved(Version(5, 1), "digest"))
@@ -296,9 +351,14 @@ def test_a_save_is_complete_when_all_its_writers_reported(work: list[tuple[str, 
         if kind == "begin":
             assert isinstance(what, set)
             writers = tuple(sorted(what))
-            saves, missing[step] = saves.put(Saving(version, writers, (), Layout(1, len(writers)), 0.0)), set(writers)
+            saves, missing[step] = (
+                saves.put(Saving(version, writers, (), Layout(1, len(writers)), 0.0)),
+                set(writers),
+            )
         elif kind == "report" and (known := saves.find(version)):
             saves = saves.put(known.report(what, 0.0))
             missing[step].discard(what)
         assert [each.version.step for each in saves.pending] == sorted(missing)
-        assert {each.version.step for each in saves.pending if each.complete} == {each for each, writers in missing.items() if not writers}
+        assert {each.version.step for each in saves.pending if each.complete} == {
+            each for each, writers in missing.items() if not writers
+        }

@@ -1,4 +1,5 @@
-"""N1, N2, N3: what the coordinator writes and sends grows with the number of workers and not with its square.  Bytes and calls are counted.
+"""N1, N2, N3: what the coordinator writes and sends grows with the number of workers and not with its square.
+Bytes and calls are counted.
 
 ``python -m tests.benchmarks.scale control`` measures seconds at up to 10,240 workers.
 """
@@ -20,18 +21,27 @@ def found() -> tuple[dict[str, float], dict[str, float]]:
     return measure(SMALL), measure(LARGE)
 
 
-def test_n3_a_worker_costs_about_the_same_journal_in_a_larger_world(found: tuple[dict[str, float], dict[str, float]]) -> None:
+def test_n3_a_worker_costs_about_the_same_journal_in_a_larger_world(
+    found: tuple[dict[str, float], dict[str, float]],
+) -> None:
     """Snapshots come in between, so it is not exactly the same; the square would be four times as much."""
-    small, large = (sum(each[f"{phase}_journal_bytes"] for phase in PHASES) / size for each, size in zip(found, SIZES, strict=True))
+    small, large = (
+        sum(each[f"{phase}_journal_bytes"] for phase in PHASES) / size
+        for each, size in zip(found, SIZES, strict=True)
+    )
     assert large < 2 * small and large < 10_000
 
 
-def test_n1_nobody_healthy_is_expelled_and_a_worker_costs_at_most_10_kb(found: tuple[dict[str, float], dict[str, float]]) -> None:
+def test_n1_nobody_healthy_is_expelled_and_a_worker_costs_at_most_10_kb(
+    found: tuple[dict[str, float], dict[str, float]],
+) -> None:
     for each, size in zip(found, SIZES, strict=True):
         assert each["given_up_workers"] == 0 and each["fence_journal_bytes"] < 10_000 * size
 
 
-def test_n1_the_answers_bring_each_commit_a_bounded_number_of_times(found: tuple[dict[str, float], dict[str, float]]) -> None:
+def test_n1_the_answers_bring_each_commit_a_bounded_number_of_times(
+    found: tuple[dict[str, float], dict[str, float]],
+) -> None:
     small, large = (each["answers_bytes"] for each in found)
     assert large < 1.5 * LARGE / SMALL * small
 
@@ -42,11 +52,15 @@ def test_n1_the_control_lets_every_member_bring_the_commits(monkeypatch: pytest.
     assert measure(LARGE)["answers_bytes"] > 2 * LARGE / SMALL * measure(SMALL)["answers_bytes"]
 
 
-def test_n2_a_step_takes_at_most_30_bytes_for_each_microbatch(found: tuple[dict[str, float], dict[str, float]]) -> None:
+def test_n2_a_step_takes_at_most_30_bytes_for_each_microbatch(
+    found: tuple[dict[str, float], dict[str, float]],
+) -> None:
     assert all(each["journal_bytes_per_microbatch"] < 30 for each in found)
 
 
-def test_n2_records_go_to_a_bounded_number_of_keepers(found: tuple[dict[str, float], dict[str, float]]) -> None:
+def test_n2_records_go_to_a_bounded_number_of_keepers(
+    found: tuple[dict[str, float], dict[str, float]],
+) -> None:
     assert all(each["copies_of_a_send"] <= WITNESSES for each in found)
 
 

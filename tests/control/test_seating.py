@@ -1,4 +1,6 @@
-"""The seats that the product chooses are compared with those of a simple function that tries every choice of members."""
+"""The seats that the product chooses are compared with those of a simple function that tries every choice of
+members.
+"""
 
 from __future__ import annotations
 
@@ -38,14 +40,26 @@ def runs(draw: st.DrawFn) -> RunState:
     workers = {}
     for name in names:
         held = tuple(Holding(name, version, cell(*shard)) for version, shard in draw(slots))
-        workers[name] = Worker(NodeId(f"n{draw(st.integers(1, 3))}"), "cpu", 0.0, held, "broken" if draw(st.integers(0, 9)) == 0 else "")
+        workers[name] = Worker(
+            NodeId(f"n{draw(st.integers(1, 3))}"),
+            "cpu",
+            0.0,
+            held,
+            "broken" if draw(st.integers(0, 9)) == 0 else "",
+        )
     return RunState(
         1,
         2,
         Waiting(0.0),
-        Members(workers, classes=CLASSES, seats=tuple(draw(st.permutations(names))[: draw(st.integers(0, len(names)))])),
+        Members(
+            workers,
+            classes=CLASSES,
+            seats=tuple(draw(st.permutations(names))[: draw(st.integers(0, len(names)))]),
+        ),
         Cluster(keepers=NODES, blamed=tuple(draw(st.lists(st.sampled_from(NODES), max_size=3)))),
-        History(LINEAGE, tuple(draw(st.sampled_from([(), (Version(3, 1),), (Version(3, 1), Version(4, 2))])))),
+        History(
+            LINEAGE, tuple(draw(st.sampled_from([(), (Version(3, 1),), (Version(3, 1), Version(4, 2))])))
+        ),
     )
 
 
@@ -55,15 +69,25 @@ ROWS = [tensor.shape[0] for tensor in CLASSES]
 def newest_of(run: RunState, members: tuple[WorkerId, ...]) -> Version | None:
     """Returns the newest version on the lineage of which ``members`` together hold every row, or None."""
     for version in (Version(5, 2), Version(4, 2), Version(3, 1)):
-        held = [each for member in members for each in run.workers[member].holdings if each.version == version]
-        intervals = [(length, shard_interval(length, *shard_of(each.cell))) for each in held for length in ROWS]
-        if held and all(any(n == length and a <= row < b for n, (a, b) in intervals) for length in ROWS for row in range(length)):
+        held = [
+            each for member in members for each in run.workers[member].holdings if each.version == version
+        ]
+        intervals = [
+            (length, shard_interval(length, *shard_of(each.cell))) for each in held for length in ROWS
+        ]
+        if held and all(
+            any(n == length and a <= row < b for n, (a, b) in intervals)
+            for length in ROWS
+            for row in range(length)
+        ):
             return version
     return None
 
 
 RULES = st.builds(
-    lambda low, shard, fit, most: rules(min_workers=low, max_workers=most, layout=LayoutRule(None, None, shard, "fit" if fit else "all")),
+    lambda low, shard, fit, most: rules(
+        min_workers=low, max_workers=most, layout=LayoutRule(None, None, shard, "fit" if fit else "all")
+    ),
     st.integers(1, 2),
     st.integers(1, 2),
     st.booleans(),
@@ -79,7 +103,10 @@ def test_the_plan_keeps_seats_and_gives_nothing_up(run: RunState, rules: Rules) 
     assert (plan is None) == (layout is None)
     if plan is None or layout is None:
         return
-    assert (plan.generation, len(plan.members)) == (3, plan.layout.world) and plan.layout.world >= layout.world
+    assert (plan.generation, len(plan.members)) == (
+        3,
+        plan.layout.world,
+    ) and plan.layout.world >= layout.world
     assert set(plan.members) <= set(fit) and len(set(plan.members)) == len(plan.members)
     if plan.layout.dp_shard == 1:  # every cell is the whole state: those that were members keep their order
         seated = [worker for worker in run.members.seats if worker in plan.members]
@@ -90,13 +117,19 @@ def test_the_plan_keeps_seats_and_gives_nothing_up(run: RunState, rules: Rules) 
     assert plan.version == best
     assert plan.tier == ("init" if best == Version(0, 0) else "live" if best == live else "bucket")
     assert {each.worker for each in plan.holders} <= set(plan.members)
-    assert all(each.version == plan.version and each in run.workers[each.worker].holdings for each in plan.holders)
-    assert run.cluster.blamed.count(plan.store_node) == min(map(run.cluster.blamed.count, run.cluster.keepers))
+    assert all(
+        each.version == plan.version and each in run.workers[each.worker].holdings for each in plan.holders
+    )
+    assert run.cluster.blamed.count(plan.store_node) == min(
+        map(run.cluster.blamed.count, run.cluster.keepers)
+    )
 
 
 @given(runs(), RULES)
 def test_who_is_left_out_is_not_missed_where_one_may_choose(run: RunState, rules: Rules) -> None:
-    """The product leaves out one worker after the other; if only one has to go, its choice keeps the newest version where one can."""
+    """The product leaves out one worker after the other; if only one has to go, its choice keeps the newest
+    version where one can.
+    """
     plan = make_plan(run, rules)
     fit = tuple(worker for worker, known in run.workers.items() if not known.unfit)
     if plan is None or len(fit) - len(plan.members) > 1:
@@ -108,7 +141,9 @@ def test_who_is_left_out_is_not_missed_where_one_may_choose(run: RunState, rules
 
 
 def test_a_world_with_spares_looks_at_its_workers_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seven of 1,023 workers are left over.  Each beat asks whether the world can grow, and only a change of the workers is looked at."""
+    """Seven of 1,023 workers are left over.  Each beat asks whether the world can grow, and only a change of
+    the workers is looked at.
+    """
     looks = list[int]()
     real = seating.choose
 
@@ -118,25 +153,37 @@ def test_a_world_with_spares_looks_at_its_workers_once(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(seating, "choose", counted)
     workers = {WorkerId(f"w{n}"): Worker(NodeId(f"n{n // 8}"), "cpu", 0.0) for n in range(1023)}
-    run, by = RunState(1, 2, Waiting(0.0), Members(workers)), rules(max_workers=1024, layout=LayoutRule(min_shard=8))
+    run, by = (
+        RunState(1, 2, Waiting(0.0), Members(workers)),
+        rules(max_workers=1024, layout=LayoutRule(min_shard=8)),
+    )
     for beat in range(5):
         there = candidates(run, by)
         assert layout_of(run, there, by) == Layout(127, 8)
         run = replace(run, watch=replace(run.watch, moved_at=float(beat)))
     assert looks == [1023]
-    run = replace(run, members=replace(run.members, workers={**workers, WorkerId("new"): Worker(NodeId("n127"), "cpu", 0.0)}))
+    run = replace(
+        run,
+        members=replace(
+            run.members, workers={**workers, WorkerId("new"): Worker(NodeId("n127"), "cpu", 0.0)}
+        ),
+    )
     assert layout_of(run, candidates(run, by), by) == Layout(128, 8)
 
 
 def test_the_plan_knows_nodes_and_what_the_state_pads() -> None:
-    """N6, through the whole plan: workers join on two nodes in turn; and 16 rows are not cut into 17, which leaves one member empty."""
+    """N6, through the whole plan: workers join on two nodes in turn; and 16 rows are not cut into 17, which
+    leaves one member empty.
+    """
     workers = {WorkerId(f"w{n:02}"): Worker(NodeId(f"n{n % 2}"), "cpu", 0.0) for n in range(17)}
     run = RunState(1, 2, Waiting(0.0), Members(workers), Cluster(keepers=NODES))
     plan = make_plan(run, rules(max_workers=17, layout=LayoutRule(min_shard=8)))
     assert plan is not None and plan.nodes == ("n0",) * 8 + ("n1",) * 8
     known = Members(workers, classes=classes([16]), class_bytes=(100,))
     by = rules(max_workers=17, layout=LayoutRule(dp_replicate=1))
-    capped, unknown = (make_plan(replace(run, members=each), by) for each in (known, replace(known, class_bytes=())))
+    capped, unknown = (
+        make_plan(replace(run, members=each), by) for each in (known, replace(known, class_bytes=()))
+    )
     assert capped is not None and unknown is not None
     assert (capped.layout, unknown.layout) == (Layout(1, 16), Layout(1, 17))
 
@@ -148,7 +195,9 @@ def joined(play: Play, worker: str, least: int) -> str:
 
 @pytest.mark.parametrize(("fixed", "becomes"), [(None, Layout(1, 2)), (1, Layout(2, 1))])
 def test_the_state_is_cut_as_the_devices_need_it(fixed: int | None, becomes: Layout) -> None:
-    """The job allows replicas; a worker's device has room for half of the state.  A degree that the job fixes is its own affair."""
+    """The job allows replicas; a worker's device has room for half of the state.  A degree that the job fixes
+    is its own affair.
+    """
     play = Play(rules(min_workers=1, layout=LayoutRule(None, fixed)))
     play.tell(ev.Capacity(2))
     said = joined(play, "w1", 2)
@@ -158,8 +207,12 @@ def test_the_state_is_cut_as_the_devices_need_it(fixed: int | None, becomes: Lay
     assert play.plan.layout == becomes
 
 
-@pytest.mark.parametrize(("whole", "zero"), [((2, 2), 2), ((1, 2), 2), ((2, 3), None), ((2, 0), None), ((0, 0), None)])
-def test_whole_weights_are_for_worlds_whose_members_all_have_room(whole: tuple[int, int], zero: int | None) -> None:
+@pytest.mark.parametrize(
+    ("whole", "zero"), [((2, 2), 2), ((1, 2), 2), ((2, 3), None), ((2, 0), None), ((0, 0), None)]
+)
+def test_whole_weights_are_for_worlds_whose_members_all_have_room(
+    whole: tuple[int, int], zero: int | None
+) -> None:
     """Two members share the state.  One that asks for more shards, or has no room at all, decides for both.
 
     Alone, the worker that is left shares nothing, so there is nothing to gather.
@@ -171,13 +224,19 @@ def test_whole_weights_are_for_worlds_whose_members_all_have_room(whole: tuple[i
         play.tell(ev.Joined(WorkerId(worker), NodeId("n1"), "cpu", CLASSES, least_shard=2, least_whole=least))
     play.later(3.0)
     assert (play.plan.layout, play.plan.zero) == (Layout(1, 2), zero)
-    roomy = {name: replace(each, least_shard=1, least_whole=1) for name, each in play.run.members.workers.items()}
-    alone = make_plan(but(play.run, "members", workers={WorkerId("w1"): roomy[WorkerId("w1")]}), rules(min_workers=1))
+    roomy = {
+        name: replace(each, least_shard=1, least_whole=1) for name, each in play.run.members.workers.items()
+    }
+    alone = make_plan(
+        but(play.run, "members", workers={WorkerId("w1"): roomy[WorkerId("w1")]}), rules(min_workers=1)
+    )
     assert alone is not None and (alone.layout, alone.zero) == (Layout(1, 1), None)
 
 
 def test_a_world_that_does_not_fit_is_waited_for() -> None:
-    """One worker is left of two, and its device is too small for the whole state.  The control: with room for it, it goes on alone."""
+    """One worker is left of two, and its device is too small for the whole state.  The control: with room for
+    it, it goes on alone.
+    """
     for least, alone in ((2, False), (1, True)):
         play = Play(rules(min_workers=1, wait_s=300.0))
         play.tell(ev.Capacity(2))
@@ -193,7 +252,8 @@ def test_a_world_that_does_not_fit_is_waited_for() -> None:
 
 
 def test_a_small_device_does_not_keep_the_others_from_training() -> None:
-    """Three workers have room for the whole state; a fourth would need fifteen others.  It waits, before the first world and after a loss.
+    """Three workers have room for the whole state; a fourth would need fifteen others.  It waits, before the
+    first world and after a loss.
 
     The control: a device that needs four trains with them.
     """
@@ -241,7 +301,11 @@ def test_workers_share_the_state_where_their_node_has_no_room_for_more_copies(
 @given(runs(), RULES, st.integers(1, 4))
 def test_no_layout_has_fewer_shards_than_a_device_needs(run: RunState, limits: Rules, least: int) -> None:
     there = candidates(run, limits)
-    needed = but(run, "members", workers={name: replace(worker, least_shard=least) for name, worker in run.members.workers.items()})
+    needed = but(
+        run,
+        "members",
+        workers={name: replace(worker, least_shard=least) for name, worker in run.members.workers.items()},
+    )
     found = layout_of(needed, there, limits)
     assert found is None or found.dp_shard >= least
     assert found == layout_of(run, there, replace(limits, layout=limits.layout.at_least(least)))
@@ -249,8 +313,8 @@ def test_no_layout_has_fewer_shards_than_a_device_needs(run: RunState, limits: R
 
 @pytest.mark.parametrize("stays", [True, False], ids=["", "control"])
 def test_a_smaller_layout_that_would_lose_steps_is_not_chosen(stays: bool) -> None:
-    """Three shards are needed only for w4, a spare, which is lost; then a world of two that leaves out the third would lose five steps.  In
-    the control the third is lost, too, and so are the steps."""
+    """Three shards are needed only for w4, a spare, which is lost; then a world of two that leaves out the
+    third would lose five steps.  In the control the third is lost, too, and so are the steps."""
     play, members = crowded((7, 3), (9.0, 9.0, 9.0, 0.4), "n1 n2 n3 n4")
     assert str(play.plan.layout) == "1×3" and "w4" not in members
     play.lose("w4")
@@ -265,11 +329,16 @@ def test_a_smaller_layout_that_would_lose_steps_is_not_chosen(stays: bool) -> No
 
 
 @pytest.mark.parametrize(
-    ("gone", "expected"), [(4, ("1×4", Version(5, 1), "live")), (3, ("1×3", Version(0, 0), "init"))], ids=["", "control"]
+    ("gone", "expected"),
+    [(4, ("1×4", Version(5, 1), "live")), (3, ("1×3", Version(0, 0), "init"))],
+    ids=["", "control"],
 )
-def test_a_wider_layout_is_chosen_if_only_that_loses_nothing(gone: int, expected: tuple[str, Version, str]) -> None:
-    """Eight rows in five shards leave the last one empty, so the other four hold every row.  Without its worker three shards are enough for
-    the room for copies, but a world of three would lose five steps.  In the control one with rows is lost, and so are the steps."""
+def test_a_wider_layout_is_chosen_if_only_that_loses_nothing(
+    gone: int, expected: tuple[str, Version, str]
+) -> None:
+    """Eight rows in five shards leave the last one empty, so the other four hold every row.  Without its
+    worker three shards are enough for the room for copies, but a world of three would lose five steps.  In
+    the control one with rows is lost, and so are the steps."""
     play, members = crowded((8,), (1.0, 1.0, 1.0, 0.4, 0.4), "n1 n1 n1 n2 n2")
     assert str(play.plan.layout) == "1×5"
     play.lose(members[gone])
@@ -278,8 +347,12 @@ def test_a_wider_layout_is_chosen_if_only_that_loses_nothing(gone: int, expected
     assert (str(play.plan.layout), play.plan.version, play.plan.tier) == expected
 
 
-def crowded(rows: tuple[int, ...], states: tuple[float, ...], nodes: str) -> tuple[Play, tuple[WorkerId, ...]]:
-    """Returns a run of workers on ``nodes`` after five steps, and its members; it has the fewest shards for which there is room."""
+def crowded(
+    rows: tuple[int, ...], states: tuple[float, ...], nodes: str
+) -> tuple[Play, tuple[WorkerId, ...]]:
+    """Returns a run of workers on ``nodes`` after five steps, and its members; it has the fewest shards for
+    which there is room.
+    """
     play = Play(rules(min_workers=2, max_workers=len(states), layout=LayoutRule(None, None, 2, "fit")))
     play.tell(ev.Capacity(len(states)))
     for node in dict.fromkeys(nodes.split()):
@@ -292,18 +365,29 @@ def crowded(rows: tuple[int, ...], states: tuple[float, ...], nodes: str) -> tup
 
 
 def test_no_plan_loses_steps_if_all_holders_may_be_members() -> None:
-    """Every small world whose rule leaves both degrees free: all that are there may form one replica, whatever shard degree each needs."""
+    """Every small world whose rule leaves both degrees free: all that are there may form one replica,
+    whatever shard degree each needs.
+    """
     worlds = 0
-    for number, twice, shards, use, least in product(range(2, 6), range(2), (1, 2), USES, product((1, 2, 3), repeat=2)):
+    for number, twice, shards, use, least in product(
+        range(2, 6), range(2), (1, 2), USES, product((1, 2, 3), repeat=2)
+    ):
         cut, by = number - twice, rules(max_workers=number, layout=LayoutRule(None, None, shards, use))
-        workers = {WorkerId(f"w{n}"): Worker(NODES[n % 2], "cpu", 0.0, least_shard=(1, 1, 1, *least)[-1 - n]) for n in range(number)}
+        workers = {
+            WorkerId(f"w{n}"): Worker(NODES[n % 2], "cpu", 0.0, least_shard=(1, 1, 1, *least)[-1 - n])
+            for n in range(number)
+        }
         held = {name: (Holding(name, Version(5, 2), cell(cut, n % cut)),) for n, name in enumerate(workers)}
         workers = {name: replace(each, holdings=held[name]) for name, each in workers.items()}
-        run = RunState(1, 2, Waiting(0.0), Members(workers, classes=CLASSES), Cluster(keepers=NODES), History(LINEAGE))
+        run = RunState(
+            1, 2, Waiting(0.0), Members(workers, classes=CLASSES), Cluster(keepers=NODES), History(LINEAGE)
+        )
         plan, layout = make_plan(run, by), layout_of(run, tuple(workers), by)
         if plan is None or layout is None:
             continue
-        assert plan.layout.world >= layout.world and all(workers[each].least_shard <= plan.layout.dp_shard for each in plan.members)
+        assert plan.layout.world >= layout.world and all(
+            workers[each].least_shard <= plan.layout.dp_shard for each in plan.members
+        )
         if max(least) <= number:
             assert (plan.version, plan.tier) == (Version(5, 2), "live"), (number, cut, by.layout, least)
             worlds += plan.layout != layout

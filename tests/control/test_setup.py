@@ -1,4 +1,6 @@
-"""Workers that cannot be in one world, as the library or their devices say, are replaced; the second time their node is refused."""
+"""Workers that cannot be in one world, as the library or their devices say, are replaced; the second time
+their node is refused.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ def grown(play: Play, *nodes: str) -> Play:
     """Workers join a run that steps, one on each of ``nodes``, and the world that they form begins."""
     play.later(3)
     play.tell(ev.Capacity(len(nodes)))
-    for worker, node in zip(sorted(play.run.members.starting, key=lambda each: int(each[1:])), nodes, strict=True):
+    for worker, node in zip(
+        sorted(play.run.members.starting, key=lambda each: int(each[1:])), nodes, strict=True
+    ):
         play.tell(ev.KeeperUp(NodeId(node)))
         play.tell(ev.Joined(worker, NodeId(node), "cpu", CLASSES))
     play.later(3)
@@ -40,7 +44,9 @@ def stopped(play: Play) -> None:
 
 
 def test_a_world_that_the_library_refuses_is_tried_once_more_with_new_processes() -> None:
-    """The words are told once for each world, and the second refusal ends the run with them.  Two deaths in the control do not."""
+    """The words are told once for each world, and the second refusal ends the run with them.  Two deaths in
+    the control do not.
+    """
     play = started(2)
     play.here("w1", "w2")
     words = WORDS.format(1, 0)
@@ -68,7 +74,11 @@ def test_a_world_that_the_library_refuses_is_tried_once_more_with_new_processes(
         control.here(*control.plan.members)
         control.broken("w1")
         stopped(control)
-    assert isinstance(control.run.state, Forming) and control.plan.members == ("w1", "w2") and not control.run.cluster.replaced
+    assert (
+        isinstance(control.run.state, Forming)
+        and control.plan.members == ("w1", "w2")
+        and not control.run.cluster.replaced
+    )
 
 
 def test_one_node_that_is_set_up_in_another_way_does_not_end_a_run() -> None:
@@ -97,9 +107,11 @@ def survivor(members: int) -> Play:
 
 @pytest.mark.parametrize(("teller", "node"), [("w1", "n3"), ("w3", "n3"), ("w3", "n2")])
 def test_members_that_have_trained_are_not_replaced_for_a_newcomer(teller: str, node: str) -> None:
-    """NCCL tells all members of a version that differs; whoever tells it first, the newcomer goes, and the run trains on.
+    """NCCL tells all members of a version that differs; whoever tells it first, the newcomer goes, and the
+    run trains on.
 
-    Its node costs two pauses at most, also one where a member was before.  The run trains between them, so no commit ends the count.
+    Its node costs two pauses at most, also one where a member was before.  The run trains between them, so no
+    commit ends the count.
     """
     play = survivor(2)
     for pause in (1, 2):
@@ -170,19 +182,28 @@ def test_survivors_that_a_library_refuses_are_tried_once_more() -> None:
 
 
 def test_the_words_of_a_library_are_told_once() -> None:
-    """They differ in ports.  The first member says nothing of its library; the first that does is told, and ends the sentence."""
+    """They differ in ports.  The first member says nothing of its library; the first that does is told, and
+    ends the sentence.
+    """
     play, words = started(3), "socketPollConnect: connect to 10.0.0.7<{}> failed"
     play.here("w1", "w2", "w3")
-    assert play.broken("w1") == "w1 waits, because its world broke (peer: connection closed): stop generation 1 of 3 workers"
+    assert play.broken("w1") == (
+        "w1 waits, because its world broke (peer: connection closed): stop generation 1 of 3 workers"
+    )
     said = play.broken("w2", "peer", f"it broke; the library says: {words.format(41)}", words.format(41))
     assert said == f"w2 waits, because its world broke (peer: it broke; the library says: {words.format(41)})"
-    assert play.broken("w3", "peer", f"it broke; the library says: {words.format(42)}", words.format(42)) == "w3 waits meanwhile"
+    assert (
+        play.broken("w3", "peer", f"it broke; the library says: {words.format(42)}", words.format(42))
+        == "w3 waits meanwhile"
+    )
     assert isinstance(play.run.state, Stopping)
     assert play.run.state.cause.endswith(f"; w2: its library says: {words.format(41)}")
 
 
 def test_n3_what_is_said_of_a_world_that_does_not_form_is_linear() -> None:
-    """Each member says it in other words, as with names of hosts.  Sentences and looks at members do not grow with those before."""
+    """Each member says it in other words, as with names of hosts.  Sentences and looks at members do not grow
+    with those before.
+    """
     lengths = {}
     for members in (20, 80):
         play = started(members)
@@ -202,16 +223,23 @@ def of(worker: str, node: str, device: str) -> ev.Joined:
 
 
 def test_of_two_workers_on_one_gpu_the_newcomer_is_replaced() -> None:
-    """The second time the node gets no more workers.  The controls: the same device on another node, another device, and none."""
+    """The second time the node gets no more workers.  The controls: the same device on another node, another
+    device, and none.
+    """
     play = Play(rules(max_workers=5))
     play.tell(ev.KeeperUp(NodeId("n1")))
     play.tell(ev.KeeperUp(NodeId("n2")))
     play.tell(ev.Capacity(5))
     play.tell(of("w1", "n1", "GPU-a"))
     said = play.tell(of("w2", "n1", "GPU-a"))
-    assert said.startswith("w2 on node n1 and w1 compute on one device (GPU-a); most probably a process asked CUDA's driver too early")
+    assert said.startswith(
+        "w2 on node n1 and w1 compute on one device (GPU-a); most probably a process "
+        "asked CUDA's driver too early"
+    )
     assert said.endswith("; w2 is replaced")
-    assert play.did(Kill) == [Kill((WorkerId("w2"),), "another worker has its device")] and play.run.workers.keys() == {"w1"}
+    assert play.did(Kill) == [
+        Kill((WorkerId("w2"),), "another worker has its device")
+    ] and play.run.workers.keys() == {"w1"}
     for joined in (of("w3", "n2", "GPU-a"), of("w4", "n1", "GPU-b"), of("w5", "n1", "")):
         play.tell(joined)
     assert play.run.workers.keys() == {"w1", "w3", "w4", "w5"}
@@ -224,7 +252,9 @@ def test_of_two_workers_on_one_gpu_the_newcomer_is_replaced() -> None:
 
 
 def test_workers_that_were_started_together_count_once() -> None:
-    """All of a node of four computed on its first GPU: those that come for them have their GPUs, and the node keeps its workers."""
+    """All of a node of four computed on its first GPU: those that come for them have their GPUs, and the node
+    keeps its workers.
+    """
     play = Play(rules(max_workers=4))
     play.tell(ev.KeeperUp(NodeId("n1")))
     play.tell(ev.Capacity(4))

@@ -1,4 +1,6 @@
-"""A silent node is dead or behind a network cut; nobody can tell which.  The missing beats of its keeper show it, not a long wait."""
+"""A silent node is dead or behind a network cut; nobody can tell which.  The missing beats of its keeper show
+it, not a long wait.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ BEAT_S = 0.5
 
 
 def beats(play: Play, seconds: float, *nodes: str, moves: bool = False) -> None:
-    """Each of ``nodes`` beats; its worker stays at one microbatch of the next step, or at a new one each time if ``moves``."""
+    """Each of ``nodes`` beats; its worker stays at one microbatch of the next step, or at a new one each time
+    if ``moves``.
+    """
     for _ in range(round(seconds / BEAT_S)):
         play.now += BEAT_S
         for node in nodes:
@@ -51,11 +55,16 @@ def test_a_world_that_stands_still_while_one_node_is_silent_is_fenced_long_befor
     state = play.run.state
     assert isinstance(state, Stopping) and not state.planned and state.expelled == ()
     assert state.pending == (W1, W2, W3), "it may be its keeper alone: whoever is there answers"
-    assert "nothing was heard from node n2 for 5.0 s, though other nodes were heard, and no member moved for 5.0 s" in state.cause
+    assert (
+        "nothing was heard from node n2 for 5.0 s, though other nodes were heard, and no member moved "
+        "for 5.0 s"
+    ) in state.cause
 
 
 def test_who_is_silent_to_the_fence_too_is_not_waited_for() -> None:
-    """``fence_s`` alone would end 15 s after the last beat at the earliest; a silent node is waited for until 7.5 s after it."""
+    """``fence_s`` alone would end 15 s after the last beat at the earliest; a silent node is waited for until
+    7.5 s after it.
+    """
     play = fenced_without_an_answer_of_w2()
     beats(play, 1.5, "n1", "n3")
     assert play.pending == (W2,)

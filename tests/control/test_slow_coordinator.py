@@ -37,7 +37,8 @@ class Driver:
         many: int = MANY,
         looks: bool = True,
     ) -> None:
-        """``arrivals`` are (seconds from now, event), in order.  From ``many`` messages on they are decided together.
+        """``arrivals`` are (seconds from now, event), in order.  From ``many`` messages on they are decided
+        together.
 
         The control does not look how far it is behind (``looks``).
         """
@@ -57,7 +58,9 @@ class Driver:
             now, heard_until = inbox.heard_until()
             done = advance(self.play.run, event, now, self.play.rules, heard_until if self.looks else now)
             self.play.run = done.run
-            self.given_up += [worker for action in done.actions if isinstance(action, Kill) for worker in action.workers]
+            self.given_up += [
+                worker for action in done.actions if isinstance(action, Kill) for worker in action.workers
+            ]
         return self.given_up
 
     def _arrive(self, inbox: Inbox) -> None:
@@ -85,7 +88,9 @@ def fenced(members: int, after_s: Callable[[int], float]) -> tuple[Play, list[tu
 
 @pytest.mark.parametrize("many", [2, ONE_BY_ONE])
 @pytest.mark.parametrize("members", [4, 64])
-def test_who_has_answered_in_time_is_never_given_up_however_long_the_answers_take(members: int, many: int) -> None:
+def test_who_has_answered_in_time_is_never_given_up_however_long_the_answers_take(
+    members: int, many: int
+) -> None:
     """All answer within half a second; to handle them all takes three times ``fence_s``."""
     cost_s = 3 * FENCE_S / members
     driver = Driver(*fenced(members, lambda number: 0.5 * number / members), lambda: cost_s, many=many)
@@ -96,7 +101,9 @@ def test_who_has_answered_in_time_is_never_given_up_however_long_the_answers_tak
 @pytest.mark.parametrize("members", [4, 64])
 def test_the_control_gives_up_members_whose_answers_lie_there(members: int) -> None:
     cost_s = 3 * FENCE_S / members
-    assert Driver(*fenced(members, lambda number: 0.5 * number / members), lambda: cost_s, many=ONE_BY_ONE, looks=False).run()
+    assert Driver(
+        *fenced(members, lambda number: 0.5 * number / members), lambda: cost_s, many=ONE_BY_ONE, looks=False
+    ).run()
 
 
 def test_who_answers_too_late_is_given_up_all_the_same() -> None:
@@ -104,14 +111,22 @@ def test_who_answers_too_late_is_given_up_all_the_same() -> None:
     assert driver.run() == [WorkerId("w3")]
 
 
-@given(st.lists(st.floats(0.0, 1.5 * FENCE_S), min_size=3, max_size=9), st.floats(0.001, 4.0), st.integers(2, 9))
-def test_only_who_answers_after_the_deadline_is_given_up(after_s: list[float], cost_s: float, many: int) -> None:
+@given(
+    st.lists(st.floats(0.0, 1.5 * FENCE_S), min_size=3, max_size=9), st.floats(0.001, 4.0), st.integers(2, 9)
+)
+def test_only_who_answers_after_the_deadline_is_given_up(
+    after_s: list[float], cost_s: float, many: int
+) -> None:
     driver = Driver(*fenced(len(after_s) + 1, lambda number: after_s[number - 2]), lambda: cost_s, many=many)
-    assert set(driver.run()) <= {WorkerId(f"w{number + 2}") for number, after in enumerate(after_s) if after >= FENCE_S}
+    assert set(driver.run()) <= {
+        WorkerId(f"w{number + 2}") for number, after in enumerate(after_s) if after >= FENCE_S
+    }
 
 
 def test_with_its_own_processor_time_as_its_clock() -> None:
-    """The processor time of the rules is the time here, a thousandfold, so that 200 answers take longer than ``fence_s``."""
+    """The processor time of the rules is the time here, a thousandfold, so that 200 answers take longer than
+    ``fence_s``.
+    """
     spent = [time.thread_time()]
 
     def cost_s() -> float:

@@ -1,4 +1,6 @@
-"""A coordinator acts on a decision once its record is safe; while it waits for that it asks nobody and hears nobody."""
+"""A coordinator acts on a decision once its record is safe; while it waits for that it asks nobody and hears
+nobody.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""R6: if three coordinators die of the same event, or before anything came of their start, the run saves, stops and fails."""
+"""R6: if three coordinators die of the same event, or before anything came of their start, the run saves,
+stops and fails.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ def test_an_event_that_three_coordinators_fail_at_ends_the_run_after_a_save() ->
     play.answer("w2", Version(5, 1))
     play.save(Version(5, 1), "w1", "w2")
     assert isinstance(play.run.state, Failed)
-    assert play.run.state.reason == "3 coordinators failed at the same event: StepDone: AssertionError at machine.py:1"
+    assert play.run.state.reason == (
+        "3 coordinators failed at the same event: StepDone: AssertionError at machine.py:1"
+    )
     assert "resumes from step 5" in play.last.reason
 
 

@@ -1,4 +1,6 @@
-"""R6: a coordinator dies in any state, with any part of what it was told unrecorded; the next one goes on as if nobody had died."""
+"""R6: a coordinator dies in any state, with any part of what it was told unrecorded; the next one goes on as
+if nobody had died.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,17 @@ from typing import Any
 import pytest
 
 from elastic.control.liveness import Watch
-from elastic.control.run import Finished, Finishing, Forming, Running, RunState, Saves, Stopped, Stopping, Waiting
+from elastic.control.run import (
+    Finished,
+    Finishing,
+    Forming,
+    Running,
+    RunState,
+    Saves,
+    Stopped,
+    Stopping,
+    Waiting,
+)
 from elastic.ids import NodeId, Version, WorkerId
 from elastic.journal import codec
 from elastic.protocol import events as ev
@@ -34,7 +46,9 @@ def take_over(play: Play, *gone: str) -> Play:
     """The coordinator dies; another one finds all workers except those ``gone``."""
     again = folded(play)
     again.now += 10.0
-    alive = tuple(worker for worker in (*again.run.workers, *again.run.members.starting) if worker not in gone)
+    alive = tuple(
+        worker for worker in (*again.run.workers, *again.run.members.starting) if worker not in gone
+    )
     again.tell(ev.Recovered(again.run.incarnation + 1, alive, again.run.cluster.keepers))
     return again
 
@@ -43,7 +57,9 @@ def standing(play: Play, worker: str, *said: ev.Event) -> list[ev.Event]:
     """Returns what a worker answers: where it stands, then ``said``, which it repeats."""
     plan = play.run.plan
     member = plan is not None and worker in plan.members
-    steps = isinstance(play.run.state, Running | Finishing) or (isinstance(play.run.state, Stopping) and play.run.state.planned)
+    steps = isinstance(play.run.state, Running | Finishing) or (
+        isinstance(play.run.state, Stopping) and play.run.state.planned
+    )
     return [ev.Attached(WorkerId(worker), plan if member else None, steps), *said]
 
 
@@ -66,7 +82,9 @@ def alike(run: RunState) -> RunState:
         state=state,
         members=replace(run.members, workers=workers),
         cluster=replace(run.cluster, slots=0),
-        history=replace(run.history, settled=settled and replace(settled, members=tuple(sorted(settled.members)))),
+        history=replace(
+            run.history, settled=settled and replace(settled, members=tuple(sorted(settled.members)))
+        ),
         saves=Saves(tuple(replace(each, ask_at=0.0, heard_at=0.0) for each in run.saves.pending)),
         takeover=replace(run.takeover, startups=0),
         watch=Watch(reform_s=run.watch.reform_s),
@@ -143,12 +161,18 @@ def forming_again() -> Play:
 
 
 SCENES = {
-    "waiting": Scene(Waiting, waiting, facts(lambda play: ev.Joined(WorkerId("w2"), NodeId("n1"), "cpu", CLASSES))),
+    "waiting": Scene(
+        Waiting, waiting, facts(lambda play: ev.Joined(WorkerId("w2"), NodeId("n1"), "cpu", CLASSES))
+    ),
     "forming": Scene(Forming, lambda: started(2), facts(here("w1"), here("w2"), ready("w1"), ready("w2"))),
     "forming again": Scene(Forming, forming_again, facts(here("w1"), here("w2"), ready("w2"), ready("w1"))),
     "running": Scene(Running, lambda: at_step(3), facts(committed(4), committed(5), committed(6))),
-    "running, saving": Scene(Running, lambda: at_step(10), facts(part("w1", 10), part("w2", 10), committed(11))),
-    "pausing": Scene(Stopping, pausing, facts(committed(5, 2), fenced("w1", 5, 2), fenced("w2", 5, 2), part("w1", 5))),
+    "running, saving": Scene(
+        Running, lambda: at_step(10), facts(part("w1", 10), part("w2", 10), committed(11))
+    ),
+    "pausing": Scene(
+        Stopping, pausing, facts(committed(5, 2), fenced("w1", 5, 2), fenced("w2", 5, 2), part("w1", 5))
+    ),
     "fenced": Scene(Stopping, broken, facts(fenced("w1", 4), fenced("w2", 4))),
     "finishing": Scene(Finishing, lambda: at_step(20, target_step=20), facts(part("w1", 20), part("w2", 20))),
 }
@@ -171,11 +195,15 @@ def test_fold_and_attach_equals_never_having_died(name: str) -> None:
             generation = play.generation
             again = take_over(play)
             for worker in (*again.run.workers, *again.run.members.starting):
-                for event in standing(again, worker, *(each for each in said if getattr(each, "worker", "") == worker)):
+                for event in standing(
+                    again, worker, *(each for each in said if getattr(each, "worker", "") == worker)
+                ):
                     again.tell(event)
             assert alike(again.run) == alike(lived.run), [type(each).__name__ for each in recorded]
             assert again.run.incarnation == 2
-            assert generation <= again.generation == lived.generation, "no world ends because of a coordinator's death"
+            assert generation <= again.generation == lived.generation, (
+                "no world ends because of a coordinator's death"
+            )
 
 
 @pytest.mark.parametrize("name", ["forming", "forming again", "pausing", "fenced"])
@@ -188,7 +216,9 @@ def test_whoever_does_not_answer_holds_nobody_up_for_ever(name: str) -> None:
             said = SCENES[name].said(again)
             loud = [worker for worker in again.run.workers if worker not in silent]
             for worker in loud:
-                for event in standing(again, worker, *(each for each in said if getattr(each, "worker", "") == worker)):
+                for event in standing(
+                    again, worker, *(each for each in said if getattr(each, "worker", "") == worker)
+                ):
                     again.tell(event)
             for _ in range(300):
                 again.later(1.0)
@@ -210,7 +240,9 @@ def test_without_the_answers_the_run_is_not_the_same(name: str) -> None:
 
 
 def test_what_was_decided_is_done_again() -> None:
-    """Form, Go, Pause and Fence are sent again as the journal says; a member that has obeyed an order already passes it over."""
+    """Form, Go, Pause and Fence are sent again as the journal says; a member that has obeyed an order already
+    passes it over.
+    """
     assert isinstance(take_over(started(2)).did(Form)[0].plan.members, tuple)
     assert take_over(at_step(3)).deeds == ["Go"]
     again = take_over(pausing())
@@ -219,7 +251,9 @@ def test_what_was_decided_is_done_again() -> None:
 
 
 def test_a_settlement_is_said_again_before_the_next_plan() -> None:
-    """A member that missed the settlement holds another version than the plan expects, and waits in the old generation."""
+    """A member that missed the settlement holds another version than the plan expects, and waits in the old
+    generation.
+    """
     play = forming_again()
     (decided,) = play.did(Settle)
     assert decided.outcome is not None and decided.outcome.step == 4
@@ -231,7 +265,9 @@ def test_a_settlement_is_said_again_before_the_next_plan() -> None:
 
 
 def test_a_settlement_is_said_again_before_the_fence() -> None:
-    """A member of the new generation is gone: the others answer what they hold once the old generation is settled."""
+    """A member of the new generation is gone: the others answer what they hold once the old generation is
+    settled.
+    """
     again = take_over(forming_again(), "w2")
     assert again.deeds[:2] == ["Settle", "Fence"]
     assert again.did(Settle)[0].members == ("w1",) and again.did(Fence)[0].members == ("w1",)
@@ -239,7 +275,9 @@ def test_a_settlement_is_said_again_before_the_fence() -> None:
 
 def test_a_member_dies_with_the_coordinator() -> None:
     again = take_over(at_step(4, workers=3), "w2")
-    assert isinstance(again.run.state, Stopping) and again.run.state.lost == ("w2",), "its node's keeper lives, so it is certain"
+    assert isinstance(again.run.state, Stopping) and again.run.state.lost == ("w2",), (
+        "its node's keeper lives, so it is certain"
+    )
     again.answer("w1", Version(4, 1), saw=4)
     again.answer("w3", Version(4, 1))
     assert again.generation == 2 and again.plan.members == ("w1", "w3") and again.plan.incarnation == 2
@@ -248,7 +286,11 @@ def test_a_member_dies_with_the_coordinator() -> None:
 def test_a_node_that_is_taken_for_dead_is_no_certain_end() -> None:
     again = folded(at_step(4, workers=3))
     again.tell(ev.Recovered(2, (WorkerId("w1"), WorkerId("w3")), (NodeId("n1"), NodeId("n3"))))
-    assert isinstance(again.run.state, Stopping) and again.run.state.expelled == ("w2",) and not again.run.state.lost
+    assert (
+        isinstance(again.run.state, Stopping)
+        and again.run.state.expelled == ("w2",)
+        and not again.run.state.lost
+    )
 
 
 def test_all_members_die_with_the_coordinator() -> None:
@@ -276,7 +318,9 @@ def test_workers_that_were_asked_for_and_are_not_there_are_replaced_under_other_
 
 
 def test_workers_of_whom_the_journal_does_not_know_are_ended() -> None:
-    """A decision that was not recorded started them, or one that was not performed sent them away.  Their names are not used again."""
+    """A decision that was not recorded started them, or one that was not performed sent them away.  Their
+    names are not used again.
+    """
     again = folded(at_step(3))
     again.tell(ev.Recovered(2, (WorkerId("w1"), WorkerId("w2"), WorkerId("w7")), again.run.cluster.keepers))
     assert again.did(Kill)[0].workers == ("w7",)
@@ -297,12 +341,18 @@ def test_a_member_that_steps_proves_that_all_were_ready() -> None:
 
 @pytest.mark.parametrize("scene", ["waiting", "running", "pausing", "fenced", "finishing"])
 def test_a_member_of_a_later_generation_proves_that_the_journal_is_too_short(scene: str) -> None:
-    """The greatest generation seen anywhere counts: it is fenced, and what its members hold says where the run stands."""
+    """The greatest generation seen anywhere counts: it is fenced, and what its members hold says where the
+    run stands.
+    """
     again = take_over(SCENES[scene].play())
     plan = started(2).plan
     at = again.run.version
     later = replace(
-        plan, generation=again.generation + 3, version=at, members=tuple(again.run.workers)[:2], lineage=again.run.history.lineage
+        plan,
+        generation=again.generation + 3,
+        version=at,
+        members=tuple(again.run.workers)[:2],
+        lineage=again.run.history.lineage,
     )
     again.tell(ev.Attached(later.members[0], later, stepping=True))
     assert isinstance(again.run.state, Stopping) and again.generation == later.generation
@@ -311,11 +361,15 @@ def test_a_member_of_a_later_generation_proves_that_the_journal_is_too_short(sce
         again.answer(worker, Version(at.step + 2, later.generation), saw=at.step + 2)
     assert again.run.history.lineage[-1] == (later.generation, at.step + 2), "what was committed there counts"
     if scene != "waiting" and again.run.plan is not None and not again.run.stop:
-        assert again.generation == later.generation + 1 and again.plan.version == Version(at.step + 2, later.generation)
+        assert again.generation == later.generation + 1 and again.plan.version == Version(
+            at.step + 2, later.generation
+        )
 
 
 def test_a_journal_that_ends_before_the_members_joined() -> None:
-    """Each worker says that it has joined before it says where it stands; w2 is heard before w1, and both answer the fence."""
+    """Each worker says that it has joined before it says where it stands; w2 is heard before w1, and both
+    answer the fence.
+    """
     play = Play(rules(max_workers=2))
     play.tell(ev.Capacity(2))
     play.tell(ev.KeeperUp(NodeId("n1")))
@@ -327,7 +381,11 @@ def test_a_journal_that_ends_before_the_members_joined() -> None:
     assert isinstance(again.run.state, Stopping) and again.run.state.pending == plan.members
     for worker in ("w1", "w2"):
         again.answer(worker, Version(7, 1), saw=7)
-    assert again.generation == 2 and again.plan.version == Version(7, 1) and set(again.plan.members) == {"w1", "w2"}
+    assert (
+        again.generation == 2
+        and again.plan.version == Version(7, 1)
+        and set(again.plan.members) == {"w1", "w2"}
+    )
 
 
 def test_time_without_a_coordinator_is_nobodys_stall() -> None:
@@ -346,9 +404,14 @@ def test_deadlines_count_from_the_take_over() -> None:
 
 
 def test_leases_that_nobody_knows_of_are_waited_for() -> None:
-    """The previous coordinator may have granted leases up to its last moment; if it was only cut off, it still acts for a while."""
+    """The previous coordinator may have granted leases up to its last moment; if it was only cut off, it
+    still acts for a while.
+    """
     again = take_over(at_step(3))
-    assert again.run.watch.lease_until == again.now + again.rules.coordinator_lease_over_s + again.rules.lease_over_s
+    assert (
+        again.run.watch.lease_until
+        == again.now + again.rules.coordinator_lease_over_s + again.rules.lease_over_s
+    )
 
 
 def test_a_manifest_is_asked_for_again() -> None:

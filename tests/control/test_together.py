@@ -1,4 +1,6 @@
-"""N1: messages of many workers that wait in line are decided together, as if they had come one after the other."""
+"""N1: messages of many workers that wait in line are decided together, as if they had come one after the
+other.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ WORKERS = 12
 
 
 def answers(play: Play) -> list[ev.Said]:
-    """Loses a member in step 5, which one of the others has seen; returns what the others answer to the fence."""
+    """Loses a member in step 5, which one of the others has seen; returns what the others answer to the
+    fence.
+    """
     play.steps(1, 4)
     outcome = play.commit(5)
     play.lose("w2")
@@ -33,7 +37,9 @@ def answers(play: Play) -> list[ev.Said]:
         version = Version(5 if number == 7 else 4, 1)
         seen = (outcome,) if number in (7, 9) else ()
         prepared = None if number == 7 else 5
-        found.append(ev.Fenced(WorkerId(f"w{number}"), 1, (play.shard(f"w{number}", version),), prepared, seen))
+        found.append(
+            ev.Fenced(WorkerId(f"w{number}"), 1, (play.shard(f"w{number}", version),), prepared, seen)
+        )
     return found
 
 
@@ -47,7 +53,9 @@ def told(run: RunState, events: Sequence[ev.Event], play: Play) -> tuple[RunStat
 
 
 @given(st.permutations(range(WORKERS - 1)), st.sets(st.integers(1, WORKERS - 2)))
-def test_answers_to_a_fence_count_the_same_together_as_one_by_one(order: Sequence[int], cuts: set[int]) -> None:
+def test_answers_to_a_fence_count_the_same_together_as_one_by_one(
+    order: Sequence[int], cuts: set[int]
+) -> None:
     play = stepping(WORKERS)
     each = answers(play)
     each = [each[i] for i in order]
@@ -55,7 +63,9 @@ def test_answers_to_a_fence_count_the_same_together_as_one_by_one(order: Sequenc
     grouped = [ev.Together(tuple(each[a:b])) for a, b in pairwise(edges)]
     one_by_one, together = told(play.run, each, play), told(play.run, grouped, play)
     assert together == one_by_one
-    assert isinstance(together[0].state, Forming) and together[0].step == 5, "the commit that two have seen counts"
+    assert isinstance(together[0].state, Forming) and together[0].step == 5, (
+        "the commit that two have seen counts"
+    )
 
 
 def test_whoever_is_refused_does_not_take_the_others_along() -> None:
@@ -124,7 +134,9 @@ def test_the_inbox_takes_together_what_many_workers_have_said(waiting: int) -> N
     taken = list[ev.Event]()
     while not inbox.empty():
         taken.append((inbox.take(0.0) or (ev.Tick(9.0), None))[0])
-    assert [each for event in taken for each in ev.parts(event)] == [*said, ev.Tick(), *said], "nothing is lost or overtaken"
+    assert [each for event in taken for each in ev.parts(event)] == [*said, ev.Tick(), *said], (
+        "nothing is lost or overtaken"
+    )
     sizes = [len(ev.parts(event)) for event in taken]
     whole = {MANY - 1: [1] * (MANY - 1), MANY: [MANY], AT_ONCE + 3: [AT_ONCE, 1, 1, 1]}[waiting]
     assert sizes == [*whole, 1, *whole]
@@ -136,7 +148,10 @@ def test_what_is_reported_with_a_receipt_is_taken_alone() -> None:
         inbox.put(ev.Beat(NodeId("n1"), ()))
         inbox.put(ev.ShardSaved(WorkerId("w1"), Version(1, 1)), "receipt")
     taken = [inbox.take(0.0) for _ in range(6)]
-    assert taken == [(ev.Beat(NodeId("n1"), ()), None), (ev.ShardSaved(WorkerId("w1"), Version(1, 1)), "receipt")] * 3
+    assert (
+        taken
+        == [(ev.Beat(NodeId("n1"), ()), None), (ev.ShardSaved(WorkerId("w1"), Version(1, 1)), "receipt")] * 3
+    )
 
 
 def test_workers_that_join_together_are_all_in_the_first_world() -> None:
@@ -146,14 +161,25 @@ def test_workers_that_join_together_are_all_in_the_first_world() -> None:
     for node in nodes:
         play.tell(ev.KeeperUp(node))
     starting = list(play.run.members.starting)
-    play.tell(ev.Together(tuple(ev.Joined(worker, node, "cpu", CLASSES) for worker, node in zip(starting, nodes, strict=True))))
+    play.tell(
+        ev.Together(
+            tuple(
+                ev.Joined(worker, node, "cpu", CLASSES) for worker, node in zip(starting, nodes, strict=True)
+            )
+        )
+    )
     assert list(play.run.workers) == starting
 
 
 def test_n2_beats_count_the_same_together_as_one_by_one_and_need_no_record() -> None:
-    """Together they cost one decision, and are taken with beats alone.  The control: a beat that is missing is seen."""
+    """Together they cost one decision, and are taken with beats alone.  The control: a beat that is missing
+    is seen.
+    """
     play = stepping(WORKERS)
-    beats = [ev.Beat(node, (ev.Progress(worker, 1, 1, 2, 3),), number % 2 == 0) for number, (worker, node) in enumerate(homes(play))]
+    beats = [
+        ev.Beat(node, (ev.Progress(worker, 1, 1, 2, 3),), number % 2 == 0)
+        for number, (worker, node) in enumerate(homes(play))
+    ]
     one_by_one, grouped = told(play.run, beats, play), told(play.run, [ev.Together(tuple(beats))], play)
     assert grouped == one_by_one and len(grouped[0].watch.counters) == len({node for _, node in homes(play)})
     assert told(play.run, beats[1:], play) != one_by_one
@@ -161,7 +187,11 @@ def test_n2_beats_count_the_same_together_as_one_by_one_and_need_no_record() -> 
     assert not codec.worth_recording(ev.Together(tuple(beats)), play.run, done)
     inbox, many = Inbox(lambda: 0.0, many=2), BEATS // WORKERS + 1
     inbox.put_all([*beats * many, ev.Here(WorkerId("w1"), 1), ev.Here(WorkerId("w2"), 1), *beats])
-    assert [len(ev.parts((inbox.take(0.0) or (ev.Tick(), None))[0])) for _ in range(3)] == [len(beats) * many, 2, 1]
+    assert [len(ev.parts((inbox.take(0.0) or (ev.Tick(), None))[0])) for _ in range(3)] == [
+        len(beats) * many,
+        2,
+        1,
+    ]
 
 
 def homes(play: Play) -> list[tuple[WorkerId, NodeId]]:

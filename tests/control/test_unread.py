@@ -1,6 +1,8 @@
-"""A coordinator takes over, and cannot read all that the one before recorded, which was cut off with all its keepers or died with them.
+"""A coordinator takes over, and cannot read all that the one before recorded, which was cut off with all its
+keepers or died with them.
 
-It begins and settles nothing before the leases of unread generations have run out, and then uses a number that none of them can have.
+It begins and settles nothing before the leases of unread generations have run out, and then uses a number
+that none of them can have.
 """
 
 from __future__ import annotations
@@ -24,14 +26,18 @@ pytestmark = pytest.mark.fast
 
 
 def usurped(play: Play, *gone: str) -> Play:
-    """Another coordinator takes over on another node, and reads less than was written; it does not find the workers ``gone``."""
+    """Another coordinator takes over on another node, and reads less than was written; it does not find the
+    workers ``gone``.
+    """
     play.now += 10.0
     alive = tuple(worker for worker in (*play.run.workers, *play.run.members.starting) if worker not in gone)
     play.tell(ev.Recovered(play.run.incarnation + 1, alive, (NodeId("n1"),), whole=False))
     return play
 
 
-@pytest.mark.parametrize("play", [lambda: at_step(3), lambda: started(2), pausing, lambda: at_step(20, target_step=20)])
+@pytest.mark.parametrize(
+    "play", [lambda: at_step(3), lambda: started(2), pausing, lambda: at_step(20, target_step=20)]
+)
 def test_the_world_that_is_known_of_goes_on_no_more(play: Callable[[], Play]) -> None:
     """Its members may be the ones that an unread generation was begun without."""
     again = usurped(play())
@@ -50,7 +56,11 @@ def test_nothing_is_settled_or_begun_before_unknown_leases_have_run_out() -> Non
         assert isinstance(again.run.state, Stopping) and not again.did(Settle) and not again.did(Form)
         again.later(9.0)
     (form,) = again.did(Form)
-    assert again.did(Settle) and form.plan.generation == 1 + 2 * UNREAD + 1 and form.plan.version == Version(3, 1)
+    assert (
+        again.did(Settle)
+        and form.plan.generation == 1 + 2 * UNREAD + 1
+        and form.plan.version == Version(3, 1)
+    )
     reformed(again)
     again.lose("w1")
     again.answer("w2", Version(3, 1))
@@ -69,7 +79,9 @@ def test_a_run_that_waits_begins_nothing_either_and_does_not_fail_meanwhile() ->
 
 
 def test_two_that_could_read_nothing_begin_nothing_under_one_number() -> None:
-    """A process of the coordinator before may still be reported lost, and an answer of its world may be under way."""
+    """A process of the coordinator before may still be reported lost, and an answer of its world may be under
+    way.
+    """
     numbers = []
     for incarnation in (2, 3):
         play = waiting()
@@ -94,10 +106,14 @@ def test_waiting_counts_from_when_it_could_have_begun() -> None:
 
 
 def test_a_member_of_a_later_generation_says_so() -> None:
-    """Its generation is in no record that was read: it is fenced and waited for, and the next generation takes a number that is free."""
+    """Its generation is in no record that was read: it is fenced and waited for, and the next generation
+    takes a number that is free.
+    """
     play = stepping(2)
     plan = play.plan
-    later = Plan(1, 3, plan.layout, plan.members, Version(5, 2), "live", (), plan.store_node, lineage=((1, 4), (2, 5)))
+    later = Plan(
+        1, 3, plan.layout, plan.members, Version(5, 2), "live", (), plan.store_node, lineage=((1, 4), (2, 5))
+    )
     again = usurped(play)
     again.tell(ev.Attached(WorkerId("w1"), later, stepping=True))
     assert isinstance(again.run.state, Stopping) and again.generation == 3
@@ -105,7 +121,11 @@ def test_a_member_of_a_later_generation_says_so() -> None:
         again.answer(worker, Version(5, 2))
     assert isinstance(again.run.state, Stopping)
     again.later(again.rules.lease_over_s)
-    assert isinstance(again.run.state, Forming) and again.plan.generation == 1 + 2 * UNREAD + 1 and again.plan.version == Version(5, 2)
+    assert (
+        isinstance(again.run.state, Forming)
+        and again.plan.generation == 1 + 2 * UNREAD + 1
+        and again.plan.version == Version(5, 2)
+    )
 
 
 def behind(play: Play) -> Play:
@@ -114,7 +134,9 @@ def behind(play: Play) -> Play:
 
 
 def test_which_generations_committed_the_steps_that_no_journal_has_is_in_the_plan() -> None:
-    """The journal ends at step 2 of generation 1, which committed two more steps; generation 2 one; only generation 3 can be asked."""
+    """The journal ends at step 2 of generation 1, which committed two more steps; generation 2 one; only
+    generation 3 can be asked.
+    """
     play = at_step(2, workers=3)
     again = behind(play)
     play.steps(3, 4)
@@ -134,7 +156,9 @@ def test_which_generations_committed_the_steps_that_no_journal_has_is_in_the_pla
 
 
 def test_what_the_journal_has_and_a_later_generation_did_again_is_given_up() -> None:
-    """The journal ends at step 5; generation 2 began from the checkpoint of step 2 and made one step, after which generation 3 began."""
+    """The journal ends at step 5; generation 2 began from the checkpoint of step 2 and made one step, after
+    which generation 3 began.
+    """
     play = at_step(5)
     play.run = but(play.run, "history", saved=(Version(2, 1),))
     again = behind(play)
@@ -155,7 +179,9 @@ def test_what_the_journal_has_and_a_later_generation_did_again_is_given_up() -> 
 
 
 def test_what_a_later_generation_gave_up_is_no_checkpoint_any_more() -> None:
-    """It began from step 0 despite a checkpoint of step 2, which was damaged, say, and only the coordinator that is gone knew that."""
+    """It began from step 0 despite a checkpoint of step 2, which was damaged, say, and only the coordinator
+    that is gone knew that.
+    """
     play = at_step(3)
     play.run = but(play.run, "history", saved=(Version(2, 1),))
     plan = play.plan
@@ -172,7 +198,9 @@ def test_what_a_later_generation_gave_up_is_no_checkpoint_any_more() -> None:
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_a_run_that_may_have_begun_is_not_given_up_for_its_nodes(shared: bool) -> None:
-    """The run is treated like one that has begun; the control is a coordinator that knows that nothing has run yet."""
+    """The run is treated like one that has begun; the control is a coordinator that knows that nothing has
+    run yet.
+    """
     for unread in (True, False):
         play = waiting()
         play.lose("w1")
@@ -197,7 +225,9 @@ def test_one_that_has_read_everything_goes_on_at_once() -> None:
 
 @pytest.mark.parametrize("says", [True, False])
 def test_one_that_has_left_a_later_generation_and_waits_says_so(says: bool) -> None:
-    """The journal ends with w2's answer of generation 1; since then w2 has left generation 3.  In the control it says nothing of that."""
+    """The journal ends with w2's answer of generation 1; since then w2 has left generation 3.  In the control
+    it says nothing of that.
+    """
     play = at_step(4, workers=3)
     play.lose("w1")
     play.answer("w2", Version(4, 1), saw=4)
@@ -212,7 +242,9 @@ def test_one_that_has_left_a_later_generation_and_waits_says_so(says: bool) -> N
     reformed(play)
     last = play.plan
     assert last.generation == 3 and last.lineage == ((1, 4), (2, 5))
-    left = ev.Fenced(WorkerId("w2"), 3, (replace(held, cell=cell_of(last.layout, 0)),), None, (outcome(6, 3),))
+    left = ev.Fenced(
+        WorkerId("w2"), 3, (replace(held, cell=cell_of(last.layout, 0)),), None, (outcome(6, 3),)
+    )
     again.tell(ev.Attached(WorkerId("w2"), last if says else None))
     again.tell(left)
     assert again.generation == (3 if says else 1)
@@ -222,9 +254,13 @@ def test_one_that_has_left_a_later_generation_and_waits_says_so(says: bool) -> N
 
 
 def test_what_one_holds_that_was_left_out_of_the_last_generation_counts() -> None:
-    """A coordinator that was cut off expelled w3, could not kill it, and began its last generation without it."""
+    """A coordinator that was cut off expelled w3, could not kill it, and began its last generation without
+    it.
+    """
     play = at_step(4, workers=3)
-    last = replace(play.plan, generation=3, members=(WorkerId("w2"),), version=Version(5, 2), lineage=((1, 4), (2, 5)))
+    last = replace(
+        play.plan, generation=3, members=(WorkerId("w2"),), version=Version(5, 2), lineage=((1, 4), (2, 5))
+    )
     held = replace(play.shard("w3", Version(5, 2)), cell=Cell(""))
     answer = ev.Fenced(WorkerId("w3"), 2, (held,), None, ())
     again = usurped(play)
@@ -233,11 +269,15 @@ def test_what_one_holds_that_was_left_out_of_the_last_generation_counts() -> Non
     again.tell(answer)
     assert again.run.workers[WorkerId("w3")].holdings == (held,) and again.pending == ("w2",)
     aware = Play(again.rules, but(again.run, "takeover", blind_until=0.0))
-    assert "refused: Fenced of w3 is of generation 2, but the run is at generation 3" in aware.tell(replace(answer, held=()))
+    assert "refused: Fenced of w3 is of generation 2, but the run is at generation 3" in aware.tell(
+        replace(answer, held=())
+    )
 
 
 def test_what_was_applied_after_an_answer_is_asked_for() -> None:
-    """The journal ends with the answer of w2, which had prepared step 4; the coordinator then settled the step, and w2 applied it."""
+    """The journal ends with the answer of w2, which had prepared step 4; the coordinator then settled the
+    step, and w2 applied it.
+    """
     play = at_step(3, workers=3)
     play.lose("w1")
     play.answer("w2", Version(3, 1), prepared=4)
@@ -246,4 +286,8 @@ def test_what_was_applied_after_an_answer_is_asked_for() -> None:
     assert again.did(Fence)[0].members == again.pending == ("w2",)
     again.answer("w2", Version(4, 1), saw=4)
     again.later(again.rules.lease_over_s)
-    assert isinstance(again.run.state, Forming) and again.plan.version == Version(4, 1) and again.run.history.lineage == ((1, 4),)
+    assert (
+        isinstance(again.run.state, Forming)
+        and again.plan.version == Version(4, 1)
+        and again.run.history.lineage == ((1, 4),)
+    )

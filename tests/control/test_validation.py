@@ -33,7 +33,9 @@ def test_the_best_is_kept() -> None:
     step(play, 3, 2.0)
     assert step(play, 4, 2.5) == "validation after step 3: loss 2.5 over 10 terms; the best is 2 after step 2"
     history = play.run.history
-    assert history.best == Score(Version(2, 1), Validated(20.0, 10)) and history.validated == Score(Version(3, 1), Validated(25.0, 10))
+    assert history.best == Score(Version(2, 1), Validated(20.0, 10)) and history.validated == Score(
+        Version(3, 1), Validated(25.0, 10)
+    )
     step(play, 5, math.nan)
     assert play.run.history.best == history.best, "what is no number is never the best"
     step(play, 5, 1.0)
@@ -41,7 +43,9 @@ def test_the_best_is_kept() -> None:
 
 
 def test_what_was_abandoned_is_not_the_best() -> None:
-    """The state after step 3 was the best, and is lost; it is reached again by another generation, and loses more."""
+    """The state after step 3 was the best, and is lost; it is reached again by another generation, and loses
+    more.
+    """
     play = stepping(2)
     for number in (1, 2, 3):
         step(play, number)
@@ -75,22 +79,30 @@ def test_it_comes_back_from_the_journal_and_costs_nothing_where_there_is_none() 
 
 
 def test_a_spare_tells_it_later() -> None:
-    """It counts like that of the members, and does not take the place of a later one; what was abandoned is refused."""
+    """It counts like that of the members, and does not take the place of a later one; what was abandoned is
+    refused.
+    """
     play = stepping(2)
     for number in (1, 2, 3):
         step(play, number)
-    assert play.tell(ev.Evaluated(Version(2, 1), Validated(20.0, 10))) == "validation after step 2: loss 2 over 10 terms"
+    assert play.tell(ev.Evaluated(Version(2, 1), Validated(20.0, 10))) == (
+        "validation after step 2: loss 2 over 10 terms"
+    )
     assert play.run.history.best == play.run.history.validated == Score(Version(2, 1), Validated(20.0, 10))
     step(play, 4, 3.0)
-    assert play.tell(ev.Evaluated(Version(1, 1), Validated(10.0, 10))) == "validation after step 1: loss 1 over 10 terms"
+    assert play.tell(ev.Evaluated(Version(1, 1), Validated(10.0, 10))) == (
+        "validation after step 1: loss 1 over 10 terms"
+    )
     assert play.run.history.best == Score(Version(1, 1), Validated(10.0, 10))
     assert play.run.history.validated == Score(Version(3, 1), Validated(30.0, 10))
     before = play.run
-    assert play.tell(ev.Evaluated(Version(3, 9), Validated(1.0, 10))).startswith("refused: step 3 of generation 9")
-    assert play.run.history == before.history
-    assert codec.decode(ev.Event, json.loads(json.dumps(codec.encode(ev.Evaluated(Version(2, 1), Validated(0.1, 3)))))) == ev.Evaluated(
-        Version(2, 1), Validated(0.1, 3)
+    assert play.tell(ev.Evaluated(Version(3, 9), Validated(1.0, 10))).startswith(
+        "refused: step 3 of generation 9"
     )
+    assert play.run.history == before.history
+    assert codec.decode(
+        ev.Event, json.loads(json.dumps(codec.encode(ev.Evaluated(Version(2, 1), Validated(0.1, 3)))))
+    ) == ev.Evaluated(Version(2, 1), Validated(0.1, 3))
 
 
 def last_of(play: Play, validated: Validated | None) -> None:
@@ -114,7 +126,9 @@ def test_the_end_waits_for_the_last_validation(first: str) -> None:
             assert isinstance(play.run.state, Finishing) is owes
             last_of(play, Validated(6.0, 3)) if owes else None
         assert isinstance(play.run.state, Finished)
-        assert (play.run.history.validated == Score(Version(2, 1), Validated(6.0, 3))) is (owes or first == "validated")
+        assert (play.run.history.validated == Score(Version(2, 1), Validated(6.0, 3))) is (
+            owes or first == "validated"
+        )
 
 
 def test_the_end_does_not_wait_for_a_world_that_cannot_tell() -> None:
@@ -126,7 +140,9 @@ def test_the_end_does_not_wait_for_a_world_that_cannot_tell() -> None:
     assert isinstance(play.run.state, Finishing)
     reason = play.lose("w2")
     assert isinstance(play.run.state, Finished)
-    assert reason.endswith("finished at step 2; the validation after it was cut off, and `elastic evaluate` can make it")
+    assert reason.endswith(
+        "finished at step 2; the validation after it was cut off, and `elastic evaluate` can make it"
+    )
 
 
 def test_other_samples_are_not_compared() -> None:
@@ -134,18 +150,27 @@ def test_other_samples_are_not_compared() -> None:
     play = stepping(2)
     step(play, 1)
     step(play, 2, 1.0)
-    members = replace(play.run.members, reference=replace(play.run.members.reference, held_out="others, 9 samples"))
+    members = replace(
+        play.run.members, reference=replace(play.run.members.reference, held_out="others, 9 samples")
+    )
     play.run = replace(play.run, members=members)
     assert step(play, 3, 5.0) == "validation after step 2: loss 5 over 10 terms"
     assert play.run.history.best == Score(Version(2, 1), Validated(50.0, 10), "others, 9 samples")
 
 
 def test_replicas_that_differ_end_the_run_at_once() -> None:
-    """Nobody knows which is right, so nobody may go on from one of them.  The control: an error of the job is tried once more."""
+    """Nobody knows which is right, so nobody may go on from one of them.  The control: an error of the job is
+    tried once more.
+    """
     for cause, ends in (("replicas", True), ("job", False)):
         play = stepping(2)
         play.steps(1, 3)
-        play.broken("w1", cause, "Traceback\nReplicasDiffer: different bits", ev.DIFFER if ends else "ValueError at x.py:1 in f")
+        play.broken(
+            "w1",
+            cause,
+            "Traceback\nReplicasDiffer: different bits",
+            ev.DIFFER if ends else "ValueError at x.py:1 in f",
+        )
         play.answer("w2", Version(3, 1))
         play.answer("w1", Version(3, 1))
         assert isinstance(play.run.state, Failed) is ends
@@ -161,30 +186,44 @@ def test_what_is_better_by_less_than_min_delta_does_not_count_for_patience() -> 
             said = step(play, number, losses.get(number - 1))
         assert play.run.enough == (6 if min_delta else 0) and play.run.history.best is not None
         assert play.run.history.best.version.step == 6
-        why = "no validation is better by more than validation.min_delta = 0.1 than that after step 2, so step 6 is the last"
+        why = (
+            "no validation is better by more than validation.min_delta = 0.1 than that after step 2, so "
+            "step 6 is the last"
+        )
         assert said.endswith(why) is bool(min_delta)
         found = {Version(at, 1): Loss(loss) for at, loss in losses.items()}
         assert enough(found, 2, min_delta) == play.run.enough, "a start finds the same in the metrics"
 
 
 def test_patience_counts_the_validations_that_there_are() -> None:
-    """L1: ``validation.every`` may change on the way, so steps say nothing.  The next world knows how many there were."""
+    """L1: ``validation.every`` may change on the way, so steps say nothing.  The next world knows how many
+    there were.
+    """
     play, losses = stepping(2, save_every=2, patience=3), {2: 2.0, 6: 2.5, 7: 2.5, 8: 2.5}
     for number in range(1, 9):
         step(play, number, losses.get(number - 1))
     play.lose("w1")
     play.answer("w2", Version(8, 1))
     assert not play.run.enough and play.plan.worse == 2
-    assert [codec.decode(type(each), json.loads(json.dumps(codec.encode(each)))) == each for each in (play.plan, play.run)] == [True, True]
+    assert [
+        codec.decode(type(each), json.loads(json.dumps(codec.encode(each)))) == each
+        for each in (play.plan, play.run)
+    ] == [True, True]
     reformed(play)
-    assert step(play, 9, losses[8]).endswith("than that after step 2, so step 8 is the last") and play.run.enough == 8
-    assert enough({Version(at, 1): Loss(loss) for at, loss in losses.items()}, 3, 0.0) == 8, "a start finds the same in the metrics"
+    assert (
+        step(play, 9, losses[8]).endswith("than that after step 2, so step 8 is the last")
+        and play.run.enough == 8
+    )
+    assert enough({Version(at, 1): Loss(loss) for at, loss in losses.items()}, 3, 0.0) == 8, (
+        "a start finds the same in the metrics"
+    )
 
 
 def test_a_run_without_patience_ends_with_the_checkpoint_of_the_validation() -> None:
     """L1: two validations in a row are no better.  The world trains on until that checkpoint is there.
 
-    A worker is lost meanwhile, so a validation is told again: it is not counted twice.  The control has more patience.
+    A worker is lost meanwhile, so a validation is told again: it is not counted twice.  The control has more
+    patience.
     """
     for patience in (2, 3):
         play = stepping(2, save_every=2, patience=patience)
@@ -200,13 +239,21 @@ def test_a_run_without_patience_ends_with_the_checkpoint_of_the_validation() -> 
         step(play, 6)
         said = step(play, 7, 2.0)
         assert (play.run.enough, isinstance(play.run.state, Running)) == (6 if patience == 2 else 0, True)
-        why = "; validation.patience = 2: no validation is better than that after step 2, so step 6 is the last"
+        why = (
+            "; validation.patience = 2: no validation is better than that after step 2, so step 6 is the last"
+        )
         assert said.endswith(why if patience == 2 else "the best is 2 after step 2")
         run = codec.decode(type(play.run), json.loads(json.dumps(codec.encode(play.run))))
-        assert run.enough == play.run.enough and ("enough" in codec.encode(run)) == (patience == 2), "an older version reads the control"
+        assert run.enough == play.run.enough and ("enough" in codec.encode(run)) == (patience == 2), (
+            "an older version reads the control"
+        )
         play.save(Version(6, 2), "w2")
         if patience == 3:
             assert isinstance(play.run.state, Running)
             continue
-        assert play.last.reason.endswith("the last checkpoint, of step 6, is in the bucket: stop generation 2 of 1 worker")
-        assert play.answer("w2", Version(7, 2)).endswith("finished at step 6") and isinstance(play.run.state, Finished)
+        assert play.last.reason.endswith(
+            "the last checkpoint, of step 6, is in the bucket: stop generation 2 of 1 worker"
+        )
+        assert play.answer("w2", Version(7, 2)).endswith("finished at step 6") and isinstance(
+            play.run.state, Finished
+        )

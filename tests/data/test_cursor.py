@@ -23,7 +23,9 @@ sizes = st.integers(1, 60)
 def dumb_stream(cursor: Cursor, positions: int) -> list[int]:
     """Returns the samples at the first ``positions``, written out epoch after epoch."""
     epochs = -(-positions // cursor.samples)
-    return [cursor.at(epoch * cursor.samples + slot) for epoch in range(epochs) for slot in range(cursor.samples)][:positions]
+    return [
+        cursor.at(epoch * cursor.samples + slot) for epoch in range(epochs) for slot in range(cursor.samples)
+    ][:positions]
 
 
 @pytest.mark.parametrize("count", [*range(1, 130), 255, 256, 257, 1000, 4099])
@@ -36,7 +38,11 @@ def test_a_hash_is_that_of_the_library_however_often_it_is_asked() -> None:
     asked = [(key, tweak, value) for value in (0, 7, 2**40) for tweak in (0, 3) for key in (b"one", b"two")]
     for key, tweak, value in 2 * asked:
         judge = hashlib.blake2b(value.to_bytes(8, "little"), key=key, salt=bytes([tweak, 0]), digest_size=16)
-        assert _hash(key, tweak, value) == int.from_bytes(judge.digest(), "little") != _hash(key, tweak + 1, value)
+        assert (
+            _hash(key, tweak, value)
+            == int.from_bytes(judge.digest(), "little")
+            != _hash(key, tweak + 1, value)
+        )
 
 
 def test_seeking_far_costs_nothing() -> None:
@@ -47,7 +53,9 @@ def test_seeking_far_costs_nothing() -> None:
 
 @given(sizes, sizes, st.integers(1, 5))
 def test_n_epochs_consume_every_sample_exactly_n_times(samples: int, global_batch: int, epochs: int) -> None:
-    """A11, A2: the id histogram is flat whenever the steps end at the end of an epoch, and never differs by more than one."""
+    """A11, A2: the id histogram is flat whenever the steps end at the end of an epoch, and never differs by
+    more than one.
+    """
     cursor = Cursor(samples, global_batch, seed=3)
     steps = -(-epochs * samples // global_batch)
     consumed = [sample for step in range(1, steps + 1) for sample in cursor.ids(step)]
@@ -58,15 +66,21 @@ def test_n_epochs_consume_every_sample_exactly_n_times(samples: int, global_batc
 
 @settings(max_examples=40)
 @given(sizes, sizes, st.sampled_from(SAMPLINGS), st.randoms(use_true_random=False))
-def test_ids_are_a_function_of_the_step(samples: int, global_batch: int, sampling: str, rng: random.Random) -> None:
-    """A2: asked in any order, by anybody, in whatever pieces, a step has the same samples: those of the stream written out."""
+def test_ids_are_a_function_of_the_step(
+    samples: int, global_batch: int, sampling: str, rng: random.Random
+) -> None:
+    """A2: asked in any order, by anybody, in whatever pieces, a step has the same samples: those of the
+    stream written out.
+    """
     stream = dumb_stream(Cursor(samples, global_batch, 7, sampling), 5 * global_batch)
     for step in rng.sample(range(1, 6), 5):
         cursor = Cursor(samples, global_batch, 7, sampling)
         expected = tuple(stream[(step - 1) * global_batch : step * global_batch])
         assert cursor.ids(step) == expected
         for microbatch in (size for size in range(1, global_batch + 1) if global_batch % size == 0):
-            parts = [cursor.microbatch_ids(step, index, microbatch) for index in range(global_batch // microbatch)]
+            parts = [
+                cursor.microbatch_ids(step, index, microbatch) for index in range(global_batch // microbatch)
+            ]
             assert tuple(itertools.chain(*parts)) == expected
 
 
@@ -81,16 +95,29 @@ def test_ids_are_for_ever() -> None:
     """A run that is resumed with a later version of this code must go on with the same samples."""
     assert Cursor(1000, 8, seed=1).ids(1) == (152, 718, 116, 527, 579, 529, 965, 337)
     assert Cursor(1000, 8, seed=1).ids(126) == (147, 93, 206, 774, 14, 601, 467, 370)
-    assert Cursor(1000, 8, seed=1, sampling="with_replacement").ids(1) == (469, 253, 782, 288, 138, 43, 194, 960)
+    assert Cursor(1000, 8, seed=1, sampling="with_replacement").ids(1) == (
+        469,
+        253,
+        782,
+        288,
+        138,
+        43,
+        194,
+        960,
+    )
 
 
 # ---- randomness: chi-square, for fixed keys
 
 
 def chi_square(found: Counter[object], cells: int) -> float:
-    """Returns how far the counts are from equal, in standard deviations of a chi-square of ``cells`` - 1 degrees of freedom."""
+    """Returns how far the counts are from equal, in standard deviations of a chi-square of ``cells`` - 1
+    degrees of freedom.
+    """
     expected = sum(found.values()) / cells
-    value = sum((count - expected) ** 2 / expected for count in found.values()) + expected * (cells - len(found))
+    value = sum((count - expected) ** 2 / expected for count in found.values()) + expected * (
+        cells - len(found)
+    )
     return (value - (cells - 1)) / (2 * (cells - 1)) ** 0.5
 
 
@@ -100,7 +127,9 @@ def orders(count: int, times: int, order: Callable[[int, bytes], int]) -> Counte
 
 @pytest.mark.parametrize(("count", "possible"), [(2, 2), (3, 6), (4, 24), (5, 120)])
 def test_all_orders_of_a_few_samples_are_equally_likely(count: int, possible: int) -> None:
-    assert chi_square(orders(count, 25 * possible, lambda slot, key: permuted(slot, count, key)), possible) < 4
+    assert (
+        chi_square(orders(count, 25 * possible, lambda slot, key: permuted(slot, count, key)), possible) < 4
+    )
 
 
 def test_a_mere_rotation_would_be_noticed() -> None:
@@ -134,7 +163,10 @@ def test_with_replacement_draws_evenly_and_repeats() -> None:
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"samples": 0, "global_batch": 1, "seed": 0}, "samples = 0 and global_batch = 1 must both be at least 1"),
+        (
+            {"samples": 0, "global_batch": 1, "seed": 0},
+            ("samples = 0 and global_batch = 1 must both be at least 1"),
+        ),
         (
             {"samples": 1, "global_batch": 1, "seed": 0, "sampling": "stream"},
             "'stream' must be one of permutation, with_replacement",
@@ -151,8 +183,12 @@ def test_bad_settings_are_refused(settings: dict[str, int], sentence: str) -> No
 def test_avoided_samples_are_replaced_from_their_step_on_and_nothing_else_moves(
     samples: int, batch: int, sampling: str, data: st.DataObject
 ) -> None:
-    """The control is a cursor that avoids nothing: it reads every other position alike, and the avoided samples too."""
-    avoided = data.draw(st.dictionaries(st.integers(0, samples - 1), st.integers(1, 12), min_size=1, max_size=samples - 1))
+    """The control is a cursor that avoids nothing: it reads every other position alike, and the avoided
+    samples too.
+    """
+    avoided = data.draw(
+        st.dictionaries(st.integers(0, samples - 1), st.integers(1, 12), min_size=1, max_size=samples - 1)
+    )
     plain, cursor = (Cursor(samples, batch, 3, sampling) for _ in range(2))
     cursor.avoid(avoided)
     for step in range(1, 15):
@@ -172,20 +208,28 @@ def mixture(sizes: tuple[int, ...]) -> Cursor:
 
 @settings(max_examples=40)
 @given(st.lists(st.integers(2, 30), min_size=2, max_size=4), st.data())
-def test_g1_a_sample_of_a_mixture_is_replaced_from_its_own_part(lengths: list[int], data: st.DataObject) -> None:
-    """G1: so each part keeps its turns, in every step, whatever is avoided of it.  The control: samples that earlier versions put into
-    quarantine are replaced as then, by the formula written once more, and the turns are others.
+def test_g1_a_sample_of_a_mixture_is_replaced_from_its_own_part(
+    lengths: list[int], data: st.DataObject
+) -> None:
+    """G1: so each part keeps its turns, in every step, whatever is avoided of it.  The control: samples that
+    earlier versions put into quarantine are replaced as then, by the formula written once more, and the turns
+    are others.
     """
     ends = [*accumulate(lengths)]
     of = {sample: part for part, end in enumerate(ends) for sample in range(end - lengths[part], end)}
     kept = {data.draw(st.integers(end - size, end - 1)) for size, end in zip(lengths, ends, strict=True)}
-    avoided = {each: data.draw(st.integers(1, 6)) for each in data.draw(st.sets(st.integers(0, ends[-1] - 1), min_size=1)) - kept}
+    avoided = {
+        each: data.draw(st.integers(1, 6))
+        for each in data.draw(st.sets(st.integers(0, ends[-1] - 1), min_size=1)) - kept
+    }
     old = {each for each in avoided if data.draw(st.booleans())}
     plain, cursor, before = (mixture(tuple(lengths)) for _ in range(3))
     cursor.avoid(avoided)
     before.avoid(avoided, old)
     for step in range(1, 9):
-        for place, (drawn, own, any_) in enumerate(zip(plain.ids(step), cursor.ids(step), before.ids(step), strict=True)):
+        for place, (drawn, own, any_) in enumerate(
+            zip(plain.ids(step), cursor.ids(step), before.ids(step), strict=True)
+        ):
             if step < avoided.get(drawn, 99):
                 assert own == any_ == drawn
                 continue
@@ -193,13 +237,16 @@ def test_g1_a_sample_of_a_mixture_is_replaced_from_its_own_part(lengths: list[in
             if drawn not in old:
                 assert any_ == own
                 continue
-            drafts = (_hash(_key(3, "instead", 12 * (step - 1) + place), 0, attempt) % ends[-1] for attempt in count())
+            drafts = (
+                _hash(_key(3, "instead", 12 * (step - 1) + place), 0, attempt) % ends[-1]
+                for attempt in count()
+            )
             assert any_ == next(each for each in drafts if step < avoided.get(each, 99))
 
 
 def test_g1_the_shares_of_a_mixture_stay_exact_beside_a_quarantine() -> None:
-    """G1: half of the smallest part is avoided, and each part still has its turns to the sample.  The control: replaced from the whole
-    pool, the part loses nearly half of its turns.
+    """G1: half of the smallest part is avoided, and each part still has its turns to the sample.  The
+    control: replaced from the whole pool, the part loses nearly half of its turns.
     """
     turns = []
     for anywhere in ((), range(10)):
@@ -207,7 +254,9 @@ def test_g1_the_shares_of_a_mixture_stay_exact_beside_a_quarantine() -> None:
         cursor.avoid(dict.fromkeys(range(10), 1), anywhere)
         ids = [sample for step in range(1, 101) for sample in cursor.ids(step)]
         assert not set(ids) & {*range(10)}
-        turns.append([sum(low <= each < high for each in ids) for low, high in ((0, 20), (20, 120), (120, 420))])
+        turns.append(
+            [sum(low <= each < high for each in ids) for low, high in ((0, 20), (20, 120), (120, 420))]
+        )
     assert turns[0] == [200, 400, 600] and turns[1][0] < 120
 
 
@@ -216,5 +265,7 @@ def test_replacements_differ_by_position_and_are_sorted_by_length_like_others() 
     before = cursor.ids(1)
     cursor.avoid(dict.fromkeys(before[:10], 1))
     after = cursor.ids(1)
-    assert not set(before[:10]) & set(after) and [each % 7 for each in after] == sorted((each % 7 for each in after), reverse=True)
+    assert not set(before[:10]) & set(after) and [each % 7 for each in after] == sorted(
+        (each % 7 for each in after), reverse=True
+    )
     assert len(set(after) - set(before)) > 1

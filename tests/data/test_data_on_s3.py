@@ -34,7 +34,9 @@ def dataset(moto_bucket: S3) -> S3:
     return store
 
 
-def test_from_a_bucket_to_a_bucket_into_samples(swift: Swift, swift_bucket: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_from_a_bucket_to_a_bucket_into_samples(
+    swift: Swift, swift_bucket: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A real server, found by the node's own settings: the dataset is the one that a folder gives."""
     enter(monkeypatch, swift)
     source, out = below(swift_bucket), below(swift_bucket)
@@ -61,7 +63,9 @@ def test_what_goes_wrong_on_the_way_is_fetched_again(unruly: Unruly, dataset: S3
     files = TokenFiles(dataset)
     unruly.behave()
     unruly.when("GET", fault, times=1)  # type: ignore[arg-type]
-    assert files.rows(range(0, 10000, 500), 200).tolist() == [ROW[first : first + 200] for first in range(0, 10000, 500)]
+    assert files.rows(range(0, 10000, 500), 200).tolist() == [
+        ROW[first : first + 200] for first in range(0, 10000, 500)
+    ]
 
 
 def test_a_flipped_bit_in_the_bucket_is_named_and_never_read(dataset: S3) -> None:

@@ -50,10 +50,25 @@ FORMAT_1 = Path(__file__).parent / "format_1"
 
 def test_the_description_names_every_file_with_its_size_and_digest(store: ObjectStore) -> None:
     """Any tool can check a dataset with what is in dataset.json."""
-    write_dataset(store, [("a", tokenize(b"x" * 1000)), ("b", tokenize(b"y" * 500))], BYTES, shard_tokens=400, block_bytes=300)
+    write_dataset(
+        store,
+        [("a", tokenize(b"x" * 1000)), ("b", tokenize(b"y" * 500))],
+        BYTES,
+        shard_tokens=400,
+        block_bytes=300,
+    )
     described = json.loads(store.get(DESCRIPTION))
-    assert (described["format"], described["tokenizer"], described["vocabulary"], described["tokens"]) == (2, "bytes", 257, 1502)
-    assert (described["dtype"], described["end_of_document"], described["block_bytes"]) == ("uint16", END, 300)
+    assert (described["format"], described["tokenizer"], described["vocabulary"], described["tokens"]) == (
+        2,
+        "bytes",
+        257,
+        1502,
+    )
+    assert (described["dtype"], described["end_of_document"], described["block_bytes"]) == (
+        "uint16",
+        END,
+        300,
+    )
     assert [file["name"] for file in described["files"]] == [f"tokens-0000{n}.bin" for n in range(4)]
     assert [file["size"] for file in described["files"]] == [800, 800, 800, 604]
     blocks = []
@@ -62,7 +77,9 @@ def test_the_description_names_every_file_with_its_size_and_digest(store: Object
         assert (len(raw), blake3(raw).hexdigest()) == (file["size"], file["blake3"])
         blocks += [blake3(raw[at : at + 300]).digest() for at in range(0, len(raw), 300)]
     assert store.get(BLOCKS) == b"".join(blocks[: 4 * 3])
-    assert store.list() == sorted([DESCRIPTION, DOCUMENTS, BLOCKS, *(file["name"] for file in described["files"])])
+    assert store.list() == sorted(
+        [DESCRIPTION, DOCUMENTS, BLOCKS, *(file["name"] for file in described["files"])]
+    )
 
 
 @settings(max_examples=60)
@@ -85,7 +102,9 @@ def test_any_rows_of_any_dataset_equal_the_array(
     cache: int,
     data: st.DataObject,
 ) -> None:
-    """Rows equal those of a plain array, wherever documents, files and blocks are cut, and however few blocks are kept."""
+    """Rows equal those of a plain array, wherever documents, files and blocks are cut, and however few blocks
+    are kept.
+    """
     coding = WIDE if wide else Coding("narrow", 2**16, 0)
     store = ObjectStore.open(str(tmp_path_factory.mktemp("x") / "dataset")) if local else memory()
     description = write_dataset(store, numbered(*texts), coding, shard, block * coding.dtype.itemsize)
@@ -141,7 +160,13 @@ def test_a_block_spoiled_on_its_way_is_fetched_again_and_a_wrong_one_is_never_re
     plain = memory()
     write_dataset(plain, [("a", tokenize(b"x" * 999))], BYTES, block_bytes=200)
     assert TokenFiles(Counting(plain, spoiled=1)).read(0, 100).tolist() == [ord("x")] * 100
-    with pytest.raises(Damaged, match=r"tokens-00000\.bin, block 1 \(bytes 200 to 400\), is damaged: expected blake3"):
+    with pytest.raises(
+        Damaged,
+        match=(
+            r"tokens-00000\.bin, block 1 \(bytes 200 to 400\), is damaged: "
+            r"expected blake3"
+        ),
+    ):
         TokenFiles(Counting(plain, spoiled=2)).read(150, 160)
 
 
@@ -149,7 +174,9 @@ def test_a_block_spoiled_on_its_way_is_fetched_again_and_a_wrong_one_is_never_re
 
 
 class Lost(Forwarding):
-    """A store that a writer cannot reach any more after some writes: what it has written stays, as after a kill."""
+    """A store that a writer cannot reach any more after some writes: what it has written stays, as after a
+    kill.
+    """
 
     def __init__(self, of: ObjectStore, writes: int) -> None:
         super().__init__(of)
@@ -177,8 +204,12 @@ DEFINED = replace(BYTES, definition=b"{}")
 
 
 @pytest.mark.parametrize("writes", range(8))
-def test_what_is_left_of_a_killed_preparation_is_no_dataset_and_is_overwritten(store: ObjectStore, writes: int) -> None:
-    """The next writer goes on, wherever this one was killed.  One that fails leaves nothing, not even of the one before."""
+def test_what_is_left_of_a_killed_preparation_is_no_dataset_and_is_overwritten(
+    store: ObjectStore, writes: int
+) -> None:
+    """The next writer goes on, wherever this one was killed.  One that fails leaves nothing, not even of the
+    one before.
+    """
     first, second = [("a", tokenize(b"x" * 1000))], [("a", tokenize(b"x" * 100)), ("b", tokenize(b"y"))]
     with pytest.raises(Unavailable):
         write_dataset(Lost(store, writes), first, DEFINED, shard_tokens=400)
@@ -200,7 +231,9 @@ def test_what_is_left_of_a_killed_preparation_is_no_dataset_and_is_overwritten(s
     assert BEGUN not in store.list()
 
 
-@pytest.mark.parametrize("name", ["documents.parquet", "tokenizer.json", "blocks.b3", "tokens-00000.bin", "tokens-100000.bin"])
+@pytest.mark.parametrize(
+    "name", ["documents.parquet", "tokenizer.json", "blocks.b3", "tokens-00000.bin", "tokens-100000.bin"]
+)
 def test_a_file_of_somebody_else_is_neither_overwritten_nor_removed(store: ObjectStore, name: str) -> None:
     """The control: files with other names do no harm, and stay."""
     store.put(name, b"mine")
@@ -242,7 +275,9 @@ def test_whoever_describes_a_dataset_first_wins(store: ObjectStore) -> None:
     assert len(store.list()) == 4
 
 
-def test_the_index_of_many_documents_is_written_in_pieces(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_index_of_many_documents_is_written_in_pieces(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(datasets, "INDEX_ROWS", 3)
     write_dataset(store, numbered(*([n] * n for n in range(1, 9))), BYTES)
     table = pq.ParquetFile(io.BytesIO(store.get(DOCUMENTS)))
@@ -278,16 +313,30 @@ def test_one_flipped_bit_is_found_in_its_block_and_nowhere_else(store: ObjectSto
     for good in {*range(10)} - {block}:
         files.read(good * 100, good * 100 + 1)
     for _ in range(2):  # it does not become good by having been looked at
-        with pytest.raises(Damaged, match=rf"tokens-00000\.bin, block {block} \(bytes {block * 200} to {block * 200 + 200}\), is damaged"):
+        with pytest.raises(
+            Damaged,
+            match=(
+                rf"tokens-00000\.bin, block {block} \(bytes {block * 200} to "
+                rf"{block * 200 + 200}\), is damaged"
+            ),
+        ):
             files.rows([0, block * 100], 1)
 
 
 def test_a_damaged_dataset_is_an_error_of_the_data_and_not_of_a_checkpoint(store: ObjectStore) -> None:
-    """The loop would take ``Damaged`` to mean the checkpoint that the world was healed from, and would put that checkpoint away."""
+    """The loop would take ``Damaged`` to mean the checkpoint that the world was healed from, and would put
+    that checkpoint away.
+    """
     write_dataset(store, [("a", tokenize(b"x" * 999))], BYTES)
     store.put("tokens-00000.bin", bytes(2000))
     loader = Loader(TokenDataset(store.url, 9), Cursor(111, 4, seed=0), microbatch=2)
-    with pytest.raises(DataError, match=r"^data\.dataset: samples \[.*\] cannot be read: Damaged: .*tokens-00000\.bin, block 0 "):
+    with pytest.raises(
+        DataError,
+        match=(
+            r"^data\.dataset: samples \[.*\] cannot be read: Damaged: "
+            r".*tokens-00000\.bin, block 0 "
+        ),
+    ):
         list(loader.microbatches(1, 0, Deal(2, 1, (None,))))
     loader.close()
 
@@ -299,12 +348,21 @@ def test_digests_that_are_not_the_ones_written_are_found(store: ObjectStore) -> 
         TokenFiles(store)
 
 
-WHOLE = Description("bytes", 257, 9, 1, (File("tokens-00000.bin", 18, "d"),), File("documents.parquet", 9, "e")).to_json()
+WHOLE = Description(
+    "bytes", 257, 9, 1, (File("tokens-00000.bin", 18, "d"),), File("documents.parquet", 9, "e")
+).to_json()
 
 
 @pytest.mark.parametrize(
     "raw",
-    [b"", b"\xff", WHOLE[:-1], WHOLE[: len(WHOLE) // 2], WHOLE.replace(b'"format"', b'"gormat"'), WHOLE.replace(b'"files"', b'"fales"')],
+    [
+        b"",
+        b"\xff",
+        WHOLE[:-1],
+        WHOLE[: len(WHOLE) // 2],
+        WHOLE.replace(b'"format"', b'"gormat"'),
+        WHOLE.replace(b'"files"', b'"fales"'),
+    ],
 )
 def test_a_description_that_cannot_be_read_is_damaged(raw: bytes) -> None:
     """Cut short, or with a wrong letter.  The control is the whole one."""
@@ -313,13 +371,24 @@ def test_a_description_that_cannot_be_read_is_damaged(raw: bytes) -> None:
         Description.from_json(raw, "here/dataset.json")
 
 
-FOREIGN = [b"[]", b'"x"', b"7", b"{}", b'{"format": 1}', b'{"format": "csv", "files": ["a.csv"]}', b'{"name": "x", "license": "MIT"}']
+FOREIGN = [
+    b"[]",
+    b'"x"',
+    b"7",
+    b"{}",
+    b'{"format": 1}',
+    b'{"format": "csv", "files": ["a.csv"]}',
+    b'{"name": "x", "license": "MIT"}',
+]
 
 
 @pytest.mark.parametrize("raw", FOREIGN)
 def test_json_of_another_program_is_no_damaged_dataset(tmp_path: Path, raw: bytes) -> None:
     """The commands that train, look and prepare say the same, and the file stays as it is."""
-    said = r"dataset\.json does not describe a dataset of Elastic: it is JSON of another program; `elastic data prepare SOURCE FOLDER` "
+    said = (
+        r"dataset\.json does not describe a dataset of Elastic: it is JSON of another program; `elastic "
+        r"data prepare SOURCE FOLDER` "
+    )
     put, text = tmp_path / "dataset.json", tmp_path / "text.txt"
     put.write_bytes(raw)
     text.write_text("some text")
@@ -329,11 +398,16 @@ def test_json_of_another_program_is_no_damaged_dataset(tmp_path: Path, raw: byte
         show(str(tmp_path))
     with pytest.raises(BadFormat, match=said):
         prepare(text, str(tmp_path))
-    assert put.read_bytes() == raw and {each.name for each in tmp_path.iterdir()} == {"dataset.json", "text.txt"}
+    assert put.read_bytes() == raw and {each.name for each in tmp_path.iterdir()} == {
+        "dataset.json",
+        "text.txt",
+    }
 
 
 @pytest.mark.parametrize("change", [{"dtype": "uint32"}, {"block_bytes": 3}])
-def test_a_description_that_contradicts_itself_is_damaged(store: ObjectStore, change: dict[str, object]) -> None:
+def test_a_description_that_contradicts_itself_is_damaged(
+    store: ObjectStore, change: dict[str, object]
+) -> None:
     write_dataset(store, [("a", tokenize(b"x"))], BYTES)
     store.put(DESCRIPTION, json.dumps({**json.loads(store.get(DESCRIPTION)), **change}).encode())
     with pytest.raises(Damaged, match=r"dataset\.json is damaged: .* for a vocabulary of 257"):
@@ -344,7 +418,13 @@ def test_a_format_of_the_future_is_refused_by_number(store: ObjectStore) -> None
     write_dataset(store, [("a", tokenize(b"x" * 99))], BYTES)
     value = json.loads(store.get(DESCRIPTION))
     store.put(DESCRIPTION, json.dumps({**value, "format": 3}).encode())
-    with pytest.raises(BadFormat, match=r"dataset\.json has format 3, but this release reads 1 and 2: install a newer release"):
+    with pytest.raises(
+        BadFormat,
+        match=(
+            r"dataset\.json has format 3, but this release reads 1 and 2: "
+            r"install a newer release"
+        ),
+    ):
         TokenFiles(store)
     with pytest.raises(DataError, match=r"^data\.args\.path = .*has format 3"):
         TokenDataset(store.url, 8)
@@ -362,7 +442,9 @@ def test_format_1_is_read_for_ever_and_checked(tmp_path: Path) -> None:
     assert files.description.fingerprint == "f2fcf07f89c55f9605b2522bd68debc4c9f0cb0aafee7e970e43aa94d0eb3315"
     assert show(str(FORMAT_1))["as text"].startswith("'Ä dataset of 2026.read")
 
-    again = write_dataset(files.store, [("a.txt", tokenize(texts[0])), ("b.txt", tokenize(texts[1]))], BYTES, shard_tokens=20)
+    again = write_dataset(
+        files.store, [("a.txt", tokenize(texts[0])), ("b.txt", tokenize(texts[1]))], BYTES, shard_tokens=20
+    )
     assert again == files.description, "the same text again is the same dataset, left as it is"
 
     store = ObjectStore.open(str(shutil.copytree(FORMAT_1, tmp_path / "copy")))

@@ -1,4 +1,6 @@
-"""A packed sample tells which document each token belongs to, as the writer noted the borders in documents.parquet."""
+"""A packed sample tells which document each token belongs to, as the writer noted the borders in
+documents.parquet.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ ENDS = {"z1.txt": "it says <|endoftext|> and goes on", "z2.txt": "", "z3.txt": "
 
 
 def noted(url: str) -> list[int]:
-    """Returns the document of each token of a dataset, by the first tokens and the lengths that its index has."""
+    """Returns the document of each token of a dataset, by the first tokens and the lengths that its index
+    has.
+    """
     index = pq.read_table(io.BytesIO(ObjectStore.open(url).get(DOCUMENTS))).to_pylist()
     return [number for number, row in enumerate(index) for _ in range(row["length"])]
 
@@ -43,7 +47,9 @@ def test_documents_are_those_of_the_index(tmp_path: Path, seq_len: int, bpe: int
 
 
 def test_a_border_at_the_end_of_a_sample(store: ObjectStore) -> None:
-    """The token that ends a document is asked for by the sample before the border, and is alone in its document in the next one."""
+    """The token that ends a document is asked for by the sample before the border, and is alone in its
+    document in the next one.
+    """
     write_dataset(store, numbered([1, 2, 3, END], [4, END], [END], [5, 6, END]), BYTES)
     batch = TokenDataset(store.url, 3, documents=True).read((0, 1, 2))
     assert batch["tokens"].tolist() == [[1, 2, 3, END], [END, 4, END, END], [END, 5, 6, END]]
@@ -51,9 +57,13 @@ def test_a_border_at_the_end_of_a_sample(store: ObjectStore) -> None:
 
 
 def test_asking_for_documents_changes_the_fingerprint(store: ObjectStore) -> None:
-    """It changes what is trained, so a run that has begun refuses it; without it the fingerprint is the old one."""
+    """It changes what is trained, so a run that has begun refuses it; without it the fingerprint is the old
+    one.
+    """
     write_dataset(store, numbered([1, 2, 3, END]), BYTES)
-    plain, packed = (TokenDataset(store.url, 3, documents=documents).fingerprint() for documents in (False, True))
+    plain, packed = (
+        TokenDataset(store.url, 3, documents=documents).fingerprint() for documents in (False, True)
+    )
     assert plain == TokenDataset(store.url, 3).fingerprint() != packed
     with pytest.raises(DataError, match=r"^data\.args\.documents = 'no' must be true or false$"):
         TokenDataset(store.url, 3, documents="no")  # type: ignore[arg-type]

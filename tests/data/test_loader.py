@@ -84,7 +84,11 @@ def cursor(samples: int = 1000, global_batch: int = 12) -> Cursor:
 
 @contextmanager
 def loading(
-    dataset: Numbers, where: Cursor, microbatch: int = 2, prefetch: int = 2, clock: Callable[[], float] = time.monotonic
+    dataset: Numbers,
+    where: Cursor,
+    microbatch: int = 2,
+    prefetch: int = 2,
+    clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[Loader]:
     """Yields a loader, and checks that it leaves no thread behind."""
     before = set(threading.enumerate())
@@ -102,7 +106,9 @@ def loading(
 def test_the_ranks_of_any_world_read_the_step_and_nothing_else(
     microbatches: int, microbatch: int, data_ranks: int, prefetch: int, first_step: int
 ) -> None:
-    """B2, R14: over the ranks, the union of a step's ids is the global batch, and each position is read by one rank only."""
+    """B2, R14: over the ranks, the union of a step's ids is the global batch, and each position is read by
+    one rank only.
+    """
     where = cursor(global_batch=microbatches * microbatch)
     parts: dict[tuple[int, int], Ids] = {}
     for rank in range(data_ranks):
@@ -146,7 +152,9 @@ def test_samples_that_are_avoided_are_not_used_although_they_were_read_ahead() -
             rounds = [*loader.microbatches(2, 0, deal(loader, 1))]
         seen = [sample for _, _, ids, _ in rounds for sample in ids]
         assert [sample for _, _, _, batch in rounds for sample in plain(batch)["tokens"]] == seen
-        assert [place for place, (a, b) in enumerate(zip(seen, ahead, strict=True)) if a != b] == ([3] if avoids else [])
+        assert [place for place, (a, b) in enumerate(zip(seen, ahead, strict=True)) if a != b] == (
+            [3] if avoids else []
+        )
 
 
 def test_nothing_is_read_twice_when_steps_follow_each_other() -> None:
@@ -167,18 +175,24 @@ def test_without_prefetch_there_is_no_thread() -> None:
 
 
 def test_a_world_that_breaks_in_the_middle_of_a_step_is_followed_by_any_other() -> None:
-    """The loader leaves a step after two of three rounds, reads it in a world of 3, then the step before, then the first place again."""
+    """The loader leaves a step after two of three rounds, reads it in a world of 3, then the step before,
+    then the first place again.
+    """
     dataset, where = Numbers(), cursor()
     with loading(dataset, where) as loader:
         broken = loader.microbatches(4, 0, deal(loader, 2))
         next(broken), next(broken)
         for step, rank, ranks in ((4, 2, 3), (3, 0, 1), (4, 0, 2), (5, 0, 2), (5, 0, 2)):
             found = [plain(batch) for _, _, _, batch in loader.microbatches(step, rank, deal(loader, ranks))]
-            assert found == [{"tokens": list(where.microbatch_ids(step, index, 2))} for index in range(rank, 6, ranks)]
+            assert found == [
+                {"tokens": list(where.microbatch_ids(step, index, 2))} for index in range(rank, 6, ranks)
+            ]
 
 
 def test_a_step_that_is_taken_up_again_goes_on_where_it_was() -> None:
-    """The step after it is complete too: a seek into the middle of a step must not skip anything of the next one."""
+    """The step after it is complete too: a seek into the middle of a step must not skip anything of the next
+    one.
+    """
     dataset, where = Numbers(), cursor()
     with loading(dataset, where) as loader:
         first = loader.microbatches(1, 0, deal(loader, 2))
@@ -202,7 +216,9 @@ def test_aiming_elsewhere_does_not_wait_for_the_read_that_is_going_on() -> None:
         assert [index for _, index, _, _ in loader.microbatches(9, 1, deal(loader, 3))] == [1, 4]
         dataset.wait_for(1 + 2 + 4)
     wanted = [where.microbatch_ids(step, index, 2) for step in (9, 10, 11, 12) for index in (1, 4)]
-    assert dataset.reads[1:] == wanted[: len(dataset.reads) - 1], "of the old place nothing more than the read that had begun"
+    assert dataset.reads[1:] == wanted[: len(dataset.reads) - 1], (
+        "of the old place nothing more than the read that had begun"
+    )
 
 
 @pytest.mark.parametrize("bad", [0, 3])
@@ -218,7 +234,10 @@ def test_what_the_dataset_raises_names_the_samples_where_they_are_used(prefetch:
             next(step)
         with pytest.raises(DataError) as failed:
             next(step)
-        said = f"data.dataset: samples {list(ids)} cannot be read: OSError: sector {ids[1]} (in {__file__}, line "
+        said = (
+            f"data.dataset: samples {list(ids)} cannot be read: OSError: sector {ids[1]} (in {__file__}, "
+            "line "
+        )
         assert str(failed.value).startswith(said)
         assert isinstance(failed.value.__cause__, OSError)
         assert str(pickle.loads(pickle.dumps(failed.value))) == str(failed.value)
@@ -306,7 +325,9 @@ class Clock:
 
 
 class Timed(Numbers):
-    """Each read takes 3 seconds of ``clock``.  They begin once the clock was asked, which is when somebody waits."""
+    """Each read takes 3 seconds of ``clock``.  They begin once the clock was asked, which is when somebody
+    waits.
+    """
 
     def __init__(self, clock: Clock) -> None:
         super().__init__()
@@ -325,7 +346,9 @@ def test_the_time_that_callers_wait_is_counted(prefetch: int, pause_s: int) -> N
     clock = Clock()
     with loading(Timed(clock), cursor(), prefetch=prefetch, clock=clock) as loader:
         loader.read((1, 2))
-        assert loader.waited_s == 3 and clock.asked.acquire(timeout=DEADLINE_S), "the clock was asked once more, when the wait was over"
+        assert loader.waited_s == 3 and clock.asked.acquire(timeout=DEADLINE_S), (
+            "the clock was asked once more, when the wait was over"
+        )
         clock.now += pause_s
         loader.read((3, 4))
         assert loader.waited_s == 6 and clock.now == 106 + pause_s

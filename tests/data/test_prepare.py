@@ -1,4 +1,6 @@
-"""Text, JSON lines and parquet become samples: every token comes back, and each input that cannot work gives one sentence."""
+"""Text, JSON lines and parquet become samples: every token comes back, and each input that cannot work gives
+one sentence.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,9 @@ def test_every_byte_of_every_document_comes_back(folder: Path, store: ObjectStor
         assert blake3(tokens.tobytes()).hexdigest() == each["blake3"]
     assert (summary.documents, summary.tokens, summary.files) == (len(TEXTS), len(row), 1)
     assert str(summary).startswith(f"5 documents, {len(row)} tokens in 1 file, vocabulary 257: ")
-    assert str(replace(summary, documents=1, held_out=replace(summary, documents=1))).count("1 document, ") == 2
+    assert (
+        str(replace(summary, documents=1, held_out=replace(summary, documents=1))).count("1 document, ") == 2
+    )
 
 
 MIXED = {
@@ -80,7 +84,20 @@ MIXED = {
     "g.txt.bz2": bz2.compress(b"ten"),
     "h.jsonl": jsonl({"text": "eleven"}).rstrip(),
 }
-MIXED_TEXTS = ["one", "zwei \u00e4", "", "three", "four", "five", "six", "seven", "eight", "nine\n", "ten", "eleven"]
+MIXED_TEXTS = [
+    "one",
+    "zwei \u00e4",
+    "",
+    "three",
+    "four",
+    "five",
+    "six",
+    "seven",
+    "eight",
+    "nine\n",
+    "ten",
+    "eleven",
+]
 MIXED_NAMES = ["a.jsonl:1", "a.jsonl:2", "a.jsonl:4", "b.jsonl.gz:1", "b.jsonl.gz:2", "c.jsonl.zst:1"]
 MIXED_NAMES += [f"d/e.parquet:{n}" for n in (1, 2, 3)] + ["f.txt", "g.txt.bz2", "h.jsonl:1"]
 
@@ -100,12 +117,22 @@ def test_a_folder_of_everything_is_read_in_order(store: ObjectStore) -> None:
 def test_a_bucket_gives_the_dataset_that_a_folder_gives(tmp_path: Path) -> None:
     """Sources and destinations are URLs or folders."""
     local, remote, out = ObjectStore.open(str(tmp_path / "text")), memory(), memory()
-    summaries = [prepare(mixed(source).url, to) for source in (local, remote) for to in (str(tmp_path / f"{source.local}"), out.url)]
+    summaries = [
+        prepare(mixed(source).url, to)
+        for source in (local, remote)
+        for to in (str(tmp_path / f"{source.local}"), out.url)
+    ]
     assert len({summary.fingerprint for summary in summaries}) == 1
-    assert TokenDataset(out.url, 4).read((0, 5))["tokens"].equal(TokenDataset(str(tmp_path / "True"), 4).read((0, 5))["tokens"])
+    assert (
+        TokenDataset(out.url, 4)
+        .read((0, 5))["tokens"]
+        .equal(TokenDataset(str(tmp_path / "True"), 4).read((0, 5))["tokens"])
+    )
 
 
-def test_sources_are_files_and_folders_in_the_order_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sources_are_files_and_folders_in_the_order_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(write_texts(tmp_path, {"b/x.txt": "1", "b/y.txt": "2", "notes": "3", "c.txt": "4"}))
     bucket = memory()
     bucket.put("deep/z.txt", b"5")
@@ -114,11 +141,17 @@ def test_sources_are_files_and_folders_in_the_order_given(tmp_path: Path, monkey
 
 
 def test_the_mark_of_utf8_at_the_beginning_of_a_file_is_no_text(tmp_path: Path) -> None:
-    """Some editors write one.  Within the text it is a letter like any other, and a text of JSON has it if it says so."""
+    """Some editors write one.  Within the text it is a letter like any other, and a text of JSON has it if it
+    says so.
+    """
     put(tmp_path / "a.txt", "first".encode("utf-8-sig"))
     put(tmp_path / "b.txt", "sec\ufeffond".encode())
     put(tmp_path / "c.jsonl", jsonl({"text": "\ufeffthird"}).decode().encode("utf-8-sig"))
-    assert [d.text.decode() for d in documents(text_files([tmp_path]))] == ["first", "sec\ufeffond", "\ufeffthird"]
+    assert [d.text.decode() for d in documents(text_files([tmp_path]))] == [
+        "first",
+        "sec\ufeffond",
+        "\ufeffthird",
+    ]
 
 
 def test_another_field_and_other_suffixes(tmp_path: Path) -> None:
@@ -129,8 +162,14 @@ def test_another_field_and_other_suffixes(tmp_path: Path) -> None:
     assert [d.text for d in documents(text_files([tmp_path], (".log",)))] == [b"log"]
 
 
-@given(st.lists(st.text(st.characters(exclude_categories=["Cs"])), max_size=8), st.integers(1, 3), st.integers(1, 9))
-def test_any_text_is_itself_from_any_format(tmp_path_factory: pytest.TempPathFactory, texts: list[str], rows: int, buffer: int) -> None:
+@given(
+    st.lists(st.text(st.characters(exclude_categories=["Cs"])), max_size=8),
+    st.integers(1, 3),
+    st.integers(1, 9),
+)
+def test_any_text_is_itself_from_any_format(
+    tmp_path_factory: pytest.TempPathFactory, texts: list[str], rows: int, buffer: int
+) -> None:
     """The text is read in pieces as small as one byte or one row."""
     root = tmp_path_factory.mktemp("x")
     lines = jsonl(*({"text": text} for text in texts))
@@ -151,7 +190,9 @@ def test_a_large_parquet_file_is_not_read_whole(tmp_path: Path, monkeypatch: pyt
     store.put("a.parquet", data)
     read: list[int] = []
     get = ObjectStore.get
-    monkeypatch.setattr(ObjectStore, "get", lambda self, key, *place: read.append(len(raw := get(self, key, *place))) or raw)
+    monkeypatch.setattr(
+        ObjectStore, "get", lambda self, key, *place: read.append(len(raw := get(self, key, *place))) or raw
+    )
     found = documents(text_files([store.url]))
     next(found)
     assert sum(read) < len(data) / 10
@@ -161,7 +202,9 @@ def test_a_large_parquet_file_is_not_read_whole(tmp_path: Path, monkeypatch: pyt
 # ---- the same text is the same dataset
 
 
-def test_the_same_folder_gives_the_same_bytes_and_writing_it_again_changes_nothing(folder: Path, tmp_path: Path) -> None:
+def test_the_same_folder_gives_the_same_bytes_and_writing_it_again_changes_nothing(
+    folder: Path, tmp_path: Path
+) -> None:
     first, second = (prepare(folder, str(tmp_path / name)) for name in ("one", "two"))
     names = ObjectStore.open(first.url).list()
     for name in names:
@@ -176,7 +219,13 @@ def test_another_dataset_is_never_overwritten(folder: Path, tmp_path: Path) -> N
     prepare(folder, str(tmp_path / "tokens"))
     before = {path.name: path.read_bytes() for path in (tmp_path / "tokens").iterdir()}
     (folder / "b.txt").write_text("changed")
-    with pytest.raises(DataError, match=r"tokens holds another dataset already; give another destination, or delete it first"):
+    with pytest.raises(
+        DataError,
+        match=(
+            r"tokens holds another dataset already; give another destination, "
+            r"or delete it first"
+        ),
+    ):
         prepare(folder, str(tmp_path / "tokens"))
     assert {path.name: path.read_bytes() for path in (tmp_path / "tokens").iterdir()} == before
 
@@ -190,11 +239,26 @@ def test_the_fingerprint_is_of_the_samples_and_not_of_the_place(folder: Path, tm
     zero, one, two = (TokenDataset(str(tmp_path / name), 8).fingerprint() for name in "012")
     assert zero == one != two
     (tmp_path / "2").rename(tmp_path / "moved")
-    assert TokenDataset(str(tmp_path / "moved"), 8).fingerprint() == two != TokenDataset(str(tmp_path / "moved"), 9).fingerprint()
+    assert (
+        TokenDataset(str(tmp_path / "moved"), 8).fingerprint()
+        == two
+        != TokenDataset(str(tmp_path / "moved"), 9).fingerprint()
+    )
 
 
 def test_which_files_are_text(tmp_path: Path) -> None:
-    names = ["b.txt", "a/c.md", "a.rst", ".hidden.txt", ".venv/x.py", "picture.png", "a-b.txt", "a/.x/y.txt", "a/..txt", "z.json"]
+    names = [
+        "b.txt",
+        "a/c.md",
+        "a.rst",
+        ".hidden.txt",
+        ".venv/x.py",
+        "picture.png",
+        "a-b.txt",
+        "a/.x/y.txt",
+        "a/..txt",
+        "z.json",
+    ]
     root = write_texts(tmp_path, dict.fromkeys(names, "x"))
     assert [file.key for file in text_files([root])] == ["a-b.txt", "a.rst", "a/c.md", "b.txt"]
     assert [file.key for file in text_files([root], (".png",))] == ["picture.png"]
@@ -206,10 +270,22 @@ def test_a_dataset_among_the_texts_is_no_text(folder: Path) -> None:
 
 
 def test_only_the_files_of_a_dataset_are_no_text(tmp_path: Path) -> None:
-    """A file beside a dataset is text, and so is every one beside a file of another kind that is called dataset.json."""
-    names = ["a.txt", "tokens/b.txt", "tokens/deep/c.txt", "other/d.txt", "other/documents.parquet", "other/dataset.json"]
+    """A file beside a dataset is text, and so is every one beside a file of another kind that is called
+    dataset.json.
+    """
+    names = [
+        "a.txt",
+        "tokens/b.txt",
+        "tokens/deep/c.txt",
+        "other/d.txt",
+        "other/documents.parquet",
+        "other/dataset.json",
+    ]
     for name in names:
-        put(tmp_path / name, parquet(["x"]) if name.endswith("parquet") else b"{}" if name.endswith("json") else name.encode())
+        put(
+            tmp_path / name,
+            parquet(["x"]) if name.endswith("parquet") else b"{}" if name.endswith("json") else name.encode(),
+        )
     prepare(tmp_path / "a.txt", str(tmp_path / "tokens"), bpe=257)
     assert {"documents.parquet", "tokenizer.json"} < {path.name for path in (tmp_path / "tokens").iterdir()}
     for suffixes in (sources.SUFFIXES, (".json", ".parquet", ".txt", ".bin")):
@@ -229,15 +305,43 @@ CUT = gzip.compress(jsonl({"text": "x" * 999}), mtime=0)[:-9]  # the same in eve
 @pytest.mark.parametrize(
     ("name", "data", "sentence"),
     [
-        ("b.jsonl", jsonl({"text": "good"}) + b"{bad\n", r"b\.jsonl, line 2: is not JSON in UTF-8: Expecting property name"),
-        ("b.jsonl", b'\n{"text": "\xff"}', r"b\.jsonl, line 2: is not JSON in UTF-8: 'utf-8' codec can't decode byte 0xff"),
+        (
+            "b.jsonl",
+            jsonl({"text": "good"}) + b"{bad\n",
+            (
+                r"b\.jsonl, line 2: is not JSON in UTF-8: "
+                r"Expecting property name"
+            ),
+        ),
+        (
+            "b.jsonl",
+            b'\n{"text": "\xff"}',
+            (
+                r"b\.jsonl, line 2: is not JSON in UTF-8: 'utf-8' codec can't "
+                r"decode byte 0xff"
+            ),
+        ),
         ("b.jsonl", b"[1, 2]\n", r"b\.jsonl, line 1: is a JSON list, not an object with the field 'text'"),
-        ("b.jsonl", jsonl({"a": 1, "b": 2}), r"b\.jsonl, line 1: has no field 'text', only 'a', 'b'; name another with --text-field"),
+        (
+            "b.jsonl",
+            jsonl({"a": 1, "b": 2}),
+            (
+                r"b\.jsonl, line 1: has no field 'text', only 'a', 'b'; name "
+                r"another with --text-field"
+            ),
+        ),
         ("b.jsonl", jsonl({"text": None}), r"b\.jsonl, line 1: 'text' is None, not text"),
         ("b.jsonl", LONE, r"b\.jsonl, line 1: 'text' is not UTF-8: .* surrogates not allowed"),
         ("b.jsonl.gz", CUT, r"b\.jsonl\.gz cannot be read: Truncated compressed stream"),
         ("b.jsonl.gz", b"no gzip", r"b\.jsonl\.gz cannot be read: .*incorrect header"),
-        ("b.parquet", parquet(["x"], "body"), r"b\.parquet has no column 'text', only 'id', 'body'; name another with --text-field"),
+        (
+            "b.parquet",
+            parquet(["x"], "body"),
+            (
+                r"b\.parquet has no column 'text', only 'id', 'body'; name "
+                r"another with --text-field"
+            ),
+        ),
         ("b.parquet", parquet(["x", "y", None]), r"b\.parquet, row 3: 'text' is None, not text"),
         ("b.parquet", parquet([1, 2]), r"b\.parquet, row 1: 'text' is 1, not text"),
         ("b.parquet", b"PAR1 not", r"b\.parquet cannot be read: "),
@@ -264,8 +368,20 @@ def test_what_prepare_refuses(tmp_path: Path) -> None:
     empty = write_texts(tmp_path / "empty", {"a.txt": "", "b.txt": ""})
     (tmp_path / "nothing").mkdir()
     for source, sentence in (
-        (tmp_path / "absent", r"absent': no such file, nor a folder with one whose name ends in \.txt or .* or \.parquet; give another"),
-        (tmp_path / "nothing", r"nothing' is a folder without a file whose name ends in \.txt or .* or \.parquet; give another"),
+        (
+            tmp_path / "absent",
+            (
+                r"absent': no such file, nor a folder with one whose name ends in \.txt or .* "
+                r"or \.parquet; give another"
+            ),
+        ),
+        (
+            tmp_path / "nothing",
+            (
+                r"nothing' is a folder without a file whose name ends in \.txt or .* or "
+                r"\.parquet; give another"
+            ),
+        ),
         (["memory://nowhere", tmp_path / "nothing"], r"^'memory://nowhere' and '.*nothing': no such file"),
         (empty, r"^the 2 text files in '.*empty' are all empty$"),
     ):
@@ -274,16 +390,26 @@ def test_what_prepare_refuses(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("name", ["documents.parquet", "tokenizer.json", "tokens-00000.bin", "held-out/documents.parquet"])
+@pytest.mark.parametrize(
+    "name", ["documents.parquet", "tokenizer.json", "tokens-00000.bin", "held-out/documents.parquet"]
+)
 def test_a_file_of_the_user_at_the_destination_is_kept(tmp_path: Path, name: str) -> None:
-    """It is kept whether the text can be read or not.  The control: without the file the dataset is written beside the text."""
+    """It is kept whether the text can be read or not.  The control: without the file the dataset is written
+    beside the text.
+    """
     put(tmp_path / "a.jsonl", jsonl(*({"text": f"text {number}"} for number in range(50))))
     put(tmp_path / name, data := parquet(["mine"]))
-    refusal = rf"{name} is there already, and would be overwritten although no dataset\.json says .*; give another destination$"
+    refusal = (
+        rf"{name} is there already, and would be overwritten although no dataset\.json says .*; give "
+        r"another destination$"
+    )
     for source in (tmp_path, tmp_path / "a.jsonl"):
         with pytest.raises(DataError, match=refusal):
             prepare(source, str(tmp_path), held_out=0.2)
-    assert (tmp_path / name).read_bytes() == data and {path.name for path in tmp_path.rglob("*.*")} == {"a.jsonl", Path(name).name}
+    assert (tmp_path / name).read_bytes() == data and {path.name for path in tmp_path.rglob("*.*")} == {
+        "a.jsonl",
+        Path(name).name,
+    }
     (tmp_path / name).unlink()
     assert prepare(tmp_path, str(tmp_path), held_out=0.2) == prepare(tmp_path, str(tmp_path), held_out=0.2)
 
@@ -295,9 +421,19 @@ def test_what_the_dataset_refuses(folder: Path, tmp_path: Path) -> None:
         (
             folder,
             8,
-            rf"text' is a folder of text \(5 files\), no dataset; run `elastic data prepare {folder} {folder}-tokens` and set path",
+            (
+                rf"text' is a folder of text \(5 files\), no dataset; run `elastic data prepare {folder} "
+                rf"{folder}-tokens` and set path"
+            ),
         ),
-        (tmp_path / "no where", 8, r"holds no dataset; run `elastic data prepare FOLDER_OF_TEXT '.*no where'`$"),
+        (
+            tmp_path / "no where",
+            8,
+            (
+                r"holds no dataset; run `elastic data prepare FOLDER_OF_TEXT '.*no "
+                r"where'`$"
+            ),
+        ),
         (
             tmp_path / "tokens",
             tokens,
@@ -339,21 +475,35 @@ def texts_of(store: ObjectStore) -> list[bytes]:
 
 
 def test_a14_held_out_documents_are_never_trained_on(tmp_path: Path) -> None:
-    """A14: the two datasets share no document, and have all of them together; equal ones are on one side, which more text does not change.
+    """A14: the two datasets share no document, and have all of them together; equal ones are on one side,
+    which more text does not change.
 
     The control: without the option all are trained on.
     """
     texts = [f"text {number % 150}" for number in range(200)]
     put(tmp_path / "a.jsonl", jsonl(*({"text": text} for text in texts)))
     summary = prepare(tmp_path / "a.jsonl", str(tmp_path / "out"), held_out=0.2)
-    trained, held_out = (texts_of(ObjectStore.open(str(tmp_path / place))) for place in ("out", "out/held-out"))
-    assert not set(trained) & set(held_out) and sorted([*trained, *held_out]) == sorted(text.encode() for text in texts)
-    assert 10 < len(set(held_out)) < 55 and summary.held_out is not None and summary.held_out.documents == len(held_out)
+    trained, held_out = (
+        texts_of(ObjectStore.open(str(tmp_path / place))) for place in ("out", "out/held-out")
+    )
+    assert not set(trained) & set(held_out) and sorted([*trained, *held_out]) == sorted(
+        text.encode() for text in texts
+    )
+    assert (
+        10 < len(set(held_out)) < 55
+        and summary.held_out is not None
+        and summary.held_out.documents == len(held_out)
+    )
     assert "held out: " in str(summary)
-    put(tmp_path / "b.jsonl", jsonl(*({"text": f"more {number}"} for number in range(50)), *({"text": text} for text in texts)))
+    put(
+        tmp_path / "b.jsonl",
+        jsonl(*({"text": f"more {number}"} for number in range(50)), *({"text": text} for text in texts)),
+    )
     prepare(tmp_path / "b.jsonl", str(tmp_path / "more"), held_out=0.2)
     assert set(held_out) <= set(texts_of(ObjectStore.open(str(tmp_path / "more/held-out"))))
-    assert prepare(tmp_path / "a.jsonl", str(tmp_path / "out"), held_out=0.2) == summary, "the same again is no error"
+    assert prepare(tmp_path / "a.jsonl", str(tmp_path / "out"), held_out=0.2) == summary, (
+        "the same again is no error"
+    )
     prepare(tmp_path / "a.jsonl", str(tmp_path / "all"))
     assert set(texts_of(ObjectStore.open(str(tmp_path / "all")))) & set(held_out)
 

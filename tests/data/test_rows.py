@@ -1,4 +1,6 @@
-"""Datasets of rows, torch's map-style ones and those of Hugging Face, train as with torch's DataLoader, in Elastic's order."""
+"""Datasets of rows, torch's map-style ones and those of Hugging Face, train as with torch's DataLoader, in
+Elastic's order.
+"""
 
 from __future__ import annotations
 
@@ -66,15 +68,22 @@ class Padded(Classes):
 
     @staticmethod
     def collate_fn(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
-        return {"t": nn.utils.rnn.pad_sequence([row["t"] for row in rows], batch_first=True, padding_value=-1)}
+        return {
+            "t": nn.utils.rnn.pad_sequence([row["t"] for row in rows], batch_first=True, padding_value=-1)
+        }
 
 
 class Columns:
-    """The documented interface of ``datasets.Dataset`` with the format "torch".  That library is not needed here."""
+    """The documented interface of ``datasets.Dataset`` with the format "torch".  That library is not needed
+    here.
+    """
 
     def __init__(self, count: int = 48) -> None:
         rows = [Classes()[i] for i in range(count)]
-        self.columns = {"t": torch.stack([row["t"] for row in rows]), "y": torch.stack([torch.as_tensor(row["y"]) for row in rows])}
+        self.columns = {
+            "t": torch.stack([row["t"] for row in rows]),
+            "y": torch.stack([torch.as_tensor(row["y"]) for row in rows]),
+        }
         self._fingerprint = "5c1f0d4a8f6b2e97"
 
     def __len__(self) -> int:
@@ -127,11 +136,15 @@ def rows_job(folder: Path, dataset: str, **changes: Any) -> Job:
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize("kind", [Classes, Padded, Columns, Batched, pairs, listed, lambda: Subset(Classes(), range(3, 20))])
+@pytest.mark.parametrize(
+    "kind", [Classes, Padded, Columns, Batched, pairs, listed, lambda: Subset(Classes(), range(3, 20))]
+)
 def test_a_batch_is_that_of_torchs_dataloader(kind: Any) -> None:
     dataset = kind()
     rows: Any = dataset_of(kind, {}, "data.dataset = 'mine'")
-    expected = [*DataLoader(dataset, batch_size=5, shuffle=False, collate_fn=getattr(dataset, "collate_fn", None))]
+    expected = [
+        *DataLoader(dataset, batch_size=5, shuffle=False, collate_fn=getattr(dataset, "collate_fn", None))
+    ]
     assert len(rows) == len(dataset) and len(expected) > 3
     for number, batch in enumerate(expected):
         wanted = batch if isinstance(batch, dict) else {str(place): each for place, each in enumerate(batch)}
@@ -140,7 +153,9 @@ def test_a_batch_is_that_of_torchs_dataloader(kind: Any) -> None:
         for name, value in wanted.items():
             assert got[name].dtype == value.dtype and torch.equal(got[name], value)
     other = batch_of(rows, (4, 3, 2, 1, 0), "")
-    assert not all(torch.equal(one, each) for one, each in zip(other.values(), got.values(), strict=True)), "the control"
+    assert not all(torch.equal(one, each) for one, each in zip(other.values(), got.values(), strict=True)), (
+        "the control"
+    )
 
 
 @pytest.mark.fast
@@ -155,10 +170,17 @@ def test_a_dataset_is_known_again_by_its_own_fingerprint_or_by_rows() -> None:
 
     assert known(Named()) == (
         "named-48",
-        "data.dataset = 'mine': samples are its rows, made a batch by default_collate, and the run knows them again by its fingerprint()",
+        (
+            "data.dataset = 'mine': samples are its rows, made a batch by default_collate, and the run knows "
+            "them again by its fingerprint()"
+        ),
     )
-    assert known(Columns())[0] == "5c1f0d4a8f6b2e97" and known(Columns())[1].endswith("by its _fingerprint 5c1f0d4a8f6b2e97")
-    assert "its rows, made a batch by its collate_fn, and" in known(Padded())[1] and known(Classes())[1].endswith("by a digest of 48 rows")
+    assert known(Columns())[0] == "5c1f0d4a8f6b2e97" and known(Columns())[1].endswith(
+        "by its _fingerprint 5c1f0d4a8f6b2e97"
+    )
+    assert "its rows, made a batch by its collate_fn, and" in known(Padded())[1] and known(Classes())[
+        1
+    ].endswith("by a digest of 48 rows")
     assert f"by a digest of {SAMPLED} rows of its 1000: give it a fingerprint()" in known(Classes(1000))[1]
     before = torch.get_rng_state()
     assert known(Drawing()) == known(Drawing()), "rows that draw are the same in each process"
@@ -180,12 +202,26 @@ def test_a_dataset_is_known_again_by_its_own_fingerprint_or_by_rows() -> None:
         ("stream", r": the samples of generator come .* list\(...\) .* datasets.Dataset.from_generator"),
         ("loader", "gives a DataLoader; give its dataset"),
         ("splits", r"gives a dict of \['train', 'test'\]; give one dataset of it, as by split='train'"),
-        ("Texts", r"default_collate of its rows returned a list as 'text' for the 1 ids \[0\]; .*: let each row hold tensors"),
+        (
+            "Texts",
+            (
+                r"default_collate of its rows returned a list as 'text' for the 1 ids \[0\]; .*: let each "
+                r"row hold tensors"
+            ),
+        ),
         ("broken", r"samples \[0\] cannot be read: ZeroDivisionError"),
-        ("numbered", r"has no __len__\(\); a dataset has len\(\), read\(ids\), fingerprint\(\) .*, or len\(\) and rows by index"),
+        (
+            "numbered",
+            (
+                r"has no __len__\(\); a dataset has len\(\), read\(ids\), fingerprint\(\) .*, or "
+                r"len\(\) and rows by index"
+            ),
+        ),
     ],
 )
-def test_what_gives_no_samples_by_number_is_refused_before_a_worker_starts(tmp_path: Path, dataset: str, said: str) -> None:
+def test_what_gives_no_samples_by_number_is_refused_before_a_worker_starts(
+    tmp_path: Path, dataset: str, said: str
+) -> None:
     with pytest.raises(DataError, match=rf"^data\.dataset = '{HERE}:{dataset}'.*{said}"):
         preflight(rows_job(tmp_path, dataset), local=True)
 
@@ -220,15 +256,27 @@ def numbered() -> Any:
 
 @pytest.mark.parametrize("dataset", ["Classes", "here", "listed", "Columns", "pairs"])
 def test_the_first_lines_say_how_samples_are_known_and_the_bits_are_one(tmp_path: Path, dataset: str) -> None:
-    """The dataset is named as a class, an object, or a function that gives one.  The reference is one with ``read``."""
+    """The dataset is named as a class, an object, or a function that gives one.  The reference is one with
+    ``read``.
+    """
     job = rows_job(tmp_path / "rows", dataset)
-    assert preflight(job, local=True).notes[0].startswith(f"data.dataset = '{HERE}:{dataset}': samples are its rows, made")
+    assert (
+        preflight(job, local=True)
+        .notes[0]
+        .startswith(f"data.dataset = '{HERE}:{dataset}': samples are its rows, made")
+    )
     assert train_here(job, STEPS).hash == train_here(job_of(tmp_path / "read", Net), STEPS).hash
 
 
 def test_an_object_takes_no_arguments_and_may_be_of_a_script(tmp_path: Path) -> None:
     job = rows_job(tmp_path, "here")
-    with pytest.raises(DataError, match=r"here' is a Classes already, and takes no arguments: leave \['count'\] out of args"):
+    with pytest.raises(
+        DataError,
+        match=(
+            r"here' is a Classes already, and takes no arguments: leave "
+            r"\['count'\] out of args"
+        ),
+    ):
         preflight(job.replace(data={"dataset": f"{HERE}:here", "args": {"count": 8}}), local=True)
     given = job.replace(name="given", data={"dataset": Classes(), "prefetch": 1})
     assert run_local(given, lambda line: None)[0] == "Finished" == run_local(job, lambda line: None)[0]
@@ -237,7 +285,9 @@ def test_an_object_takes_no_arguments_and_may_be_of_a_script(tmp_path: Path) -> 
 
 def test_a_part_of_a_mixture_may_be_of_rows(tmp_path: Path) -> None:
     parts = [{"dataset": f"{HERE}:Classes", "args": {"count": 24}}, {"dataset": f"{HERE}:Columns"}]
-    job = rows_job(tmp_path, "Classes").replace(data={"dataset": "elastic.data.mixture:Mixture", "args": {"parts": parts}})
+    job = rows_job(tmp_path, "Classes").replace(
+        data={"dataset": "elastic.data.mixture:Mixture", "args": {"parts": parts}}
+    )
     with pytest.raises(DataError, match="a sample of one part has"):
         train_here(job, 1)
     parts[1]["dataset"] = f"{HERE}:Classes"
@@ -246,20 +296,40 @@ def test_a_part_of_a_mixture_may_be_of_rows(tmp_path: Path) -> None:
         f"data.args.parts[{number}].dataset = 'tests.data.test_rows" for number in (0, 1)
     ]
     parts[1]["dataset"] = f"{HERE}:Stream"
-    with pytest.raises(DataError, match=r"^data.args.parts\[1\].dataset = .*Stream': the samples of Stream come"):
-        preflight(job.replace(data={"dataset": "elastic.data.mixture:Mixture", "args": {"parts": parts}}), local=True)
+    with pytest.raises(
+        DataError,
+        match=(
+            r"^data.args.parts\[1\].dataset = .*Stream': the samples of Stream "
+            r"come"
+        ),
+    ):
+        preflight(
+            job.replace(data={"dataset": "elastic.data.mixture:Mixture", "args": {"parts": parts}}),
+            local=True,
+        )
 
 
-def test_u1_rows_that_draw_have_the_same_bits_on_one_worker_on_two_and_after_a_kill(ranks: Ranks, tmp_path: Path) -> None:
+def test_u1_rows_that_draw_have_the_same_bits_on_one_worker_on_two_and_after_a_kill(
+    ranks: Ranks, tmp_path: Path
+) -> None:
     """The process gets SIGKILL in its third step, and another one goes on.  The control has no noise."""
     alone = train_here(rows_job(tmp_path / "one", "Drawing"), STEPS).hash
     assert train(ranks, rows_job(tmp_path / "two", "Drawing"), TWO, STEPS).hash == alone
-    read_by_others = rows_job(tmp_path / "readers", "Drawing").replace(data={"dataset": f"{HERE}:Drawing", "readers": 2})
+    read_by_others = rows_job(tmp_path / "readers", "Drawing").replace(
+        data={"dataset": f"{HERE}:Drawing", "readers": 2}
+    )
     assert train(ranks, read_by_others, TWO, STEPS).hash == alone
     job = rows_job(tmp_path / "killed", "Drawing", checkpoint={"save_every": 1})
     fault = {"point": "backward", "step": 3, "world_rank": 0, "kind": "SIGKILL"}
-    dying = "import sys; from tests.data.test_rows import *; run_local(Job.model_validate_json(sys.argv[1]), print)"
-    killed = subprocess.run([sys.executable, "-c", dying, job.replace(faults=[fault]).model_dump_json()], cwd=ROOT, capture_output=True)
+    dying = (
+        "import sys; from tests.data.test_rows import *; "
+        "run_local(Job.model_validate_json(sys.argv[1]), print)"
+    )
+    killed = subprocess.run(
+        [sys.executable, "-c", dying, job.replace(faults=[fault]).model_dump_json()],
+        cwd=ROOT,
+        capture_output=True,
+    )
     assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
     lines: list[str] = []
     assert run_local(job, lambda line: lines.append(str(line)))[0] == "Finished"
@@ -274,7 +344,12 @@ class Varied(Classes):
     """Its rows have many types, and noise of all generators."""
 
     def __getitem__(self, i: int) -> dict[str, Any]:
-        drawn = {"torch": torch.rand(3).to(torch.bfloat16), "python": random.random(), "flag": torch.rand(2) > 0.5, "none": torch.zeros(0)}
+        drawn = {
+            "torch": torch.rand(3).to(torch.bfloat16),
+            "python": random.random(),
+            "flag": torch.rand(2) > 0.5,
+            "none": torch.zeros(0),
+        }
         return super().__getitem__(i) | drawn
 
 
@@ -316,7 +391,14 @@ def mistaken() -> Any:
 def loader_of(dataset: str, readers: int, **args: Any) -> Loader:
     rows = dataset_of(globals()[dataset], args, "")
     others = Readers(readers, f"{HERE}:{dataset}", args, "data") if readers else None
-    return Loader(rows, Cursor(48, 12, 0), 2, 2 * max(readers, 1), named=f"data.dataset = '{HERE}:{dataset}'", readers=others)
+    return Loader(
+        rows,
+        Cursor(48, 12, 0),
+        2,
+        2 * max(readers, 1),
+        named=f"data.dataset = '{HERE}:{dataset}'",
+        readers=others,
+    )
 
 
 def pids(folder: Path) -> set[int]:
@@ -341,7 +423,9 @@ BLOCKS = [(first, (first * 7 + 3) % 48) for first in range(24)]
 
 
 def test_readers_give_the_bits_of_the_worker_in_its_order(tmp_path: Path) -> None:
-    """Rows that draw have the noise of their ids wherever they are read, and those of the model are left alone."""
+    """Rows that draw have the noise of their ids wherever they are read, and those of the model are left
+    alone.
+    """
     before = torch.get_rng_state()
     with closing(loader_of("Varied", 0)) as here, closing(loader_of("Varied", 2)) as there:
         for one, other in zip(here.each(BLOCKS), there.each(BLOCKS), strict=True):
@@ -358,7 +442,8 @@ def test_two_readers_are_nearly_twice_as_fast_where_rows_are_slow() -> None:
     took = {}
     for readers in (0, 2):
         with closing(loader_of("Slow", readers)) as loader:
-            for _ in loader.each(BLOCKS[:8]):  # the processes start, and the worker looks whether the rows draw
+            # the processes start, and the worker looks whether the rows draw
+            for _ in loader.each(BLOCKS[:8]):
                 pass
             began = time.monotonic()
             assert len([*loader.each(BLOCKS)]) == len(BLOCKS)
@@ -375,18 +460,33 @@ def test_what_a_reader_raises_has_the_sentence_and_the_traceback_of_the_worker()
             assert raised.value.__cause__ is not None
             said.append((str(raised.value), users_traceback(raised.value.__cause__, or_ours=False)))
             assert loader.read((6, 7))["t"].tolist() == [1, 0], "the next read"
-    assert said[0] == said[1] and "samples [4, 5] cannot be read: ZeroDivisionError" in said[0][0] and "1 // (i - 5)" in said[0][1]
+    assert (
+        said[0] == said[1]
+        and "samples [4, 5] cannot be read: ZeroDivisionError" in said[0][0]
+        and "1 // (i - 5)" in said[0][1]
+    )
 
 
-def test_a_reader_that_is_killed_is_replaced_and_samples_that_kill_two_are_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_reader_that_is_killed_is_replaced_and_samples_that_kill_two_are_named(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     with closing(loader_of("Deadly", 2, folder=str(tmp_path), deadly=5)) as loader:
         got = [*loader.each([(first, first + 1) for first in range(0, 12, 2)])]
     expected = [batch_of(dataset_of(Classes, {}, ""), (first, first + 1), "") for first in range(0, 12, 2)]
     assert all(torch.equal(one["t"], other["t"]) for one, other in zip(got, expected, strict=True))
-    assert f"data.dataset = '{HERE}:Deadly': a reader was killed by SIGKILL while it read samples [4, 5]\n" in capfd.readouterr().out
+    assert (
+        f"data.dataset = '{HERE}:Deadly': a reader was killed by SIGKILL while it read samples [4, 5]\n"
+        in capfd.readouterr().out
+    )
     with closing(loader_of("Deadly", 2, folder=str(tmp_path), deadly=9, times=3)) as loader:
         assert torch.equal(loader.read((4, 5))["t"], got[2]["t"])
-        with pytest.raises(DataError, match=r"samples \[8, 9\] cannot be read: 2 readers died of them, the last one was killed by SIGKILL"):
+        with pytest.raises(
+            DataError,
+            match=(
+                r"samples \[8, 9\] cannot be read: 2 readers died of them, the "
+                r"last one was killed by SIGKILL"
+            ),
+        ):
             loader.read((8, 9))
     assert len(pids(tmp_path)) > 3 and all(map(is_gone, pids(tmp_path)))
 
@@ -404,13 +504,22 @@ def test_readers_end_with_the_loader_in_the_middle_of_a_read(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.full)])
-def test_no_reader_is_left_when_the_worker_is_killed_or_interrupted(tmp_path: Path, how: signal.Signals) -> None:
+def test_no_reader_is_left_when_the_worker_is_killed_or_interrupted(
+    tmp_path: Path, how: signal.Signals
+) -> None:
     """A reader is in the middle of a read that does not end.  Ctrl-C goes to all processes of the terminal."""
     args = {"folder": str(tmp_path), "endless": Cursor(48, 12, 0).microbatch_ids(2, 0, 2)[0]}
-    job = rows_job(tmp_path, "Deadly").replace(data={"dataset": f"{HERE}:Deadly", "args": args, "readers": 2}, trial=False)
-    program = "import sys; from tests.data.test_rows import *; run_local(Job.model_validate_json(sys.argv[1]), print)"
+    job = rows_job(tmp_path, "Deadly").replace(
+        data={"dataset": f"{HERE}:Deadly", "args": args, "readers": 2}, trial=False
+    )
+    program = (
+        "import sys; from tests.data.test_rows import *; "
+        "run_local(Job.model_validate_json(sys.argv[1]), print)"
+    )
     command = [sys.executable, "-c", program, job.model_dump_json()]
-    with subprocess.Popen(command, cwd=ROOT, start_new_session=True, stdout=subprocess.PIPE, text=True) as worker:
+    with subprocess.Popen(
+        command, cwd=ROOT, start_new_session=True, stdout=subprocess.PIPE, text=True
+    ) as worker:
         wait_until(lambda: [*tmp_path.glob("in-*")] and len(pids(tmp_path) - {worker.pid}) == 2)
         os.killpg(worker.pid, how)
         said = worker.communicate(timeout=40)[0]
@@ -418,25 +527,51 @@ def test_no_reader_is_left_when_the_worker_is_killed_or_interrupted(tmp_path: Pa
     wait_until(lambda: all(map(is_gone, pids(tmp_path))))
 
 
-def test_a_run_with_readers_has_the_bits_of_one_without_also_after_a_resume_and_validates(tmp_path: Path) -> None:
-    """The process gets SIGKILL in its third step, with two readers; another one goes on with one.  The reference has none."""
-    held_out, said = {"every": 2, "samples": 8, "dataset": f"{HERE}:Drawing"}, dict[str, list[Any]](none=[], some=[])
-    none, some = (rows_job(tmp_path / name, "Drawing", checkpoint={"save_every": 1}, validation=held_out, trial=False) for name in said)
+def test_a_run_with_readers_has_the_bits_of_one_without_also_after_a_resume_and_validates(
+    tmp_path: Path,
+) -> None:
+    """The process gets SIGKILL in its third step, with two readers; another one goes on with one.  The
+    reference has none.
+    """
+    held_out, said = (
+        {"every": 2, "samples": 8, "dataset": f"{HERE}:Drawing"},
+        dict[str, list[Any]](none=[], some=[]),
+    )
+    none, some = (
+        rows_job(tmp_path / name, "Drawing", checkpoint={"save_every": 1}, validation=held_out, trial=False)
+        for name in said
+    )
     assert run_local(none, said["none"].append)[0] == "Finished"
     fault = {"point": "backward", "step": 3, "world_rank": 0, "kind": "SIGKILL"}
     killed = some.replace(data={"dataset": f"{HERE}:Drawing", "readers": 2}, faults=[fault])
-    dying = "import sys; from tests.data.test_rows import *; run_local(Job.model_validate_json(sys.argv[1]), print)"
-    done = subprocess.run([sys.executable, "-c", dying, killed.model_dump_json()], cwd=ROOT, capture_output=True)
+    dying = (
+        "import sys; from tests.data.test_rows import *; "
+        "run_local(Job.model_validate_json(sys.argv[1]), print)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", dying, killed.model_dump_json()], cwd=ROOT, capture_output=True
+    )
     assert done.returncode == -signal.SIGKILL, done.stderr.decode()
     resumed = some.replace(data={"dataset": f"{HERE}:Drawing", "readers": 1})
     assert run_local(resumed, said["some"].append)[0] == "Finished"
-    assert any("from step 2" in str(line) for line in said["some"]) and exported_hash(resumed) == exported_hash(none)
-    last = [[str(line) for line in lines if "validat" in str(line)][-1].partition("validat")[2] for lines in said.values()]
+    assert any("from step 2" in str(line) for line in said["some"]) and exported_hash(
+        resumed
+    ) == exported_hash(none)
+    last = [
+        [str(line) for line in lines if "validat" in str(line)][-1].partition("validat")[2]
+        for lines in said.values()
+    ]
     assert last[0] and last[0] == last[1]
 
 
 def test_readers_open_only_what_has_a_name(tmp_path: Path) -> None:
     job = rows_job(tmp_path, "here").replace(data={"dataset": Classes(), "readers": 2})
-    with pytest.raises(JobError, match=r"^data\.readers = 2: .*'object:Classes' by its name, .* module .*, or set data.readers = 0"):
+    with pytest.raises(
+        JobError,
+        match=(
+            r"^data\.readers = 2: .*'object:Classes' by its name, .* module .*, "
+            r"or set data.readers = 0"
+        ),
+    ):
         preflight(job, local=True)
     preflight(rows_job(tmp_path, "here").replace(data={"dataset": f"{HERE}:here", "readers": 2}), local=True)

@@ -1,4 +1,6 @@
-"""L4: the samples of a run whose branches change batch, seed, sampling and weights are those of one sequence, walked by hand."""
+"""L4: the samples of a run whose branches change batch, seed, sampling and weights are those of one sequence,
+walked by hand.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def rules(draw: st.DrawFn, parts: int = 0) -> Stretch:
     some = st.lists(st.integers(0, 5).map(float), min_size=parts, max_size=parts)
     weights = tuple(draw(some.filter(lambda them: not parts or any(them))))
     if draw(st.booleans()):
-        return Stretch(0, draw(st.integers(1, 30)), seed=draw(seeds), sampling=draw(samplings), weights=weights)
+        return Stretch(
+            0, draw(st.integers(1, 30)), seed=draw(seeds), sampling=draw(samplings), weights=weights
+        )
     start, increment, sizes = draw(st.integers(1, 10)), draw(st.integers(1, 10)), draw(st.integers(1, 4))
     ramp = (start + increment * sizes, start, increment, draw(st.integers(1, 300)))
     return Stretch(0, *ramp, seed=draw(seeds), sampling=draw(samplings), weights=weights)
@@ -42,7 +46,8 @@ def rules(draw: st.DrawFn, parts: int = 0) -> Stretch:
 
 @st.composite
 def runs(draw: st.DrawFn, parts: int = 0) -> Told:
-    """Returns the stretches of a run, as its branches leave them, and the branches: the step after which each begins, and its rule.
+    """Returns the stretches of a run, as its branches leave them, and the branches: the step after which each
+    begins, and its rule.
 
     A branch may go back to before another one, which then is no part of the run.
     """
@@ -56,7 +61,9 @@ def runs(draw: st.DrawFn, parts: int = 0) -> Told:
 
 
 class Deck:
-    """Draws the samples of one dataset by hand: an epoch is a list, from which samples are taken one after the other."""
+    """Draws the samples of one dataset by hand: an epoch is a list, from which samples are taken one after
+    the other.
+    """
 
     def __init__(self, samples: int, *tag: object) -> None:
         self.samples, self.tag, self.epoch, self.taken = samples, tag, -1, samples
@@ -95,8 +102,12 @@ def sizes_by_hand(told: Branches, steps: int) -> Iterator[tuple[Stretch, int]]:
 
 @settings(max_examples=40)
 @given(runs(), st.integers(1, 60), st.randoms(use_true_random=False))
-def test_l4_every_step_has_the_samples_that_are_drawn_by_hand(run: Told, samples: int, rng: random.Random) -> None:
-    """L4, A10, A2: asked in any order; and each permuted epoch has every sample once, whatever changed in its middle."""
+def test_l4_every_step_has_the_samples_that_are_drawn_by_hand(
+    run: Told, samples: int, rng: random.Random
+) -> None:
+    """L4, A10, A2: asked in any order; and each permuted epoch has every sample once, whatever changed in its
+    middle.
+    """
     stretches, told = run
     deck, expected, epochs = Deck(samples), dict[int, tuple[int, ...]](), dict[int, list[int]]()
     for step, (rule, batch) in enumerate(sizes_by_hand(told, 15), 1):
@@ -122,7 +133,9 @@ def test_l4_a_change_of_the_batch_alone_leaves_the_sequence_as_it_is(run: Told, 
 
 
 def test_a_batch_that_began_anew_would_be_noticed() -> None:
-    """Negative control of the tests above: the position as it was before there were stretches, a product of step and batch."""
+    """Negative control of the tests above: the position as it was before there were stretches, a product of
+    step and batch.
+    """
     stretches = followed(ended((Stretch(0, 4),), 3), Stretch(0, 8))
     now = [Cursor.of(stretches, 100).ids(step) for step in range(1, 9)]
     before = [(Cursor(100, 4, 0) if step < 4 else Cursor(100, 8, 0)).ids(step) for step in range(1, 9)]
@@ -132,10 +145,18 @@ def test_a_batch_that_began_anew_would_be_noticed() -> None:
 
 
 def test_l4_another_seed_shuffles_the_rest_of_the_epoch_at_once() -> None:
-    """L4: the part that was drawn stays as it was, and so does which samples are left.  The control: the same seed changes nothing."""
-    old, same = Cursor(100, 10, 1), Cursor.of(followed(ended((Stretch(0, 10, seed=1),), 4), Stretch(0, 10, seed=1)), 100)
+    """L4: the part that was drawn stays as it was, and so does which samples are left.  The control: the same
+    seed changes nothing.
+    """
+    old, same = (
+        Cursor(100, 10, 1),
+        Cursor.of(followed(ended((Stretch(0, 10, seed=1),), 4), Stretch(0, 10, seed=1)), 100),
+    )
     new = Cursor.of(followed(ended((Stretch(0, 10, seed=1),), 4), Stretch(0, 10, seed=2)), 100)
-    was, rest = ([list(chain(*(each.ids(step) for step in range(5, 11)))) for each in (old, new)][index] for index in (0, 1))
+    was, rest = (
+        [list(chain(*(each.ids(step) for step in range(5, 11)))) for each in (old, new)][index]
+        for index in (0, 1)
+    )
     assert [old.ids(step) for step in range(1, 5)] == [new.ids(step) for step in range(1, 5)]
     assert sorted(was) == sorted(rest) and was != rest
     assert sum(map(int.__eq__, was, rest)) < 10
@@ -154,11 +175,18 @@ def mixed_runs(draw: st.DrawFn) -> tuple[list[int], Stretches, Branches]:
 
 @settings(max_examples=40)
 @given(mixed_runs())
-def test_l4_parts_go_on_where_they_stand_whatever_the_weights(run: tuple[list[int], Stretches, Branches]) -> None:
-    """L4, A11: each part is drawn by hand, from its own deck; its share is exact to one sample from each change on."""
+def test_l4_parts_go_on_where_they_stand_whatever_the_weights(
+    run: tuple[list[int], Stretches, Branches],
+) -> None:
+    """L4, A11: each part is drawn by hand, from its own deck; its share is exact to one sample from each
+    change on.
+    """
     sizes, stretches, told = run
     stretches = tuple(replace(each, sampling="permutation") for each in stretches)
-    firsts, cursor = [sum(sizes[:part]) for part in range(len(sizes))], Cursor.of(stretches, sum(sizes), None, sizes)
+    firsts, cursor = (
+        [sum(sizes[:part]) for part in range(len(sizes))],
+        Cursor.of(stretches, sum(sizes), None, sizes),
+    )
     decks = [Deck(size, "part", part) for part, size in enumerate(sizes)]
     histogram, counts, wanted = Counter[int](), [0] * len(sizes), tuple[int, ...]()
     for step, (rule, batch) in enumerate(sizes_by_hand(told, 15), 1):
@@ -179,7 +207,9 @@ def test_l4_parts_go_on_where_they_stand_whatever_the_weights(run: tuple[list[in
 
 
 def test_parts_that_began_anew_would_be_noticed() -> None:
-    """Negative control of the test above: with the weights of the second stretch from the beginning, samples of a part are repeated."""
+    """Negative control of the test above: with the weights of the second stretch from the beginning, samples
+    of a part are repeated.
+    """
     first, second = Stretch(0, 10, weights=(1.0, 1.0)), Stretch(0, 10, weights=(4.0, 1.0))
     went_on = Cursor.of(followed(ended((first,), 5), second), 200, None, (100, 100))
     anew = [*(Cursor.of((first,), 200, None, (100, 100)).ids(step) for step in range(1, 6))]
@@ -193,7 +223,16 @@ def test_ids_are_for_ever() -> None:
     stretches = followed(ended((Stretch(0, 8, seed=1),), 4), Stretch(0, 8, seed=2))
     assert Cursor.of(stretches, 1000).ids(4) == Cursor(1000, 8, 1).ids(4)
     assert Cursor.of(stretches, 1000).ids(5) == (183, 959, 963, 216, 797, 339, 49, 451)
-    assert Cursor.of((Stretch(0, 8, weights=(0.7, 0.2, 0.1)),), 60, None, (10, 20, 30)).ids(3) == (14, 3, 1, 37, 9, 7, 2, 19)
+    assert Cursor.of((Stretch(0, 8, weights=(0.7, 0.2, 0.1)),), 60, None, (10, 20, 30)).ids(3) == (
+        14,
+        3,
+        1,
+        37,
+        9,
+        7,
+        2,
+        19,
+    )
 
 
 # ---- the chain of stretches
@@ -203,7 +242,9 @@ def test_ids_are_for_ever() -> None:
 def test_stretches_are_stored_and_read(run: Told) -> None:
     stretches, _ = run
     assert tuple(Stretch.from_json(each.to_json()) for each in stretches) == stretches
-    assert [each.until for each in stretches[:-1]] == sorted({each.until for each in stretches[:-1]} - {0}) and not stretches[-1].until
+    assert [each.until for each in stretches[:-1]] == sorted(
+        {each.until for each in stretches[:-1]} - {0}
+    ) and not stretches[-1].until
 
 
 @given(runs(), st.integers(0, 30))
@@ -213,12 +254,20 @@ def test_a_branch_that_changes_other_things_changes_no_stretch(run: Told, step: 
     again = followed(ended(stretches, step), replace(last, until=0))
     if last is stretches[-1]:
         assert again == stretches or step == stretches[-2].until
-    assert [batches(again).of(each) for each in range(1, step + 1)] == [batches(stretches).of(each) for each in range(1, step + 1)]
+    assert [batches(again).of(each) for each in range(1, step + 1)] == [
+        batches(stretches).of(each) for each in range(1, step + 1)
+    ]
 
 
 def test_a_step_before_the_branch_that_cannot_be_cut_is_named() -> None:
     """A run falls back to before its branch only if the checkpoint there is damaged."""
     cursor = Cursor.of(followed(ended((Stretch(0, 6),), 5), Stretch(0, 8)), 100)
     assert (cursor.microbatches(5, 2), cursor.microbatches(6, 4)) == (3, 2)
-    with pytest.raises(JobError, match=r"microbatch = 4: step 5 is done again, from before this branch, and has 6 samples.*until step 5"):
+    with pytest.raises(
+        JobError,
+        match=(
+            r"microbatch = 4: step 5 is done again, from before this branch, and "
+            r"has 6 samples.*until step 5"
+        ),
+    ):
         cursor.microbatches(5, 4)

@@ -14,7 +14,13 @@ from storage.objects import ObjectStore
 
 BYTES = Bytes.coding
 END = BYTES.end_of_document
-TEXTS = {"b.txt": "bee\n", "a/z.md": "zed", "a/empty.txt": "", "a.txt": "Ä é 文 \x00 end", "deep/er/x.py": "x = 1\n" * 50}
+TEXTS = {
+    "b.txt": "bee\n",
+    "a/z.md": "zed",
+    "a/empty.txt": "",
+    "a.txt": "Ä é 文 \x00 end",
+    "deep/er/x.py": "x = 1\n" * 50,
+}
 
 
 def write_texts(root: Path, texts: dict[str, str]) -> Path:

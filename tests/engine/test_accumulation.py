@@ -1,4 +1,6 @@
-"""Gradients of several rounds are added up before they are exchanged, and come out as those of one large round."""
+"""Gradients of several rounds are added up before they are exchanged, and come out as those of one large
+round.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ def next_token(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tens
     tokens = batch["tokens"]
     targets = tokens[:, 1:].flatten()
     logits = model(tokens[:, :-1].clamp(min=0)).flatten(0, 1)
-    return nn.functional.cross_entropy(logits, targets, ignore_index=-1, reduction="sum"), (targets >= 0).sum()
+    return nn.functional.cross_entropy(logits, targets, ignore_index=-1, reduction="sum"), (
+        targets >= 0
+    ).sum()
 
 
 def mean_of_means(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -53,7 +57,9 @@ def accumulating(folder: Path, microbatch: int, **changes: Any) -> Job:
 
 
 def trained(world: World, job: Job) -> tuple[list[float], list[tuple[int, ...]], dict[str, Tensor], Calls]:
-    """Returns the losses, the token counts of the microbatches by step, this member's parameters, and the collectives of one more step."""
+    """Returns the losses, the token counts of the microbatches by step, this member's parameters, and the
+    collectives of one more step.
+    """
     with member(world, job, Version(0, 0), prefetch=0) as me:
         outcomes = [me.step() for _ in range(STEPS)]
         parts = {name: part.clone() for name, part in me.state.parameters.parts.items()}
@@ -75,23 +81,28 @@ MODES = {
     "stage 3": (Layout(1, 2), {"reproducible": False, "parallel": {"zero": 3}}, "reduce_scatter", 4),
     "reproducible": (Layout(1, 2), {"parallel": {"zero": 2}}, "alltoall", 4),
 }
-"""Layout, settings, kind of collective, and how often in a step of four rounds the gradients of a unit are exchanged.
+"""Layout, settings, kind of collective, and how often in a step of four rounds the gradients of a unit are
+exchanged.
 
-Stages 2 and 3 keep only a part of the sums, and the ordered reduction adds each microbatch in its turn: they exchange every round.
+Stages 2 and 3 keep only a part of the sums, and the ordered reduction adds each microbatch in its turn: they
+exchange every round.
 """
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_b14_four_rounds_of_two_are_one_round_of_eight(ranks: Ranks, tmp_path: Path, mode: str) -> None:
-    """B14: in float64 to 1e-10, losses and parameters, with microbatches of unequal numbers of tokens; plain torch is the judge.
+    """B14: in float64 to 1e-10, losses and parameters, with microbatches of unequal numbers of tokens; plain
+    torch is the judge.
 
-    The gradients of each unit are exchanged once in four rounds with replicas and in stage 1.  The other modes are the control of the
-    count.
+    The gradients of each unit are exchanged once in four rounds with replicas and in stage 1.  The other
+    modes are the control of the count.
     """
     layout, settings, kind, exchanges = MODES[mode]
     many, few = (accumulating(tmp_path / str(size), size, **settings) for size in (2, 8))
     (four, _), (one, _) = ranks.run_each(layout, trained, [(many,), (few,)])
-    assert [len(counts) for counts in four[1]] == [8] * STEPS and [len(counts) for counts in one[1]] == [2] * STEPS
+    assert [len(counts) for counts in four[1]] == [8] * STEPS and [len(counts) for counts in one[1]] == [
+        2
+    ] * STEPS
     assert all(len(set(counts)) > 2 for counts in four[1]), "numbers of tokens differ"
     assert furthest(four, one) <= 1e-10
     _, expected = plain_training(few, STEPS)
@@ -102,7 +113,10 @@ def test_b14_four_rounds_of_two_are_one_round_of_eight(ranks: Ranks, tmp_path: P
 
 def test_equal_weights_for_microbatches_give_something_else(tmp_path: Path) -> None:
     """The control of the values above."""
-    wrong = (accumulating(tmp_path / str(size), size, loss=f"{__name__}:mean_of_means", reproducible=False) for size in (2, 8))
+    wrong = (
+        accumulating(tmp_path / str(size), size, loss=f"{__name__}:mean_of_means", reproducible=False)
+        for size in (2, 8)
+    )
     assert furthest(*(here(trained, job) for job in wrong)) > 1e-5
 
 
@@ -137,7 +151,9 @@ def together(**args: Any) -> nn.Module:
 
 
 def summed(world: World, job: Job) -> tuple[dict[str, Tensor], dict[str, Tensor], bool]:
-    """Returns the gradients of a step of the engine and of torch, and whether those of two blocks lie in one memory after a microbatch."""
+    """Returns the gradients of a step of the engine and of torch, and whether those of two blocks lie in one
+    memory after a microbatch.
+    """
     with member(world, job, Version(0, 0), prefetch=0) as me:
         share = compute(me.session, me.state, 1)
         ours = {name: grad.clone() for name, grad in me.state.parameters.grads().items()}
@@ -147,17 +163,27 @@ def summed(world: World, job: Job) -> tuple[dict[str, Tensor], dict[str, Tensor]
         sums = {name: torch.zeros_like(value) for name, value in known.items()}
         for ids in share.samples:
             loss, _ = next_token(judge, me.session.loader.dataset.read(ids))
-            for total, grad in zip(sums.values(), torch.autograd.grad(loss, [*known.values()], retain_graph=True), strict=True):
+            for total, grad in zip(
+                sums.values(), torch.autograd.grad(loss, [*known.values()], retain_graph=True), strict=True
+            ):
                 total += grad
         loss.backward()
         first, second = (known[f"layers.{number}.weight"].grad for number in range(2))
         return ours, sums, first is not None and second is not None and first.data_ptr() == second.data_ptr()
 
 
-@pytest.mark.parametrize("how", [{"reproducible": False}, {}, {"reduction": {"block": 2}}], ids=["collective", "ordered", "in blocks"])
+@pytest.mark.parametrize(
+    "how",
+    [{"reproducible": False}, {}, {"reduction": {"block": 2}}],
+    ids=["collective", "ordered", "in blocks"],
+)
 def test_gradients_that_share_memory_are_added_up_apart(tmp_path: Path, how: dict[str, Any]) -> None:
     """A sum that went on in the memory of the first gradient would add the later ones of both blocks to it."""
-    changes: dict[str, Any] = {"model": f"{__name__}:together", "model_args": {}, "parallel": {"zero": 0, "bucket_elements": 1}}
+    changes: dict[str, Any] = {
+        "model": f"{__name__}:together",
+        "model_args": {},
+        "parallel": {"zero": 0, "bucket_elements": 1},
+    }
     ours, theirs, shared = here(summed, accumulating(tmp_path, 2, **changes | how))
     assert shared and ours.keys() == theirs.keys()
     for name, grad in ours.items():

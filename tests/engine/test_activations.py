@@ -1,4 +1,6 @@
-"""Blocks keep what their backward pass needs on the host, with the same bits, or in eight bits, with nearly the same gradients."""
+"""Blocks keep what their backward pass needs on the host, with the same bits, or in eight bits, with nearly
+the same gradients.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from elastic.engine.parallelize import sharding_table
 from tests.engine.test_memory import SEQ, Watch, same, trained, wrapped
 
 
-def with_activations(kept: str, recompute: str = "none", layers: int = 4, *, compiles: bool = False) -> nn.Module:
+def with_activations(
+    kept: str, recompute: str = "none", layers: int = 4, *, compiles: bool = False
+) -> nn.Module:
     model = wrapped(recompute, layers, heads=2)
     if compiles:
         apply_compile(model, sharding_table(model), forward_alone=True)
@@ -47,15 +51,19 @@ def living(kept: str, recompute: str, layers: int) -> int:
 
 @pytest.mark.fast
 def test_microbatches_of_all_lengths_share_the_memory_of_the_host() -> None:
-    """F6: after short and long ones, the host's memory is at most four times that which the longest takes alone; the control is that of
-    all lengths together, which grew with each new one.
+    """F6: after short and long ones, the host's memory is at most four times that which the longest takes
+    alone; the control is that of all lengths together, which grew with each new one.
     """
 
     def taken(*lengths: int) -> int:
         host_memory(pinned=False).free.clear()
         for length in lengths:
             model(torch.arange(length)[None] % 17).square().sum().backward()
-        return sum(host.untyped_storage().nbytes() for each in host_memory(pinned=False).free.values() for host in each)
+        return sum(
+            host.untyped_storage().nbytes()
+            for each in host_memory(pinned=False).free.values()
+            for host in each
+        )
 
     model, lengths = with_activations("offload", "none", 2), range(8, 129, 8)
     longest, together = taken(lengths[-1]), sum(map(taken, lengths))
@@ -70,7 +78,9 @@ def a_layer(kept: str, recompute: str) -> float:
 @pytest.mark.fast
 @pytest.mark.parametrize("recompute", ["none", "block", "attention"])
 def test_offloaded_blocks_keep_nothing_and_change_no_bit(recompute: str) -> None:
-    """F6: all but the statistics of norms leaves the device, but for the last block's, and gradients have the same bits."""
+    """F6: all but the statistics of norms leaves the device, but for the last block's, and gradients have the
+    same bits.
+    """
     assert a_layer("offload", recompute) < 0.01 * a_layer("keep", recompute)
     assert same(trained(with_activations("offload", recompute)), trained(with_activations("keep", recompute)))
 
@@ -80,7 +90,11 @@ class Repeated(nn.Module):
 
     def __init__(self, **_: int) -> None:
         super().__init__()
-        self.embed, one, other = nn.Embedding(17, 8), nn.Sequential(nn.Linear(8, 8), nn.Tanh()), nn.Linear(8, 8)
+        self.embed, one, other = (
+            nn.Embedding(17, 8),
+            nn.Sequential(nn.Linear(8, 8), nn.Tanh()),
+            nn.Linear(8, 8),
+        )
         self.layers = nn.ModuleList([one, other, one, one])
 
     def init_weights(self) -> None:
@@ -130,7 +144,9 @@ def test_a_block_with_several_names_is_computed_again_whenever_it_ran(recompute:
 @pytest.mark.parametrize("kept", ["int8", "fp8"])
 def test_compressed_blocks_keep_a_quarter(kept: str, recompute: str) -> None:
     assert a_layer(kept, recompute) <= 0.26 * a_layer("keep", recompute)
-    pairs = zip(trained(with_activations(kept, recompute)), trained(with_activations("keep", recompute)), strict=True)
+    pairs = zip(
+        trained(with_activations(kept, recompute)), trained(with_activations("keep", recompute)), strict=True
+    )
     assert 0 < max((ours - plain).norm() / plain.norm() for ours, plain in pairs) < 0.06
 
 
@@ -143,7 +159,9 @@ def restored(kept: str, values: Tensor) -> Tensor:
 @pytest.mark.fast
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_compressed_number_is_within_half_a_step(dtype: torch.dtype) -> None:
-    """The step of int8 is that of the number's row; fp8 has three bits after the first.  -inf stays, whatever else is in its row."""
+    """The step of int8 is that of the number's row; fp8 has three bits after the first.  -inf stays, whatever
+    else is in its row.
+    """
     torch.manual_seed(0)
     values = (torch.randn(1000) * torch.logspace(-3, 3, 1000)).to(dtype)
     exact = values.clone().float()
@@ -153,7 +171,9 @@ def test_a_compressed_number_is_within_half_a_step(dtype: torch.dtype) -> None:
     exact[masked] = 0
     for kept in ("int8", "fp8"):
         assert torch.equal(restored(kept, values) == -torch.inf, masked)
-    largest = torch.stack([row.abs().max() for row in exact.split(activations.ROW)]).repeat_interleave(activations.ROW)[:1000]
+    largest = torch.stack([row.abs().max() for row in exact.split(activations.ROW)]).repeat_interleave(
+        activations.ROW
+    )[:1000]
     error = (restored("int8", values) - exact).masked_fill(masked, 0).abs()
     assert (error <= largest * (1 / 254 + torch.finfo(dtype).eps)).all()
     error = (restored("fp8", values) - exact).masked_fill(masked, 0).abs()
@@ -208,7 +228,9 @@ class Again(nn.Module):
 @pytest.mark.fast
 @pytest.mark.parametrize("kept", ["int8", "fp8"])
 def test_memory_that_is_changed_between_two_uses_is_kept_twice(kept: str) -> None:
-    """Autograd allows that, since the backward pass needs the changed values alone.  The gradient of (6x)² is 72x."""
+    """Autograd allows that, since the backward pass needs the changed values alone.  The gradient of (6x)² is
+    72x.
+    """
     model = nn.Module()
     model.layers = nn.ModuleList([Again()])
     apply_activations(model, sharding_table(model), kept)
@@ -217,10 +239,13 @@ def test_memory_that_is_changed_between_two_uses_is_kept_twice(kept: str) -> Non
     torch.testing.assert_close(x.grad, torch.full_like(x, 36.0), rtol=0.05, atol=0.0)
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own, while it compiles
+# torch's own, while it compiles
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.filterwarnings("default::DeprecationWarning")  # of torch's compiler, about torch
 @pytest.mark.full
 @pytest.mark.parametrize("recompute", ["none", "block"])
 def test_compiled_blocks_too(recompute: str) -> None:
-    wanted, moved, rounded = (trained(with_activations(kept, recompute, compiles=True)) for kept in ("keep", "offload", "int8"))
+    wanted, moved, rounded = (
+        trained(with_activations(kept, recompute, compiles=True)) for kept in ("keep", "offload", "int8")
+    )
     assert same(moved, wanted) and not same(rounded, wanted)

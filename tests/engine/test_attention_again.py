@@ -44,7 +44,9 @@ class Chosen(nn.Module):
 
 @pytest.mark.fast
 def test_attention_runs_again_by_the_kernel_that_the_model_allows() -> None:
-    """Torch's default is another one, with which the backward pass ended in an error.  The control: its gradients have other bits."""
+    """Torch's default is another one, with which the backward pass ended in an error.  The control: its
+    gradients have other bits.
+    """
     with sdpa_kernel(SDPBackend.MATH):
         wanted = trained(wrapped("none", 2, Chosen))
     assert same(trained(wrapped("attention", 2, Chosen)), wanted)

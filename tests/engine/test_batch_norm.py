@@ -1,4 +1,6 @@
-"""U6: the running statistics of batch norms are those of torch, in every layout; torch's own modules are the judge."""
+"""U6: the running statistics of batch norms are those of torch, in every layout; torch's own modules are the
+judge.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,8 @@ from tests.support.toys import BatchNormed, batch_normed, small_job
 from tests.support.worlds import STEPS
 from tests.train.test_transaction import Settled, fenced_in_the_commit, undisturbed
 
-pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # a head with a bias returns a view; nothing here writes into it
+# a head with a bias returns a view; nothing here writes into it
+pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
 
 HERE = "tests.engine.test_batch_norm"
 
@@ -73,13 +76,19 @@ class Told:
     finite: list[bool]
 
 
-def trained(world: World, job: Job, steps: int, add: Callable[..., None] = ADD, reduce: torch.dtype = torch.float32) -> Told:
+def trained(
+    world: World, job: Job, steps: int, add: Callable[..., None] = ADD, reduce: torch.dtype = torch.float32
+) -> Told:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Statistics, "add", add)
         patch.setitem(PRECISIONS, "fp32", Precision(None, reduce))
         with member(world, job, Version(0, 0)) as me:
             outcomes = [me.step() for _ in range(steps)]
-            buffers = {name: value.clone() for (kind, name), value in me.state.shard.values.items() if kind == "buffer"}
+            buffers = {
+                name: value.clone()
+                for (kind, name), value in me.state.shard.values.items()
+                if kind == "buffer"
+            }
     return Told(buffers, [outcome.loss for outcome in outcomes], [outcome.finite for outcome in outcomes])
 
 
@@ -96,8 +105,8 @@ def alone(job: Job, steps: int, **changes: Any) -> Told:
 
 
 def test_statistics_against_plain_torch_in_float64(ranks: Ranks, tmp_path: Path) -> None:
-    """A9, U6: the judge runs the microbatches one after the other, as on one device, through torch's own modules.  The control: weights in
-    another order.
+    """A9, U6: the judge runs the microbatches one after the other, as on one device, through torch's own
+    modules.  The control: weights in another order.
     """
     job = job_of(
         tmp_path,
@@ -111,9 +120,12 @@ def test_statistics_against_plain_torch_in_float64(ranks: Ranks, tmp_path: Path)
     cases = [(job, 3, add, torch.float64) for add in (ADD, in_order_of_arrival)]
     right, wrong = ranks.run_each(Layout(2, 2), trained, cases, nodes="aabb")
     for told, lost in (*((each, False) for each in right), *((each, True) for each in wrong)):
-        assert told.losses == pytest.approx(losses, rel=1e-10)  # the norms train by their own microbatch, so the losses are right anyway
+        # the norms train by their own microbatch, so the losses are right anyway
+        assert told.losses == pytest.approx(losses, rel=1e-10)
         assert told.buffers.keys() == expected["buffer"].keys()
-        furthest = max(float((told.buffers[name] - value).abs().max()) for name, value in expected["buffer"].items())
+        furthest = max(
+            float((told.buffers[name] - value).abs().max()) for name, value in expected["buffer"].items()
+        )
         assert furthest > 1e-4 if lost else furthest <= 1e-12
 
 
@@ -122,9 +134,14 @@ def test_statistics_against_plain_torch_in_float32(tmp_path: Path, changes: dict
     """Statistics are float32 in every precision; those of activations in 16 bits are as near as these."""
     expected, _ = plain_training(job_of(tmp_path), 2)
     told = alone(job_of(tmp_path, **changes), 2)
-    assert {value.dtype for value in told.buffers.values()} == {torch.float32, torch.int64} and told.finite == [True, True]
+    assert {value.dtype for value in told.buffers.values()} == {
+        torch.float32,
+        torch.int64,
+    } and told.finite == [True, True]
     for name, value in expected["buffer"].items():
-        torch.testing.assert_close(told.buffers[name], value, rtol=0.05 if changes else 1e-4, atol=0.01 if changes else 1e-6)
+        torch.testing.assert_close(
+            told.buffers[name], value, rtol=0.05 if changes else 1e-4, atol=0.01 if changes else 1e-6
+        )
 
 
 # ---- in every layout, of which test_covering.py has more
@@ -151,7 +168,9 @@ def test_the_hash_sees_the_statistics(tmp_path: Path, hash_alone: str) -> None:
     assert train_here(job_of(tmp_path, **RAMP, model=f"{HERE}:other_momentum"), STEPS).hash != hash_alone
 
 
-@pytest.mark.parametrize(("layout", "zero"), [(Layout(3, 1), 1), (Layout(1, 3), 2), (Layout(2, 2), 3)], ids=str)
+@pytest.mark.parametrize(
+    ("layout", "zero"), [(Layout(3, 1), 1), (Layout(1, 3), 2), (Layout(2, 2), 3)], ids=str
+)
 def test_the_sum_of_the_library_is_near(ranks: Ranks, tmp_path: Path, layout: Layout, zero: int) -> None:
     """It depends on the layout, as that of gradients does."""
     job = job_of(tmp_path, reproducible=False, parallel={"zero": zero})
@@ -176,21 +195,31 @@ def hasty(world: World, job: Job, culprit: int, boundary: Callable[[], int]) -> 
 
 
 def test_an_abandoned_step_changes_no_statistics(ranks: Ranks, tmp_path: Path, hash_alone: str) -> None:
-    """U6, promise 2: the next world heals from members, to the same bits.  The control: statistics that are applied before the commit."""
+    """U6, promise 2: the next world heals from members, to the same bits.  The control: statistics that are
+    applied before the commit.
+    """
     layout, job = Layout(2, 2), job_of(tmp_path / "right", **RAMP)
     members: list[Broken] = ranks.run(layout, broken, job, 1, refuse)
     version = Version(1, ranks.generation)
-    assert all(each.error and each.untouched and each.version == version for each in members) and members[1].prepared == 2
+    assert (
+        all(each.error and each.untouched and each.version == version for each in members)
+        and members[1].prepared == 2
+    )
     finish(job, layout, [each.receipt for each in members], version)
     healed: list[Healed] = ranks.run(Layout(3, 1), go_on, job, holdings(layout, version, range(2)), STEPS)
     assert all(not each.wrong for each in healed)
-    assert finish(job, Layout(3, 1), [each.receipt for each in healed if each.receipt], healed[0].version) == hash_alone
+    assert (
+        finish(job, Layout(3, 1), [each.receipt for each in healed if each.receipt], healed[0].version)
+        == hash_alone
+    )
     members = ranks.run(layout, hasty, job_of(tmp_path / "wrong", **RAMP), 1, refuse)
     assert all(each.error and not each.untouched for each in members)
 
 
 def test_a_settled_step_has_its_statistics(ranks: Ranks, tmp_path: Path) -> None:
-    """Promise 2: a member that is fenced before its update applies nothing; the settled outcome then gives it the undisturbed bits."""
+    """Promise 2: a member that is fenced before its update applies nothing; the settled outcome then gives it
+    the undisturbed bits.
+    """
     layout, job = Layout(1, 2), job_of(tmp_path)
     members: list[Settled] = ranks.run(layout, fenced_in_the_commit, job, 1)
     assert [(each.barred, each.untouched) for each in members] == [(False, False), (True, True)]
@@ -201,11 +230,15 @@ def test_a_step_that_is_skipped_changes_no_statistics(tmp_path: Path) -> None:
     """A scale of the loss that is too large for fp16, until it has been halved."""
     told = alone(job_of(tmp_path, precision="fp16", loss_scale=2.0**40), 2)
     assert told.finite == [False, False]
-    assert all(value.eq(name.endswith("var")).all() for name, value in told.buffers.items()), "as the constructor left them"
+    assert all(value.eq(name.endswith("var")).all() for name, value in told.buffers.items()), (
+        "as the constructor left them"
+    )
 
 
 class Vast(BatchNormed):
-    """A model whose first microbatch has features with a variance beyond float32; they are not seen in the gradient."""
+    """A model whose first microbatch has features with a variance beyond float32; they are not seen in the
+    gradient.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -220,7 +253,9 @@ class Vast(BatchNormed):
 
 
 @pytest.mark.parametrize("guarded", [True, False])
-def test_statistics_that_are_not_finite_skip_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, guarded: bool) -> None:
+def test_statistics_that_are_not_finite_skip_the_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, guarded: bool
+) -> None:
     """The gradient is finite all the same.  The control: without the guard the step is applied."""
     if not guarded:
         monkeypatch.setattr(Statistics, "guard", lambda _, norm: norm)
@@ -237,7 +272,9 @@ class VastOnce(Vast):
 
 
 def test_statistics_that_were_not_finite_once_are_finite_in_the_next_step(tmp_path: Path) -> None:
-    """Each microbatch begins with zeros: torch multiplies by zero what was there before, and zero times NaN is NaN."""
+    """Each microbatch begins with zeros: torch multiplies by zero what was there before, and zero times NaN
+    is NaN.
+    """
     told = alone(job_of(tmp_path, model=f"{HERE}:VastOnce"), 3)
     assert told.finite == [False, True, True]
     assert all(value.isfinite().all() for value in told.buffers.values())
@@ -265,7 +302,11 @@ class Unused(BatchNormed):
 
 
 @pytest.mark.parametrize(
-    ("model", "says"), [("Twice", r"used 'layers.0.norm' of '.*:Twice' 2 times"), ("Unused", r"used 'unused' of '.*:Unused' 0 times")]
+    ("model", "says"),
+    [
+        ("Twice", r"used 'layers.0.norm' of '.*:Twice' 2 times"),
+        ("Unused", r"used 'unused' of '.*:Unused' 0 times"),
+    ],
 )
 def test_a_norm_that_is_not_used_once_is_refused(tmp_path: Path, model: str, says: str) -> None:
     with pytest.raises(ModelError, match=says):
@@ -274,21 +315,35 @@ def test_a_norm_that_is_not_used_once_is_refused(tmp_path: Path, model: str, say
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_norm_may_be_frozen(tmp_path: Path, precision: str) -> None:
-    told = alone(job_of(tmp_path, model=f"{HERE}:Unused", model_args={"freezes": True}, precision=precision), 1)
-    tracked = {name.rpartition(".")[0]: int(value) for name, value in told.buffers.items() if name.endswith("tracked")}
+    told = alone(
+        job_of(tmp_path, model=f"{HERE}:Unused", model_args={"freezes": True}, precision=precision), 1
+    )
+    tracked = {
+        name.rpartition(".")[0]: int(value)
+        for name, value in told.buffers.items()
+        if name.endswith("tracked")
+    }
     assert tracked == {"layers.0.norm": 0, "layers.1.norm": 4, "image": 4, "unused": 0}
-    assert told.buffers["layers.0.norm.running_mean"].eq(0).all() and told.buffers["layers.1.norm.running_mean"].ne(0).all()
+    assert (
+        told.buffers["layers.0.norm.running_mean"].eq(0).all()
+        and told.buffers["layers.1.norm.running_mean"].ne(0).all()
+    )
 
 
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"compile": True, "recompute": "block"}, "recompute = 'block'; set recompute = 'none' or compile = false$"),
+        (
+            {"compile": True, "recompute": "block"},
+            ("recompute = 'block'; set recompute = 'none' or compile = false$"),
+        ),
         ({"spikes": {"action": "skip", "microbatch_z": 6}}, "spikes.microbatch_z = 6; set it to 0, or "),
     ],
     ids=["computed again", "left out"],
 )
-def test_statistics_that_would_be_wrong_are_refused_before_anything_begins(tmp_path: Path, settings: dict[str, Any], says: str) -> None:
+def test_statistics_that_would_be_wrong_are_refused_before_anything_begins(
+    tmp_path: Path, settings: dict[str, Any], says: str
+) -> None:
     with pytest.raises(ModelError, match=rf"^'layers.0.norm' of .* {says}"):
         preflight(job_of(tmp_path, **settings), local=True)
 
@@ -307,12 +362,19 @@ class Pooled(BatchNormed):
 
 @pytest.mark.parametrize("tracks", [True, False])
 def test_a_norm_that_gets_a_single_sample_is_told_of_its_microbatch(tmp_path: Path, tracks: bool) -> None:
-    """One that does not track fails where the loss is tried before the first step, too.  The control has two samples."""
+    """One that does not track fails where the loss is tried before the first step, too.  The control has two
+    samples.
+    """
     job = job_of(tmp_path, model=f"{HERE}:Pooled", model_args={"tracks": tracks}, steps=2)
-    with pytest.raises(ValueError if tracks else ModelError, match="Expected more than 1 value per channel") as wrong:
+    with pytest.raises(
+        ValueError if tracks else ModelError, match="Expected more than 1 value per channel"
+    ) as wrong:
         run_local(job.replace(microbatch=1), lambda line: None)
     told = "".join(traceback.format_exception_only(wrong.value))
-    assert "microbatch = 1: a batch norm takes its mean and variance from one microbatch, and gets one value here; set" in told
+    assert (
+        "microbatch = 1: a batch norm takes its mean and variance from one microbatch, and gets one "
+        "value here; set"
+    ) in told
     assert run_local(job.replace(name="two"), lambda line: None)[0] == "Finished"
 
 
@@ -333,7 +395,8 @@ def graphs(job: Job, passes: int) -> int:
 
 @pytest.mark.full  # compiles
 @pytest.mark.filterwarnings("default::DeprecationWarning")  # of torch's compiler, about torch
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own, while it compiles
+# torch's own, while it compiles
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_compiled_norms_are_compiled_once_for_all_microbatches(tmp_path: Path) -> None:
     """A warm-up has four microbatches here, or one, and held-out samples are many."""
     job = job_of(tmp_path, compile=True, global_batch=12, reduction={"block": 2}, workers={"max": 1})
@@ -343,7 +406,9 @@ def test_compiled_norms_are_compiled_once_for_all_microbatches(tmp_path: Path) -
 
 @pytest.mark.full  # compiles
 def test_compiled_blocks_track_the_same_statistics(ranks: Ranks, tmp_path: Path) -> None:
-    """The bits of a compiled run do not depend on the layout either.  A norm that is used twice is still seen."""
+    """The bits of a compiled run do not depend on the layout either.  A norm that is used twice is still
+    seen.
+    """
     eager, (one,), (two, _) = (
         alone(job_of(tmp_path), 1),
         ranks.run(Layout(1, 1), trained, job_of(tmp_path, compile=True), 1),
@@ -352,5 +417,11 @@ def test_compiled_blocks_track_the_same_statistics(ranks: Ranks, tmp_path: Path)
     for name, value in eager.buffers.items():
         torch.testing.assert_close(one.buffers[name], value, rtol=1e-4, atol=1e-6)
         assert torch.equal(one.buffers[name], two.buffers[name])
-    with pytest.raises(AssertionError, match=r"ModelError: the forward pass used 'layers.0.norm' of .* 2 times"):
+    with pytest.raises(
+        AssertionError,
+        match=(
+            r"ModelError: the forward pass used 'layers.0.norm' of .* 2 "
+            r"times"
+        ),
+    ):
         ranks.run(Layout(1, 1), trained, job_of(tmp_path, compile=True, model=f"{HERE}:Twice"), 1)

@@ -1,4 +1,6 @@
-"""An unsharded torch.optim is the independent judge of what worlds compute; that all compute the same bits is in ``test_covering.py``."""
+"""An unsharded torch.optim is the independent judge of what worlds compute; that all compute the same bits is
+in ``test_covering.py``.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ from tests.support.toys import Own, small_job
 
 
 class Transposed(Own):
-    """A model with weights in another order in memory, as after ``.t()`` or ``.to(memory_format=torch.channels_last)``."""
+    """A model with weights in another order in memory, as after ``.t()`` or
+    ``.to(memory_format=torch.channels_last)``.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,15 +46,24 @@ class Transposed(Own):
 
 
 @pytest.mark.parametrize(("layout", "zero"), [(Layout(1, 2), 2), (Layout(1, 3), 3)], ids=str)
-def test_weights_in_another_order_in_memory_too(ranks: Ranks, tmp_path: Path, layout: Layout, zero: int) -> None:
-    """Promise 1.  A world of several shards cuts such weights into parts, which are in the usual order; FSDP2 refuses them."""
+def test_weights_in_another_order_in_memory_too(
+    ranks: Ranks, tmp_path: Path, layout: Layout, zero: int
+) -> None:
+    """Promise 1.  A world of several shards cuts such weights into parts, which are in the usual order; FSDP2
+    refuses them.
+    """
     job = small_job(tmp_path / "one", model="tests.engine.test_bits:Transposed", model_args={})
     one = train_here(job, 2)
-    assert train(ranks, job.replace(bucket=str(tmp_path / "more"), parallel={"zero": zero}), layout, 2).hash == one.hash
+    assert (
+        train(ranks, job.replace(bucket=str(tmp_path / "more"), parallel={"zero": zero}), layout, 2).hash
+        == one.hash
+    )
 
 
 def test_the_library_sum_depends_on_the_layout(ranks: Ranks, tmp_path: Path) -> None:
-    """E6: negative control of the fold: without it the bits do differ, so the equality above is not for free; the values stay near."""
+    """E6: negative control of the fold: without it the bits do differ, so the equality above is not for free;
+    the values stay near.
+    """
     one = train_here(small_job(tmp_path / "one", reproducible=False), 2)
     three = train(ranks, small_job(tmp_path / "three", reproducible=False), Layout(3, 1), 2)
     assert one.hash != three.hash
@@ -67,9 +80,12 @@ def adamw_of(job: Job, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Op
 
 
 def plain_training(
-    job: Job, steps: int, optimizer_of: Callable[[Job, Mapping[str, nn.Parameter]], torch.optim.Optimizer] = adamw_of
+    job: Job,
+    steps: int,
+    optimizer_of: Callable[[Job, Mapping[str, nn.Parameter]], torch.optim.Optimizer] = adamw_of,
 ) -> tuple[dict[str, dict[str, torch.Tensor]], list[float]]:
-    """Trains the job on one process with torch alone: plain module, plain loop, an optimizer of torch.optim, torch's clipping.
+    """Trains the job on one process with torch alone: plain module, plain loop, an optimizer of torch.optim,
+    torch's clipping.
 
     Returns the tensors by kind and name, and the losses.
     """
@@ -85,7 +101,9 @@ def plain_training(
         total, count = 0.0, 0
         for index in range(job.microbatches):
             torch.manual_seed(microbatch_seed(job.seed, step, index))
-            loss, tokens = load(job.loss)(model, data.read(cursor.microbatch_ids(step, index, job.microbatch)))
+            loss, tokens = load(job.loss)(
+                model, data.read(cursor.microbatch_ids(step, index, job.microbatch))
+            )
             loss.backward()
             total, count = total + loss.item(), count + int(tokens)
         for parameter in named.values():
@@ -96,13 +114,24 @@ def plain_training(
         optimizer.step()
         losses.append(total / count)
     kinds = {"exp_avg", "exp_avg_sq"}.intersection(*optimizer.state.values())
-    moments = {f"moment.{kind}": {name: optimizer.state[p][kind] for name, p in named.items()} for kind in sorted(kinds)}
+    moments = {
+        f"moment.{kind}": {name: optimizer.state[p][kind] for name, p in named.items()}
+        for kind in sorted(kinds)
+    }
     buffers = {name: value for name, value in model.named_buffers() if name in model.state_dict()}
-    return {"parameter": {name: p.detach() for name, p in named.items()}, "buffer": buffers, **moments}, losses
+    return {
+        "parameter": {name: p.detach() for name, p in named.items()},
+        "buffer": buffers,
+        **moments,
+    }, losses
 
 
-def test_moments_slice_by_slice_through_reshapes_against_an_unsharded_adamw(ranks: Ranks, tmp_path: Path) -> None:
-    """A4 (AdamW): 1×3 → 1×2 → 2×2, from the bucket each time: stored parameters and both moments are close to torch.optim's."""
+def test_moments_slice_by_slice_through_reshapes_against_an_unsharded_adamw(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    """A4 (AdamW): 1×3 → 1×2 → 2×2, from the bucket each time: stored parameters and both moments are close to
+    torch.optim's.
+    """
     job = small_job(tmp_path, global_batch=8)
     version = Version(0, 0)
     for layout, last in ((Layout(1, 3), 2), (Layout(1, 2), 4), (Layout(2, 2), 7)):
@@ -116,7 +145,9 @@ def test_moments_slice_by_slice_through_reshapes_against_an_unsharded_adamw(rank
             for name, value in tensors.items():
                 ((_, raw),) = reader.read([stored[kind, name].whole()])
                 found = torch.frombuffer(bytearray(raw), dtype=torch.float32).view(value.shape)
-                torch.testing.assert_close(found, value, rtol=2e-4, atol=2e-5 if kind == "parameter" else 1e-7)
+                torch.testing.assert_close(
+                    found, value, rtol=2e-4, atol=2e-5 if kind == "parameter" else 1e-7
+                )
         assert trained.outcomes[-1].loss == pytest.approx(losses[-1], rel=1e-4)
     assert losses[-1] < 0.8 * losses[0], "the model must be learning"
 
@@ -130,22 +161,31 @@ def double(**args: Any) -> nn.Module:
 def exact_next_token(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     """The loss of the toy model in float64; no target is masked."""
     tokens = batch["tokens"]
-    loss = nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")
+    loss = nn.functional.cross_entropy(
+        model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum"
+    )
     return loss, torch.tensor(tokens[:, 1:].numel())
 
 
 def exactly(world: World, job: Job, steps: int, lossy: bool) -> Part:
-    """Trains with gradients that are reduced in float64; with ``lossy`` a node loses a gradient of every block that a node adds."""
+    """Trains with gradients that are reduced in float64; with ``lossy`` a node loses a gradient of every
+    block that a node adds.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(PRECISIONS, "fp32", Precision(None, torch.float64))
         if lossy:
             added = OrderedReduction._added
-            patch.setattr(OrderedReduction, "_added", lambda self, unit, *more: added(self, replace(unit, ranks=unit.ranks[-1:]), *more))
+            patch.setattr(
+                OrderedReduction,
+                "_added",
+                lambda self, unit, *more: added(self, replace(unit, ranks=unit.ranks[-1:]), *more),
+            )
         return segment(world, job, Version(0, 0), steps)
 
 
 def test_blocks_against_plain_torch_in_float64(ranks: Ranks, tmp_path: Path) -> None:
-    """N7: the losses of a plain loop to 1e-10, with two nodes that add blocks of two; equal bits would hide an error that all share.
+    """N7: the losses of a plain loop to 1e-10, with two nodes that add blocks of two; equal bits would hide
+    an error that all share.
 
     The control: a gradient of every block is lost.
     """
@@ -159,6 +199,12 @@ def test_blocks_against_plain_torch_in_float64(ranks: Ranks, tmp_path: Path) -> 
         reduction={"block": 2},
     )
     _, expected = plain_training(job, 3)
-    parts = [members[0] for members in ranks.run_each(Layout(2, 2), exactly, [(job, 3, False), (job, 3, True)], nodes="aabb")]
-    all_there, lossy = (max(abs(each.loss - loss) for each, loss in zip(part.outcomes, expected, strict=True)) for part in parts)
+    parts = [
+        members[0]
+        for members in ranks.run_each(Layout(2, 2), exactly, [(job, 3, False), (job, 3, True)], nodes="aabb")
+    ]
+    all_there, lossy = (
+        max(abs(each.loss - loss) for each, loss in zip(part.outcomes, expected, strict=True))
+        for part in parts
+    )
     assert all_there <= 1e-10 and lossy > 1e-4

@@ -1,6 +1,8 @@
-"""R4, R13: compiled code does not depend on the layout, so a member of any world finds its code compiled, and computes the same bits.
+"""R4, R13: compiled code does not depend on the layout, so a member of any world finds its code compiled, and
+computes the same bits.
 
-A process warms up once, as a worker and a spare do before they join, and then steps in worlds of several sizes.
+A process warms up once, as a worker and a spare do before they join, and then steps in worlds of several
+sizes.
 """
 
 from __future__ import annotations
@@ -29,19 +31,24 @@ from tests.support.toys import small_job
 MODEL = {"vocab": 29, "dim": 32, "layers": 1, "heads": 2}
 WORLDS = ((Layout(1, 2), None), (Layout(2, 1), None), (Layout(1, 1), None), (Layout(1, 2), 2))
 MORE = (*WORLDS, (Layout(1, 3), None), (Layout(3, 1), None), (Layout(1, 2), None))
-"""Layouts, and stages of ZeRO.  A member holds shards in the first one, and whole weights in the next three."""
+"""Layouts, and stages of ZeRO.  A member holds shards in the first one, and whole weights in the next three.
+"""
 
 
 @pytest.fixture(scope="module")
 def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    """Starts three processes of their own, because what a process has compiled stays in it; they share what the compilers keep."""
+    """Starts three processes of their own, because what a process has compiled stays in it; they share what
+    the compilers keep.
+    """
     pool = Ranks(3, environment={"TORCHINDUCTOR_CACHE_DIR": str(tmp_path_factory.mktemp("compiled"))})
     yield pool
     pool.close()
 
 
 def graphs() -> tuple[int, int]:
-    """Returns the number of graphs that this process has traced so far, and the number of those that it has compiled."""
+    """Returns the number of graphs that this process has traced so far, and the number of those that it has
+    compiled.
+    """
     counters = torch._dynamo.utils.counters
     return int(counters["stats"]["unique_graphs"]), int(counters["inductor"]["fxgraph_cache_miss"])
 
@@ -79,14 +86,17 @@ def step(world: World, job: Job) -> tuple[Part, tuple[int, int]]:
     ],
     ids=["fp32", "fp8", "bf16"],
 )
-def test_no_world_compiles_anything_after_the_warm_up(three: Ranks, tmp_path: Path, worlds: Any, changes: dict[str, Any]) -> None:
+def test_no_world_compiles_anything_after_the_warm_up(
+    three: Ranks, tmp_path: Path, worlds: Any, changes: dict[str, Any]
+) -> None:
     """R4, R13: and all worlds have the same bits, which are not those of blocks that are not compiled.
 
     The control warms up with shards only; then a world without shards traces its blocks.
     """
     job = small_job(tmp_path / "warm", compile=True, model_args=MODEL, workers={"max": 4}, **changes)
     warmed = []
-    for process in range(max(layout.world for layout, _ in worlds)):  # one after the other, so that later ones find code on the disk
+    # one after the other, so that later ones find code on the disk
+    for process in range(max(layout.world for layout, _ in worlds)):
         three.start(Layout(1, 1), [process], warm, job, str(tmp_path), True)
         warmed.append(three.answer(process))
     assert all(traced > 0 for traced, _ in warmed) and any(compiled > 0 for _, compiled in warmed)
@@ -95,7 +105,14 @@ def test_no_world_compiles_anything_after_the_warm_up(three: Ranks, tmp_path: Pa
         own = job.in_stage(zero).replace(bucket=str(tmp_path / str(number)))
         found = three.run(layout, step, own)
         assert [counts for _, counts in found] == warmed[: layout.world], (layout, zero)
-        hashes.add(finish(own, layout, [part.receipt for part, _ in found], Version(2, found[0][0].outcomes[-1].generation)))
+        hashes.add(
+            finish(
+                own,
+                layout,
+                [part.receipt for part, _ in found],
+                Version(2, found[0][0].outcomes[-1].generation),
+            )
+        )
     assert len(hashes) == 1
     assert train_here(small_job(tmp_path / "plain", model_args=MODEL, **changes), 2).hash not in hashes
     warmed = three.run(Layout(1, 1), warm, job, str(tmp_path), False)
@@ -104,7 +121,8 @@ def test_no_world_compiles_anything_after_the_warm_up(three: Ranks, tmp_path: Pa
 
 @pytest.mark.full
 def test_worlds_that_gather_once_a_step_find_their_code_too(three: Ranks, tmp_path: Path) -> None:
-    """R4: the devices have room for half of the state beside whole weights to compute with, and not for the whole state.
+    """R4: the devices have room for half of the state beside whole weights to compute with, and not for the
+    whole state.
 
     The control warms up as if they had no room for whole weights.
     """

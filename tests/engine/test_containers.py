@@ -1,4 +1,6 @@
-"""Blocks whose list holds containers: what is called in these are the blocks, so that memory policies and stage 3 act on them."""
+"""Blocks whose list holds containers: what is called in these are the blocks, so that memory policies and
+stage 3 act on them.
+"""
 
 from __future__ import annotations
 
@@ -34,11 +36,25 @@ KINDS: dict[str, Any] = {
 class Parts(nn.Module):
     """A model that calls the parts of its layers, which are containers and have no ``forward``."""
 
-    def __init__(self, kind: str = "list", vocab: int = 29, dim: int = 16, layers: int = 3, dropout: float = 0.1, **_: Any) -> None:
+    def __init__(
+        self,
+        kind: str = "list",
+        vocab: int = 29,
+        dim: int = 16,
+        layers: int = 3,
+        dropout: float = 0.1,
+        **_: Any,
+    ) -> None:
         super().__init__()
         self.embed, self.head = nn.Embedding(vocab, dim), nn.Linear(dim, vocab)
-        feeds = (nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, 2 * dim), nn.GELU(), nn.Linear(2 * dim, dim)) for _ in range(layers))
-        self.layers = nn.ModuleList(KINDS[kind](nn.Sequential(nn.Linear(dim, dim), nn.Tanh(), nn.Dropout(dropout)), feed) for feed in feeds)
+        feeds = (
+            nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, 2 * dim), nn.GELU(), nn.Linear(2 * dim, dim))
+            for _ in range(layers)
+        )
+        self.layers = nn.ModuleList(
+            KINDS[kind](nn.Sequential(nn.Linear(dim, dim), nn.Tanh(), nn.Dropout(dropout)), feed)
+            for feed in feeds
+        )
 
     def init_weights(self) -> None:
         for parameter in self.parameters():
@@ -84,7 +100,9 @@ def test_what_is_called_in_a_container_is_a_block() -> None:
 @pytest.mark.fast
 @pytest.mark.parametrize("kind", KINDS)
 def test_memory_policies_act_on_containers(kind: str) -> None:
-    """They keep fewer bytes, from live storages, and the gradients have the same bits.  With int8 they do not: the policy is there."""
+    """They keep fewer bytes, from live storages, and the gradients have the same bits.  With int8 they do
+    not: the policy is there.
+    """
 
     def build(**args: Any) -> nn.Module:
         return Parts(kind, **args)
@@ -110,13 +128,21 @@ def job_of(folder: Path, model: type[Parts] = Parts, **changes: Any) -> Job:
 
 def test_a_container_in_a_table_of_ones_own_is_refused(tmp_path: Path) -> None:
     """No worker has started then.  The control names its children."""
-    with pytest.raises(ModelError, match=r"^sharding\(\) of Named names 'layers.1', a ModuleList, .* has no forward\(\); name"):
+    with pytest.raises(
+        ModelError,
+        match=(
+            r"^sharding\(\) of Named names 'layers.1', a ModuleList, .* has no "
+            r"forward\(\); name"
+        ),
+    ):
         preflight(job_of(tmp_path, Named, model_args={"blocks": ["layers.0.1", "layers.1"]}))
     preflight(job_of(tmp_path, Named, model_args={"blocks": ["layers.0.1", "layers.1.0", "layers.1.1"]}))
 
 
 def refused(world: World, job: Job) -> tuple[str, str]:
-    """Returns what the error of wrapping the model is blamed on, and the signature.  Its weight gets the order in memory that it had."""
+    """Returns what the error of wrapping the model is blamed on, and the signature.  Its weight gets the
+    order in memory that it had.
+    """
     model = build_model(job, builder_of(job))
     model.head.weight.data = model.head.weight.data.t().contiguous().t()
     try:
@@ -127,7 +153,9 @@ def refused(world: World, job: Job) -> tuple[str, str]:
 
 
 def test_what_the_library_refuses_of_a_model_is_no_peers_error(ranks: Ranks, tmp_path: Path) -> None:
-    """It says so in the same files in which it waits for peers.  The control: with the usual order in memory it trains, split or not."""
+    """It says so in the same files in which it waits for peers.  The control: with the usual order in memory
+    it trains, split or not.
+    """
     job = job_of(tmp_path, Turned, parallel={"zero": 3})
     for cause, signature in ranks.run(Layout(1, 2), refused, job):
         assert cause == "job" and signature.startswith("NotImplementedError at ")

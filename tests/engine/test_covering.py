@@ -1,9 +1,10 @@
-"""One table of settings and layouts: in every pair of them, worlds have the bits, losses, norms and rates of one worker.
+"""One table of settings and layouts: in every pair of them, worlds have the bits, losses, norms and rates of
+one worker.
 
-Errors of an engine lie in single settings and in pairs of them, seldom in three that must meet (Kuhn, Wallace and Gallo 2004).  So rows are
-drawn until each pair of values that a job may have is in one of them, greedily as in AETG (Cohen and others 1997), and each row is trained
-once: by one worker without what may change nothing, and by the worlds of the row with it.  All that is promised of a world is asserted of
-that run.
+Errors of an engine lie in single settings and in pairs of them, seldom in three that must meet (Kuhn, Wallace
+and Gallo 2004).  So rows are drawn until each pair of values that a job may have is in one of them, greedily
+as in AETG (Cohen and others 1997), and each row is trained once: by one worker without what may change
+nothing, and by the worlds of the row with it.  All that is promised of a world is asserted of that run.
 """
 
 from __future__ import annotations
@@ -55,7 +56,9 @@ DOCUMENTS, FILES = "(a dataset)", "(a folder)"
 
 @dataclass(frozen=True)
 class Leg:
-    """One world of a row: its layout, its last step, the nodes of its members, and whether it has the free settings of the row."""
+    """One world of a row: its layout, its last step, the nodes of its members, and whether it has the free
+    settings of the row.
+    """
 
     layout: Layout
     last: int = STEPS
@@ -71,7 +74,9 @@ WORLDS: dict[str, tuple[int, tuple[Leg, ...]]] = {
     "1×1, then 3×1 on two nodes": (1, (Leg(Layout(3, 1), nodes="aba"),)),
     "1×4 on two nodes": (0, (Leg(Layout(1, 4), nodes="abbb"),)),
 }
-"""The worlds of a row, after the step at which the first one begins: from 0, or from the checkpoint of the worker alone."""
+"""The worlds of a row, after the step at which the first one begins: from 0, or from the checkpoint of the
+worker alone.
+"""
 
 SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
     "optim": {
@@ -89,11 +94,17 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
         **{each: {"precision": each} for each in ("fp32", "bf16", "fp16", "fp8", "fp8-rowwise")},
         "fp16, a scale of 100": {"precision": "fp16", "loss_scale": 100.0},
     },
-    "recompute": {str(each): {"recompute": each} for each in ("none", "block", "sqrt", "selective", "attention", 0.5)},
+    "recompute": {
+        str(each): {"recompute": each} for each in ("none", "block", "sqrt", "selective", "attention", 0.5)
+    },
     "activations": {each: {"activations": each} for each in ("keep", "offload", "int8", "fp8")},
     "offload": {
         **{each: {"offload": each} for each in ("none", "optimizer", "weights")},
-        "files": {"offload": "optimizer", "offload_folder": FILES, "offload_buffer_gb": streaming.SHARES * SMALL / 1e9},
+        "files": {
+            "offload": "optimizer",
+            "offload_folder": FILES,
+            "offload_buffer_gb": streaming.SHARES * SMALL / 1e9,
+        },
     },
     "zero": {str(each): {"parallel": {"zero": each}} for each in (2, 1, 3)},
     "buckets": {str(each): {"parallel": {"bucket_elements": each}} for each in ("block", 2 * BLOCK)},
@@ -122,20 +133,33 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
 """The values of each setting.  The first one goes with every value of every other setting."""
 SELDOM = {
     *(("optim", each) for each in ("adam", "sgd", "adagrad", "rmsprop", "lion")),
-    *(("precision", "fp16, a scale of 100"), ("recompute", "attention"), ("recompute", "0.5"), ("activations", "fp8")),
+    *(
+        ("precision", "fp16, a scale of 100"),
+        ("recompute", "attention"),
+        ("recompute", "0.5"),
+        ("activations", "fp8"),
+    ),
     *(("model", "gpt2"), ("model", "no dropout"), ("data", "with replacement")),
     *(("worlds", "1×1, then 3×1 on two nodes"), ("worlds", "1×4 on two nodes")),
 }
-"""Values that are close to others: each is in a row of the short table, and in all of its pairs in the long one."""
+"""Values that are close to others: each is in a row of the short table, and in all of its pairs in the long
+one.
+"""
 UNFIT = {
-    **{("model", each): (("precision", "fp8"), ("precision", "fp8-rowwise")) for each in ("own", "batch norm")},  # sizes are no multiples
-    ("data", "documents"): tuple(("model", each) for each in ("own", "batch norm", "containers")),  # they keep no documents apart
+    # sizes are no multiples
+    **{
+        ("model", each): (("precision", "fp8"), ("precision", "fp8-rowwise"))
+        for each in ("own", "batch norm")
+    },
+    # they keep no documents apart
+    ("data", "documents"): tuple(("model", each) for each in ("own", "batch norm", "containers")),
     ("precision", "fp8-rowwise"): (("activations", "int8"), ("activations", "fp8")),
 }
-"""Values that a job may have together, but that are not in a row: those that a model cannot have, and a known gap.
+"""Values that a job may have together, but that are not in a row: those that a model cannot have, and a known
+gap.
 
-The gap: with activations in eight bits, scales of rows that are held are compressed, too, while a pass that casts offloaded weights makes
-its own.  So the bits of ``fp8-rowwise`` depend on ``offload``.
+The gap: with activations in eight bits, scales of rows that are held are compressed, too, while a pass that
+casts offloaded weights makes its own.  So the bits of ``fp8-rowwise`` depend on ``offload``.
 """
 CHANGES_NOTHING = ("recompute", "activations", "offload", "zero", "buckets", "layers", "validation")
 FREE = ("offload", "zero", "buckets", "layers", "validation")
@@ -190,8 +214,11 @@ def wanted(*, all_pairs: bool) -> list[tuple[Item, ...]]:
     """Returns what the rows of a table must have: pairs, and single values that are seldom."""
     if all_pairs:
         return [*pairs()]
-    sharded = [pair(("optim", each), ("worlds", "1×1, then 1×3")) for each in SETTINGS["optim"]]  # after a save, too
-    return [(each,) for each in sorted(SELDOM)] + [each for each in pairs() if not SELDOM & {*each} or each in sharded]
+    # after a save, too
+    sharded = [pair(("optim", each), ("worlds", "1×1, then 1×3")) for each in SETTINGS["optim"]]
+    return [(each,) for each in sorted(SELDOM)] + [
+        each for each in pairs() if not SELDOM & {*each} or each in sharded
+    ]
 
 
 def parts_of(row: Row) -> Iterator[tuple[Item, ...]]:
@@ -201,7 +228,9 @@ def parts_of(row: Row) -> Iterator[tuple[Item, ...]]:
 
 @lru_cache
 def table(*, all_pairs: bool, seed: int = 0) -> list[Row]:
-    """Draws rows until they have all that is wanted: each time the best of several, which begin with something that is still missing."""
+    """Draws rows until they have all that is wanted: each time the best of several, which begin with
+    something that is still missing.
+    """
     draw, missing, rows = random.Random(seed), dict.fromkeys(wanted(all_pairs=all_pairs)), list[Row]()
     while missing:
         candidates = [filled(draw, dict(draw.choice([*missing])), missing) for _ in range(25)]
@@ -212,15 +241,23 @@ def table(*, all_pairs: bool, seed: int = 0) -> list[Row]:
 
 
 def filled(draw: random.Random, row: Row, missing: Mapping[tuple[Item, ...], None]) -> Row:
-    """Adds the settings that are not in a row yet, in any order, each with the value by which the row gets most of what is missing."""
+    """Adds the settings that are not in a row yet, in any order, each with the value by which the row gets
+    most of what is missing.
+    """
     for name in draw.sample([*SETTINGS], len(SETTINGS)):
         if name in row:
             continue
-        fit = [value for value in SETTINGS[name] if all(pair((name, value), each) in pairs() for each in row.items())]
+        fit = [
+            value
+            for value in SETTINGS[name]
+            if all(pair((name, value), each) in pairs() for each in row.items())
+        ]
         others = [*row.items()]
 
         def gain(value: str, name: str = name, others: Sequence[Item] = others) -> int:
-            return (((name, value),) in missing) + sum(pair((name, value), each) in missing for each in others)
+            return (((name, value),) in missing) + sum(
+                pair((name, value), each) in missing for each in others
+            )
 
         row[name] = max(draw.sample(fit, len(fit)), key=gain)
     return {each: row[each] for each in SETTINGS}
@@ -236,7 +273,9 @@ def test_every_pair_is_in_a_row(all_pairs: bool) -> None:
         assert all(each in pairs() for each in parts_of(row) if len(each) == 2), row
     assert needed <= {each for row in rows for each in parts_of(row)}
     assert not needed <= {each for row in rows[:-1] for each in parts_of(row)}
-    assert {each for row in rows for each in row.items()} == {(name, value) for name, values in SETTINGS.items() for value in values}
+    assert {each for row in rows for each in row.items()} == {
+        (name, value) for name, values in SETTINGS.items() for value in values
+    }
 
 
 # ---- the runs
@@ -273,7 +312,8 @@ def placed(bucket: Path, row: Row, documents: Path) -> Job:
 def plain(row: Row) -> Row:
     """Returns a row without what may change nothing.
 
-    With activations in eight bits it matters what is kept, and gradients that are computed in bf16 lose nothing on their way.
+    With activations in eight bits it matters what is kept, and gradients that are computed in bf16 lose
+    nothing on their way.
     """
     rounds = row["activations"] in ("int8", "fp8")
     names = [name for name in CHANGES_NOTHING if not rounds or name not in ("recompute", "activations")]
@@ -283,23 +323,41 @@ def plain(row: Row) -> Row:
 def told(outcome: Outcome, *, layers: bool, validates: bool) -> tuple[Any, ...]:
     """Returns what every world must tell of a step."""
     validated: Validated | None = outcome.validated if validates else None
-    of = outcome.step, outcome.squared_norm, outcome.losses, outcome.counts, outcome.samples, outcome.finite, outcome.rescales
+    of = (
+        outcome.step,
+        outcome.squared_norm,
+        outcome.losses,
+        outcome.counts,
+        outcome.samples,
+        outcome.finite,
+        outcome.rescales,
+    )
     return (*of, validated, outcome.layers if layers else ())
 
 
 def check_members(trained: Trained, job: Job, leg: Leg) -> None:
-    """Asserts what members tell of themselves: replicas are alike after each step, each microbatch runs once, and rates are those of the
-    formula.
+    """Asserts what members tell of themselves: replicas are alike after each step, each microbatch runs once,
+    and rates are those of the formula.
     """
     steps = [each.step for each in trained.outcomes]
-    rates = [learning_rate(step, steps=12, peak=job.optim.lr, warmup=2, final=0.1, kind="cosine") for step in steps]
+    rates = [
+        learning_rate(step, steps=12, peak=job.optim.lr, warmup=2, final=0.1, kind="cosine") for step in steps
+    ]
     for rank, part in enumerate(trained.parts):
         assert part.outcomes == trained.outcomes and all(each.applies for each in part.outcomes)
-        assert [each.layers for each in part.outcomes] == [each.layers for each in trained.outcomes], "they are not compared above"
-        assert part.hashes == trained.parts[rank % leg.layout.dp_shard].hashes and len({*part.hashes}) == len(part.outcomes)
-        assert [rate for rate, _ in groupby(part.rates)] == rates, "offloaded state has an update for each group"
+        assert [each.layers for each in part.outcomes] == [each.layers for each in trained.outcomes], (
+            "they are not compared above"
+        )
+        assert part.hashes == trained.parts[rank % leg.layout.dp_shard].hashes and len({*part.hashes}) == len(
+            part.outcomes
+        )
+        assert [rate for rate, _ in groupby(part.rates)] == rates, (
+            "offloaded state has an update for each group"
+        )
     assert leg.layout.dp_shard == 1 or trained.parts[0].hashes != trained.parts[1].hashes
-    assert sum(part.microbatches for part in trained.parts) == sum(len(each.losses) for each in trained.outcomes)
+    assert sum(part.microbatches for part in trained.parts) == sum(
+        len(each.losses) for each in trained.outcomes
+    )
 
 
 def check(ranks: Ranks, folder: Path, row: Row, documents: Path) -> None:
@@ -309,35 +367,60 @@ def check(ranks: Ranks, folder: Path, row: Row, documents: Path) -> None:
     version, expected = Version(0, 0), list[Outcome]()
     if begins:
         first = train_here(alone, begins)
-        shutil.copytree(alone.bucket, job.bucket, ignore=shutil.ignore_patterns("job.json", "export-*"), dirs_exist_ok=True)
+        shutil.copytree(
+            alone.bucket,
+            job.bucket,
+            ignore=shutil.ignore_patterns("job.json", "export-*"),
+            dirs_exist_ok=True,
+        )
         version, expected = first.version, first.outcomes
     one = train_here(alone, STEPS, version)
     expected = [*expected, *one.outcomes]
     dataset: Any = load(alone.data.dataset)(**alone.data.args)
     lengths = dataset.lengths if alone.data.group_by_length else None
     cursor = Cursor(len(dataset), alone.batches(), alone.seed, alone.data.sampling, lengths)
-    assert [tuple(chain(*each.samples)) for each in expected] == [cursor.ids(step) for step in range(1, STEPS + 1)]
-    assert [sum(map(len, each.samples)) for each in expected] == ([4, 6] if row["batch"] == "grows" else [10] * STEPS)
+    assert [tuple(chain(*each.samples)) for each in expected] == [
+        cursor.ids(step) for step in range(1, STEPS + 1)
+    ]
+    assert [sum(map(len, each.samples)) for each in expected] == (
+        [4, 6] if row["batch"] == "grows" else [10] * STEPS
+    )
     for leg in legs:
         own = row if leg.free else row | {name: usual()[name] for name in FREE}
-        found = train(ranks, placed(folder / "worlds", own, documents), leg.layout, leg.last, version, leg.nodes, in_groups)
+        found = train(
+            ranks,
+            placed(folder / "worlds", own, documents),
+            leg.layout,
+            leg.last,
+            version,
+            leg.nodes,
+            in_groups,
+        )
         check_members(found, job, leg)
         tells: Any = {"layers": own["layers"] == "told", "validates": own["validation"] != "none"}
-        assert [told(each, **tells) for each in found.outcomes] == [told(each, **tells) for each in expected[version.step : leg.last]]
+        assert [told(each, **tells) for each in found.outcomes] == [
+            told(each, **tells) for each in expected[version.step : leg.last]
+        ]
         assert tells["validates"] or not any(each.validated for each in found.outcomes)
         assert tells["layers"] or not any(each.layers for each in found.outcomes)
         version = found.version
     assert found.hash == one.hash
     rule = rule_of(job)
     moments = {f"moment.{each}" for each in (*rule.moments, *(rule.matrix_moments or ()))}
-    stored = {tensor.kind for tensor in Run.open(placed(folder / "worlds", own, documents)).checkpoints.open(version).tensors()}
+    stored = {
+        tensor.kind
+        for tensor in Run.open(placed(folder / "worlds", own, documents)).checkpoints.open(version).tensors()
+    }
     buffers = {"own": {"constant"}, "batch norm": {"constant", "buffer"}}.get(row["model"], set())
     assert stored == {"parameter", "scalar", *moments, *buffers}
 
 
 def name_of(row: Row) -> str:
     """Returns the values of a row that are not usual."""
-    short, own = ("optim", "precision", "worlds"), (each for each in row.items() if each[1] != usual()[each[0]])
+    short, own = (
+        ("optim", "precision", "worlds"),
+        (each for each in row.items() if each[1] != usual()[each[0]]),
+    )
     return ", ".join(value if name in short else f"{name} {value}" for name, value in own)
 
 
@@ -348,19 +431,23 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def test_worlds_do_what_one_worker_does(ranks: Ranks, tmp_path: Path, documents: Path, row: Row) -> None:
-    """Promises 1 and 4, to the bit: state, losses, norms, counts, samples, and what is told of layers and of held-out samples.
+    """Promises 1 and 4, to the bit: state, losses, norms, counts, samples, and what is told of layers and of
+    held-out samples.
 
-    The settings and what they are of: optimizers and their states through a reshape (A3, A4, L13), rates that go on (A5), sampling (A2),
-    dropout (A8), norms with statistics (A9, U6), a batch that grows (A10), layers (A13), replicas (B1, B2), lengths (B15), stages of ZeRO
-    (C2, C3, C4), buckets (C7), formats (E3, E5, E6), recomputation (F1, F2), state and weights in host memory and in files (F3, F4),
-    activations (F6), validation (L1), models without a table (U1), blocks of a sum on nodes (N7).
+    The settings and what they are of: optimizers and their states through a reshape (A3, A4, L13), rates that
+    go on (A5), sampling (A2), dropout (A8), norms with statistics (A9, U6), a batch that grows (A10), layers
+    (A13), replicas (B1, B2), lengths (B15), stages of ZeRO (C2, C3, C4), buckets (C7), formats (E3, E5, E6),
+    recomputation (F1, F2), state and weights in host memory and in files (F3, F4), activations (F6),
+    validation (L1), models without a table (U1), blocks of a sum on nodes (N7).
     """
     check(ranks, tmp_path, row, documents)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("seed", [1, 2])
-def test_worlds_do_what_one_worker_does_in_all_pairs(ranks: Ranks, tmp_path: Path, documents: Path, seed: int) -> None:
+def test_worlds_do_what_one_worker_does_in_all_pairs(
+    ranks: Ranks, tmp_path: Path, documents: Path, seed: int
+) -> None:
     """All pairs of all values occur here, in tables that are drawn twice."""
     for number, row in enumerate(table(all_pairs=True, seed=seed)):
         try:
@@ -374,13 +461,20 @@ def test_worlds_do_what_one_worker_does_in_all_pairs(ranks: Ranks, tmp_path: Pat
 
 
 def test_each_value_that_should_change_the_bits_does(tmp_path: Path, documents: Path) -> None:
-    """Negative control: what the hash of one worker must see, one at a time.  No two of them give the same bits."""
+    """Negative control: what the hash of one worker must see, one at a time.  No two of them give the same
+    bits.
+    """
     changing = ("optim", "precision", "model", "data", "batch", "blocks of the sum", "wire", "clip")
     rows = [{name: value} for name in changing for value in SETTINGS[name] if value != usual()[name]]
     rows += [{"activations": "int8"}, {"activations": "fp8"}, {}]
     rows.remove({"precision": "fp16, a scale of 100"})
-    jobs = [placed(tmp_path / str(number), plain(usual() | row), documents) for number, row in enumerate(rows)]
-    jobs = [job.replace(model_args=job.model_args | {"layers": 1}) if "layers" in job.model_args else job for job in jobs]
+    jobs = [
+        placed(tmp_path / str(number), plain(usual() | row), documents) for number, row in enumerate(rows)
+    ]
+    jobs = [
+        job.replace(model_args=job.model_args | {"layers": 1}) if "layers" in job.model_args else job
+        for job in jobs
+    ]
     one: Any = jobs[-1].data.args
     more: list[dict[str, Any]] = [
         {"seed": 1},
@@ -389,10 +483,16 @@ def test_each_value_that_should_change_the_bits_does(tmp_path: Path, documents: 
         {"data": {"dataset": "tests.engine.test_lengths:Skewed"}},
         {"data": {"args": {"path": str(documents), "seq_len": 16}}},
     ]
-    jobs += [jobs[-1].replace(bucket=str(tmp_path / f"more {number}"), **changes) for number, changes in enumerate(more)]
+    jobs += [
+        jobs[-1].replace(bucket=str(tmp_path / f"more {number}"), **changes)
+        for number, changes in enumerate(more)
+    ]
     hashes = [train_here(job, 1).hash for job in jobs]
     assert len({*hashes}) == len(hashes)
-    assert train_here(jobs[len(rows) - 1].replace(bucket=str(tmp_path / "again")), 1).hash == hashes[len(rows) - 1]
+    assert (
+        train_here(jobs[len(rows) - 1].replace(bucket=str(tmp_path / "again")), 1).hash
+        == hashes[len(rows) - 1]
+    )
 
 
 def drifting(world: World, job: Job, version: Version, last: int) -> Part:
@@ -408,8 +508,13 @@ def drifting(world: World, job: Job, version: Version, last: int) -> Part:
 
 
 def test_gradients_of_one_member_that_drift_show(ranks: Ranks, tmp_path: Path, documents: Path) -> None:
-    """E6: negative control of the worlds: the first losses are equal, and the norm and all that follows is not."""
+    """E6: negative control of the worlds: the first losses are equal, and the norm and all that follows is
+    not.
+    """
     right, wrong = (placed(tmp_path / name, usual(), documents) for name in ("right", "wrong"))
     one, found = train_here(right, 2), train(ranks, wrong, Layout(2, 1), 2, how=drifting)
-    assert found.outcomes[0].losses == one.outcomes[0].losses and found.outcomes[0].squared_norm != one.outcomes[0].squared_norm
+    assert (
+        found.outcomes[0].losses == one.outcomes[0].losses
+        and found.outcomes[0].squared_norm != one.outcomes[0].squared_norm
+    )
     assert found.outcomes[1].losses != one.outcomes[1].losses and found.hash != one.hash

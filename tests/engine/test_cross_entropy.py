@@ -16,7 +16,9 @@ Results = tuple[Tensor, Tensor, Tensor]
 
 
 def inputs(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Hidden states [2, 50, 16] and a head of 33 words, small enough that no two sums are equal by chance; some targets are masked."""
+    """Hidden states [2, 50, 16] and a head of 33 words, small enough that no two sums are equal by chance;
+    some targets are masked.
+    """
     torch.manual_seed(0)
     hidden, weight = torch.randn(2, 50, 16, dtype=dtype), torch.randn(33, 16, dtype=dtype)
     return hidden.requires_grad_(), weight.requires_grad_(), torch.randint(-5, 33, (2, 50))
@@ -34,8 +36,12 @@ def by_us(hidden: Tensor, weight: Tensor, targets: Tensor) -> Results:
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 100, 2048])
-def test_the_loss_and_its_gradients_are_those_of_whole_logits(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
-    """F7: only the order of additions differs.  The control: one target more that is masked is far outside of what is allowed."""
+def test_the_loss_and_its_gradients_are_those_of_whole_logits(
+    monkeypatch: pytest.MonkeyPatch, chunk: int
+) -> None:
+    """F7: only the order of additions differs.  The control: one target more that is masked is far outside of
+    what is allowed.
+    """
     monkeypatch.setattr(fused, "CHUNK", chunk)
     hidden, weight, targets = inputs(torch.float32)
     found, expected = by_us(hidden, weight, targets), by_torch(hidden, weight, targets)
@@ -47,9 +53,13 @@ def test_the_loss_and_its_gradients_are_those_of_whole_logits(monkeypatch: pytes
 
 
 def test_in_bf16_the_gradient_of_the_head_is_added_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A hundred chunks of one token are as exact as one chunk; added in bf16, as the control does, they are not."""
+    """A hundred chunks of one token are as exact as one chunk; added in bf16, as the control does, they are
+    not.
+    """
     hidden, weight, targets = inputs(torch.bfloat16)
-    exact = by_torch(hidden.detach().double().requires_grad_(), weight.detach().double().requires_grad_(), targets)[2]
+    exact = by_torch(
+        hidden.detach().double().requires_grad_(), weight.detach().double().requires_grad_(), targets
+    )[2]
     monkeypatch.setattr(fused, "CHUNK", 1)
 
     def error() -> float:
@@ -88,8 +98,8 @@ def test_a_model_that_fuses_its_loss_trains_as_one_that_does_not() -> None:
 
 @pytest.mark.parametrize("scale", [1.0, None], ids=["a constant gradient", "one with a derivative"])
 def test_a_second_derivative_is_refused(scale: float | None) -> None:
-    """It lacked what depends on the saved tensors.  The first derivative stays, also where a graph of it is asked for; the control is that
-    torch has a second one, far from what the fused loss gave.
+    """It lacked what depends on the saved tensors.  The first derivative stays, also where a graph of it is
+    asked for; the control is that torch has a second one, far from what the fused loss gave.
     """
     hidden, weight, targets = inputs(torch.float32)
     factor = weight.mean().exp() if scale is None else scale
@@ -97,9 +107,22 @@ def test_a_second_derivative_is_refused(scale: float | None) -> None:
     def first(loss: Tensor) -> Tensor:
         return torch.autograd.grad(loss * factor, hidden, create_graph=True)[0]
 
-    plain = first(F.cross_entropy((hidden @ weight.T).flatten(0, 1), targets.flatten().clamp_min(-1), ignore_index=-1, reduction="sum"))
+    plain = first(
+        F.cross_entropy(
+            (hidden @ weight.T).flatten(0, 1),
+            targets.flatten().clamp_min(-1),
+            ignore_index=-1,
+            reduction="sum",
+        )
+    )
     found = first(fused.cross_entropy(hidden, weight, targets))
     torch.testing.assert_close(found, plain, rtol=1e-4, atol=1e-5)
     assert torch.autograd.grad(plain.square().sum(), weight)[0].norm() > 1e-2
-    with pytest.raises(RuntimeError, match=r"^the loss that is fused with the head has no second derivative, .*; call the model without"):
+    with pytest.raises(
+        RuntimeError,
+        match=(
+            r"^the loss that is fused with the head has no second "
+            r"derivative, .*; call the model without"
+        ),
+    ):
         found.square().sum().backward()  # type: ignore[no-untyped-call]

@@ -21,7 +21,8 @@ from tests.support.toys import small_job
 
 STEPS = 200
 UNIT = 2.0**-20
-"""The unit of the loss here: gradients are far below what E5M2 holds without a scale.  AdamW does not see it."""
+"""The unit of the loss here: gradients are far below what E5M2 holds without a scale.  AdamW does not see it.
+"""
 FP8: dict[str, dict[str, Any]] = {precision: {"precision": precision} for precision in ("fp8", "fp8-rowwise")}
 
 
@@ -48,21 +49,26 @@ def curve(world: World, job: Job, begin: Version, steps: int, broken: bool) -> t
 def job_of(folder: Path, steps: int, **changes: Any) -> Job:
     model = {"vocab": 29, "dim": 32, "layers": 1, "heads": 4, "hidden": 64, "dropout": 0.1}
     optim = {"lr": 1e-3, "eps": 1e-8 * UNIT}
-    return small_job(folder, microbatch=8, steps=steps, optim=optim, model_args=model, loss=f"{__name__}:small", **changes)
+    return small_job(
+        folder, microbatch=8, steps=steps, optim=optim, model_args=model, loss=f"{__name__}:small", **changes
+    )
 
 
 def near(losses: list[float], others: list[float], last: int) -> bool:
-    """Returns whether the means of the ten steps that end with the step ``last`` are within 1 %, and not equal."""
+    """Returns whether the means of the ten steps that end with the step ``last`` are within 1 %, and not
+    equal.
+    """
     mine, theirs = (statistics.mean(each[last - 10 : last]) for each in (losses, others))
     assert mine != theirs
     return mine == pytest.approx(theirs, rel=0.01, abs=0)
 
 
 def test_the_loss_in_fewer_bits_is_that_in_more(tmp_path: Path) -> None:
-    """E4, E5, F5: within 1 % after 200 steps, bf16 as fp32 without a loss scaler, fp8 as bf16, and compressed activations as whole ones.
+    """E4, E5, F5: within 1 % after 200 steps, bf16 as fp32 without a loss scaler, fp8 as bf16, and compressed
+    activations as whole ones.
 
-    The controls: fifty steps earlier the loss is another; in fp8 with scales frozen at 1 it is another after 30 steps already, and with
-    activations of two bits a number after 60.
+    The controls: fifty steps earlier the loss is another; in fp8 with scales frozen at 1 it is another after
+    30 steps already, and with activations of two bits a number after 60.
     """
 
     def run(steps: int = STEPS, broken: bool = False, **changes: Any) -> list[float]:
@@ -83,7 +89,9 @@ def test_the_loss_in_fewer_bits_is_that_in_more(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_the_loss_in_fp8_is_that_of_bf16_after_steps_in_bf16(tmp_path: Path) -> None:
-    """E5: 200 steps from a checkpoint of 100 steps in bf16.  After 2,000 a toy knows its data by heart, and its loss says nothing."""
+    """E5: 200 steps from a checkpoint of 100 steps in bf16.  After 2,000 a toy knows its data by heart, and
+    its loss says nothing.
+    """
     begin = train_here(job_of(tmp_path, 100 + STEPS, precision="bf16"), 100).version
 
     def run(broken: bool = False, **changes: Any) -> list[float]:

@@ -1,4 +1,6 @@
-"""A8: the mask of a dropout belongs to the microbatch: whoever computes it, and how often, the mask is the same."""
+"""A8: the mask of a dropout belongs to the microbatch: whoever computes it, and how often, the mask is the
+same.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ Masks = dict[tuple[int, int], dict[str, list[str]]]
 
 
 def masks(world: World, job: Job, one_seed: bool = False) -> Masks:
-    """Returns the masks that this member has drawn.  ``one_seed`` seeds each member alike, whatever it computes: the control."""
+    """Returns the masks that this member has drawn.  ``one_seed`` seeds each member alike, whatever it
+    computes: the control.
+    """
     found: Masks = defaultdict(lambda: defaultdict(list))
     with pytest.MonkeyPatch.context() as patch, member(world, job, Version(0, 0)) as me:
         if one_seed:
@@ -56,11 +60,15 @@ def joined(told: list[Masks]) -> Masks:
 
 
 def test_a8_masks_differ_between_members_and_not_between_layouts(ranks: Ranks, tmp_path: Path) -> None:
-    """A8: also when a block is computed again, up to its last dropout, whose output the backward pass does not need.
+    """A8: also when a block is computed again, up to its last dropout, whose output the backward pass does
+    not need.
 
     The last lines are the control.
     """
-    jobs = [small_job(tmp_path / recompute, recompute=recompute, model_args=MODEL) for recompute in ("none", "block")]
+    jobs = [
+        small_job(tmp_path / recompute, recompute=recompute, model_args=MODEL)
+        for recompute in ("none", "block")
+    ]
     shards = ranks.run_each(Layout(1, 2), masks, [(job,) for job in jobs])
     *replicas, alike = ranks.run_each(Layout(3, 1), masks, [*((job,) for job in jobs), (jobs[0], True)])
     for job, *others in zip(jobs, shards, replicas, strict=True):
@@ -69,7 +77,9 @@ def test_a8_masks_differ_between_members_and_not_between_layouts(ranks: Ranks, t
         for of in one.values():
             assert len(of) == LAYERS, "a module for each of the layers"
             assert all(len(set(each[:2])) == 2 for each in of.values()), "a block draws two masks"
-            assert all(each[2:] == (each[:1] if job.recompute == "block" else []) for each in of.values()), "and the first one again"
+            assert all(each[2:] == (each[:1] if job.recompute == "block" else []) for each in of.values()), (
+                "and the first one again"
+            )
         firsts = [each[0] for of in one.values() for each in of.values()]
         assert len(set(firsts)) == len(firsts) == STEPS * MICROBATCHES * LAYERS
     assert len({each[0] for of in joined(alike).values() for each in of.values()}) == LAYERS
@@ -85,9 +95,13 @@ class Dropping(Own):
         return self.head(x)
 
 
-def test_a8_the_random_numbers_of_python_and_numpy_belong_to_the_microbatch_too(ranks: Ranks, tmp_path: Path) -> None:
+def test_a8_the_random_numbers_of_python_and_numpy_belong_to_the_microbatch_too(
+    ranks: Ranks, tmp_path: Path
+) -> None:
     """A8, promise 1: in another layout, and by processes that have drawn before.  The control: another seed."""
     job = small_job(tmp_path, model="tests.engine.test_dropout:Dropping", model_args={}, parallel={"zero": 2})
-    one, other = (train_here(job.replace(bucket=str(tmp_path / str(seed)), seed=seed), 2).outcomes for seed in (0, 1))
+    one, other = (
+        train_here(job.replace(bucket=str(tmp_path / str(seed)), seed=seed), 2).outcomes for seed in (0, 1)
+    )
     two = train(ranks, job, Layout(1, 2), 2).outcomes
     assert [each.losses for each in one] == [each.losses for each in two] != [each.losses for each in other]

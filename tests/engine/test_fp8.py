@@ -1,4 +1,6 @@
-"""Linear layers that multiply in fp8: the numbers are those that the formats hold.  ``test_covering.py`` has them in every layout."""
+"""Linear layers that multiply in fp8: the numbers are those that the formats hold.  ``test_covering.py`` has
+them in every layout.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ TABLE = ShardingTable(("0",))
 
 
 def rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """The judge: float64 values as the format can hold them, after scaling by the largest power of two that fits."""
+    """The judge: float64 values as the format can hold them, after scaling by the largest power of two that
+    fits.
+    """
     power = 1.0
     while values.abs().max() * power * 2 <= torch.finfo(dtype).max:
         power *= 2
@@ -46,7 +50,9 @@ def test_a_tensor_is_scaled_as_far_as_its_largest_element_fits(dtype: torch.dtyp
 @pytest.mark.fast
 @pytest.mark.parametrize("dtype", [FORWARD, BACKWARD])
 def test_a_row_is_scaled_by_itself(dtype: torch.dtype) -> None:
-    """A row of zeros stays, and one that is not finite leaves the others alone.  The control: one scale for all loses the small row."""
+    """A row of zeros stays, and one that is not finite leaves the others alone.  The control: one scale for
+    all loses the small row.
+    """
     values = torch.linspace(-1, 0.7, 99) * torch.tensor([[1e-6], [3.0], [0.0], [448.1], [1e9]])
     values[4, 7] = torch.nan
     found, inverse = scaled(values, dtype, by_row=True)
@@ -70,7 +76,9 @@ def test_zeros_stay_and_what_is_not_finite_makes_everything_so() -> None:
 @pytest.mark.parametrize("tokens", [32, 21], ids=["a multiple of 16", "none"])
 @pytest.mark.parametrize("bias", [True, False])
 def test_a_layer_and_its_gradients_are_the_products_of_rounded_values(tokens: int, bias: bool) -> None:
-    """Each is rounded to bf16 once, so it may differ by 2^-8 of its size.  The control: without rounding to fp8 it differs by more."""
+    """Each is rounded to bf16 once, so it may differ by 2^-8 of its size.  The control: without rounding to
+    fp8 it differs by more.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 48, bias=bias)).bfloat16()
     apply_fp8(model, TABLE)
@@ -95,10 +103,14 @@ def test_a_layer_and_its_gradients_are_the_products_of_rounded_values(tokens: in
 @pytest.mark.fast
 @pytest.mark.parametrize("tokens", [32, 21])
 @pytest.mark.parametrize("held", [True, False], ids=["held", "cast"])
-def test_a_layer_by_rows_and_its_gradients_are_the_products_of_rounded_values(tokens: int, held: bool) -> None:
-    """The gradient of the weight is exact.  The gradient of the output is rounded after it was multiplied by the scales of the weight.
+def test_a_layer_by_rows_and_its_gradients_are_the_products_of_rounded_values(
+    tokens: int, held: bool
+) -> None:
+    """The gradient of the weight is exact.  The gradient of the output is rounded after it was multiplied by
+    the scales of the weight.
 
-    Rows of inputs, weights and gradients differ by powers of ten.  The control: without rounding, the products differ by more.
+    Rows of inputs, weights and gradients differ by powers of ten.  The control: without rounding, the
+    products differ by more.
     """
     torch.manual_seed(0)
     layer = nn.Linear(32, 48, bias=False).bfloat16()
@@ -109,7 +121,9 @@ def test_a_layer_by_rows_and_its_gradients_are_the_products_of_rounded_values(to
     x = (torch.randn(tokens, 32) * 10.0 ** torch.randint(-4, 4, (tokens, 1))).bfloat16().requires_grad_()
     grad = (1e-7 * torch.randn(tokens, 48) * 10.0 ** torch.randint(-4, 4, (tokens, 1))).bfloat16()
     by_rows = [torch.stack([rounded(row, FORWARD) for row in each.detach()]) for each in (x, layer.weight)]
-    powers = torch.stack([by_rows[1][n] / scaled(row, FORWARD)[0].double() for n, row in enumerate(layer.weight.detach())])
+    powers = torch.stack(
+        [by_rows[1][n] / scaled(row, FORWARD)[0].double() for n, row in enumerate(layer.weight.detach())]
+    )
     powers = powers.nanmedian(1).values  # the scales of the weight, from its values: a zero gives NaN
     g = torch.stack([rounded(row, BACKWARD) for row in (grad.double() * powers).float()]) / powers
     weight = layer.weight.detach().double()
@@ -128,7 +142,10 @@ def test_a_layer_by_rows_and_its_gradients_are_the_products_of_rounded_values(to
         assert ((found.double() - want).abs() < size * 2**-7).all()
         assert ((found.double() - exact).abs() > size * 2**-7).any()
     of_w = grad.double().T @ x.detach().double()
-    assert layer.weight.grad is not None and (layer.weight.grad.double() - of_w).abs().max() < of_w.abs().max() * 2**-7
+    assert (
+        layer.weight.grad is not None
+        and (layer.weight.grad.double() - of_w).abs().max() < of_w.abs().max() * 2**-7
+    )
 
 
 @pytest.mark.fast
@@ -159,7 +176,13 @@ def test_a_second_derivative_is_refused(recipe: Recipe, frozen: bool) -> None:
         if not ours:
             assert torch.autograd.grad(grad.square().sum(), x)[0].norm() > 1e-2
             continue
-        with pytest.raises(RuntimeError, match=r"^a product in fp8 has no second derivative, .*; take precision = 'bf16' for that"):
+        with pytest.raises(
+            RuntimeError,
+            match=(
+                r"^a product in fp8 has no second derivative, .*; take "
+                r"precision = 'bf16' for that"
+            ),
+        ):
             grad.square().sum().backward()
 
 

@@ -1,4 +1,6 @@
-"""Weights in fp8: what members cast, gather and hold, and how often a compiled block casts what its layers share."""
+"""Weights in fp8: what members cast, gather and hold, and how often a compiled block casts what its layers
+share.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ def values_of(weights: Fp8Weights, name: str) -> Tensor:
     """Returns what the fp8 values of this member's rows stand for."""
     first, last = weights.rows[name]
     inverse = weights.inverse[name].double()
-    return weights.parts[name][: last - first].double() * (inverse[first:last, None] if inverse.dim() else inverse)
+    return weights.parts[name][: last - first].double() * (
+        inverse[first:last, None] if inverse.dim() else inverse
+    )
 
 
 def cast(world: World, recipe: Recipe, scale: float, spoiled: float) -> dict[str, Tensor]:
@@ -59,7 +63,12 @@ def cast(world: World, recipe: Recipe, scale: float, spoiled: float) -> dict[str
         model[0].weight.data[47, 3] = spoiled
     weights = Fp8Weights(weights_of(model, TABLE), world, recipe)
     index = world.layout.coordinates(world.rank)["dp_shard"]
-    weights.cast({name: each.detach()[slice(*chunk(len(each), world.layout.dp_shard, index))] for name, each in model.named_parameters()})
+    weights.cast(
+        {
+            name: each.detach()[slice(*chunk(len(each), world.layout.dp_shard, index))]
+            for name, each in model.named_parameters()
+        }
+    )
     return {name: values_of(weights, name) for name in weights.parts}
 
 
@@ -72,7 +81,9 @@ def judged(recipe: Recipe, scale: float) -> dict[str, Tensor]:
 
 
 def test_parts_are_rounded_as_the_whole_weight_is(ranks: Ranks) -> None:
-    """One member, and three of which each has other rows; 32 rows do not divide by 3.  The control: another scale gives other values."""
+    """One member, and three of which each has other rows; 32 rows do not divide by 3.  The control: another
+    scale gives other values.
+    """
     recipes: tuple[Recipe, ...] = ("tensor", "row")
     cases = [(recipe, scale, 0.0) for recipe in recipes for scale in (1e-12, 1.0, 1e9)]
     for (recipe, scale, _), parts in zip(cases, ranks.run_each(Layout(1, 3), cast, cases), strict=True):
@@ -83,9 +94,13 @@ def test_parts_are_rounded_as_the_whole_weight_is(ranks: Ranks) -> None:
 
 
 def test_every_member_knows_what_is_not_finite_anywhere(ranks: Ranks) -> None:
-    """The last member alone has the bad element.  The control: the other weight, and with rows all other rows, stay."""
+    """The last member alone has the bad element.  The control: the other weight, and with rows all other
+    rows, stay.
+    """
     bad = [float("inf"), float("-inf"), float("nan")]
-    found = ranks.run_each(Layout(1, 3), cast, [(recipe, 1.0, each) for recipe in ("tensor", "row") for each in bad])
+    found = ranks.run_each(
+        Layout(1, 3), cast, [(recipe, 1.0, each) for recipe in ("tensor", "row") for each in bad]
+    )
     for parts in found[: len(bad)]:
         assert all(part["0.weight"].isnan().all() for part in parts)
         assert all(part["1.weight"].isfinite().all() for part in parts)
@@ -110,8 +125,11 @@ def living() -> dict[int, torch.UntypedStorage]:
 
 
 def stepping(world: World, job: Job) -> tuple[Calls, int, int]:
-    """Returns the collectives of a step's rounds, the bytes of tensors at their end, and those of the whole weights that layers hold."""
-    before = living()  # kept, so that no address is used again, and what a job before this one has left counts on both sides
+    """Returns the collectives of a step's rounds, the bytes of tensors at their end, and those of the whole
+    weights that layers hold.
+    """
+    # kept, so that no address is used again, and what a job before this one has left counts on both sides
+    before = living()
     with member(world, job, Version(0, 0), prefetch=0) as me:
         me.step()
         with counting() as calls:
@@ -129,7 +147,9 @@ def stepping(world: World, job: Job) -> tuple[Calls, int, int]:
         pytest.param("fp8", 3, 2 * 2, marks=pytest.mark.full),
     ],
 )
-def test_weights_travel_and_stay_as_single_bytes(fresh_ranks: Ranks, tmp_path: Path, precision: str, zero: int, gathers: int) -> None:
+def test_weights_travel_and_stay_as_single_bytes(
+    fresh_ranks: Ranks, tmp_path: Path, precision: str, zero: int, gathers: int
+) -> None:
     """E5: stage 2 gathers once a step, stage 3 for the forward and backward pass of each of two rounds.
 
     The control: bf16 takes two bytes.  All maxima of a step are one all-reduce.
@@ -138,25 +158,31 @@ def test_weights_travel_and_stay_as_single_bytes(fresh_ranks: Ranks, tmp_path: P
     for name in ("bf16", precision):
         free = {"reproducible": False, "model_args": LARGE, "copies": {"copy_every": 0}, "precision": name}
         jobs[name] = job = small_job(tmp_path / name, parallel={"zero": zero}, **free)
-    for name, members in zip(jobs, fresh_ranks.run_each(Layout(1, 2), stepping, [(job,) for job in jobs.values()]), strict=True):
+    for name, members in zip(
+        jobs, fresh_ranks.run_each(Layout(1, 2), stepping, [(job,) for job in jobs.values()]), strict=True
+    ):
         found[name] = members[0]
     others = sum(each.numel() for each in build_model(job, builder_of(job)).parameters()) - BLOCKS
     for name, size in (("bf16", 2), (precision, 1)):
         calls, _, _ = found[name]
-        whole = sum(call.bytes for call in calls if "gather" in call.name) * 2 / 3  # an output, and an input of half its size
+        # an output, and an input of half its size
+        whole = sum(call.bytes for call in calls if "gather" in call.name) * 2 / 3
         assert (whole / gathers - 2 * others) / BLOCKS == pytest.approx(size, rel=0.02), name
     assert not found["bf16"][0].named("allreduce")
     (maxima,) = found[precision][0].named("allreduce")
     scales = 4 * 7 if precision == "fp8" else 4 * (5 * 64 + 2 * 192)
     assert maxima.bytes == 4 * scales
     assert found["bf16"][2] == 0 and found[precision][2] == BLOCKS
-    more = BLOCKS / 2 + 4 * scales + 2 * 64 * 192  # this member's half, the scales, and what stands in the place of the largest weight
+    # this member's half, the scales, and what stands in the place of the largest weight
+    more = BLOCKS / 2 + 4 * scales + 2 * 64 * 192
     less = BLOCKS if zero == 2 else 0
     assert found[precision][1] - found["bf16"][1] == pytest.approx(more - less, abs=0.02 * BLOCKS)
 
 
 def graphs(model: nn.Module, recipe: Recipe) -> Iterator[Mapping[str, int]]:
-    """Yields how often the compiled forward and backward pass of a block run each operation, as the compiler gets them."""
+    """Yields how often the compiled forward and backward pass of a block run each operation, as the compiler
+    gets them.
+    """
     found: list[Counter[str]] = []
 
     def note(graph: Any, _: Any) -> Any:
@@ -165,7 +191,13 @@ def graphs(model: nn.Module, recipe: Recipe) -> Iterator[Mapping[str, int]]:
         return make_boxed_func(graph.forward)
 
     def compiler(graph: Any, inputs: Any) -> Any:
-        return aot_module_simplified(graph, inputs, fw_compiler=note, bw_compiler=note, partition_fn=min_cut_rematerialization_partition)
+        return aot_module_simplified(
+            graph,
+            inputs,
+            fw_compiler=note,
+            bw_compiler=note,
+            partition_fn=min_cut_rematerialization_partition,
+        )
 
     apply_fp8(model, model.sharding(), recipe)  # type: ignore[operator]
     block = model.layers[0]  # type: ignore[index]
@@ -178,10 +210,12 @@ def graphs(model: nn.Module, recipe: Recipe) -> Iterator[Mapping[str, int]]:
     yield from found
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.autograd.function.Function.* should not be instantiated")  # torch's compiler does
+# torch's compiler does
+@pytest.mark.filterwarnings("ignore:.*torch.autograd.function.Function.* should not be instantiated")
 @pytest.mark.parametrize("recipe", ["tensor", "row"])
 def test_a_compiled_block_casts_what_its_layers_share_once(recipe: Recipe) -> None:
-    """Seven layers have four inputs (of q, k and v; of o; of w1 and w3; of w2) and seven gradients, each of which serves two products.
+    """Seven layers have four inputs (of q, k and v; of o; of w1 and w3; of w2) and seven gradients, each of
+    which serves two products.
 
     The control: not compiled, each layer casts its input.
     """
@@ -189,8 +223,12 @@ def test_a_compiled_block_casts_what_its_layers_share_once(recipe: Recipe) -> No
     model = build(vocab=32, dim=64, layers=1, heads=4, kv_heads=2, hidden=128).bfloat16()
     forward, backward = graphs(model, recipe)
     assert (forward["aten._scaled_mm.default"], forward[f"aten._to_copy.default {FORWARD}"]) == (7, 4)
-    assert forward["aten.amax.default"] == {"tensor": 2 * 4, "row": 4}[recipe]  # by rows first, and then over them
-    assert backward[f"aten._to_copy.default {BACKWARD}"] == 7 and not backward[f"aten._to_copy.default {FORWARD}"]
+    # by rows first, and then over them
+    assert forward["aten.amax.default"] == {"tensor": 2 * 4, "row": 4}[recipe]
+    assert (
+        backward[f"aten._to_copy.default {BACKWARD}"] == 7
+        and not backward[f"aten._to_copy.default {FORWARD}"]
+    )
     assert backward["aten._scaled_mm.default"] == {"tensor": 14, "row": 7}[recipe]
     model = build(vocab=32, dim=64, layers=1, heads=4, kv_heads=2, hidden=128).bfloat16()
     apply_fp8(model, model.sharding(), recipe)  # type: ignore[operator]

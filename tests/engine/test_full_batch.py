@@ -30,7 +30,9 @@ class Points:
     def __init__(self, samples: int = SAMPLES) -> None:
         draw = torch.Generator().manual_seed(3)
         self.x = torch.randn(samples, WIDTH, dtype=torch.float64, generator=draw)
-        self.y = self.x @ torch.arange(1.0, WIDTH + 1, dtype=torch.float64) + torch.randn(samples, dtype=torch.float64, generator=draw)
+        self.y = self.x @ torch.arange(1.0, WIDTH + 1, dtype=torch.float64) + torch.randn(
+            samples, dtype=torch.float64, generator=draw
+        )
 
     def __len__(self) -> int:
         return len(self.y)
@@ -80,16 +82,26 @@ def iterates(world: World, job: Job) -> list[list[float]]:
         found = []
         for _ in range(STEPS):
             me.step()
-            found.append(next(value for (kind, _), value in me.state.shard.values.items() if kind == "parameter").tolist())
+            found.append(
+                next(
+                    value for (kind, _), value in me.state.shard.values.items() if kind == "parameter"
+                ).tolist()
+            )
         return found
 
 
 def closed_form() -> Tensor:
-    """The judge: wₜ = (I - (I - ηH)ᵗ) w*, with the Hessian H and the minimum w* of least squares.  [steps, width]."""
+    """The judge: wₜ = (I - (I - ηH)ᵗ) w*, with the Hessian H and the minimum w* of least squares.  [steps,
+    width].
+    """
     points = Points()
     hessian = points.x.T @ points.x / SAMPLES
     best = torch.linalg.solve(hessian, points.x.T @ points.y / SAMPLES)
-    shrink, power, found = torch.eye(WIDTH, dtype=torch.float64) - RATE * hessian, torch.eye(WIDTH, dtype=torch.float64), []
+    shrink, power, found = (
+        torch.eye(WIDTH, dtype=torch.float64) - RATE * hessian,
+        torch.eye(WIDTH, dtype=torch.float64),
+        [],
+    )
     for _ in range(STEPS):
         power = power @ shrink
         found.append(best - power @ best)
@@ -98,11 +110,18 @@ def closed_form() -> Tensor:
 
 def is_closed_form(parts: list[list[list[float]]], atol: float = 1e-12) -> bool:
     """Returns whether iterates, which members have parts of, are those of the judge."""
-    return torch.allclose(torch.cat([torch.tensor(part, dtype=torch.float64) for part in parts], 1), closed_form(), rtol=0, atol=atol)
+    return torch.allclose(
+        torch.cat([torch.tensor(part, dtype=torch.float64) for part in parts], 1),
+        closed_form(),
+        rtol=0,
+        atol=atol,
+    )
 
 
 def test_a1_iterates_are_those_of_the_closed_form(ranks: Ranks, tmp_path: Path) -> None:
-    """The workers are one, two that have all of the weight, and three that have parts.  The control: steps on half of the samples."""
+    """The workers are one, two that have all of the weight, and three that have parts.  The control: steps on
+    half of the samples.
+    """
     job = settled(job_of(tmp_path))
     assert job.global_batch == SAMPLES
     assert is_closed_form([here(iterates, job)]) and is_closed_form(ranks.run(Layout(1, 3), iterates, job))
@@ -117,13 +136,26 @@ def test_the_run_has_the_number_and_refuses_more_samples(tmp_path: Path) -> None
     assert Run.find(job).job.global_batch == SAMPLES
     assert launch(job.replace(steps=2), local=True).state == "Finished"
     with pytest.raises(JobError, match=r"global_batch = 24 there and 28 here"):
-        launch(job.replace(data={"dataset": "tests.engine.test_full_batch:Points", "args": {"samples": 28}}), local=True)
+        launch(
+            job.replace(data={"dataset": "tests.engine.test_full_batch:Points", "args": {"samples": 28}}),
+            local=True,
+        )
 
 
 def test_a_number_that_microbatches_do_not_divide_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
-        JobError, match=r"^global_batch = 'all': the dataset has 24 samples, .* microbatches of 5 .*; set microbatch to 6, 8, 12, 24, or"
+        JobError,
+        match=(
+            r"^global_batch = 'all': the dataset has 24 samples, .* microbatches of 5 .*; set "
+            r"microbatch to 6, 8, 12, 24, or"
+        ),
     ):
         launch(job_of(tmp_path, microbatch=5), local=True)
-    with pytest.raises(JobError, match=r"batch_ramp.start = 4 with global_batch = 'all': a ramp grows to a number"):
+    with pytest.raises(
+        JobError,
+        match=(
+            r"batch_ramp.start = 4 with global_batch = 'all': a ramp grows to a "
+            r"number"
+        ),
+    ):
         job_of(tmp_path, batch_ramp={"start": 4, "increment": 4, "samples": 8})

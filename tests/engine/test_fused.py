@@ -1,4 +1,6 @@
-"""F7: fused operations compute what the plain ones do, the loss always, and all else in jobs that ``compile``."""
+"""F7: fused operations compute what the plain ones do, the loss always, and all else in jobs that
+``compile``.
+"""
 
 from __future__ import annotations
 
@@ -35,22 +37,30 @@ class Ran(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def close(found: list[Tensor], expected: list[Tensor]) -> bool:
-    return all(torch.allclose(mine, theirs, rtol=1e-5, atol=1e-5) for mine, theirs in zip(found, expected, strict=True))
+    return all(
+        torch.allclose(mine, theirs, rtol=1e-5, atol=1e-5)
+        for mine, theirs in zip(found, expected, strict=True)
+    )
 
 
 @pytest.mark.filterwarnings("default::DeprecationWarning")  # of torch's compiler, about torch
 @pytest.mark.parametrize("name", ["loss", "RMSNorm", "SwiGLU", pytest.param("block", marks=pytest.mark.full)])
 def test_f7_a_fused_operation_is_the_plain_one(name: str) -> None:
-    """F7: output and gradients to 1e-5 in float32.  The control: inputs that are a little larger are outside of that.
+    """F7: output and gradients to 1e-5 in float32.  The control: inputs that are a little larger are outside
+    of that.
 
-    What is compiled makes, by the compiler's own count, at most half as many kernels as the plain form runs operations, forward and back.
+    What is compiled makes, by the compiler's own count, at most half as many kernels as the plain form runs
+    operations, forward and back.
     """
     torch.compiler.reset()
     pair: Pair = pairs("tiny", "cpu", torch.float32)[name]
     with Ran() as plain:
         expected = pair.results(pair.plain)
     torch._inductor.metrics.reset()
-    with torch._inductor.config.patch(fx_graph_cache=False), torch._functorch.config.patch(enable_autograd_cache=False):
+    with (
+        torch._inductor.config.patch(fx_graph_cache=False),
+        torch._functorch.config.patch(enable_autograd_cache=False),
+    ):
         found = pair.results(pair.fused)
     assert close(found, expected)
     assert name == "loss" or 0 < 2 * torch._inductor.metrics.generated_kernel_count <= plain.ran.total()
@@ -88,9 +98,12 @@ def test_f7_the_loss_of_each_microbatch_is_fused(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.filterwarnings("default::DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own, while it compiles
+# torch's own, while it compiles
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.full  # compiles blocks
 def test_f7_a_job_chooses_fused_blocks_by_compile(tmp_path: Path) -> None:
     """F7: the same losses to 1e-5."""
-    (fused, _), (plain, _) = (losses(small_job(tmp_path, model_args=SMALL, compile=compiles)) for compiles in (True, False))
+    (fused, _), (plain, _) = (
+        losses(small_job(tmp_path, model_args=SMALL, compile=compiles)) for compiles in (True, False)
+    )
     assert fused == pytest.approx(plain, rel=1e-5)

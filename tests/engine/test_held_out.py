@@ -24,7 +24,14 @@ def job_on(folder: Path, data: Path) -> Job:
     validation = {"every": 4, "args": args | {"path": str(folder / "split" / "held-out")}}
     model = {"vocab": 257, "dim": 16, "layers": 2, "heads": 2}
     return small_job(
-        folder, name=data.name, steps=9, global_batch=16, microbatch=4, data={"args": args}, validation=validation, model_args=model
+        folder,
+        name=data.name,
+        steps=9,
+        global_batch=16,
+        microbatch=4,
+        data={"args": args},
+        validation=validation,
+        model_args=model,
     )
 
 
@@ -36,7 +43,9 @@ def trained_on(trained: Trained, job: Job) -> bytes:
 
 
 def test_a14_no_held_out_document_is_in_the_ledger(ranks: Ranks, tmp_path: Path) -> None:
-    """A14: the intersection is empty, while the loss on them is told.  The control: without the split, all are trained on."""
+    """A14: the intersection is empty, while the loss on them is told.  The control: without the split, all
+    are trained on.
+    """
     (tmp_path / "texts.jsonl").write_bytes(jsonl(*({"text": text} for text in TEXTS)))
     prepare(tmp_path / "texts.jsonl", str(tmp_path / "split"), held_out=0.2)
     prepare(tmp_path / "texts.jsonl", str(tmp_path / "whole"))
@@ -46,7 +55,9 @@ def test_a14_no_held_out_document_is_in_the_ledger(ranks: Ranks, tmp_path: Path)
     trained = train(ranks, job, Layout(1, 2), job.steps)
     text = trained_on(trained, job)
     assert not [document for document in held_out if document in text]
-    assert sum(document.encode() in text for document in TEXTS) >= len(TEXTS) - len(held_out) - 1, "the last one may be cut"
+    assert sum(document.encode() in text for document in TEXTS) >= len(TEXTS) - len(held_out) - 1, (
+        "the last one may be cut"
+    )
     assert [outcome.step for outcome in trained.outcomes if outcome.validated is not None] == [5, 9]
     whole = job_on(tmp_path, tmp_path / "whole")
     trained = train_here(whole, whole.steps)

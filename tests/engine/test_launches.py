@@ -40,11 +40,20 @@ asked.start(), asked.join()
 
 
 def test_no_thread_launches_compiled_kernels_with_the_gil_held() -> None:
-    """The setting also holds in threads that the process makes later, such as autograd's.  If the control, a process that is not prepared,
-    fails, torch has changed its default.
+    """The setting also holds in threads that the process makes later, such as autograd's.  If the control, a
+    process that is not prepared, fails, torch has changed its default.
     """
-    fresh = {name: value for name, value in os.environ.items() if name not in LAUNCHES}  # a local run of another test has set them here
-    ran = subprocess.run([sys.executable, "-c", ASK], cwd=ROOT, env=fresh, capture_output=True, text=True, check=True, timeout=PATIENCE_S)
+    # a local run of another test has set them here
+    fresh = {name: value for name, value in os.environ.items() if name not in LAUNCHES}
+    ran = subprocess.run(
+        [sys.executable, "-c", ASK],
+        cwd=ROOT,
+        env=fresh,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=PATIENCE_S,
+    )
     assert ran.stdout.split() == ["True", "False"], "the control, and a worker"
 
 
@@ -61,10 +70,20 @@ print(config.use_static_cuda_launcher)
 def test_nor_does_a_process_that_ray_has_prepared() -> None:
     """The setting is read as the compiler is imported, which such a process does before it knows of any job."""
     fresh = {name: value for name, value in os.environ.items() if name not in LAUNCHES}
-    ran = subprocess.run([sys.executable, "-c", WAITS], cwd=ROOT, env=fresh, capture_output=True, text=True, check=True, timeout=PATIENCE_S)
+    ran = subprocess.run(
+        [sys.executable, "-c", WAITS],
+        cwd=ROOT,
+        env=fresh,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=PATIENCE_S,
+    )
     assert ran.stdout.split() == ["False"]
     guide = (ROOT / "examples" / "guide" / "clusters.md").read_text(encoding="utf-8")
-    assert all(f" {name}={value} " in guide for name, value in LAUNCHES.items()), "for nodes that somebody starts"
+    assert all(f" {name}={value} " in guide for name, value in LAUNCHES.items()), (
+        "for nodes that somebody starts"
+    )
 
 
 class Block(torch.nn.Module):
@@ -93,7 +112,9 @@ class Twice(torch.nn.Module):
 @pytest.mark.parametrize("by", ["the job", "chaos"])
 @pytest.mark.parametrize("point", ["forward", "backward"])
 def test_faults_lie_outside_of_what_is_compiled(point: str, by: str) -> None:
-    """Steps go by without compiling again, and the fault comes when it is due, also one that nobody knew of when the model was made."""
+    """Steps go by without compiling again, and the fault comes when it is due, also one that nobody knew of
+    when the model was made.
+    """
     compiled = []
 
     def backend(graph: Any, _inputs: Any) -> Any:

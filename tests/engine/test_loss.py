@@ -22,7 +22,9 @@ class Bigrams(nn.Module):
 
 @pytest.mark.parametrize("masked", [-1, -100])
 def test_negative_targets_are_masked(masked: int) -> None:
-    """A target of any negative number counts for nothing, in the sum and in the number; torch's own mask is -100."""
+    """A target of any negative number counts for nothing, in the sum and in the number; torch's own mask is
+    -100.
+    """
     model = Bigrams()
     loss, count = next_token(model, {"tokens": torch.tensor([[1, 2, masked, 3], [4, masked, masked, 5]])})
     # the valid targets are 2 after 1, 3 after a masked input, which reads as token 0, and 5 after another
@@ -37,6 +39,14 @@ class Wrapped(Bigrams):
 
 
 def test_a_model_that_returns_no_tensor_is_refused_in_a_sentence() -> None:
-    """A causal model of transformers returns such a thing.  The control is the same model with its logits alone, above."""
-    with pytest.raises(ModelError, match=r"the model returned a dict, and the loss .*:next_token wants a tensor of logits"):
+    """A causal model of transformers returns such a thing.  The control is the same model with its logits
+    alone, above.
+    """
+    with pytest.raises(
+        ModelError,
+        match=(
+            r"the model returned a dict, and the loss .*:next_token wants a "
+            r"tensor of logits"
+        ),
+    ):
         next_token(Wrapped(), {"tokens": torch.tensor([[1, 2, 3]])})

@@ -71,8 +71,12 @@ def scales(world: World, job: Job, steps: int) -> list[tuple[float, int, float, 
 
 
 @pytest.mark.parametrize("layout", [Layout(2, 1), Layout(1, 2)], ids=str)
-def test_an_infinite_gradient_skips_the_step_everywhere_and_halves_the_scale(ranks: Ranks, tmp_path: Path, layout: Layout) -> None:
-    """E3: then the scale grows back, after two good steps.  The control is the same run without that microbatch."""
+def test_an_infinite_gradient_skips_the_step_everywhere_and_halves_the_scale(
+    ranks: Ranks, tmp_path: Path, layout: Layout
+) -> None:
+    """E3: then the scale grows back, after two good steps.  The control is the same run without that
+    microbatch.
+    """
     jobs = [small_job(tmp_path, **FP16, loss=f"{HERE}:infinite_once"), small_job(tmp_path, **FP16)]
     told, control = ranks.run_each(layout, scales, [(job, 6) for job in jobs])
     for found in told:
@@ -85,14 +89,20 @@ def test_an_infinite_gradient_skips_the_step_everywhere_and_halves_the_scale(ran
 
 
 def test_the_norm_that_is_clipped_is_that_of_the_loss_itself(tmp_path: Path) -> None:
-    """E3: the scale, static or not, changes neither the norm nor the weights by more than what fp16 rounds away."""
-    runs = [here(scales, small_job(tmp_path, **FP16, loss_scale=scale), 3) for scale in ("dynamic", 1024.0, 100.0)]
+    """E3: the scale, static or not, changes neither the norm nor the weights by more than what fp16 rounds
+    away.
+    """
+    runs = [
+        here(scales, small_job(tmp_path, **FP16, loss_scale=scale), 3) for scale in ("dynamic", 1024.0, 100.0)
+    ]
     plain = here(scales, small_job(tmp_path, **SMALL), 3)
     for found in runs:
         assert [norm for _, _, norm, _ in found] == pytest.approx([norm for _, _, norm, _ in plain], rel=0.02)
 
 
-def test_the_scale_is_in_the_checkpoint_and_the_bits_do_not_depend_on_the_layout(ranks: Ranks, tmp_path: Path) -> None:
+def test_the_scale_is_in_the_checkpoint_and_the_bits_do_not_depend_on_the_layout(
+    ranks: Ranks, tmp_path: Path
+) -> None:
     """E3, promises 1 and 4: 2×1, then from the bucket 1×3.  The control: fp32 ends with other bits."""
     settings: dict[str, Any] = {**FP16, "loss": f"{HERE}:infinite_once"}
     alone = train_here(small_job(tmp_path / "alone", **settings), BAD + 2)
@@ -109,19 +119,27 @@ def test_the_scale_is_in_the_checkpoint_and_the_bits_do_not_depend_on_the_layout
 
 
 def test_a_branch_and_a_fork_may_turn_to_fp16(tmp_path: Path) -> None:
-    """E3: where the checkpoint has no scale it begins with the first one.  The control: a scale that is there goes on."""
+    """E3: where the checkpoint has no scale it begins with the first one.  The control: a scale that is there
+    goes on.
+    """
     high = small_job(tmp_path, steps=2, checkpoint={"save_every": 2}, **SMALL)
     begin = partial(launch, local=True, show=lambda line: None)
     begin(high)
     low = high.replace(steps=4, precision="fp16")
-    for job, words in ((low, {"branch": True}), (low.replace(name="fork"), {"resume": "toy@2"}), (low.replace(steps=6), {"branch": True})):
+    for job, words in (
+        (low, {"branch": True}),
+        (low.replace(name="fork"), {"resume": "toy@2"}),
+        (low.replace(steps=6), {"branch": True}),
+    ):
         assert begin(job, **words).state == "Finished"
         newest = Run.open(job).newest()
         assert newest is not None and newest.step == job.steps
         reader = Run.open(job).checkpoints.open(newest)
         scalars = {tensor.name: tensor for tensor in reader.tensors() if tensor.kind == "scalar"}
         raw = bytearray(next(reader.read([scalars["good_steps"].whole()]))[1])
-        assert torch.frombuffer(raw, dtype=torch.float32).item() == job.steps - 2, "steps since the scale began"
+        assert torch.frombuffer(raw, dtype=torch.float32).item() == job.steps - 2, (
+            "steps since the scale began"
+        )
 
 
 def losses(world: World, job: Job, steps: int) -> list[float]:
@@ -134,7 +152,14 @@ def test_the_loss_in_fp16_is_that_of_fp32(tmp_path: Path) -> None:
     """E3: within 1 % after 200 steps (mean of the last ten)."""
     last = {}
     for precision in ("fp16", "fp32"):
-        job = toy_job(tmp_path / precision, global_batch=8, microbatch=8, steps=200, precision=precision, optim={"lr": 1e-3})
+        job = toy_job(
+            tmp_path / precision,
+            global_batch=8,
+            microbatch=8,
+            steps=200,
+            precision=precision,
+            optim={"lr": 1e-3},
+        )
         curve = here(losses, job, 200)
         assert curve[-1] < 0.5 * curve[0]
         last[precision] = statistics.mean(curve[-10:])

@@ -54,8 +54,12 @@ class Watch(TorchDispatchMode):
         return sum(size for ref, size in self.made.items() if not ref.expired() and ref not in self.before)
 
 
-def wrapped(policy: str | float, layers: int = 4, kind: Callable[..., nn.Module] = build, **args: Any) -> nn.Module:
-    """Returns a model with dropout under ``policy``, in which the generator of random numbers is as it was before."""
+def wrapped(
+    policy: str | float, layers: int = 4, kind: Callable[..., nn.Module] = build, **args: Any
+) -> nn.Module:
+    """Returns a model with dropout under ``policy``, in which the generator of random numbers is as it was
+    before.
+    """
     torch.manual_seed(3)
     model = kind(**{"vocab": 17, "dim": DIM, "layers": layers, "heads": 4, "dropout": 0.1} | args)
     model.init_weights()  # type: ignore[operator]
@@ -74,7 +78,9 @@ def compiled(policy: str, *, forward_alone: bool = False) -> nn.Module:
 def measured(
     policy: str | float, layers: int = 4, kind: Callable[..., nn.Module] = build
 ) -> tuple[int, Counter[Any], Counter[Any], list[Tensor]]:
-    """Returns the bytes that the blocks of a model with dropout keep, the operations of forward and of backward, and the gradients."""
+    """Returns the bytes that the blocks of a model with dropout keep, the operations of forward and of
+    backward, and the gradients.
+    """
     model = wrapped(policy, layers, kind)
     watch = Watch(model)
     with watch:
@@ -107,7 +113,9 @@ def a_layer(policy: str) -> float:
 @pytest.mark.fast
 @pytest.mark.parametrize("policy", ["block", "sqrt", "attention", "selective", 0.5])
 def test_a_block_whose_forward_was_replaced_computes_that(policy: str | float) -> None:
-    """Libraries replace ``forward`` of single modules.  The control: the forward of the class gives other gradients."""
+    """Libraries replace ``forward`` of single modules.  The control: the forward of the class gives other
+    gradients.
+    """
 
     def doubled(replace: bool = True, **args: Any) -> nn.Module:
         model = build(**args)
@@ -143,7 +151,13 @@ def test_the_forward_pass_runs_twice() -> None:
 
 def heavy(ran: Counter[Any]) -> Counter[str]:
     """Returns the matrix products, convolutions and attention kernels among operations, by their names."""
-    return Counter({str(each): number for each, number in ran.items() if re.search(r"mm|mv|conv|attention|linear", str(each))})
+    return Counter(
+        {
+            str(each): number
+            for each, number in ran.items()
+            if re.search(r"mm|mv|conv|attention|linear", str(each))
+        }
+    )
 
 
 class Plain(nn.Module):
@@ -151,7 +165,10 @@ class Plain(nn.Module):
 
     def __init__(self, layers: int, **_: Any) -> None:
         super().__init__()
-        self.embedding, self.layers = nn.Embedding(17, DIM), nn.ModuleList(PlainBlock() for _ in range(layers))
+        self.embedding, self.layers = (
+            nn.Embedding(17, DIM),
+            nn.ModuleList(PlainBlock() for _ in range(layers)),
+        )
 
     def init_weights(self) -> None:
         """The weights are those of the constructor, after a seed."""
@@ -168,7 +185,11 @@ class PlainBlock(nn.Module):
         super().__init__()
         self.norm, self.attention = nn.LayerNorm(DIM), nn.MultiheadAttention(DIM, 4, batch_first=True)
         self.mixed = nn.Conv1d(DIM, DIM, 3, padding=1)
-        self.wide, self.narrow, self.dropout = nn.Linear(DIM, 4 * DIM), nn.Linear(4 * DIM, DIM), nn.Dropout(0.1)
+        self.wide, self.narrow, self.dropout = (
+            nn.Linear(DIM, 4 * DIM),
+            nn.Linear(4 * DIM, DIM),
+            nn.Dropout(0.1),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm(x)
@@ -177,10 +198,16 @@ class PlainBlock(nn.Module):
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize(("kind", "again_at_least"), [(build, {"silu": 4, "rsqrt": 8}), (Plain, {"gelu": 4, "native_layer_norm": 8})])
-def test_selective_computes_no_product_again(kind: Callable[..., nn.Module], again_at_least: dict[str, int]) -> None:
-    """F2: neither a matrix product nor attention runs in the backward pass, while norms, activation functions and dropout do.  The
-    gradients have the same bits, and bytes are between those of ``none`` and ``block``.  The control: ``block`` runs products again.
+@pytest.mark.parametrize(
+    ("kind", "again_at_least"),
+    [(build, {"silu": 4, "rsqrt": 8}), (Plain, {"gelu": 4, "native_layer_norm": 8})],
+)
+def test_selective_computes_no_product_again(
+    kind: Callable[..., nn.Module], again_at_least: dict[str, int]
+) -> None:
+    """F2: neither a matrix product nor attention runs in the backward pass, while norms, activation functions
+    and dropout do.  The gradients have the same bits, and bytes are between those of ``none`` and ``block``.
+    The control: ``block`` runs products again.
     """
     kept, _, plain, wanted = measured("none", 4, kind)
     less, _, again, found = measured("selective", 4, kind)
@@ -188,12 +215,15 @@ def test_selective_computes_no_product_again(kind: Callable[..., nn.Module], aga
     more = {str(operation): number for operation, number in (again - plain).items()}
     assert not heavy(again - plain) and heavy(all_again - plain)
     for name, number in {**again_at_least, "bernoulli_": 4}.items():
-        assert sum(times for operation, times in more.items() if operation.startswith(f"aten.{name}.")) >= number, more
+        assert (
+            sum(times for operation, times in more.items() if operation.startswith(f"aten.{name}.")) >= number
+        ), more
     assert same(found, wanted)
     assert least < less < 0.8 * kept
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own, while it compiles
+# torch's own, while it compiles
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.filterwarnings("default::DeprecationWarning")  # of torch's compiler, about torch
 def test_compiled_blocks_compute_no_product_again_either() -> None:
     """F2: of blocks that are split for the compiler and run as they are.  The control is ``block``."""
@@ -228,8 +258,8 @@ class Running(Watch):
 @pytest.mark.fast
 @pytest.mark.parametrize("part", [0.1, 0.3, 0.5, 0.75, 0.99])
 def test_a_budget_is_kept(part: float) -> None:
-    """F1: bytes go at least the asked part of the way from ``none`` to ``block``, and would not with one block fewer.  That many blocks
-    run twice.  The gradients have the same bits.
+    """F1: bytes go at least the asked part of the way from ``none`` to ``block``, and would not with one
+    block fewer.  That many blocks run twice.  The gradients have the same bits.
     """
     (none, _, once, wanted), (block, *_) = measured("none", 7), measured("block", 7)
     kept, _, again, found = measured(part, 7)
@@ -242,7 +272,9 @@ def test_a_budget_is_kept(part: float) -> None:
 
 @pytest.mark.fast
 def test_blocks_of_a_budget_are_spread() -> None:
-    """Their number is rounded up.  Stretches of blocks that are equally long have equally many of them, or one more or less."""
+    """Their number is rounded up.  Stretches of blocks that are equally long have equally many of them, or
+    one more or less.
+    """
     for count in range(1, 40):
         names = [f"layers.{n}" for n in range(count)]
         for hundredths in range(1, 100):
@@ -257,7 +289,9 @@ def test_blocks_of_a_budget_are_spread() -> None:
 
 @pytest.mark.fast
 def test_attention_alone_is_computed_again() -> None:
-    """F2: what runs again is what attention by itself runs; linear layers are kept.  Bytes are between those of ``none`` and ``block``."""
+    """F2: what runs again is what attention by itself runs; linear layers are kept.  Bytes are between those
+    of ``none`` and ``block``.
+    """
     (kept, _, plain, _), (less, _, again, _) = measured("none"), measured("attention")
     q = torch.ones(2, SEQ, 4, DIM // 4, requires_grad=True).transpose(1, 2)
     with Watch(nn.Module()) as alone:
@@ -265,7 +299,9 @@ def test_attention_alone_is_computed_again() -> None:
     more = again - plain
     assert {operation for operation in more if operation is not torch.ops.aten.detach.default} <= {*alone.ran}
     assert more[torch.ops.aten._safe_softmax.default] == 4
-    assert measured("block")[0] < less <= kept - 4 * 2 * 4 * SEQ * SEQ * 4, "at least one square for each head"
+    assert measured("block")[0] < less <= kept - 4 * 2 * 4 * SEQ * SEQ * 4, (
+        "at least one square for each head"
+    )
 
 
 @pytest.mark.fast
@@ -278,8 +314,9 @@ def test_a_pass_in_inference_mode_is_possible() -> None:
 
 @pytest.mark.parametrize("layers", [16, pytest.param(64, marks=pytest.mark.full)])
 def test_groups_of_blocks_keep_one_input_each(layers: int) -> None:
-    """F1: bytes, from live storages: √L inputs for L = 4, 16, 64 blocks, where single blocks keep L, and without a policy L times all that
-    a block keeps.  Single blocks run twice, and all but the last one of a group three times.  The gradients have the same bits.
+    """F1: bytes, from live storages: √L inputs for L = 4, 16, 64 blocks, where single blocks keep L, and
+    without a policy L times all that a block keeps.  Single blocks run twice, and all but the last one of a
+    group three times.  The gradients have the same bits.
     """
     none, _, plain, kept_all = measured("none", layers)
     (block, _, once, wanted), (sqrt, _, twice, found) = measured("block", layers), measured("sqrt", layers)
@@ -300,7 +337,9 @@ class Halving(nn.Module):
     def __init__(self, layers: int, where_it_is: bool, **_: Any) -> None:
         super().__init__()
         self.where_it_is, self.embedding, self.head = where_it_is, nn.Embedding(17, 8), nn.Linear(8, 17)
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(layers))
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(layers)
+        )
 
     def init_weights(self) -> None:
         """The weights are those of the constructor, after a seed."""
@@ -315,9 +354,13 @@ class Halving(nn.Module):
 
 @pytest.mark.fast
 @pytest.mark.parametrize("where_it_is", [True, False])
-def test_a_block_with_another_input_begins_a_group(monkeypatch: pytest.MonkeyPatch, where_it_is: bool) -> None:
+def test_a_block_with_another_input_begins_a_group(
+    monkeypatch: pytest.MonkeyPatch, where_it_is: bool
+) -> None:
     """The control: groups that go on all the same give other gradients."""
-    plain, ours, wrong = (trained(wrapped(policy, 4, Halving, where_it_is=where_it_is)) for policy in ("none", "sqrt", "none"))
+    plain, ours, wrong = (
+        trained(wrapped(policy, 4, Halving, where_it_is=where_it_is)) for policy in ("none", "sqrt", "none")
+    )
     assert same(ours, plain) and same(wrong, plain)
     monkeypatch.setattr(groups._Values, "__ne__", lambda *_: False)
     assert not same(trained(wrapped("sqrt", 4, Halving, where_it_is=where_it_is)), plain)
@@ -355,16 +398,24 @@ class AddingBlock(nn.Module):
 @pytest.mark.parametrize("named", [True, False])
 @pytest.mark.parametrize("policy", ["block", "sqrt", "selective", 0.5])
 def test_a_block_that_changes_what_it_gets_is_refused(policy: str | float, named: bool) -> None:
-    """It would run again from what it has changed; of what it gets by name torch does not say so, and gradients were others.
+    """It would run again from what it has changed; of what it gets by name torch does not say so, and
+    gradients were others.
 
-    The controls: without a policy it trains, and in place of a change something new has the same gradients with all.
+    The controls: without a policy it trains, and in place of a change something new has the same gradients
+    with all.
     """
     plain, new, again = (
         trained(wrapped(each, 4, Adding, where_it_is=each == "none" and number == 0, named=named))
         for number, each in enumerate(("none", "none", policy))
     )
     assert same(plain, new) and same(again, new)
-    with pytest.raises(ModelError, match=r"AddingBlock, changes a tensor in place that it gets.* set recompute = 'none'"):
+    with pytest.raises(
+        ModelError,
+        match=(
+            r"AddingBlock, changes a tensor in place that it gets.* set "
+            r"recompute = 'none'"
+        ),
+    ):
         trained(wrapped(policy, 4, Adding, where_it_is=True, named=named))
 
 
@@ -378,7 +429,9 @@ class Rectified(Own):
 
 
 def test_a_kept_result_that_is_changed_in_place_ends_the_step_with_what_to_do(tmp_path: Path) -> None:
-    """F2.  The controls: the same with ``block``, and a model that makes a new tensor, have the bits of one that keeps everything."""
+    """F2.  The controls: the same with ``block``, and a model that makes a new tensor, have the bits of one
+    that keeps everything.
+    """
 
     def last(in_place: bool, recompute: str) -> Tensor:
         args = {"model": f"{__name__}:Rectified", "model_args": {"in_place": in_place}}
@@ -405,16 +458,21 @@ def test_without_the_random_numbers_of_a_group_the_gradients_differ(monkeypatch:
     assert not same(trained(wrapped("sqrt")), trained(wrapped("none")))
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own, while it compiles
+# torch's own, while it compiles
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.filterwarnings("default::DeprecationWarning")  # of torch's compiler, about torch
 @pytest.mark.full
 def test_compiled_blocks_recompute_attention_and_form_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The gradients are those of compiled blocks that keep everything, and half of the blocks of groups keep no input."""
+    """The gradients are those of compiled blocks that keep everything, and half of the blocks of groups keep
+    no input.
+    """
     wanted, found = (trained(compiled(policy)) for policy in ("none", "attention"))
     assert same(found, wanted)
     again = []
     of = groups._Group.input_of
-    monkeypatch.setattr(groups._Group, "input_of", lambda group, number: again.append(number) or of(group, number))
+    monkeypatch.setattr(
+        groups._Group, "input_of", lambda group, number: again.append(number) or of(group, number)
+    )
     model = compiled("block", forward_alone=True)
     apply_groups(model, sharding_table(model))
     assert same(trained(model), wanted) and sorted(again) == [0, 0, 1, 1]
@@ -423,7 +481,9 @@ def test_compiled_blocks_recompute_attention_and_form_groups(monkeypatch: pytest
 @pytest.mark.fast
 @pytest.mark.parametrize("policy", ["block", "sqrt", "attention", "selective", 0.5])
 def test_gradients_have_the_same_bits(policy: str | float) -> None:
-    """A8: the model has dropout, and its mask is the same when a block is computed again.  The next test is the control."""
+    """A8: the model has dropout, and its mask is the same when a block is computed again.  The next test is
+    the control.
+    """
     assert same(measured(policy)[3], measured("none")[3])
 
 
@@ -431,5 +491,7 @@ def test_gradients_have_the_same_bits(policy: str | float) -> None:
 def test_without_the_seed_of_dropout_the_gradients_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     """A8: negative control of the test above."""
     kept: Callable[..., Any] = memory.checkpoint
-    monkeypatch.setattr(memory, "checkpoint", lambda *args, **more: kept(*args, preserve_rng_state=False, **more))
+    monkeypatch.setattr(
+        memory, "checkpoint", lambda *args, **more: kept(*args, preserve_rng_state=False, **more)
+    )
     assert not same(measured("block")[3], measured("none")[3])

@@ -1,4 +1,6 @@
-"""Training on a mixture whose weights a branch changes: the parts get their shares, and the bits do not depend on the layout."""
+"""Training on a mixture whose weights a branch changes: the parts get their shares, and the bits do not
+depend on the layout.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,10 @@ FIRST, SECOND, BRANCH, LAST = [5, 3, 2], [1, 1, 2], 6, 12
 def mixed(folder: Path, weights: list[int], **changes: Any) -> Job:
     parts = [{"dataset": "tests.support.toys:Sums", "args": {"samples": samples}} for samples in SIZES]
     data = {"dataset": "elastic.data.mixture:Mixture", "args": {"parts": parts}, "weights": weights}
-    return small_job(folder, **{"steps": LAST, "data": data, "model_args": MODEL, "global_batch": 16, "microbatch": 8, **changes})
+    return small_job(
+        folder,
+        **{"steps": LAST, "data": data, "model_args": MODEL, "global_batch": 16, "microbatch": 8, **changes},
+    )
 
 
 def by_part(*trained: Trained) -> list[Counter[int]]:
@@ -35,7 +40,8 @@ def by_part(*trained: Trained) -> list[Counter[int]]:
 
 
 def test_l4_weights_are_changed_by_a_branch(ranks: Ranks, tmp_path: Path) -> None:
-    """L4, A11: each part goes on in its own epoch; two layouts, with a reshape at the branch, have the bits of one member.
+    """L4, A11: each part goes on in its own epoch; two layouts, with a reshape at the branch, have the bits
+    of one member.
 
     The control: with the old weights to the end the bits and the shares are others.
     """
@@ -46,11 +52,15 @@ def test_l4_weights_are_changed_by_a_branch(ranks: Ranks, tmp_path: Path) -> Non
         new = mixed(folder, weights, global_batch=32)
         assert "branch 2 of toy goes on from step 6: " in Run.look(new, branch=True).branch(0.0)
         new = Run.look(new).job
-        return begun, train_here(new, LAST, begun.version) if alone else train(ranks, new, Layout(1, 3), LAST, begun.version)
+        return begun, train_here(new, LAST, begun.version) if alone else train(
+            ranks, new, Layout(1, 3), LAST, begun.version
+        )
 
     begun, went_on = run(tmp_path / "alone", SECOND)
     counts = [sum(each.values()) for each in by_part(begun)]
-    assert [abs(count - 96 * weight / 10) < 1 for count, weight in zip(counts, FIRST, strict=True)] == [True] * 3
+    assert [abs(count - 96 * weight / 10) < 1 for count, weight in zip(counts, FIRST, strict=True)] == [
+        True
+    ] * 3
     more = [sum(each.values()) - count for each, count in zip(by_part(begun, went_on), counts, strict=True)]
     assert more == [192 // 4, 192 // 4, 192 // 2], "32 samples of 6 steps are whole periods"
     for size, each in zip(SIZES, by_part(begun, went_on), strict=True):
@@ -60,4 +70,6 @@ def test_l4_weights_are_changed_by_a_branch(ranks: Ranks, tmp_path: Path) -> Non
     stayed = run(tmp_path / "stayed", FIRST)
     shares = [sum(each.values()) for each in by_part(*stayed)]
     assert stayed[1].hash != went_on.hash
-    assert [abs(count - 288 * weight / 10) < 1 for count, weight in zip(shares, FIRST, strict=True)] == [True] * 3
+    assert [abs(count - 288 * weight / 10) < 1 for count, weight in zip(shares, FIRST, strict=True)] == [
+        True
+    ] * 3

@@ -1,4 +1,6 @@
-"""Muon computes what torch.optim.Muon does, with the bits of one worker in every layout, and changes nothing before the commit."""
+"""Muon computes what torch.optim.Muon does, with the bits of one worker in every layout, and changes nothing
+before the commit.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,9 @@ def alone(job_alone: Job) -> Trained:
 # ---- torch is the judge
 
 
-def judged(world: World, job: Job, steps: int, clips: bool, iterations: int) -> tuple[list[tuple[str, float, bool]], list[float]]:
+def judged(
+    world: World, job: Job, steps: int, clips: bool, iterations: int
+) -> tuple[list[tuple[str, float, bool]], list[float]]:
     """Trains beside torch.optim.Muon and AdamW, which get the gradients of each step.
 
     Returns, for each parameter, the largest difference, and whether the bits are the same; and the losses.
@@ -88,7 +92,10 @@ def judged(world: World, job: Job, steps: int, clips: bool, iterations: int) -> 
             torch.optim.AdamW(
                 [
                     {"params": [p for name, p in theirs.items() if name not in matrices and p.dim() >= 2]},
-                    {"params": [p for name, p in theirs.items() if name not in matrices and p.dim() < 2], "weight_decay": 0.0},
+                    {
+                        "params": [p for name, p in theirs.items() if name not in matrices and p.dim() < 2],
+                        "weight_decay": 0.0,
+                    },
                 ],
                 betas=optim.betas,
                 eps=optim.eps,
@@ -113,11 +120,14 @@ def judged(world: World, job: Job, steps: int, clips: bool, iterations: int) -> 
         object.__setattr__(me.state.optimizer.rule, "update", beside)
         losses = [me.step().loss for _ in range(steps)]
         pairs = [(name, parts[name].values, theirs[name].detach()) for name in theirs]
-        return [(name, float((ours - other).abs().max()), torch.equal(ours, other)) for name, ours, other in pairs], losses
+        return [
+            (name, float((ours - other).abs().max()), torch.equal(ours, other)) for name, ours, other in pairs
+        ], losses
 
 
 def test_twenty_steps_are_torchs(tmp_path: Path) -> None:
-    """A model in float32 on one device; both run Newton–Schulz in bfloat16.  The matrices have torch's bits; AdamW's rest is within 1e-6.
+    """A model in float32 on one device; both run Newton–Schulz in bfloat16.  The matrices have torch's bits;
+    AdamW's rest is within 1e-6.
 
     The controls: a judge that does not clip, and one with an iteration fewer.
     """
@@ -133,7 +143,9 @@ def test_twenty_steps_are_torchs(tmp_path: Path) -> None:
 
 
 def test_in_fp16_the_scale_of_the_loss_is_taken_out_before_the_commit(tmp_path: Path) -> None:
-    """The direction is of the momentum, which has no scale, and of the gradient.  The judge gets gradients without it."""
+    """The direction is of the momentum, which has no scale, and of the gradient.  The judge gets gradients
+    without it.
+    """
     job = muon_job(tmp_path, steps=20, precision="fp16", loss_scale=2.0**10)
     found, _ = here(judged, job, 5, True, muon.ITERATIONS)
     assert {name for name, _, same in found if same} >= matrices_of(build(**job.model_args))
@@ -169,7 +181,9 @@ def test_fp16_skips_and_goes_on(ranks: Ranks, tmp_path: Path) -> None:
     one, three = (muon_job(tmp_path / name, precision="fp16") for name in ("one", "three"))
     found = train_here(one, 4, how=overflown), train(ranks, three, Layout(1, 3), 4, how=overflown)
     assert found[0].hash == found[1].hash
-    assert [[each.finite for each in trained.outcomes] for trained in found] == [[False, True, True, True]] * 2
+    assert [[each.finite for each in trained.outcomes] for trained in found] == [
+        [False, True, True, True]
+    ] * 2
 
 
 def overflown(world: World, job: Job, version: Version, last: int) -> Part:
@@ -203,13 +217,20 @@ def test_the_hash_sees_a_matrix_that_is_not_whole(ranks: Ranks, alone: Trained, 
 # ---- promises 2 and 4
 
 
-def test_a_matrix_of_a_block_has_one_moment_and_every_other_parameter_has_two(job_alone: Job, alone: Trained) -> None:
-    stored = {(tensor.kind, tensor.name) for tensor in Run.open(job_alone).checkpoints.open(alone.version).tensors()}
+def test_a_matrix_of_a_block_has_one_moment_and_every_other_parameter_has_two(
+    job_alone: Job, alone: Trained
+) -> None:
+    stored = {
+        (tensor.kind, tensor.name) for tensor in Run.open(job_alone).checkpoints.open(alone.version).tensors()
+    }
     matrices = matrices_of(build(**job_alone.model_args))
     assert {kind for kind, _ in stored} == {"parameter", "scalar", *MOMENTS}
     assert {name for kind, name in stored if kind == "moment.momentum_buffer"} == matrices
     others = {name for kind, name in stored if kind == "parameter"} - matrices
-    assert {name for kind, name in stored if kind == "moment.exp_avg_sq"} == others and others >= {"embedding.weight", "norm.weight"}
+    assert {name for kind, name in stored if kind == "moment.exp_avg_sq"} == others and others >= {
+        "embedding.weight",
+        "norm.weight",
+    }
 
 
 def test_its_state_is_healed_from_members(ranks: Ranks, alone: Trained, tmp_path: Path) -> None:
@@ -249,7 +270,9 @@ def test_a_lost_member_leaves_all_untouched(ranks: Ranks, alone: Trained, tmp_pa
     version = members[0].version
     finish(job, old, [each.receipt for each in members], version)
     healed: list[Healed] = ranks.run(new, go_on, job, holdings(old, version, range(3)), STEPS)
-    assert finish(job, new, [each.receipt for each in healed if each.receipt], healed[0].version) == alone.hash
+    assert (
+        finish(job, new, [each.receipt for each in healed if each.receipt], healed[0].version) == alone.hash
+    )
 
 
 # ---- the exchange
@@ -259,7 +282,9 @@ SHAPES = ((12, 4), (3, 50), (1, 9), (40, 40), (12, 4), (7, 2), (40, 40), (41, 39
 
 @dataclass
 class Exchanged:
-    """The report of one member: its rows of the results, the bytes that it sent to others, and the largest matrices that it owned."""
+    """The report of one member: its rows of the results, the bytes that it sent to others, and the largest
+    matrices that it owned.
+    """
 
     rows: list[Tensor]
     sent: list[tuple[int, ...]]
@@ -276,19 +301,30 @@ def exchanged(world: World, elements: int) -> Exchanged:
 
     def compute(matrix: Tensor) -> Tensor:
         computed.append(matrix)
-        assert matrix.is_contiguous() and matrix.untyped_storage().nbytes() == matrix.nbytes, "it has memory of its own"
+        assert matrix.is_contiguous() and matrix.untyped_storage().nbytes() == matrix.nbytes, (
+            "it has memory of its own"
+        )
         return muon.orthogonalised(matrix)
 
     with pytest.MonkeyPatch.context() as patch, counting() as calls:
         patch.setattr(owners, "TURN_ELEMENTS", elements)
         whole = matrices()
-        rows = by_owners(SHAPES, lambda n: whole[n][slice(*chunk(len(whole[n]), world.layout.dp_shard, index))], compute, world)
+        rows = by_owners(
+            SHAPES,
+            lambda n: whole[n][slice(*chunk(len(whole[n]), world.layout.dp_shard, index))],
+            compute,
+            world,
+        )
     return Exchanged(rows, [call.sent for call in calls.named("alltoall_base")], len(computed))
 
 
 def test_rows_go_to_the_owners_and_back_once(ranks: Ranks) -> None:
-    """The rows are those of the matrices computed alone; what travels is what an owner lacks of its matrices, both ways, in bfloat16."""
-    for elements, members in zip((1, 10**6), ranks.run_each(Layout(1, 3), exchanged, [(1,), (10**6,)]), strict=True):
+    """The rows are those of the matrices computed alone; what travels is what an owner lacks of its matrices,
+    both ways, in bfloat16.
+    """
+    for elements, members in zip(
+        (1, 10**6), ranks.run_each(Layout(1, 3), exchanged, [(1,), (10**6,)]), strict=True
+    ):
         check_rows(elements, members)
 
 
@@ -301,7 +337,9 @@ def check_rows(elements: int, members: list[Exchanged]) -> None:
     for (rows, columns), index in zip(SHAPES, owner, strict=True):
         first, last = chunk(rows, 3, index)
         lacking += 2 * columns * (rows - (last - first))
-    to_others = sum(size for each in range(3) for call in members[each].sent for to, size in enumerate(call) if to != each)
+    to_others = sum(
+        size for each in range(3) for call in members[each].sent for to, size in enumerate(call) if to != each
+    )
     assert to_others == 2 * lacking
     turns = len(turns_of(SHAPES, owner, elements))
     assert [len(each.sent) for each in members] == [2 * turns] * 3
@@ -318,8 +356,18 @@ def test_replicas_exchange_among_themselves(ranks: Ranks) -> None:
 
 @pytest.mark.fast
 def test_owners_have_about_the_same_work() -> None:
-    """The busiest of 64 owners of 80 blocks has at most 5 % more than the mean.  The control: if they take turns, it has more."""
-    shapes = ((4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096), (14336, 4096), (14336, 4096), (4096, 14336)) * 80
+    """The busiest of 64 owners of 80 blocks has at most 5 % more than the mean.  The control: if they take
+    turns, it has more.
+    """
+    shapes = (
+        (4096, 4096),
+        (1024, 4096),
+        (1024, 4096),
+        (4096, 4096),
+        (14336, 4096),
+        (14336, 4096),
+        (4096, 14336),
+    ) * 80
 
     def busiest(found: Sequence[int]) -> float:
         loads = [0] * 64
@@ -338,15 +386,22 @@ def test_turns_are_bounded_and_complete() -> None:
         assert sorted(number for turn in turns for number in turn) == list(range(9 * len(SHAPES)))
         for turn in turns:
             assert [owner[number] for number in turn] == sorted(owner[number] for number in turn)
-            most = max(sum(math.prod((SHAPES * 9)[n]) for n in turn if owner[n] == index) for index in range(4))  # of one owner
+            # of one owner
+            most = max(
+                sum(math.prod((SHAPES * 9)[n]) for n in turn if owner[n] == index) for index in range(4)
+            )
             assert most <= max(elements, 1600)
 
 
 @pytest.mark.fast
-def test_a_warm_up_computes_with_whole_matrices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_a_warm_up_computes_with_whole_matrices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
     """It is rank 0 of a world of three, and owns some of the 14 matrices."""
     computed = list[tuple[int, ...]]()
-    monkeypatch.setattr(muon, "orthogonalised", lambda matrix: (computed.append(tuple(matrix.shape)), matrix)[1])
+    monkeypatch.setattr(
+        muon, "orthogonalised", lambda matrix: (computed.append(tuple(matrix.shape)), matrix)[1]
+    )
     job = muon_job(tmp_path, workers={"max": 3})
     session = make_session(job, Counters(tmp_path / "counters", create=True))
     warm_up(session, tensors_of(build_model(job, session.builder), session.rule), torch.device("cpu"))

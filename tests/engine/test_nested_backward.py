@@ -1,4 +1,6 @@
-"""Backward passes within another one, as torch's checkpoint with ``use_reentrant=True`` runs them: a gradient may come in several parts."""
+"""Backward passes within another one, as torch's checkpoint with ``use_reentrant=True`` runs them: a gradient
+may come in several parts.
+"""
 
 from __future__ import annotations
 
@@ -29,13 +31,17 @@ SMALL = 16
 
 
 class Looped(nn.Module):
-    """Two blocks under a checkpoint: each is used once, or ``twice``, or the head is ``tied`` to the first, or its loss is ``inside``."""
+    """Two blocks under a checkpoint: each is used once, or ``twice``, or the head is ``tied`` to the first,
+    or its loss is ``inside``.
+    """
 
     def __init__(self, kind: str = "once", reentrant: bool = True) -> None:
         super().__init__()
         self.kind, self.reentrant = kind, reentrant
         self.embedding = nn.Embedding(29, SMALL)
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(SMALL, SMALL), nn.Tanh(), nn.Linear(SMALL, SMALL)) for _ in range(2))
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(SMALL, SMALL), nn.Tanh(), nn.Linear(SMALL, SMALL)) for _ in range(2)
+        )
         self.middle, self.head = nn.Linear(SMALL, SMALL, bias=False), nn.Linear(SMALL, 29)
         if kind == "tied":
             self.middle.weight = self.layers[0][0].weight  # type: ignore[index]
@@ -56,7 +62,9 @@ class Looped(nn.Module):
 TOKENS = torch.arange(3 * 2 * 7).view(3, 2, 7) % 29
 
 
-def rounds(kind: str, reentrant: bool, end: Callable[[Whole], None]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def rounds(
+    kind: str, reentrant: bool, end: Callable[[Whole], None]
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Returns the summed gradients of three microbatches, and those of plain torch.  ``end`` ends a round."""
     torch.manual_seed(0)
     model, plain = Looped(kind, reentrant), Looped(kind, reentrant)
@@ -70,7 +78,9 @@ def rounds(kind: str, reentrant: bool, end: Callable[[Whole], None]) -> tuple[di
             model(tokens).square().sum().backward()
             end(whole)
             plain(tokens).square().sum().backward()
-        return whole.grads(), {name: parameter.grad for name, parameter in plain.named_parameters() if parameter.grad is not None}
+        return whole.grads(), {
+            name: parameter.grad for name, parameter in plain.named_parameters() if parameter.grad is not None
+        }
     finally:
         world.close()
 
@@ -83,7 +93,9 @@ def without_looking(whole: Whole) -> None:
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize(("kind", "reentrant"), [("once", True), ("once", False), ("twice", False), ("tied", False)])
+@pytest.mark.parametrize(
+    ("kind", "reentrant"), [("once", True), ("once", False), ("twice", False), ("tied", False)]
+)
 def test_gradients_that_come_at_once_are_those_of_plain_torch(kind: str, reentrant: bool) -> None:
     found, judge = rounds(kind, reentrant, Whole.end_round)
     assert found.keys() == judge.keys()
@@ -93,20 +105,30 @@ def test_gradients_that_come_at_once_are_those_of_plain_torch(kind: str, reentra
 
 @pytest.mark.fast
 @pytest.mark.parametrize(
-    ("kind", "named"), [("twice", "layers.1.0.weight"), ("tied", "layers.0.0.weight"), ("inside", "layers.1.0.weight")]
+    ("kind", "named"),
+    [("twice", "layers.1.0.weight"), ("tied", "layers.0.0.weight"), ("inside", "layers.1.0.weight")],
 )
 def test_a_gradient_that_comes_after_its_sum_is_an_error(kind: str, named: str) -> None:
-    """The sentence names a parameter and the remedy.  The control: without the error that parameter has another gradient than in plain
-    torch.
+    """The sentence names a parameter and the remedy.  The control: without the error that parameter has
+    another gradient than in plain torch.
     """
-    with pytest.raises(ModelError, match=f"^a gradient of '{named}' came in two parts, .*; give the checkpoint use_reentrant=False"):
+    with pytest.raises(
+        ModelError,
+        match=(f"^a gradient of '{named}' came in two parts, .*; give the checkpoint use_reentrant=False"),
+    ):
         rounds(kind, True, Whole.end_round)
     found, judge = rounds(kind, True, without_looking)
     assert not torch.allclose(found[named], judge[named], rtol=1e-3)
 
 
 def job(bucket: Path, reentrant: bool, **changes: Any) -> Job:
-    return small_job(bucket, model=f"{__name__}:Looped", model_args={"kind": "twice", "reentrant": reentrant}, steps=2, **changes)
+    return small_job(
+        bucket,
+        model=f"{__name__}:Looped",
+        model_args={"kind": "twice", "reentrant": reentrant},
+        steps=2,
+        **changes,
+    )
 
 
 def said(world: World, job: Job) -> str:
@@ -131,6 +153,10 @@ def test_every_member_says_so_and_the_remedy_gives_the_bits_of_one_worker(
     ranks: Ranks, tmp_path: Path, layout: Layout, zero: int | str
 ) -> None:
     one = train_here(job(tmp_path / "one", False), 2)
-    nested, mended = (job(tmp_path / f"{reentrant}", reentrant, parallel={"zero": zero}) for reentrant in (True, False))
-    assert all(sentence.startswith("a gradient of 'layers.1.") for sentence in ranks.run(layout, said, nested))
+    nested, mended = (
+        job(tmp_path / f"{reentrant}", reentrant, parallel={"zero": zero}) for reentrant in (True, False)
+    )
+    assert all(
+        sentence.startswith("a gradient of 'layers.1.") for sentence in ranks.run(layout, said, nested)
+    )
     assert train(ranks, mended, layout, 2).hash == one.hash

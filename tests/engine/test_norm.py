@@ -1,4 +1,6 @@
-"""The norm of the whole gradient, from its shards, is close to torch's and has the same bits in every layout.  A7, first half."""
+"""The norm of the whole gradient, from its shards, is close to torch's and has the same bits in every layout.
+A7, first half.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +20,30 @@ from tests.support.live import Live
 from tests.support.ranks import Ranks
 
 LAYOUTS = [Layout(1, 1), Layout(1, 2), Layout(1, 3), Layout(2, 2), Layout(1, 4)]
-SHAPES = [(29, 32), (32, 32), (7, 5, 3), (1, 19), (32, 5), (0, 3), (19,), (7,), (2,), (3, 1), (64, 96), (29, 4)]
-"""Fewer rows than shards, one row, none, no second dimension, rows that no degree divides, several tensors with equally many rows, and
-others between them that have as many once they are padded."""
+SHAPES = [
+    (29, 32),
+    (32, 32),
+    (7, 5, 3),
+    (1, 19),
+    (32, 5),
+    (0, 3),
+    (19,),
+    (7,),
+    (2,),
+    (3, 1),
+    (64, 96),
+    (29, 4),
+]
+"""Fewer rows than shards, one row, none, no second dimension, rows that no degree divides, several tensors
+with equally many rows, and others between them that have as many once they are padded."""
 
 
 def gradient() -> list[torch.Tensor]:
     """Returns the whole gradient; its magnitudes differ, so that the order of a sum shows."""
     draw = torch.Generator().manual_seed(7)
-    return [torch.randn(shape, generator=draw) * 10.0 ** ((index - 4) / 4) for index, shape in enumerate(SHAPES)]
+    return [
+        torch.randn(shape, generator=draw) * 10.0 ** ((index - 4) / 4) for index, shape in enumerate(SHAPES)
+    ]
 
 
 def shards(world: World) -> list[torch.Tensor]:
@@ -65,7 +82,9 @@ def norms(ranks: Ranks) -> dict[str, list[list[float]]]:
 
 
 def test_the_norm_of_shards_is_that_of_the_whole_gradient(norms: dict[str, list[list[float]]]) -> None:
-    """A7: 1e-6 relative to torch's norm of the unsharded gradient; bitwise the same in 1×1, 1×2, 1×3, 2×2 and 1×4, on every member."""
+    """A7: 1e-6 relative to torch's norm of the unsharded gradient; bitwise the same in 1×1, 1×2, 1×3, 2×2 and
+    1×4, on every member.
+    """
     found = norms["tree"]
     judge = torch.nn.utils.get_total_norm([whole.double() for whole in gradient()]).item()
     assert found[0][0] ** 0.5 == pytest.approx(judge, rel=1e-6)
@@ -80,20 +99,28 @@ def test_the_library_sum_of_shards_depends_on_the_layout(norms: dict[str, list[l
 
 
 def padded_norm(grads: list[torch.Tensor]) -> torch.Tensor:
-    """Computes the norm in the simple way: pads the rows of each tensor to the number of the longest, and adds them all at once."""
+    """Computes the norm in the simple way: pads the rows of each tensor to the number of the longest, and
+    adds them all at once.
+    """
     longest = max(map(len, grads))
-    sums = [tree_sum(grad.square().reshape(len(grad), -1)).double() if grad.numel() else torch.zeros(0).double() for grad in grads]
-    return tree_sum(tree_sum(torch.stack([torch.nn.functional.pad(each, (0, longest - len(each))) for each in sums])))
+    sums = [
+        tree_sum(grad.square().reshape(len(grad), -1)).double() if grad.numel() else torch.zeros(0).double()
+        for grad in grads
+    ]
+    return tree_sum(
+        tree_sum(torch.stack([torch.nn.functional.pad(each, (0, longest - len(each))) for each in sums]))
+    )
 
 
 def test_tensors_with_other_numbers_of_rows_do_not_change_the_bits() -> None:
-    """Tensors with equally many rows need not follow one another.  That other bits can come out is the control: they do if the tensors are
-    added in the order of their numbers of rows.
+    """Tensors with equally many rows need not follow one another.  That other bits can come out is the
+    control: they do if the tensors are added in the order of their numbers of rows.
     """
     draw, world, moved = torch.Generator().manual_seed(7), World.alone(torch.device("cpu")), 0
     for _ in range(20):
         counts = torch.randint(0, 9, (40,), generator=draw).tolist()
-        grads = [10.0 ** (8 * torch.rand(count, 3, generator=draw) - 4) for count in counts]  # so wide that float64 rounds
+        # so wide that float64 rounds
+        grads = [10.0 ** (8 * torch.rand(count, 3, generator=draw) - 4) for count in counts]
         found = squared_norm(grads, counts, world).item()
         assert found.hex() == padded_norm(grads).item().hex()
         moved += found != padded_norm(sorted(grads, key=len)).item()
@@ -102,13 +129,20 @@ def test_tensors_with_other_numbers_of_rows_do_not_change_the_bits() -> None:
 
 
 EXPERTS = [*((24, 8) for _ in range(300)), (64, 8), *((8, 24) for _ in range(150))]
-"""Shapes as in a mixture of experts: many tensors of few shapes.  The largest has 64 rows, and all have 8,464."""
+"""Shapes as in a mixture of experts: many tensors of few shapes.  The largest has 64 rows, and all have
+8,464.
+"""
 
 
 def norm_of_experts(turn_rows: int, squared: int) -> tuple[float, Live]:
-    """Returns the squared norm of a gradient of ``EXPERTS`` with these limits of the product, and what it took."""
+    """Returns the squared norm of a gradient of ``EXPERTS`` with these limits of the product, and what it
+    took.
+    """
     draw, world = torch.Generator().manual_seed(7), World.alone(torch.device("cpu"))
-    grads = [torch.randn(shape, generator=draw) * 10.0 ** ((index % 9 - 4) / 4) for index, shape in enumerate(EXPERTS)]
+    grads = [
+        torch.randn(shape, generator=draw) * 10.0 ** ((index % 9 - 4) / 4)
+        for index, shape in enumerate(EXPERTS)
+    ]
     with pytest.MonkeyPatch.context() as patch, Live() as live:
         patch.setattr(norm, "TURN_ROWS", turn_rows)
         patch.setattr(norm, "SQUARED", squared)
@@ -122,14 +156,17 @@ def test_the_norm_takes_memory_for_the_rows_of_the_largest_tensor() -> None:
     """N9: that all take part at once, as they did, is the control."""
     found, live = norm_of_experts(turn_rows=64, squared=8 * 64)
     same, all_at_once = norm_of_experts(turn_rows=10**6, squared=8 * 64)
-    row_bytes, scalars = 8, 2 * 8 * len(EXPERTS)  # one float64 a row; a total for each tensor, and all of them once more
+    # one float64 a row; a total for each tensor, and all of them once more
+    row_bytes, scalars = 8, 2 * 8 * len(EXPERTS)
     assert live.peak_bytes < 8 * 64 * row_bytes + 8 * 64 * 4 * 3 + scalars
     assert all_at_once.peak_bytes > 2 * 8_464 * row_bytes > live.peak_bytes
     assert found == same
 
 
 def test_tensors_of_equal_shape_are_added_together() -> None:
-    """Each operation launches a kernel, and a tensor alone takes about a dozen.  The control squares one at a time."""
+    """Each operation launches a kernel, and a tensor alone takes about a dozen.  The control squares one at a
+    time.
+    """
     _, together = norm_of_experts(turn_rows=10**6, squared=10**6)
     _, alone = norm_of_experts(turn_rows=10**6, squared=24 * 8)
     assert together.operations < 100 < 4 * len(EXPERTS) < alone.operations
@@ -139,7 +176,10 @@ def test_a_large_tensor_is_squared_in_portions_of_its_rows() -> None:
     """Control: at once, it takes twice its own memory."""
 
     def peak(squared: int) -> tuple[float, int]:
-        grad, world = torch.randn(1_000, 16, generator=torch.Generator().manual_seed(7)), World.alone(torch.device("cpu"))
+        grad, world = (
+            torch.randn(1_000, 16, generator=torch.Generator().manual_seed(7)),
+            World.alone(torch.device("cpu")),
+        )
         with pytest.MonkeyPatch.context() as patch, Live() as live:
             patch.setattr(norm, "SQUARED", squared)
             found = squared_norm([grad], [1_000], world).item()
@@ -174,7 +214,9 @@ def test_the_tree_is_what_it_says(values: list[float]) -> None:
 
 @given(st.integers(1, 9), st.integers(1, 300), st.integers(0, 9))
 def test_a_row_sums_alike_alone_and_among_others(rows: int, columns: int, seed: int) -> None:
-    """The sum of a row has the same bits however many rows there are; a library's reduction does not promise that."""
+    """The sum of a row has the same bits however many rows there are; a library's reduction does not promise
+    that.
+    """
     values = torch.from_numpy(np.random.default_rng(seed).normal(size=(rows, columns)))
     together = tree_sum(values)
     assert all(torch.equal(tree_sum(values[row : row + 1].clone())[0], together[row]) for row in range(rows))

@@ -1,4 +1,6 @@
-"""State in files of a disk that passes through a bounded buffer (``offload_folder``): the same bits, and little of it in memory."""
+"""State in files of a disk that passes through a bounded buffer (``offload_folder``): the same bits, and
+little of it in memory.
+"""
 
 from __future__ import annotations
 
@@ -49,21 +51,38 @@ LARGE: dict[str, Any] = {"vocab": 29, "dim": 256, "layers": 8, "heads": 4}
 
 
 def test_groups_are_as_large_as_the_buffer_allows() -> None:
-    """The fifth part of a buffer of 100 bytes has two tensors of ten, and a tensor of thirty is a group alone."""
+    """The fifth part of a buffer of 100 bytes has two tensors of ten, and a tensor of thirty is a group
+    alone.
+    """
     job = in_files(Path("/nowhere"), offload_buffer_gb=1e-7)
-    units = [{("parameter", str(number)): torch.empty(size, dtype=torch.uint8)} for number, size in enumerate([10, 10, 1, 30, 10, 10])]
-    assert [[name for _, name in group] for group in groups_of(units, group_bytes(job))] == [["0", "1"], ["2"], ["3"], ["4", "5"]]
+    units = [
+        {("parameter", str(number)): torch.empty(size, dtype=torch.uint8)}
+        for number, size in enumerate([10, 10, 1, 30, 10, 10])
+    ]
+    assert [[name for _, name in group] for group in groups_of(units, group_bytes(job))] == [
+        ["0", "1"],
+        ["2"],
+        ["3"],
+        ["4", "5"],
+    ]
 
 
 @pytest.mark.parametrize(("later", "together"), [(1, True), (2, False)], ids=["the next group", "control"])
-def test_a_group_is_updated_while_the_one_before_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, later: int, together: bool) -> None:
+def test_a_group_is_updated_while_the_one_before_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, later: int, together: bool
+) -> None:
     """The first group goes only once the next one is updated and the one after comes.
 
     The control: the update of that one has to wait, since no more than three groups are in memory at once.
     """
     tensors = tuple(Tensor(f"w{number}", "parameter", "F32", (8, 8)) for number in range(5))
     whole, version = frame(tensors, cell(1, 0)), Version(1, 1)
-    snapshots = Snapshots(Region.create(4, whole.bytes, whole.blocks, tensors, str(tmp_path)), tensors, torch.device("cpu"), CopyRule())
+    snapshots = Snapshots(
+        Region.create(4, whole.bytes, whole.blocks, tensors, str(tmp_path)),
+        tensors,
+        torch.device("cpu"),
+        CopyRule(),
+    )
     one = snapshots.home(Copy(version, cell(1, 0)), [], adopt=False)
     for key, value in one.values.items():
         put(one, key, torch.full_like(value, 3))
@@ -84,7 +103,9 @@ def test_a_group_is_updated_while_the_one_before_goes(tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(_Threads, "_read", reads)
     monkeypatch.setattr(_Threads, "_write", writes)
-    for values in through(torch.device("cpu"), one, other, groups_of([{key: value} for key, value in one.values.items()], 1)):
+    for values in through(
+        torch.device("cpu"), one, other, groups_of([{key: value} for key, value in one.values.items()], 1)
+    ):
         for (_, name), value in values.items():
             value.mul_(2)
             updated[name].set()
@@ -95,12 +116,21 @@ def test_a_group_is_updated_while_the_one_before_goes(tmp_path: Path, monkeypatc
 
 
 def resident(field: str) -> int:
-    return 1024 * int(next(line.split()[1] for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field)))
+    return 1024 * int(
+        next(
+            line.split()[1]
+            for line in Path("/proc/self/status").read_text().splitlines()
+            if line.startswith(field)
+        )
+    )
 
 
 def peaks(world: World, folder: Path, buffer_gb: float, hows: Sequence[str]) -> list[int]:
-    """Returns, for each run, the bytes by which the memory of this process grew at most, in initialisation, steps and a save."""
-    ctypes.CDLL(None).mallopt(-3, 65536)  # M_MMAP_THRESHOLD: freed memory is given back at once, as tensors of real size are
+    """Returns, for each run, the bytes by which the memory of this process grew at most, in initialisation,
+    steps and a save.
+    """
+    # M_MMAP_THRESHOLD: freed memory is given back at once, as tensors of real size are
+    ctypes.CDLL(None).mallopt(-3, 65536)
     world.close()  # a local run forms its own
 
     def run(name: str, how: str, **more: Any) -> None:
@@ -108,7 +138,14 @@ def peaks(world: World, folder: Path, buffer_gb: float, hows: Sequence[str]) -> 
         if how in ("files", "mapped"):
             settings |= {"offload_folder": str(folder), "offload_buffer_gb": buffer_gb}
         job = small_job(
-            folder / name, parallel={"zero": 2}, steps=2, checkpoint={"save_every": 2}, global_batch=2, trial=False, **settings, **more
+            folder / name,
+            parallel={"zero": 2},
+            steps=2,
+            checkpoint={"save_every": 2},
+            global_batch=2,
+            trial=False,
+            **settings,
+            **more,
         )
         assert run_local(job, lambda line: None)[0] == "Finished"
 
@@ -125,16 +162,23 @@ def peaks(world: World, folder: Path, buffer_gb: float, hows: Sequence[str]) -> 
     return found
 
 
-@pytest.mark.parametrize("controls", [("mapped", "resident"), pytest.param(("memory",), marks=pytest.mark.full)], ids=" ".join)
-def test_f4_memory_is_bounded_by_the_buffer(fresh_ranks: Ranks, tmp_path: Path, controls: tuple[str, ...]) -> None:
-    """The state is four times the buffer.  A worker without it has the weights to compute with, the sums of gradients, and as much once
-    more while gradients are gathered.
+@pytest.mark.parametrize(
+    "controls", [("mapped", "resident"), pytest.param(("memory",), marks=pytest.mark.full)], ids=" ".join
+)
+def test_f4_memory_is_bounded_by_the_buffer(
+    fresh_ranks: Ranks, tmp_path: Path, controls: tuple[str, ...]
+) -> None:
+    """The state is four times the buffer.  A worker without it has the weights to compute with, the sums of
+    gradients, and as much once more while gradients are gathered.
 
     Controls: state on the device, in memory, and in files that a process never lets go of.
     """
     job = small_job(tmp_path, model_args=LARGE)
     model = build_model(job, builder_of(job))
-    state, weights = bytes_of(tensors_of(model, rule_of(job))), sum(parameter.nbytes for parameter in model.parameters())
+    state, weights = (
+        bytes_of(tensors_of(model, rule_of(job))),
+        sum(parameter.nbytes for parameter in model.parameters()),
+    )
     buffer = state // 4
     (found,) = fresh_ranks.run(Layout(1, 1), peaks, tmp_path, buffer / 1e9, ("files", *controls))
     in_files, *others = (grown < 3 * weights + buffer for grown in found)
@@ -147,16 +191,25 @@ def nameless(world: World, job: Job) -> tuple[bool, str, list[str], int]:
         assert me.session.snapshots is not None
         region = me.session.snapshots.region
         link = os.readlink(f"/proc/self/fd/{region.descriptor}")
-        return region.on_disk, link, os.listdir(job.offload_folder), 512 * os.fstat(region.descriptor).st_blocks
+        return (
+            region.on_disk,
+            link,
+            os.listdir(job.offload_folder),
+            512 * os.fstat(region.descriptor).st_blocks,
+        )
 
 
 def test_the_files_have_no_names_and_end_with_their_processes(tmp_path: Path) -> None:
-    """A killed worker or keeper leaves nothing behind: the system frees a file without a name with the last process that has it open."""
+    """A killed worker or keeper leaves nothing behind: the system frees a file without a name with the last
+    process that has it open.
+    """
     job = in_files(tmp_path / "run", offload_folder=str(tmp_path / "disk"))
     (tmp_path / "disk").mkdir()
     state = bytes_of(tensors_of(build_model(job, builder_of(job)), rule_of(job)))
     on_disk, link, names, size = here(nameless, job)
-    assert on_disk and link.startswith(f"{tmp_path / 'disk'}/") and link.endswith(" (deleted)") and names == []
+    assert (
+        on_disk and link.startswith(f"{tmp_path / 'disk'}/") and link.endswith(" (deleted)") and names == []
+    )
     assert size >= 2 * state, "two versions are in it"
     assert not Region.create(1, 10, 1).on_disk, "the control"
 
@@ -184,7 +237,9 @@ def test_a_write_that_fails_ends_the_update(tmp_path: Path, monkeypatch: pytest.
 
 
 def lies_at(me: Member, step: int, kind: str) -> tuple[Region, int, int]:
-    """Returns the region of the member's slots, the place in it of the first tensor of ``kind`` at version ``step``, and its size."""
+    """Returns the region of the member's slots, the place in it of the first tensor of ``kind`` at version
+    ``step``, and its size.
+    """
     assert me.session.snapshots is not None
     region, lies = me.session.snapshots.region, frame(me.state.tensors, me.state.shard.cell)
     slot = region.find(Copy(Version(step, 1), me.state.shard.cell))
@@ -218,11 +273,14 @@ def says(folder: Path, kind: str) -> str:
 
 @pytest.mark.parametrize("kind", ["parameter", "moment.exp_avg_sq"])
 @pytest.mark.parametrize("checked", [True, False], ids=["checked", "control"])
-def test_old_bytes_that_come_back_are_no_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, checked: bool) -> None:
+def test_old_bytes_that_come_back_are_no_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, checked: bool
+) -> None:
     """A write is lost: the file has a tensor's bytes of step 1 in the slot of step 2.
 
-    The update of step 3 raises; neither the slot that it has read nor the one that it has written is taken for state.  The control: an
-    update that does not look brings the old bytes into step 3, with digests that match them.
+    The update of step 3 raises; neither the slot that it has read nor the one that it has written is taken
+    for state.  The control: an update that does not look brings the old bytes into step 3, with digests that
+    match them.
     """
     if not checked:
         monkeypatch.setattr(_Threads, "wrong", lambda self: [])
@@ -249,10 +307,11 @@ def test_old_bytes_that_come_back_are_no_state(tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.parametrize("kind", ["parameter", "scalar", "none"])
 def test_a_file_that_changed_is_not_adopted(tmp_path: Path, kind: str) -> None:
-    """A member of another world takes the slot that has its state already: nothing is copied, so nobody else looks at it.
+    """A member of another world takes the slot that has its state already: nothing is copied, so nobody else
+    looks at it.
 
-    The weights to compute with are made from it in the first step, and scalars come from it at once.  The control: a file that did not
-    change gives the loss that the member of the world before gets.
+    The weights to compute with are made from it in the first step, and scalars come from it at once.  The
+    control: a file that did not change gives the loss that the member of the world before gets.
     """
     with alone_in_files(tmp_path) as me:
         me.step()
@@ -272,14 +331,22 @@ def test_a_file_that_changed_is_not_adopted(tmp_path: Path, kind: str) -> None:
 
 @pytest.mark.parametrize("bent", [True, False], ids=["bent", "control"])
 def test_a_direction_is_not_made_from_bytes_that_changed(tmp_path: Path, bent: bool) -> None:
-    """Muon reads momenta before the commit, and sends others what it makes of them: so nothing may be committed."""
+    """Muon reads momenta before the commit, and sends others what it makes of them: so nothing may be
+    committed.
+    """
     with alone_in_files(tmp_path, optim={"lr": 1e-2, "kind": "muon"}) as me:
         me.step()
         if bent:
             bend(me, 1, "moment.momentum_buffer")
-        with pytest.raises(StateDamaged, match=says(tmp_path, "moment.momentum_buffer")) if bent else nullcontext():
+        with (
+            pytest.raises(StateDamaged, match=says(tmp_path, "moment.momentum_buffer"))
+            if bent
+            else nullcontext()
+        ):
             me.step()
-        assert me.session.counters["collective"] == 0 and me.session.counters["step"] == (1 if bent else 2), "no step is prepared"
+        assert me.session.counters["collective"] == 0 and me.session.counters["step"] == (1 if bent else 2), (
+            "no step is prepared"
+        )
 
 
 @pytest.mark.parametrize("bent", [True, False], ids=["bent", "control"])
@@ -307,8 +374,20 @@ def test_what_is_sent_to_others_or_saved_is_looked_at(tmp_path: Path, bent: bool
             {"offload": "none"},
             r"offload_folder = '/disk' with offload = 'none': .* set offload to 'optimizer' or 'weights', or",
         ),
-        ({"offload_folder": "", "offload_buffer_gb": 2}, r"offload_buffer_gb = 2 is for state in files, and offload_folder is empty; name"),
-        ({"offload_folder": "s3://b/x"}, r"offload_folder = 's3://b/x' must be a folder of a local disk, not a URL"),
+        (
+            {"offload_folder": "", "offload_buffer_gb": 2},
+            (
+                r"offload_buffer_gb = 2 is for state in files, and "
+                r"offload_folder is empty; name"
+            ),
+        ),
+        (
+            {"offload_folder": "s3://b/x"},
+            (
+                r"offload_folder = 's3://b/x' must be a folder of a local disk, "
+                r"not a URL"
+            ),
+        ),
         ({"offload_buffer_gb": 0}, r"offload_buffer_gb = 0 must be more than 0"),
     ],
     ids=str,
@@ -323,7 +402,11 @@ def test_what_cannot_work_is_refused(changes: dict[str, Any], why: str) -> None:
 def test_a_buffer_that_is_too_small_is_refused_with_the_size_that_works(tmp_path: Path) -> None:
     """The largest parameter of the toy model with its moments must fit the fifth part."""
     with pytest.raises(
-        JobError, match=r"offload_buffer_gb = 1e-06 is too small: .* in 5 groups, and '.*' of .* with its moments has"
+        JobError,
+        match=(
+            r"offload_buffer_gb = 1e-06 is too small: .* in 5 groups, and '.*' of .* with its "
+            r"moments has"
+        ),
     ) as said:
         preflight(in_files(tmp_path, offload_buffer_gb=1e-6))
     enough = float(str(said.value).partition("set it to ")[2].split()[0])
@@ -341,13 +424,22 @@ def test_the_size_that_works_has_room_for_a_group_to_the_byte(size: int) -> None
 
 def test_a_folder_that_is_missing_is_refused_before_the_first_step(tmp_path: Path) -> None:
     gone = tmp_path / "gone"
-    with pytest.raises(JobError, match=rf"offload_folder = '{gone}' is not a folder in which .* \(No such file or directory\); make it on"):
+    with pytest.raises(
+        JobError,
+        match=(
+            rf"offload_folder = '{gone}' is not a folder in which .* \(No such "
+            r"file or directory\); make it on"
+        ),
+    ):
         run_local(in_files(tmp_path, offload_folder=str(gone)), lambda line: None)
 
 
 def test_a_folder_in_memory_is_refused(tmp_path: Path) -> None:
     """Every Linux has one, /dev/shm.  The control: the folder of this test, which is on a disk."""
-    why = r"offload_folder = '/dev/shm/.*' is a tmpfs on .*: its files are in the memory that they should spare; name a folder of"
+    why = (
+        r"offload_folder = '/dev/shm/.*' is a tmpfs on .*: its files are in the memory that they should "
+        r"spare; name a folder of"
+    )
     with TemporaryDirectory(dir="/dev/shm") as folder, pytest.raises(JobError, match=why):
         run_local(in_files(tmp_path, offload_folder=folder), lambda line: None)
     assert session.check_folder(str(tmp_path)) == ""
@@ -362,10 +454,20 @@ MOUNTS = r"""22 1 254:0 / / rw,relatime shared:1 - ext4 /dev/vda rw
 
 
 @pytest.mark.parametrize(
-    ("below", "kind"), [("", "nfs4"), ("deep/er", "nfs4"), ("with blank/x", "ramfs"), ("with", "xfs"), ("without", "nfs4"), ("..", "ext4")]
+    ("below", "kind"),
+    [
+        ("", "nfs4"),
+        ("deep/er", "nfs4"),
+        ("with blank/x", "ramfs"),
+        ("with", "xfs"),
+        ("without", "nfs4"),
+        ("..", "ext4"),
+    ],
 )
 def test_a_folder_over_a_network_is_warned_of(tmp_path: Path, below: str, kind: str) -> None:
-    """The innermost mount counts, and of two at the same place the later one.  A link leads to where it points."""
+    """The innermost mount counts, and of two at the same place the later one.  A link leads to where it
+    points.
+    """
     there, link, mounts = tmp_path / "mount" / below, tmp_path / "link", tmp_path / "mountinfo"
     there.mkdir(parents=True, exist_ok=True)
     link.symlink_to(there)
@@ -388,7 +490,11 @@ def test_a_disk_that_is_too_small_is_refused(tmp_path: Path, monkeypatch: pytest
         monkeypatch.setattr(session, "free_disk", lambda folder, room=room: (room, told))
         if refused:
             with pytest.raises(
-                JobError, match=rf"offload_folder = '.*': .* of disk \(8 slots\), and {told} leaves only .* a larger disk, or"
+                JobError,
+                match=(
+                    rf"offload_folder = '.*': .* of disk \(8 slots\), and {told} leaves only .* "
+                    r"a larger disk, or"
+                ),
             ):
                 run_local(job, lambda line: None)
         else:
@@ -410,16 +516,26 @@ def test_what_other_workers_will_take_of_the_disk_is_not_free(tmp_path: Path) ->
     assert node_memory.copies_here(str(other)) == (0, 0)
 
 
-def test_a_disk_that_is_full_later_is_told_of_like_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The system refuses the room for a slot, which is taken before a step is prepared; no write can find the disk full."""
+def test_a_disk_that_is_full_later_is_told_of_like_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system refuses the room for a slot, which is taken before a step is prepared; no write can find the
+    disk full.
+    """
     region = Region.create(2, 2**20, 4, folder=str(tmp_path))
-    assert node_memory.reserve(region, 0, 2**20) == "" and 512 * os.fstat(region.descriptor).st_blocks >= 2**20
+    assert (
+        node_memory.reserve(region, 0, 2**20) == "" and 512 * os.fstat(region.descriptor).st_blocks >= 2**20
+    )
     monkeypatch.setattr(node_memory, "free_disk", lambda folder: (2**20, "the disk of offload_folder"))
-    assert "the disk of offload_folder leaves 1.05 MB, of which 134 MB stay free" in node_memory.reserve(region, 1, 2**20)
+    assert "the disk of offload_folder leaves 1.05 MB, of which 134 MB stay free" in node_memory.reserve(
+        region, 1, 2**20
+    )
     monkeypatch.undo()
 
     def full(*arguments: int) -> None:
         raise OSError(28, os.strerror(28))
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    assert "the disk of offload_folder gives none: No space left on device" in node_memory.reserve(region, 1, 2**20)
+    assert "the disk of offload_folder gives none: No space left on device" in node_memory.reserve(
+        region, 1, 2**20
+    )

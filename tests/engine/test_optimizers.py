@@ -1,4 +1,6 @@
-"""Every optimizer computes what torch.optim does, does not notice how its tensors are cut, and keeps its state through reshapes."""
+"""Every optimizer computes what torch.optim does, does not notice how its tensors are cut, and keeps its
+state through reshapes.
+"""
 
 from __future__ import annotations
 
@@ -36,18 +38,25 @@ KINDS = sorted({*RULES} - {"muon"})
 
 
 def job_of(kind: str, bucket: Path | str = "/nowhere", **optim: Any) -> Job:
-    return small_job(bucket, optim={"kind": kind, "lr": LR, **optim}, schedule={"warmup_steps": 2}, steps=COUNT)
+    return small_job(
+        bucket, optim={"kind": kind, "lr": LR, **optim}, schedule={"warmup_steps": 2}, steps=COUNT
+    )
 
 
 def outcome(step: int, norm: float = 0.5) -> Outcome:
-    """Returns the outcome of a step with one token, so that the mean gradient is the sum; a norm of 0.5 is not clipped."""
+    """Returns the outcome of a step with one token, so that the mean gradient is the sum; a norm of 0.5 is
+    not clipped.
+    """
     return Outcome(step, 1, norm**2, (1.0,), (1,), ((0,),), True)
 
 
 def gradients(steps: int, dtype: torch.dtype = torch.float64) -> Iterator[dict[str, Tensor]]:
     draw = torch.Generator().manual_seed(7)
     for _ in range(steps):
-        yield {"matrix": torch.randn(ROWS, 5, generator=draw, dtype=dtype), "vector": torch.randn(13, generator=draw, dtype=dtype)}
+        yield {
+            "matrix": torch.randn(ROWS, 5, generator=draw, dtype=dtype),
+            "vector": torch.randn(13, generator=draw, dtype=dtype),
+        }
 
 
 def begun() -> dict[str, Tensor]:
@@ -61,11 +70,18 @@ def pieces(whole: dict[str, Tensor], cuts: Sequence[int]) -> dict[str, Tensor]:
 
 
 def trained(job: Job, steps: int, cuts: Sequence[int] = (), then: Sequence[int] = ()) -> dict[str, Tensor]:
-    """Trains the matrix and the vector, cut at ``cuts``, and from the middle on at ``then``, to which the state moves.
+    """Trains the matrix and the vector, cut at ``cuts``, and from the middle on at ``then``, to which the
+    state moves.
 
     Returns values and moments of the whole matrix, and the values of the vector.
     """
-    mine = Optimizer(job, rule_of(job), (first := pieces(begun(), cuts)), dict.fromkeys(first, ()), frozenset(first) - {"vector"})
+    mine = Optimizer(
+        job,
+        rule_of(job),
+        (first := pieces(begun(), cuts)),
+        dict.fromkeys(first, ()),
+        frozenset(first) - {"vector"},
+    )
     for step, grads in enumerate(gradients(steps), 1):
         if step == steps // 2 + 1:
             mine, cuts = moved(job, mine, then), then
@@ -89,13 +105,19 @@ def moved(job: Job, old: Optimizer, cuts: Sequence[int]) -> Optimizer:
 def whole_of(mine: Optimizer) -> dict[str, Tensor]:
     parts = [mine.parts[name] for name in sorted(mine.parts) if name != "vector"]
     moments = {kind: torch.cat([part.moments[kind] for part in parts]) for kind in mine.rule.moments}
-    return {"values": torch.cat([part.values for part in parts]), "vector": mine.parts["vector"].values, **moments}
+    return {
+        "values": torch.cat([part.values for part in parts]),
+        "vector": mine.parts["vector"].values,
+        **moments,
+    }
 
 
 def judge(job: Job, parameters: Mapping[str, torch.nn.Parameter]) -> torch.optim.Optimizer:
     """Returns torch's optimizer; what torch.optim.AdamW decouples, the others add to the gradient."""
     optim = job.optim
-    matrices, vectors = ([value for value in parameters.values() if (value.dim() > 1) is many] for many in (True, False))
+    matrices, vectors = (
+        [value for value in parameters.values() if (value.dim() > 1) is many] for many in (True, False)
+    )
     groups: Any = [{"params": matrices, "weight_decay": optim.weight_decay}, {"params": vectors}]
     match optim.kind:
         case "adamw" if optim.decay == "decoupled":
@@ -115,7 +137,9 @@ def judge(job: Job, parameters: Mapping[str, torch.nn.Parameter]) -> torch.optim
 @pytest.mark.fast
 @pytest.mark.parametrize(("kind", "decay"), [("adamw", "decoupled"), *((kind, "l2") for kind in KINDS)])
 def test_fifty_steps_are_torchs(kind: str, decay: str) -> None:
-    """A4: in float64, whole and in pieces whose cuts change after 25 steps.  The control: one step fewer gives another result."""
+    """A4: in float64, whole and in pieces whose cuts change after 25 steps.  The control: one step fewer
+    gives another result.
+    """
     job = job_of(kind, decay=decay, weight_decay=PENALTY)
     parameters = {name: torch.nn.Parameter(value) for name, value in begun().items()}
     theirs = judge(job, parameters)
@@ -134,7 +158,11 @@ def test_fifty_steps_are_torchs(kind: str, decay: str) -> None:
 
 @pytest.mark.fast
 @settings(max_examples=15, deadline=None)
-@given(st.sampled_from(KINDS), *[st.sets(st.integers(1, ROWS - 1), max_size=4).map(sorted)] * 2, st.sampled_from(("decoupled", "l2")))
+@given(
+    st.sampled_from(KINDS),
+    *[st.sets(st.integers(1, ROWS - 1), max_size=4).map(sorted)] * 2,
+    st.sampled_from(("decoupled", "l2")),
+)
 def test_the_bits_do_not_depend_on_the_cuts(kind: str, cuts: list[int], then: list[int], decay: str) -> None:
     job = job_of(kind, decay=decay, weight_decay=PENALTY)
     whole, cut = trained(job, 6), trained(job, 6, cuts, then)
@@ -144,7 +172,9 @@ def test_the_bits_do_not_depend_on_the_cuts(kind: str, cuts: list[int], then: li
 @pytest.mark.fast
 @pytest.mark.parametrize("kind", ["adagrad", "rmsprop"])
 def test_an_update_needs_little_memory_of_its_own(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """F8: what fits in the memory model must fit in an update.  The control: in one turn the roots take as much as the squares."""
+    """F8: what fits in the memory model must fit in an update.  The control: in one turn the roots take as
+    much as the squares.
+    """
     job, values = job_of(kind), {f"{n:02}": torch.ones(50, 2) for n in range(40)}
 
     def taken(turn: int) -> tuple[int, Tensor]:
@@ -163,8 +193,12 @@ def test_an_update_needs_little_memory_of_its_own(kind: str, monkeypatch: pytest
 @pytest.mark.fast
 @pytest.mark.parametrize("turn", [1, 20, 100])
 @pytest.mark.parametrize("kind", ["adagrad", "rmsprop"])
-def test_tensors_of_each_turn_get_their_own_gradients(kind: str, turn: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each tensor has another value, gradient and square.  The control: all in one turn, which torch judges above."""
+def test_tensors_of_each_turn_get_their_own_gradients(
+    kind: str, turn: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each tensor has another value, gradient and square.  The control: all in one turn, which torch judges
+    above.
+    """
     job = job_of(kind)
     whole = trained(job, 4, range(1, ROWS))
     monkeypatch.setattr(base, "TURN", turn)
@@ -176,7 +210,9 @@ def test_tensors_of_each_turn_get_their_own_gradients(kind: str, turn: int, monk
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("decay", ["decoupled", "l2"])
 def test_nor_do_they_in_16_bits(kind: str, decay: str) -> None:
-    """Promise 1, for a model whose parameters are bfloat16: torch's kernels for CPUs round the end of a tensor in another way."""
+    """Promise 1, for a model whose parameters are bfloat16: torch's kernels for CPUs round the end of a
+    tensor in another way.
+    """
     job, rows = job_of(kind, decay=decay, weight_decay=PENALTY), 1003
 
     def drawn(seed: int) -> Tensor:
@@ -187,7 +223,9 @@ def test_nor_do_they_in_16_bits(kind: str, decay: str) -> None:
         values = {name: drawn(0)[place].clone() for name, place in places.items()}
         mine = Optimizer(job, rule_of(job), values, dict.fromkeys(values, ()), frozenset(values))
         for step in range(1, 5):
-            mine.apply({name: drawn(step)[place].clone() for name, place in places.items()}, outcome(step, 2.0))
+            mine.apply(
+                {name: drawn(step)[place].clone() for name, place in places.items()}, outcome(step, 2.0)
+            )
         return torch.cat([mine.parts[name].values for name in sorted(places)])
 
     assert all(torch.equal(ended(), ended(*cuts)) for cuts in ((1,), (52,), (33, 70), (26, 52, 78)))
@@ -211,18 +249,30 @@ def test_momentum_is_the_recurrence_to_the_bit() -> None:
 def test_the_two_forms_of_weight_decay() -> None:
     """A6: each config has its own update, by hand; what does not decay has the same in both.
 
-    The first step of AdaGrad is lr × the sign of the gradient, so a penalty in it only matters where it turns the sign.
+    The first step of AdaGrad is lr × the sign of the gradient, so a penalty in it only matters where it turns
+    the sign.
     """
     lr, weight_decay = 0.25, 0.5
     values, grads = torch.tensor([[4.0, -4.0, 4.0]]), torch.tensor([[1.0, 1.0, -1.0]])
-    expected = {"decoupled": [[4.0 * 0.875 - 0.25, -4.0 * 0.875 - 0.25, 4.0 * 0.875 + 0.25]], "l2": [[3.75, -3.75, 3.75]]}
+    expected = {
+        "decoupled": [[4.0 * 0.875 - 0.25, -4.0 * 0.875 - 0.25, 4.0 * 0.875 + 0.25]],
+        "l2": [[3.75, -3.75, 3.75]],
+    }
     for decay, want in expected.items():
         optim = {"kind": "adagrad", "lr": lr, "eps": 1e-30, "decay": decay, "weight_decay": weight_decay}
         job = small_job("/nowhere", optim=optim, schedule={"kind": "constant"})
-        mine = Optimizer(job, rule_of(job), {"w": values.clone(), "b": values.clone()}, {"w": (), "b": ()}, frozenset({"w"}))
+        mine = Optimizer(
+            job,
+            rule_of(job),
+            {"w": values.clone(), "b": values.clone()},
+            {"w": (), "b": ()},
+            frozenset({"w"}),
+        )
         mine.apply({"w": grads.clone(), "b": grads.clone()}, outcome(1))
         assert mine.parts["w"].values.tolist() == want
-        assert mine.parts["b"].values.tolist() == [[3.75, -4.25, 4.25]], "what does not decay is the same in both"
+        assert mine.parts["b"].values.tolist() == [[3.75, -4.25, 4.25]], (
+            "what does not decay is the same in both"
+        )
 
 
 EXACT: dict[str, Any] = {
@@ -239,12 +289,17 @@ OTHERS = [pytest.param(kind, "l2", marks=pytest.mark.full) for kind in ("adamw",
 
 
 @pytest.mark.parametrize(("kind", "decay"), [("adamw", "decoupled"), *OTHERS])
-def test_fifty_steps_of_worlds_that_share_their_state_are_torchs(ranks: Ranks, tmp_path: Path, kind: str, decay: str) -> None:
-    """A4: two workers share the moments (ZeRO-1) and save at step 25; three go on from there, to what torch.optim does in a plain loop.
+def test_fifty_steps_of_worlds_that_share_their_state_are_torchs(
+    ranks: Ranks, tmp_path: Path, kind: str, decay: str
+) -> None:
+    """A4: two workers share the moments (ZeRO-1) and save at step 25; three go on from there, to what
+    torch.optim does in a plain loop.
 
     torch's clipping adds 1e-6 to the norm, so nothing is clipped.  The control: torch is one step behind.
     """
-    job = job_of(kind, tmp_path, decay=decay, weight_decay=PENALTY, clip_norm=1e9).replace(**EXACT, parallel={"zero": 1})
+    job = job_of(kind, tmp_path, decay=decay, weight_decay=PENALTY, clip_norm=1e9).replace(
+        **EXACT, parallel={"zero": 1}
+    )
     first = train(ranks, job, Layout(1, 2), COUNT // 2)
     last = train(ranks, job, Layout(1, 3), COUNT, first.version).version
     reader = Run.open(job).checkpoints.open(last)
@@ -256,14 +311,21 @@ def test_fifty_steps_of_worlds_that_share_their_state_are_torchs(ranks: Ranks, t
         distances = []
         for name, value in expected["parameter"].items():
             ((_, raw),) = reader.read([stored[name].whole()])
-            distances.append((torch.frombuffer(bytearray(raw), dtype=torch.float64).view(value.shape) - value).abs().max().item())
+            distances.append(
+                (torch.frombuffer(bytearray(raw), dtype=torch.float64).view(value.shape) - value)
+                .abs()
+                .max()
+                .item()
+            )
         return max(distances)
 
     assert furthest(COUNT) <= 1e-7 < 1e-5 < furthest(COUNT - 1)
 
 
 def recurrence(world: World, job: Job, version: Version, last: int, mu: float) -> tuple[bool, Any]:
-    """Trains to ``last``.  Returns whether all velocities are those of v ← μ·v + g, to the bit, and what was saved."""
+    """Trains to ``last``.  Returns whether all velocities are those of v ← μ·v + g, to the bit, and what was
+    saved.
+    """
     with member(world, job, version) as me:
         optimizer, holds = me.state.optimizer, []
         update = optimizer.rule.update
@@ -271,24 +333,41 @@ def recurrence(world: World, job: Job, version: Version, last: int, mu: float) -
         def watched(parts: list[Part], grads: list[Tensor], hyper: Hyper) -> None:
             expected = [mu * part.moments["velocity"] + grad for part, grad in zip(parts, grads, strict=True)]
             update(parts, grads, hyper)
-            holds.append(all(torch.equal(part.moments["velocity"], value) for part, value in zip(parts, expected, strict=True)))
+            holds.append(
+                all(
+                    torch.equal(part.moments["velocity"], value)
+                    for part, value in zip(parts, expected, strict=True)
+                )
+            )
 
         optimizer.rule = replace(optimizer.rule, update=watched)
         while me.state.shard.version.step < last:
             me.step()
-        assert {part.values.dtype for part in optimizer.parts.values()} == {torch.float64} and len(holds) == last - version.step
+        assert {part.values.dtype for part in optimizer.parts.values()} == {torch.float64} and len(
+            holds
+        ) == last - version.step
         return all(holds), me.save()
 
 
 def test_momentum_is_the_recurrence_in_shards_and_after_a_reshape(ranks: Ranks, tmp_path: Path) -> None:
-    """A3: in float64, in 2×2, and from the bucket in 1×3, with the bits of one worker.  The control: another μ."""
-    job, alone = (job_of("sgd", tmp_path / name, momentum=0.875).replace(**EXACT) for name in ("run", "alone"))
+    """A3: in float64, in 2×2, and from the bucket in 1×3, with the bits of one worker.  The control: another
+    μ.
+    """
+    job, alone = (
+        job_of("sgd", tmp_path / name, momentum=0.875).replace(**EXACT) for name in ("run", "alone")
+    )
     told = ranks.run(Layout(2, 2), recurrence, job, Version(0, 0), 3, 0.875)
     saved = Version(3, ranks.generation)
     finish(job, Layout(2, 2), [receipt for _, receipt in told], saved)
-    after, control = ranks.run_each(Layout(1, 3), recurrence, [(job, saved, STEPS, 0.875), (job, saved, STEPS, 0.75)])
-    assert all(holds for holds, _ in (*told, *after))
-    assert finish(job, Layout(1, 3), [receipt for _, receipt in after], Version(STEPS, ranks.generation), ((saved.generation, 3),)) == (
-        train_here(alone, STEPS).hash
+    after, control = ranks.run_each(
+        Layout(1, 3), recurrence, [(job, saved, STEPS, 0.875), (job, saved, STEPS, 0.75)]
     )
+    assert all(holds for holds, _ in (*told, *after))
+    assert finish(
+        job,
+        Layout(1, 3),
+        [receipt for _, receipt in after],
+        Version(STEPS, ranks.generation),
+        ((saved.generation, 3),),
+    ) == (train_here(alone, STEPS).hash)
     assert not any(holds for holds, _ in control)

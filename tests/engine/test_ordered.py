@@ -1,7 +1,8 @@
-"""The ordered reduction is compared with a loop in Python: blocks of microbatches are added, and then their sums, whoever ran them.
+"""The ordered reduction is compared with a loop in Python: blocks of microbatches are added, and then their
+sums, whoever ran them.
 
-One function computes a member's part.  It runs in threads of this process, where layouts, node maps and blocks are drawn at random and
-every byte is counted, and in real processes over gloo.
+One function computes a member's part.  It runs in threads of this process, where layouts, node maps and
+blocks are drawn at random and every byte is counted, and in real processes over gloo.
 """
 
 from __future__ import annotations
@@ -30,8 +31,12 @@ SEEDS, MICROBATCHES = range(6), 7
 WIRE = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def gradients(seed: int, rows: int, microbatches: int = MICROBATCHES, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
-    """Returns a flat gradient for each microbatch; magnitudes make every order another sum, and adding zero loses negative zeros."""
+def gradients(
+    seed: int, rows: int, microbatches: int = MICROBATCHES, dtype: torch.dtype = torch.float32
+) -> list[torch.Tensor]:
+    """Returns a flat gradient for each microbatch; magnitudes make every order another sum, and adding zero
+    loses negative zeros.
+    """
     draw = np.random.default_rng(seed)
     found = draw.normal(size=(microbatches, rows)) * 10.0 ** draw.integers(-4, 4, size=(microbatches, 1))
     found[:, draw.random(rows) < 0.2] = -0.0
@@ -39,7 +44,9 @@ def gradients(seed: int, rows: int, microbatches: int = MICROBATCHES, dtype: tor
 
 
 def width(seed: int, layout: Layout) -> int:
-    """Returns the number of elements of the whole: a multiple of the shards, as FSDP pads it, but not always of the replicas."""
+    """Returns the number of elements of the whole: a multiple of the shards, as FSDP pads it, but not always
+    of the replicas.
+    """
     return layout.dp_shard * (seed + 1)
 
 
@@ -57,7 +64,9 @@ def dumb(grads: Sequence[torch.Tensor], block: int) -> torch.Tensor:
     return total
 
 
-def reduced(world: Any, block: int, elements: int, seed: int, microbatches: int, dtype: torch.dtype) -> torch.Tensor:
+def reduced(
+    world: Any, block: int, elements: int, seed: int, microbatches: int, dtype: torch.dtype
+) -> torch.Tensor:
     """Returns this member's shard of the sum.  An idle member brings NaN."""
     scheme = Ordered(world, deal_of(microbatches, block, world.layout, world.nodes))
     reduction, whole = scheme.reduction(), gradients(seed, elements, microbatches, dtype)
@@ -71,14 +80,19 @@ def reduced(world: Any, block: int, elements: int, seed: int, microbatches: int,
         if total is not None:
             output.copy_(total)
         kept = [each for each in (reduction.total, reduction.open) if each is not None]
-        assert all(each.untyped_storage().nbytes() == each.nbytes for each in kept), "a sum keeps no buffer of a round alive"
+        assert all(each.untyped_storage().nbytes() == each.nbytes for each in kept), (
+            "a sum keeps no buffer of a round alive"
+        )
     return output
 
 
 def assert_equal(members: Sequence[torch.Tensor], layout: Layout, expected: torch.Tensor) -> None:
     whole = torch.cat(list(members[: layout.dp_shard]))
     assert whole.numpy().tobytes() == expected.numpy().tobytes()
-    assert all(each.numpy().tobytes() == members[rank % layout.dp_shard].numpy().tobytes() for rank, each in enumerate(members))
+    assert all(
+        each.numpy().tobytes() == members[rank % layout.dp_shard].numpy().tobytes()
+        for rank, each in enumerate(members)
+    )
 
 
 # ---- in threads
@@ -87,11 +101,20 @@ def assert_equal(members: Sequence[torch.Tensor], layout: Layout, expected: torc
 @st.composite
 def worlds(draw: st.DrawFn) -> tuple[Layout, str]:
     layout = Layout(draw(st.integers(1, 4)), draw(st.integers(1, 4)))
-    return layout, "".join(draw(st.lists(st.sampled_from("abc"), min_size=layout.world, max_size=layout.world)))
+    return layout, "".join(
+        draw(st.lists(st.sampled_from("abc"), min_size=layout.world, max_size=layout.world))
+    )
 
 
 @settings(max_examples=60, deadline=None)
-@given(worlds(), st.integers(1, 6), st.integers(1, 26), st.integers(1, 9), st.integers(0, 2**32), st.sampled_from(sorted(WIRE)))
+@given(
+    worlds(),
+    st.integers(1, 6),
+    st.integers(1, 26),
+    st.integers(1, 9),
+    st.integers(0, 2**32),
+    st.sampled_from(sorted(WIRE)),
+)
 def test_the_bits_depend_on_the_job_alone(
     world: tuple[Layout, str], block: int, microbatches: int, rows: int, seed: int, dtype: str
 ) -> None:
@@ -116,26 +139,37 @@ def end_of_a_block_is_added(patch: pytest.MonkeyPatch) -> None:
 
     def dealt(self: Deal, first: int, last: int) -> list[Unit]:
         unit, *others = genuine(self, first, last)
-        head, rest = Unit(first, unit.ranks[:1], begins=True, ends=False), Unit(first + 1, unit.ranks[1:], begins=False, ends=True)
+        head, rest = (
+            Unit(first, unit.ranks[:1], begins=True, ends=False),
+            Unit(first + 1, unit.ranks[1:], begins=False, ends=True),
+        )
         return [head, rest, *others]
 
     patch.setattr(Deal, "_dealt", dealt)
 
 
 @pytest.mark.parametrize("wrong", [reversed_in_a_block, end_of_a_block_is_added])
-def test_a_wrong_order_shows(monkeypatch: pytest.MonkeyPatch, wrong: Callable[[pytest.MonkeyPatch], None]) -> None:
-    """Negative control: a block that is added backwards, or a node that adds the end of a block, gives another sum."""
+def test_a_wrong_order_shows(
+    monkeypatch: pytest.MonkeyPatch, wrong: Callable[[pytest.MonkeyPatch], None]
+) -> None:
+    """Negative control: a block that is added backwards, or a node that adds the end of a block, gives
+    another sum.
+    """
     layout = Layout(1, 8)
     expected = dumb(gradients(3, 80, 8), 4)
     good, _ = model_world.run(layout, "aaaabbbb", reduced, 4, 80, 3, 8, torch.float32)
     assert_equal(good, layout, expected)
     wrong(monkeypatch)
     bad, _ = model_world.run(layout, "aaaabbbb", reduced, 4, 80, 3, 8, torch.float32)
-    assert torch.allclose(torch.cat(bad), expected, rtol=1e-3, atol=1e-3) and not torch.equal(torch.cat(bad), expected)
+    assert torch.allclose(torch.cat(bad), expected, rtol=1e-3, atol=1e-3) and not torch.equal(
+        torch.cat(bad), expected
+    )
 
 
 def hierarchical(layout: Layout, nodes: str, elements: int) -> dict[str, float]:
-    """Returns the bytes that leave each node in a hierarchical reduce-scatter: a float32 sum for each element that others own."""
+    """Returns the bytes that leave each node in a hierarchical reduce-scatter: a float32 sum for each element
+    that others own.
+    """
     owned = Counter(nodes)
     return {node: 4 * elements * (1 - owned[node] / layout.world) for node in owned}
 
@@ -151,7 +185,9 @@ def hierarchical(layout: Layout, nodes: str, elements: int) -> dict[str, float]:
     ],
 )
 def test_a_node_sends_one_sum_a_round(nodes: str, layout: Layout, microbatches: int, most: float) -> None:
-    """N7: bytes out of each node in a round, counted where they are sent, with ``block`` = 4 = the ranks of a whole node."""
+    """N7: bytes out of each node in a round, counted where they are sent, with ``block`` = 4 = the ranks of a
+    whole node.
+    """
     elements, rounds = layout.world * 60, Deal(microbatches, 4, tuple(nodes)).rounds
     _, exchange = model_world.run(layout, nodes, reduced, 4, elements, 1, microbatches, torch.float32)
     gathered = final_bytes(layout, nodes, elements)
@@ -159,13 +195,17 @@ def test_a_node_sends_one_sum_a_round(nodes: str, layout: Layout, microbatches: 
     for node, sent in exchange.out_of(nodes).items():
         assert sent - gathered[node] <= most * rounds * expected[node], (node, sent, gathered[node], expected)
     _, one = model_world.run(layout, nodes, reduced, 1, elements, 1, microbatches, torch.float32)
-    assert sum(one.out_of(nodes).values()) > 3 * sum(exchange.out_of(nodes).values()), "without blocks each gradient leaves its node"
+    assert sum(one.out_of(nodes).values()) > 3 * sum(exchange.out_of(nodes).values()), (
+        "without blocks each gradient leaves its node"
+    )
     peers = Counter(source for source, target in exchange.bytes)
     assert max(peers.values()) <= 4 + len(set(nodes))
 
 
 def final_bytes(layout: Layout, nodes: str, elements: int) -> Counter[str]:
-    """Returns the bytes out of each node that belong to the replicas' exchange after the last round: those of a step without gradients."""
+    """Returns the bytes out of each node that belong to the replicas' exchange after the last round: those of
+    a step without gradients.
+    """
 
     def gather(world: Any) -> None:
         scheme = Ordered(world, deal_of(1, 1, world.layout, world.nodes))
@@ -177,7 +217,9 @@ def final_bytes(layout: Layout, nodes: str, elements: int) -> Counter[str]:
 
 
 def test_replicas_get_a_piece_from_another_node_once() -> None:
-    """The exchange after the last round: a node gets each piece of others once, which is what a hierarchical all-gather sends."""
+    """The exchange after the last round: a node gets each piece of others once, which is what a hierarchical
+    all-gather sends.
+    """
     layout, nodes = Layout(16, 1), "aaaabbbbccccdddd"
     assert final_bytes(layout, nodes, 1600) == dict.fromkeys("abcd", 4 * 400 * 3)
 
@@ -188,7 +230,9 @@ def test_replicas_get_a_piece_from_another_node_once() -> None:
 def folded(world: World, nodes: str, block: int) -> list[torch.Tensor]:
     """Returns this member's shard of the sum for each seed, as if the members were on ``nodes``."""
     world.nodes = tuple(nodes)
-    return [reduced(world, block, width(seed, world.layout), seed, MICROBATCHES, torch.float32) for seed in SEEDS]
+    return [
+        reduced(world, block, width(seed, world.layout), seed, MICROBATCHES, torch.float32) for seed in SEEDS
+    ]
 
 
 CASES = {
@@ -206,7 +250,9 @@ CASES = {
 
 @pytest.mark.parametrize("layout", CASES, ids=str)
 def test_the_fold_is_a_sum_in_the_order_of_the_microbatches(ranks: Ranks, layout: Layout) -> None:
-    """Promise 1, bitwise: 7 microbatches over 1 to 4 ranks; what an idle rank brings does not enter; -0.0 stays -0.0."""
+    """Promise 1, bitwise: 7 microbatches over 1 to 4 ranks; what an idle rank brings does not enter; -0.0
+    stays -0.0.
+    """
     cases = [("", 1), *CASES[layout]]
     for (_, block), members in zip(cases, ranks.run_each(layout, folded, cases), strict=True):
         for seed in SEEDS:
@@ -215,7 +261,9 @@ def test_the_fold_is_a_sum_in_the_order_of_the_microbatches(ranks: Ranks, layout
 
 
 def sent(world: World, block: int) -> tuple[Counter[int], int]:
-    """Returns the bytes that this member sends to each other one in 8 microbatches, by the arguments of its real collectives."""
+    """Returns the bytes that this member sends to each other one in 8 microbatches, by the arguments of its
+    real collectives.
+    """
     with counting() as calls:
         reduced(world, block, 960, 1, 8, torch.float32)
     found: Counter[int] = Counter()
@@ -225,22 +273,35 @@ def sent(world: World, block: int) -> tuple[Counter[int], int]:
 
 
 def test_real_processes_send_what_threads_send(ranks: Ranks) -> None:
-    """The bytes at the seam to ``torch.distributed``, of two nodes of two: half as many leave a node as without blocks."""
+    """The bytes at the seam to ``torch.distributed``, of two nodes of two: half as many leave a node as
+    without blocks.
+    """
     layout, nodes = Layout(1, 4), "aabb"
     out = {}
     found: list[tuple[Counter[int], int]]
     for block, found in zip((1, 2), ranks.run_each(layout, sent, [(1,), (2,)], nodes=nodes), strict=True):
         _, exchange = model_world.run(layout, nodes, reduced, block, 960, 1, 8, torch.float32)
-        pairs = {(source, target): count for source, (each, _) in enumerate(found) for target, count in each.items()}
-        assert pairs == exchange.bytes and {calls for _, calls in found} == {4}, "two rounds, each in a node and between nodes"
+        pairs = {
+            (source, target): count
+            for source, (each, _) in enumerate(found)
+            for target, count in each.items()
+        }
+        assert pairs == exchange.bytes and {calls for _, calls in found} == {4}, (
+            "two rounds, each in a node and between nodes"
+        )
         out[block] = exchange.out_of(nodes)
     assert out[2] == {"a": 2 * 4 * 480, "b": 2 * 4 * 480} and out[1] == {"a": 4 * 4 * 480, "b": 4 * 4 * 480}
 
 
 def test_the_order_shows() -> None:
-    """Negative control: another order of these gradients gives another sum, and beginning with zeros would lose negative zeros."""
+    """Negative control: another order of these gradients gives another sum, and beginning with zeros would
+    lose negative zeros.
+    """
     wholes = [gradients(seed, width(seed, Layout(1, 4))) for seed in SEEDS]
-    orders: list[Callable[[list[torch.Tensor]], torch.Tensor]] = [lambda each: dumb(each[::-1], 1), lambda each: dumb(each, 2)]
+    orders: list[Callable[[list[torch.Tensor]], torch.Tensor]] = [
+        lambda each: dumb(each[::-1], 1),
+        lambda each: dumb(each, 2),
+    ]
     for order in orders:
         assert any(not torch.equal(order(each), dumb(each, 1)) for each in wholes)
     assert any(torch.signbit(total[total == 0]).any() for total in (dumb(each, 1) for each in wholes))

@@ -1,4 +1,6 @@
-"""An optimizer of one's own is one file: this one.  A job names it, and its state is saved, resumed, reshaped and healed like any other."""
+"""An optimizer of one's own is one file: this one.  A job names it, and its state is saved, resumed, reshaped
+and healed like any other.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ from tests.support.worlds import STEPS
 
 
 def update(parts: Sequence[Part], grads: Sequence[Tensor], hyper: Hyper) -> None:
-    """SGD with momentum (Sutskever and others 2013), bias-corrected by a scalar, and a learning rate that falls from row to row."""
+    """SGD with momentum (Sutskever and others 2013), bias-corrected by a scalar, and a learning rate that
+    falls from row to row.
+    """
     momentum = hyper.settings.args["momentum"]
     assert isinstance(momentum, float)
     decay = hyper.scalars["decay"]
@@ -45,7 +49,10 @@ MOMENTUM = Rule(("velocity",), update, scalars=("decay",))
 
 def without_place(parts: Sequence[Part], grads: Sequence[Tensor], hyper: Hyper) -> None:
     """The mistake that :class:`Rule` warns of: it takes a slice for the whole."""
-    there = [tuple(replace(box, start=(0, *box.start[1:]), stop=part.values.shape) for box in part.boxes) for part in parts]
+    there = [
+        tuple(replace(box, start=(0, *box.start[1:]), stop=part.values.shape) for box in part.boxes)
+        for part in parts
+    ]
     update([replace(part, boxes=boxes) for part, boxes in zip(parts, there, strict=True)], grads, hyper)
 
 
@@ -57,7 +64,9 @@ SMALL = {"vocab": 29, "dim": 32, "layers": 2, "heads": 2, "dropout": 0.1}
 
 def own_job(bucket: Path, rule: str = "MOMENTUM", momentum: float = 0.9) -> Job:
     return small_job(
-        bucket, model_args=SMALL, optim={"lr": 1.0, "kind": f"tests.engine.test_own_optimizer:{rule}", "args": {"momentum": momentum}}
+        bucket,
+        model_args=SMALL,
+        optim={"lr": 1.0, "kind": f"tests.engine.test_own_optimizer:{rule}", "args": {"momentum": momentum}},
     )
 
 
@@ -80,7 +89,9 @@ def test_the_hash_sees_the_optimizer(ranks: Ranks, alone: Trained, tmp_path: Pat
 
 
 def test_its_moment_and_its_scalar_are_saved(job_alone: Job, alone: Trained) -> None:
-    stored = {(tensor.kind, tensor.name) for tensor in Run.open(job_alone).checkpoints.open(alone.version).tensors()}
+    stored = {
+        (tensor.kind, tensor.name) for tensor in Run.open(job_alone).checkpoints.open(alone.version).tensors()
+    }
     assert {kind for kind, _ in stored} == {"parameter", "moment.velocity", "scalar"}
     assert {name for kind, name in stored if kind == "scalar"} == {"updates", "decay"}
     assert alone.outcomes[-1].loss < 0.9 * alone.outcomes[0].loss, "it learns"
@@ -95,8 +106,14 @@ def test_its_state_is_healed_from_members(ranks: Ranks, alone: Trained, tmp_path
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        ("tests.engine.test_own_optimizer:STEPS", "names a int; name a Rule of elastic.engine.optim.base, or one of adamw"),
-        ("tests.engine.test_own_optimizer:MOMENTUN", "did you mean 'tests.engine.test_own_optimizer:MOMENTUM'?"),
+        (
+            "tests.engine.test_own_optimizer:STEPS",
+            ("names a int; name a Rule of elastic.engine.optim.base, or one of adamw"),
+        ),
+        (
+            "tests.engine.test_own_optimizer:MOMENTUN",
+            ("did you mean 'tests.engine.test_own_optimizer:MOMENTUM'?"),
+        ),
     ],
 )
 def test_what_is_no_optimizer_is_refused(tmp_path: Path, kind: str, said: str) -> None:
@@ -112,15 +129,37 @@ BAD = "tests.support.own_optimizers"
 @pytest.mark.parametrize(
     ("rule", "said"),
     [
-        ("NORMALISED", r"gives values of matrix other bits if the tensor is cut in two \(they differ by .*: it must be elementwise"),
+        (
+            "NORMALISED",
+            (
+                r"gives values of matrix other bits if the tensor is cut in two \(they differ by .*: "
+                r"it must be elementwise"
+            ),
+        ),
         ("NAN", "makes 'momentum' of a matrix that are not finite from gradients that are"),
-        ("MIS_SHAPED", r"failed with RuntimeError: .* \(in .*own_optimizers\.py, line \d+\) on parameters of shapes"),
+        (
+            "MIS_SHAPED",
+            (
+                r"failed with RuntimeError: .* \(in .*own_optimizers\.py, line \d+\) on parameters "
+                r"of shapes"
+            ),
+        ),
         ("REPLACES", "puts another tensor in the place of 'momentum' of matrix; update.. must change"),
-        ("Torchs", r"names a torch.optim.Optimizer, which wants whole tensors .* as update\(parts, grads, hyper\)"),
+        (
+            "Torchs",
+            (
+                r"names a torch.optim.Optimizer, which wants whole tensors .* as update\(parts, grads, "
+                r"hyper\)"
+            ),
+        ),
     ],
 )
-def test_l13_an_optimizer_that_cannot_work_is_refused_before_a_worker_starts(tmp_path: Path, rule: str, said: str) -> None:
-    """L13: the controls are the good ones, with their scalars, their place in the tensor, and moments in bfloat16."""
+def test_l13_an_optimizer_that_cannot_work_is_refused_before_a_worker_starts(
+    tmp_path: Path, rule: str, said: str
+) -> None:
+    """L13: the controls are the good ones, with their scalars, their place in the tensor, and moments in
+    bfloat16.
+    """
     with pytest.raises(CodeError, match=rf"^optim\.kind = '{BAD}:{rule}' {said}"):
         preflight(small_job(tmp_path, optim={"kind": f"{BAD}:{rule}"}))
     for good in (
@@ -139,7 +178,13 @@ def test_l13_an_optimizer_that_cannot_work_is_refused_before_a_worker_starts(tmp
 def test_groups_of_parameters_have_no_place_for_a_scalar(tmp_path: Path) -> None:
     """The control: a rule without one."""
     groups = [{"names": ["*norm*"], "lr_scale": 2.0}]
-    with pytest.raises(CodeError, match=r"optim\.groups have their own learning rates, and optim\.kind = .* has one scalar 'decay'"):
+    with pytest.raises(
+        CodeError,
+        match=(
+            r"optim\.groups have their own learning rates, and optim\.kind = .* "
+            r"has one scalar 'decay'"
+        ),
+    ):
         rule_of(small_job(tmp_path, optim={"kind": f"{__name__}:MOMENTUM", "groups": groups}))
     rule_of(small_job(tmp_path, precision="fp16", optim={"kind": f"{BAD}:LION", "groups": groups}))
 
@@ -147,7 +192,16 @@ def test_groups_of_parameters_have_no_place_for_a_scalar(tmp_path: Path) -> None
 @pytest.mark.fast
 def test_l13_lion_in_a_users_file_is_lion(tmp_path: Path) -> None:
     """L13: against the paper's pseudocode, in float64 and with numpy alone."""
-    job = small_job(tmp_path, optim={"kind": f"{BAD}:LION", "lr": 1e-2, "betas": [0.9, 0.99], "weight_decay": 0.3, "clip_norm": 1e9})
+    job = small_job(
+        tmp_path,
+        optim={
+            "kind": f"{BAD}:LION",
+            "lr": 1e-2,
+            "betas": [0.9, 0.99],
+            "weight_decay": 0.3,
+            "clip_norm": 1e9,
+        },
+    )
     value = torch.randn(7, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     w, m = value.numpy().copy(), np.zeros((7, 5))
     optimizer = Optimizer(job, rule_of(job), {"w": value}, {"w": ()}, frozenset({"w"}))
@@ -161,14 +215,26 @@ def test_l13_lion_in_a_users_file_is_lion(tmp_path: Path) -> None:
 
 @pytest.mark.fast
 def test_a_name_that_is_none_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(JobError, match=r"^Job: optim\.kind = 'adam' must be 'adamw', 'sgd', 'adagrad', 'rmsprop' or 'muon', or"):
+    with pytest.raises(
+        JobError,
+        match=(
+            r"^Job: optim\.kind = 'adam' must be 'adamw', 'sgd', 'adagrad', "
+            r"'rmsprop' or 'muon', or"
+        ),
+    ):
         small_job(tmp_path, optim={"kind": "adam"})
 
 
 @pytest.mark.fast
 def test_the_digest_knows_an_optimizer_only_where_it_is_not_the_first_releases(tmp_path: Path) -> None:
     """A run that began before the setting existed goes on."""
-    digests = {small_job("/b", optim={"lr": 1e-2, **optim}).digest for optim in ({}, {"kind": "adamw"}, {"args": {}})}
+    digests = {
+        small_job("/b", optim={"lr": 1e-2, **optim}).digest for optim in ({}, {"kind": "adamw"}, {"args": {}})
+    }
     assert digests == {small_job("/b").digest}
-    others = {own_job(Path("/b")).digest, own_job(Path("/b"), momentum=0.8).digest, small_job("/b", optim={"lr": 1.0}).digest}
+    others = {
+        own_job(Path("/b")).digest,
+        own_job(Path("/b"), momentum=0.8).digest,
+        small_job("/b", optim={"lr": 1.0}).digest,
+    }
     assert len(others) == 3

@@ -1,4 +1,6 @@
-"""A schedule of one's own is a function in one's own file: a job names it.  The log has the rate of each step, also over a resume."""
+"""A schedule of one's own is a function in one's own file: a job names it.  The log has the rate of each
+step, also over a resume.
+"""
 
 from __future__ import annotations
 
@@ -59,11 +61,15 @@ def failing(step: int, steps: int) -> float:
 
 
 def own_job(bucket: Path | str, name: str = "cosine", **args: Any) -> Job:
-    return small_job(bucket, steps=STEPS, **SMALL, optim={"lr": PEAK}, schedule={"kind": f"{HERE}:{name}", "args": args})
+    return small_job(
+        bucket, steps=STEPS, **SMALL, optim={"lr": PEAK}, schedule={"kind": f"{HERE}:{name}", "args": args}
+    )
 
 
 def interrupted(job: Job, at: int) -> list[StepLine]:
-    """Trains the job in this process, with a stop after step ``at`` and a resume.  Returns the lines of the steps."""
+    """Trains the job in this process, with a stop after step ``at`` and a resume.  Returns the lines of the
+    steps.
+    """
     lines: list[StepLine] = []
 
     def show(line: Line) -> None:
@@ -86,9 +92,15 @@ def logged(job: Job) -> list[float]:
 
 
 @pytest.mark.parametrize("kind", ["built in", "own"])
-def test_a5_the_curve_in_the_log_is_the_formula_at_every_step_over_a_resume(tmp_path: Path, kind: str) -> None:
-    """A5: warmup, then cosine to exactly 0.1 × the maximum; shown and stored; with a stop at an arbitrary step."""
-    job = own_job(tmp_path) if kind == "own" else small_job(tmp_path, steps=STEPS, **SMALL, optim={"lr": PEAK})
+def test_a5_the_curve_in_the_log_is_the_formula_at_every_step_over_a_resume(
+    tmp_path: Path, kind: str
+) -> None:
+    """A5: warmup, then cosine to exactly 0.1 × the maximum; shown and stored; with a stop at an arbitrary
+    step.
+    """
+    job = (
+        own_job(tmp_path) if kind == "own" else small_job(tmp_path, steps=STEPS, **SMALL, optim={"lr": PEAK})
+    )
     formula = [PEAK * cosine(step, STEPS) for step in range(1, STEPS + 1)]
     shown = interrupted(job, 4)
     assert [line.lr for line in shown] == logged(job) == pytest.approx(formula, rel=1e-15)
@@ -96,7 +108,9 @@ def test_a5_the_curve_in_the_log_is_the_formula_at_every_step_over_a_resume(tmp_
 
 
 def test_l13_the_rate_of_an_own_schedule_is_the_one_that_trains(tmp_path: Path) -> None:
-    """L13: the same curve gives the bits of the built-in one, also after a stop; another curve, and another argument, give others."""
+    """L13: the same curve gives the bits of the built-in one, also after a stop; another curve, and another
+    argument, give others.
+    """
     jobs = {name: own_job(tmp_path / name) for name in ("whole", "stopped")}
     jobs["built in"] = small_job(tmp_path / "built in", steps=STEPS, **SMALL, optim={"lr": PEAK})
     jobs["argument"] = own_job(tmp_path / "argument", final=0.2)
@@ -108,13 +122,23 @@ def test_l13_the_rate_of_an_own_schedule_is_the_one_that_trains(tmp_path: Path) 
     assert found["argument"] != found["whole"], "the control"
 
 
-def test_a_branch_goes_on_without_the_schedule_of_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The module is gone when the branch begins.  The control: while it is there, the sentence about the branch compares the rates."""
+def test_a_branch_goes_on_without_the_schedule_of_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The module is gone when the branch begins.  The control: while it is there, the sentence about the
+    branch compares the rates.
+    """
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "gone_schedule.py").write_text("def half(step, steps):\n    return 0.5\n")
     for there in (True, False):
         job, said = (
-            small_job(tmp_path / str(there), steps=2, **SMALL, optim={"lr": PEAK}, schedule={"kind": "gone_schedule:half"}),
+            small_job(
+                tmp_path / str(there),
+                steps=2,
+                **SMALL,
+                optim={"lr": PEAK},
+                schedule={"kind": "gone_schedule:half"},
+            ),
             list[str](),
         )
         with monkeypatch.context() as patch:
@@ -123,12 +147,20 @@ def test_a_branch_goes_on_without_the_schedule_of_before(tmp_path: Path, monkeyp
             later = job.replace(steps=3, schedule={"kind": "constant"})
             if there:
                 launch(
-                    later, local=True, branch=True, accept_code=True, show=lambda line, said=said: said.append(getattr(line, "text", ""))
+                    later,
+                    local=True,
+                    branch=True,
+                    accept_code=True,
+                    show=lambda line, said=said: said.append(getattr(line, "text", "")),
                 )
         sys.modules.pop("gone_schedule")
         if not there:
             end = launch(
-                later, local=True, branch=True, accept_code=True, show=lambda line, said=said: said.append(getattr(line, "text", ""))
+                later,
+                local=True,
+                branch=True,
+                accept_code=True,
+                show=lambda line, said=said: said.append(getattr(line, "text", "")),
             )
             assert (end.state, end.step) == ("Finished", 3)
         (branch,) = [text for text in said if "branch 2" in text]
@@ -138,19 +170,39 @@ def test_a_branch_goes_on_without_the_schedule_of_before(tmp_path: Path, monkeyp
 @pytest.mark.parametrize(
     ("name", "args", "said"),
     [
-        ("counting", {}, "for step 0, and .* when it was asked again; it must be a function of its arguments alone"),
-        ("late_nan", {}, "returned nan for step 9 of 9; it must return a part of optim.lr: a finite number, 0 or more"),
+        (
+            "counting",
+            {},
+            ("for step 0, and .* when it was asked again; it must be a function of its arguments alone"),
+        ),
+        (
+            "late_nan",
+            {},
+            ("returned nan for step 9 of 9; it must return a part of optim.lr: a finite number, 0 or more"),
+        ),
         ("negative", {}, r"returned -0\.0\d* for step 5 of 9"),
         ("text", {}, "returned '0.1' for step 0 of 9"),
-        ("failing", {}, r"failed for step 5 of 9 with ZeroDivisionError: .*test_own_schedule\.py, line \d+\)"),
+        (
+            "failing",
+            {},
+            r"failed for step 5 of 9 with ZeroDivisionError: .*test_own_schedule\.py, line \d+\)",
+        ),
         ("cosine", {"warm": 3}, r"has no argument 'warm'; it takes .*did you mean 'warmup'\?"),
         ("cosine", {"warm": 3}, r"it takes (?!.*\bsteps?\b)"),
         ("PEAK", {}, "failed for step 0 of 9 with TypeError: 'float' object is not callable"),
         ("cosinus", {}, f"did you mean '{HERE}:cosine'"),
     ],
 )
-def test_what_is_no_schedule_is_refused_before_a_worker_starts(tmp_path: Path, name: str, args: dict[str, Any], said: str) -> None:
-    with pytest.raises(CodeError, match=rf"^(schedule\.args\.warm = 3: )?schedule.kind = '{HERE}:{name}'.*{said}"):
+def test_what_is_no_schedule_is_refused_before_a_worker_starts(
+    tmp_path: Path, name: str, args: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(
+        CodeError,
+        match=(
+            r"^(schedule\.args\.warm = 3: )?schedule.kind = "
+            rf"'{HERE}:{name}'.*{said}"
+        ),
+    ):
         preflight(own_job(tmp_path, name, **args))
     assert not (tmp_path / "toy").exists()
 
@@ -158,9 +210,15 @@ def test_what_is_no_schedule_is_refused_before_a_worker_starts(tmp_path: Path, n
 @pytest.mark.parametrize(
     ("schedule", "said"),
     [
-        ({"kind": f"{HERE}:cosine", "warmup_steps": 3}, "schedule.warmup_steps = 3 with schedule.kind = .* leave .* out"),
+        (
+            {"kind": f"{HERE}:cosine", "warmup_steps": 3},
+            ("schedule.warmup_steps = 3 with schedule.kind = .* leave .* out"),
+        ),
         ({"args": {"final": 1}}, "schedule.args = {'final': 1} are for a schedule of your own"),
-        ({"kind": "cosin"}, "schedule.kind = 'cosin' must be 'cosine', 'linear', 'constant', 'wsd' or 'rsqrt', or"),
+        (
+            {"kind": "cosin"},
+            ("schedule.kind = 'cosin' must be 'cosine', 'linear', 'constant', 'wsd' or 'rsqrt', or"),
+        ),
     ],
 )
 def test_settings_that_do_not_fit_a_schedule_are_refused(schedule: dict[str, Any], said: str) -> None:
@@ -171,7 +229,8 @@ def test_settings_that_do_not_fit_a_schedule_are_refused(schedule: dict[str, Any
 def test_linear_and_inverse_square_root() -> None:
     """A line that ends at 0.1 × the maximum, and the rate of Vaswani and others by their formula."""
     linear, rsqrt = (
-        small_job("/b", steps=10, optim={"lr": 1.0}, schedule={"kind": kind, "warmup_steps": 4}) for kind in ("linear", "rsqrt")
+        small_job("/b", steps=10, optim={"lr": 1.0}, schedule={"kind": kind, "warmup_steps": 4})
+        for kind in ("linear", "rsqrt")
     )
     line = [0, 0.25, 0.5, 0.75, 1.0, 0.85, 0.7, 0.55, 0.4, 0.25, 0.1]
     assert [learning_rate_of(linear, step) for step in range(11)] == pytest.approx(line, rel=1e-15)

@@ -1,4 +1,6 @@
-"""Paged initialisation gives the bits of plain torch, whatever the code does, and never holds more than the tensors in use."""
+"""Paged initialisation gives the bits of plain torch, whatever the code does, and never holds more than the
+tensors in use.
+"""
 
 from __future__ import annotations
 
@@ -30,10 +32,16 @@ def nothing(*arguments: Any) -> None:
     """Stands where a callback is expected."""
 
 
-def paged(make: Callable[[], nn.Module], seed: int, resident: int, lay: Any = nothing) -> tuple[dict[str, torch.Tensor], int, int]:
-    """Returns every tensor as it was kept last, the number of passes, and the largest number of bytes of pages at once."""
+def paged(
+    make: Callable[[], nn.Module], seed: int, resident: int, lay: Any = nothing
+) -> tuple[dict[str, torch.Tensor], int, int]:
+    """Returns every tensor as it was kept last, the number of passes, and the largest number of bytes of
+    pages at once.
+    """
     found: dict[str, torch.Tensor] = {}
-    passes, peak = initialise(make, CPU, seed, lambda name, whole: found.update({name: whole.clone()}), lay, nothing, resident)
+    passes, peak = initialise(
+        make, CPU, seed, lambda name, whole: found.update({name: whole.clone()}), lay, nothing, resident
+    )
     return found, passes, peak
 
 
@@ -41,7 +49,9 @@ def same(found: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> bool:
     return found.keys() == want.keys() and all(torch.equal(found[name], want[name]) for name in want)
 
 
-@pytest.mark.parametrize(("make", "resident"), [(Odd, WHOLE), (Odd, 100_000), (Odd, 0), (Widest, 0), (Own, 0), (build, 0)])
+@pytest.mark.parametrize(
+    ("make", "resident"), [(Odd, WHOLE), (Odd, 100_000), (Odd, 0), (Widest, 0), (Own, 0), (build, 0)]
+)
 def test_the_bits_are_those_of_plain_torch(make: Callable[[], nn.Module], resident: int) -> None:
     """N5: also where only one tensor at a time has memory."""
     found, passes, _ = paged(make, 7, resident)
@@ -57,10 +67,14 @@ def test_a_page_that_comes_back_without_its_values_is_noticed() -> None:
     class Forgetful(Pages):
         def _bring(self, pages: Any) -> None:
             for page in pages:
-                page.aside = None if page.aside is None else torch.UntypedStorage(page.size, device="cpu").fill_(0)
+                page.aside = (
+                    None if page.aside is None else torch.UntypedStorage(page.size, device="cpu").fill_(0)
+                )
             super()._bring(pages)
 
-    assert same(paged(Odd, 7, 0, lambda name, size: laid.append(name))[0], plain(Odd, 7)) and "e.weight" in laid
+    assert (
+        same(paged(Odd, 7, 0, lambda name, size: laid.append(name))[0], plain(Odd, 7)) and "e.weight" in laid
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("elastic.engine.paged.Pages", Forgetful)
         assert not same(paged(Odd, 7, 0)[0], plain(Odd, 7))
@@ -86,12 +100,18 @@ class Deep(nn.Module):
 
 
 def test_no_more_than_the_tensors_in_use_are_in_memory() -> None:
-    """The bytes of all living storages, counted after each operation of the user's code; ``trunc_normal_`` needs a few of its own."""
+    """The bytes of all living storages, counted after each operation of the user's code; ``trunc_normal_``
+    needs a few of its own.
+    """
     most, kept = 0, 0
 
     def moved() -> None:
         nonlocal most
-        living = {each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in gc.get_objects() if type(each) in TENSORS}
+        living = {
+            each.untyped_storage()._cdata: each.untyped_storage().nbytes()
+            for each in gc.get_objects()
+            if type(each) in TENSORS
+        }
         most = max(most, sum(living.values()))
 
     def keep(name: str, whole: torch.Tensor) -> None:
@@ -109,7 +129,9 @@ def test_no_more_than_the_tensors_in_use_are_in_memory() -> None:
     assert 2 * largest <= peak <= 3 * largest
     assert 0 < most <= 6 * largest < whole / 2
     found, _, all_at_once = paged(Deep, 7, WHOLE)
-    assert same(found, plain(Deep, 7)) and all_at_once == whole, "control: with room for all of them, all stay"
+    assert same(found, plain(Deep, 7)) and all_at_once == whole, (
+        "control: with room for all of them, all stay"
+    )
 
 
 TENSORS = (torch.Tensor, nn.Parameter)
@@ -134,13 +156,17 @@ print((highest() - before) / 1024)
 
 @pytest.mark.full
 def test_a_process_takes_no_more_memory_than_that() -> None:
-    """Plain torch takes the memory of all 16 layers of 36 MiB; the paged initialisation that of three at most.  Both also take what
-    ``trunc_normal_`` and the first use of torch take.
+    """Plain torch takes the memory of all 16 layers of 36 MiB; the paged initialisation that of three at
+    most.  Both also take what ``trunc_normal_`` and the first use of torch take.
 
     Blocks below 32 MiB are no measure: glibc may keep what was freed.
     """
     mib = {
-        how: float(subprocess.run([sys.executable, "-c", PEAK, how], capture_output=True, text=True, check=True).stdout.split()[-1])
+        how: float(
+            subprocess.run(
+                [sys.executable, "-c", PEAK, how], capture_output=True, text=True, check=True
+            ).stdout.split()[-1]
+        )
         for how in ("paged", "plain")
     }
     assert mib["plain"] - mib["paged"] > 13 * 36, mib

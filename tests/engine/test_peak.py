@@ -36,7 +36,15 @@ SEEDS = 32
 def job_of(recompute: str | float, dropout: float = 0.1, **more: Any) -> Job:
     args = {"vocab": 29, "dim": 64, "layers": LAYERS, "heads": 4, "dropout": dropout}
     return toy_job(
-        "/nowhere", **{"recompute": recompute, "model_args": args, "global_batch": 2, "microbatch": 2, "workers": {"max": 1}, **more}
+        "/nowhere",
+        **{
+            "recompute": recompute,
+            "model_args": args,
+            "global_batch": 2,
+            "microbatch": 2,
+            "workers": {"max": 1},
+            **more,
+        },
     )
 
 
@@ -66,9 +74,11 @@ def real(job: Job) -> tuple[nn.Module, Parameters]:
 
 
 def allocated(job: Job) -> int:
-    """Returns the most bytes that torch's profiler sees at once in a real round: those that it allocates less those that it frees.
+    """Returns the most bytes that torch's profiler sees at once in a real round: those that it allocates less
+    those that it frees.
 
-    The first round of a process compiles, and fills caches.  What earlier tests have left in cycles must not be freed meanwhile.
+    The first round of a process compiles, and fills caches.  What earlier tests have left in cycles must not
+    be freed meanwhile.
     """
     (model, parameters), batch = real(job), batch_of()
 
@@ -94,7 +104,9 @@ def allocated(job: Job) -> int:
 
 
 def apart(job: Job) -> bool:
-    """Returns whether what is found is not what a real round takes, but for states and seeds of generators.  It is never more."""
+    """Returns whether what is found is not what a real round takes, but for states and seeds of generators.
+    It is never more.
+    """
     states = LAYERS + 1 if job.recompute != "none" else 0  # of each block, and of what runs again
     real, told = allocated(job), found(job)
     return not told <= real <= told + states * STATE + LAYERS * SEEDS
@@ -109,7 +121,8 @@ def test_the_bytes_are_those_of_a_real_round(recompute: str | float, precision: 
 
 
 @pytest.mark.filterwarnings("default::DeprecationWarning")  # of torch's compiler, about torch
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own, while it compiles
+# torch's own, while it compiles
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.full
 @pytest.mark.parametrize("recompute", POLICIES, ids=str)
 def test_so_are_those_of_compiled_blocks(recompute: str | float) -> None:
@@ -117,7 +130,9 @@ def test_so_are_those_of_compiled_blocks(recompute: str | float) -> None:
     job = job_of(recompute, compile=True)
     real = allocated(job)
     assert found(job) == pytest.approx(real, rel=0.1)
-    assert found(job.replace(compile=False)) > 1.1 * real or recompute in ("block", "sqrt", 0.5), "the control: fused operations keep less"
+    assert found(job.replace(compile=False)) > 1.1 * real or recompute in ("block", "sqrt", 0.5), (
+        "the control: fused operations keep less"
+    )
 
 
 @pytest.mark.fast
@@ -132,7 +147,9 @@ def halved(**args: Any) -> nn.Module:
 
 @pytest.mark.fast
 def test_a_model_that_chooses_its_format_itself() -> None:
-    """A builder may change the format of what it has built.  Most of what blocks keep then takes half the bytes; the control is float32."""
+    """A builder may change the format of what it has built.  Most of what blocks keep then takes half the
+    bytes; the control is float32.
+    """
     job, plain = job_of("none", dropout=0, model=f"{__name__}:halved"), job_of("none", dropout=0)
     assert found(job) < 0.7 * found(plain)
     fp8 = job.replace(precision="fp8")

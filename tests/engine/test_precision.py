@@ -47,7 +47,9 @@ def dtypes(world: World, job: Job) -> dict[str, set[str]]:
 
 
 @pytest.mark.parametrize("layout", [Layout(1, 1), Layout(1, 2), Layout(2, 1)], ids=str)
-def test_e2_what_is_computed_with_is_bf16_and_what_is_kept_is_float32(ranks: Ranks, tmp_path: Path, layout: Layout) -> None:
+def test_e2_what_is_computed_with_is_bf16_and_what_is_kept_is_float32(
+    ranks: Ranks, tmp_path: Path, layout: Layout
+) -> None:
     """E2: dtypes of the tensors themselves, in every member."""
     low, high = {"bfloat16"}, {"float32"}
     kept = {kind: high for kind in ("gradient", "parameter", "moment.exp_avg", "moment.exp_avg_sq", "scalar")}
@@ -57,13 +59,21 @@ def test_e2_what_is_computed_with_is_bf16_and_what_is_kept_is_float32(ranks: Ran
 
 
 def test_without_the_fold_bf16_depends_on_the_layout(ranks: Ranks, tmp_path: Path) -> None:
-    """Negative control of ``test_covering.py``, with 16 microbatches: in float32 the sum of a few gradients in bf16 is often exact."""
-    one, three = (toy_job(tmp_path / name, **BF16, reproducible=False, microbatch=1) for name in ("one", "three"))
+    """Negative control of ``test_covering.py``, with 16 microbatches: in float32 the sum of a few gradients
+    in bf16 is often exact.
+    """
+    one, three = (
+        toy_job(tmp_path / name, **BF16, reproducible=False, microbatch=1) for name in ("one", "three")
+    )
     assert train_here(one, STEPS).hash != train(ranks, three, Layout(1, 3), STEPS).hash
 
 
-def small_updates(world: World, job: Job, steps: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], float]:
-    """Returns the norms' weights, 1 at first, as the job keeps them and as pure bf16 with the same optimizer, and the largest update."""
+def small_updates(
+    world: World, job: Job, steps: int
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], float]:
+    """Returns the norms' weights, 1 at first, as the job keeps them and as pure bf16 with the same optimizer,
+    and the largest update.
+    """
     with member(world, job, Version(0, 0)) as me:
         norms = {name: value for name, value in me.state.trained.items() if "norm" in name}
         pure = {name: value.detach().bfloat16().requires_grad_() for name, value in norms.items()}
@@ -79,12 +89,21 @@ def small_updates(world: World, job: Job, steps: int) -> tuple[dict[str, torch.T
         for _ in range(steps):
             before = {name: value.detach().clone() for name, value in norms.items()}
             me.step()
-            largest = max(largest, *(float((value.detach() - before[name]).abs().max()) for name, value in norms.items()))
-        return {k: v.detach().clone() for k, v in norms.items()}, {k: v.detach().float() for k, v in pure.items()}, largest
+            largest = max(
+                largest,
+                *(float((value.detach() - before[name]).abs().max()) for name, value in norms.items()),
+            )
+        return (
+            {k: v.detach().clone() for k, v in norms.items()},
+            {k: v.detach().float() for k, v in pure.items()},
+            largest,
+        )
 
 
 def test_e2_updates_too_small_for_bf16_move_the_masters(tmp_path: Path) -> None:
-    """E2: each update is below 2^-9 of the weight, half of what bf16 can tell apart below 1; pure bf16 weights stay where they were."""
+    """E2: each update is below 2^-9 of the weight, half of what bf16 can tell apart below 1; pure bf16
+    weights stay where they were.
+    """
     job = small_job(tmp_path, **BF16, optim={"lr": 2e-4}, schedule={"kind": "constant"})
     masters, pure, largest = here(small_updates, job, 12)
     assert 0 < largest < 2**-9
@@ -136,7 +155,9 @@ def test_inputs_in_float32_are_cast_in_every_layout(ranks: Ranks, tmp_path: Path
 
 @pytest.mark.full
 @pytest.mark.parametrize("recompute", ["none", "block", "selective", 0.5])
-def test_compiled_blocks_have_the_same_bits_in_every_layout(ranks: Ranks, tmp_path: Path, recompute: str | float) -> None:
+def test_compiled_blocks_have_the_same_bits_in_every_layout(
+    ranks: Ranks, tmp_path: Path, recompute: str | float
+) -> None:
     """FSDP2 and whole weights; a cast inside of compiled code would round at another place."""
     settings: dict[str, Any] = {
         "compile": True,
@@ -145,5 +166,7 @@ def test_compiled_blocks_have_the_same_bits_in_every_layout(ranks: Ranks, tmp_pa
         **BF16,
     }
     layouts = [Layout(1, 1), Layout(1, 2), Layout(2, 1)]
-    hashes = {train(ranks, small_job(tmp_path / str(layout), **settings), layout, STEPS).hash for layout in layouts}
+    hashes = {
+        train(ranks, small_job(tmp_path / str(layout), **settings), layout, STEPS).hash for layout in layouts
+    }
     assert len(hashes) == 1

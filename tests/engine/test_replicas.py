@@ -1,4 +1,6 @@
-"""Data-parallel members get their parameters from one broadcast, read different samples, and hold the same state ever after."""
+"""Data-parallel members get their parameters from one broadcast, read different samples, and hold the same
+state ever after.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +25,19 @@ from tests.support.toys import Sums, small_job
 
 
 @pytest.mark.parametrize("layout", [Layout(4, 1), Layout(2, 2)], ids=str)
-def test_replicas_are_identical_after_every_step_without_the_fold(ranks: Ranks, tmp_path: Path, layout: Layout) -> None:
-    """B1: the hash of a shard is that of its other replicas after each step; no two are alike.  ``test_covering.py`` has the fold."""
+def test_replicas_are_identical_after_every_step_without_the_fold(
+    ranks: Ranks, tmp_path: Path, layout: Layout
+) -> None:
+    """B1: the hash of a shard is that of its other replicas after each step; no two are alike.
+    ``test_covering.py`` has the fold.
+    """
     parts = ranks.run(layout, segment, small_job(tmp_path, reproducible=False), Version(0, 0), 3)
     for rank, part in enumerate(parts):
         assert part.hashes == parts[rank % layout.dp_shard].hashes
         assert len(set(part.hashes)) == 3
-    assert layout.dp_shard == 1 or parts[0].hashes != parts[1].hashes, "shards differ, so that equal hashes say something"
+    assert layout.dp_shard == 1 or parts[0].hashes != parts[1].hashes, (
+        "shards differ, so that equal hashes say something"
+    )
 
 
 def counted(world: World, job: Job) -> tuple[Calls, Calls]:
@@ -43,18 +51,25 @@ def counted(world: World, job: Job) -> tuple[Calls, Calls]:
 
 @pytest.mark.parametrize("layout", [Layout(2, 1), Layout(1, 3)], ids=str)
 def test_one_broadcast_at_the_start_and_none_later(ranks: Ranks, tmp_path: Path, layout: Layout) -> None:
-    """B1: each member initialises its own, and the members compare one number a tensor, in one broadcast; none comes later.
+    """B1: each member initialises its own, and the members compare one number a tensor, in one broadcast;
+    none comes later.
 
-    A step needs no reduce-scatter, and an all-reduce only of one byte for each parameter: whether anybody gave it a gradient, which before
-    ``numerics`` 5 did not matter.  The control: the library's way of summing gradients is seen.
+    A step needs no reduce-scatter, and an all-reduce only of one byte for each parameter: whether anybody
+    gave it a gradient, which before ``numerics`` 5 did not matter.  The control: the library's way of summing
+    gradients is seen.
     """
     job = small_job(tmp_path, global_batch=8)
     parameters = list(build_model(job, builder_of(job)).parameters())
     cases = [(job.replace(numerics=4),), (job,), (job.replace(reproducible=False),)]
     of_four, of_five, library = ranks.run_each(layout, counted, cases)
-    for others, (start, steps) in [*((set(), each) for each in of_four), *(({"allreduce"}, each) for each in of_five)]:
+    for others, (start, steps) in [
+        *((set(), each) for each in of_four),
+        *(({"allreduce"}, each) for each in of_five),
+    ]:
         assert [call.bytes for call in start.named("broadcast")] == [8 * len(parameters)]
-        assert {call.name for call in steps} == {"alltoall_base", "allgather_base", *others}, Counter(call.name for call in steps)
+        assert {call.name for call in steps} == {"alltoall_base", "allgather_base", *others}, Counter(
+            call.name for call in steps
+        )
         assert {call.bytes for call in steps if call.name == "allreduce"} <= {len(parameters)}
     for _, steps in library:
         assert any("reduce" in call.name for call in steps)
@@ -98,7 +113,9 @@ def reads(world: World, job: Job) -> Reads:
 
 @pytest.mark.parametrize("layout", [Layout(2, 2), Layout(3, 1)], ids=str)
 def test_each_sample_of_a_step_is_read_by_one_member(ranks: Ranks, tmp_path: Path, layout: Layout) -> None:
-    """B2: what the datasets were really asked for: the union is the global batch, nothing twice, and the commit tells the truth."""
+    """B2: what the datasets were really asked for: the union is the global batch, nothing twice, and the
+    commit tells the truth.
+    """
     job = small_job(tmp_path, data={"dataset": "tests.engine.test_replicas:Recorded"})
     members = ranks.run(layout, reads, job)
     cursor = Cursor(64, job.global_batch, job.seed)
@@ -113,8 +130,8 @@ def test_each_sample_of_a_step_is_read_by_one_member(ranks: Ranks, tmp_path: Pat
 
 
 def test_samples_with_replacement_are_a_function_of_the_step(tmp_path: Path) -> None:
-    """A2: they are those of the step in a run that is stopped and goes on.  In an epoch some come twice; the control: in a permutation none
-    does.
+    """A2: they are those of the step in a run that is stopped and goes on.  In an epoch some come twice; the
+    control: in a permutation none does.
     """
     read = {}
     for sampling in ("with_replacement", "permutation"):

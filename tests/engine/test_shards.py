@@ -1,4 +1,6 @@
-"""Weights that are gathered layer by layer, and replicas of shards: what is alive when, what each knob changes, what travels where."""
+"""Weights that are gathered layer by layer, and replicas of shards: what is alive when, what each knob
+changes, what travels where.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,8 @@ LAYERS, PAIR, PREFETCH = 4, Layout(1, 2), 1
 class Samples:
     """The layers whose whole parameters are in memory, at each place of a round where a layer begins or ends.
 
-    The rest of the model counts as layer ``LAYERS``.  A layer that is being gathered counts, too: its values are in one flat buffer.
+    The rest of the model counts as layer ``LAYERS``.  A layer that is being gathered counts, too: its values
+    are in one flat buffer.
     """
 
     def __init__(self, layers: Sequence[Any]) -> None:
@@ -44,11 +47,18 @@ class Samples:
         self.sizes[number] = sum(storage.nbytes() for storage in self.memory[number])
 
     def take(self, what: str, number: int) -> None:
-        alive = [n for n, storages in enumerate(self.memory) if any(storage.nbytes() for storage in storages) or self._comes(n)]
+        alive = [
+            n
+            for n, storages in enumerate(self.memory)
+            if any(storage.nbytes() for storage in storages) or self._comes(n)
+        ]
         self.found.append((what, number, alive))
 
     def _comes(self, number: int) -> bool:
-        return number < LAYERS and self.layers[number]._get_fsdp_state()._fsdp_param_group._all_gather_result is not None
+        return (
+            number < LAYERS
+            and self.layers[number]._get_fsdp_state()._fsdp_param_group._all_gather_result is not None
+        )
 
 
 def sampled(world: World, job: Job, kept: bool) -> tuple[list[tuple[str, int, list[int]]], list[int]]:
@@ -70,7 +80,10 @@ def sampled(world: World, job: Job, kept: bool) -> tuple[list[tuple[str, int, li
         model.register_forward_pre_hook(partial(samples.learn, LAYERS))
         for number, layer in enumerate(model.layers):
             layer.register_forward_pre_hook(partial(samples.learn, number))
-            layer.register_forward_hook(lambda *_, number=number: samples.take("forward", number), prepend=True)  # before FSDP2's own
+            # before FSDP2's own
+            layer.register_forward_hook(
+                lambda *_, number=number: samples.take("forward", number), prepend=True
+            )
             layer.register_forward_hook(partial(after, number))  # after it
         me.step()
         end = me.state.parameters.end_forward
@@ -83,10 +96,12 @@ def sampled(world: World, job: Job, kept: bool) -> tuple[list[tuple[str, int, li
 
 
 def test_c5_at_most_one_layer_more_than_is_needed_is_whole(ranks: Ranks, tmp_path: Path) -> None:
-    """C5: sampled where each layer ends in forward, and begins in backward: it is whole itself, and at most ``PREFETCH`` others are.
+    """C5: sampled where each layer ends in forward, and begins in backward: it is whole itself, and at most
+    ``PREFETCH`` others are.
 
-    After forward no layer is, and after backward nothing is.  The rest of the model, which the backward pass needs first, stays in between,
-    as FSDP2 has it.  In the control, which frees nothing after forward, all layers are whole then.
+    After forward no layer is, and after backward nothing is.  The rest of the model, which the backward pass
+    needs first, stays in between, as FSDP2 has it.  In the control, which frees nothing after forward, all
+    layers are whole then.
     """
     cases = [(staged(tmp_path / name, 3, **FREE), name == "kept") for name in ("free", "kept")]
     ((found, sizes), other), ((kept, _), _) = ranks.run_each(PAIR, sampled, cases)
@@ -130,32 +145,50 @@ def sums(calls: Calls) -> Calls:
 
 
 def test_c6_stage_and_layers_change_the_number_of_gathers(ranks: Ranks, tmp_path: Path) -> None:
-    """C6: full sharding gathers each layer twice a round, and the rest once; stage 2 (SHARD_GRAD_OP) everything once a step.
+    """C6: full sharding gathers each layer twice a round, and the rest once; stage 2 (SHARD_GRAD_OP)
+    everything once a step.
 
-    Layers are wrapped one by one, so their number is in the number of collectives.  One stage is the control of the other.
+    Layers are wrapped one by one, so their number is in the number of collectives.  One stage is the control
+    of the other.
     """
     rounds, numbers = 2, (2, 4)
-    models = {layers: {**FREE, "global_batch": 8, "model_args": {**LARGE, "layers": layers}} for layers in numbers}
-    cases = [(staged(tmp_path / f"{layers} {zero}", zero, **models[layers]),) for layers in numbers for zero in (3, 2)]
+    models = {
+        layers: {**FREE, "global_batch": 8, "model_args": {**LARGE, "layers": layers}} for layers in numbers
+    }
+    cases = [
+        (staged(tmp_path / f"{layers} {zero}", zero, **models[layers]),)
+        for layers in numbers
+        for zero in (3, 2)
+    ]
     found = [members[0] for members in ranks.run_each(PAIR, calls_of, cases)]
     for layers, full, once in zip(numbers, found[::2], found[1::2], strict=True):
         assert len(gathers(full)) == rounds * (2 * layers + 1) and len(gathers(once)) == layers + 1
         assert len(sums(full)) == len(sums(once)) == rounds * (layers + 1)
-        assert gathers(full).bytes(*{call.name for call in full}) > rounds * gathers(once).bytes(*{call.name for call in once})
+        assert gathers(full).bytes(*{call.name for call in full}) > rounds * gathers(once).bytes(
+            *{call.name for call in once}
+        )
 
 
 @pytest.mark.parametrize("zero", [2, 3])
 def test_c6_precision_changes_the_dtype_of_the_collectives(ranks: Ranks, tmp_path: Path, zero: int) -> None:
-    """C6: weights travel in the format of forward and backward, and take half the bytes in bf16; gradients are summed in float32."""
+    """C6: weights travel in the format of forward and backward, and take half the bytes in bf16; gradients
+    are summed in float32.
+    """
     found, precisions = {}, ("fp32", "bf16")
-    cases = [(staged(tmp_path / precision, zero, **{**FREE, "global_batch": 8, "precision": precision}),) for precision in precisions]
+    cases = [
+        (staged(tmp_path / precision, zero, **{**FREE, "global_batch": 8, "precision": precision}),)
+        for precision in precisions
+    ]
     for precision, (calls, _) in zip(precisions, ranks.run_each(PAIR, calls_of, cases), strict=True):
         found[precision] = gathers(calls)
         assert {dtype for call in sums(calls) for dtype in call.dtypes} == {torch.float32}
     total = {precision: sum(call.bytes for call in calls) for precision, calls in found.items()}
     assert len(found["fp32"]) == len(found["bf16"]) and total["fp32"] == 2 * total["bf16"]
     if zero == 2:
-        dtypes = {precision: {dtype for call in calls for dtype in call.dtypes} for precision, calls in found.items()}
+        dtypes = {
+            precision: {dtype for call in calls for dtype in call.dtypes}
+            for precision, calls in found.items()
+        }
         assert dtypes == {"fp32": {torch.float32}, "bf16": {torch.bfloat16}}
 
 
@@ -163,15 +196,19 @@ def test_c6_precision_changes_the_dtype_of_the_collectives(ranks: Ranks, tmp_pat
 
 
 def test_c8_replicas_of_shards(ranks: Ranks, tmp_path: Path) -> None:
-    """C8: two replicas of two shards.  A member holds 16 bytes for each parameter of its shard (4 weights, 8 moments, 4 sums), and in stage
-    2 the 2 of all weights with which it computes; replicas are equal, and shards are not.
+    """C8: two replicas of two shards.  A member holds 16 bytes for each parameter of its shard (4 weights, 8
+    moments, 4 sums), and in stage 2 the 2 of all weights with which it computes; replicas are equal, and
+    shards are not.
 
-    Between replicas only the shard of the gradient travels, in float32: once a step in stage 2, and in each round in stage 3.  Weights stay
-    within a replica.  The control: four shards of one replica take half the memory and send nothing of the kind.
+    Between replicas only the shard of the gradient travels, in float32: once a step in stage 2, and in each
+    round in stage 3.  Weights stay within a replica.  The control: four shards of one replica take half the
+    memory and send nothing of the kind.
     """
     cases = [(staged(tmp_path / f"hybrid {zero}", zero, **FREE, global_batch=16),) for zero in (2, 3)]
     hybrids = ranks.run_each(Layout(2, 2), stepping, cases)
-    parameters = sum(parameter.numel() for parameter in build_model(cases[0][0], builder_of(cases[0][0])).parameters())
+    parameters = sum(
+        parameter.numel() for parameter in build_model(cases[0][0], builder_of(cases[0][0])).parameters()
+    )
     for zero, members in zip((2, 3), hybrids, strict=True):
         check_hybrid(zero, parameters, members)
     calls, taken, *_ = ranks.run(Layout(1, 4), stepping, staged(tmp_path / "flat", 2, **FREE))[0]
@@ -190,4 +227,6 @@ def check_hybrid(zero: int, parameters: int, members: Sequence[tuple[Calls, int,
         assert {call.name for call in calls if call.members == alike} == {"allreduce"}
         between = Calls(call for call in calls if call.members == alike)
         assert {dtype for call in between for dtype in call.dtypes} == {torch.float32}
-        assert sum(call.bytes for call in between) / (4 * parameters) == pytest.approx((rounds if zero == 3 else 1) / 2, rel=0.03)
+        assert sum(call.bytes for call in between) / (4 * parameters) == pytest.approx(
+            (rounds if zero == 3 else 1) / 2, rel=0.03
+        )

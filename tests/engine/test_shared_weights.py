@@ -1,5 +1,5 @@
-"""A weight that blocks share, or one of another format: stages 0 to 2 of ZeRO train it, stage 3 is refused before any worker starts, and
-``auto`` takes stage 2.
+"""A weight that blocks share, or one of another format: stages 0 to 2 of ZeRO train it, stage 3 is refused
+before any worker starts, and ``auto`` takes stage 2.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ SHARED = {
     "format": ("embed.weight", "last.weight"),
     "format in a block": ("layers.1.even.weight", "layers.1.norm.weight"),
 }
-"""The two names of the first parameter that is not of one block, by what blocks share; or of two that are unlike."""
+"""The two names of the first parameter that is not of one block, by what blocks share; or of two that are
+unlike.
+"""
 
 
 class Block(nn.Module):
@@ -42,7 +44,9 @@ class Block(nn.Module):
         self.even, self.norm = nn.Linear(dim, dim, bias=False), nn.LayerNorm(dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.even(self.norm(x.to(self.norm.weight.dtype)).tanh().to(self.even.weight.dtype)).to(x.dtype)
+        return x + self.even(self.norm(x.to(self.norm.weight.dtype)).tanh().to(self.even.weight.dtype)).to(
+            x.dtype
+        )
 
 
 class Sharing(nn.Module):
@@ -92,11 +96,16 @@ def test_stage_3_is_refused_with_both_names_of_the_weight(tmp_path: Path, kind: 
     with pytest.raises(ModelError) as refused:
         preflight(sharing(tmp_path, kind, 3))
     said = str(refused.value)
-    assert all(repr(name) in said for name in SHARED[kind]) and said.startswith("parallel.zero = 3: ") and "parallel.zero = 2" in said
+    assert (
+        all(repr(name) in said for name in SHARED[kind])
+        and said.startswith("parallel.zero = 3: ")
+        and "parallel.zero = 2" in said
+    )
 
 
 def test_what_can_be_trained_is_not_refused(tmp_path: Path) -> None:
-    """The controls: the other stages, and one worker, can train it; a weight that is shared within the rest of the model is no problem.
+    """The controls: the other stages, and one worker, can train it; a weight that is shared within the rest
+    of the model is no problem.
 
     Nor is a format of all of a block, or of what is frozen.
     """
@@ -125,7 +134,13 @@ def test_auto_stands_for_a_stage_that_trains_it(ranks: Ranks, tmp_path: Path, ki
 @pytest.mark.parametrize("kind", ["weight", "module", "format"])
 def test_stage_3_could_not_train_it(ranks: Ranks, tmp_path: Path, kind: str) -> None:
     """The control: it ends in an error of torch."""
-    with pytest.raises(AssertionError, match=r"FSDP group|module once|Invariant|uniform original parameter dtype"):
+    with pytest.raises(
+        AssertionError,
+        match=(
+            r"FSDP group|module once|Invariant|uniform original parameter "
+            r"dtype"
+        ),
+    ):
         train(ranks, sharing(tmp_path, kind, 3), Layout(1, 2), 2)
 
 
@@ -148,15 +163,24 @@ def told(world: World, job: Job) -> tuple[str, str]:
             me.step()
         except RuntimeError as error:
             tell_of_reads(error)
-            return classify(error, lambda: None)[0], "".join(traceback.format_exception(error)).strip().rpartition("\n")[2]
+            return classify(error, lambda: None)[0], "".join(
+                traceback.format_exception(error)
+            ).strip().rpartition("\n")[2]
     return "", ""
 
 
 def test_a_weight_that_is_read_outside_its_block_is_told_of(ranks: Ranks, tmp_path: Path) -> None:
-    """It is the job's error, not a peer's.  The control: stage 2, which the words name, has the bits of one worker."""
+    """It is the job's error, not a peer's.  The control: stage 2, which the words name, has the bits of one
+    worker.
+    """
     job = sharing(tmp_path, "", 3, loss=f"{__name__}:with_penalty")
     for cause, words in ranks.run(Layout(1, 2), told, job):
         assert cause == "job"
-        assert "with parallel.zero = 3 a weight is whole only while the block that has it runs" in words and "parallel.zero = 2" in words
+        assert (
+            "with parallel.zero = 3 a weight is whole only while the block that has it runs" in words
+            and "parallel.zero = 2" in words
+        )
     one = train_here(job.replace(bucket=str(tmp_path / "one")), 2)
-    assert train(ranks, job.in_stage(2).replace(bucket=str(tmp_path / "two")), Layout(1, 2), 2).hash == one.hash
+    assert (
+        train(ranks, job.in_stage(2).replace(bucket=str(tmp_path / "two")), Layout(1, 2), 2).hash == one.hash
+    )

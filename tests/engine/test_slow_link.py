@@ -13,12 +13,16 @@ MODEL = {"dim": 256, "layers": 4, "heads": 4}
 
 @pytest.mark.full
 def test_blocks_send_half_of_the_bytes_over_the_link(tmp_path: Path) -> None:
-    """Two nodes of two workers: with blocks of two a node sends one sum in place of two gradients, and the step waits less.
+    """Two nodes of two workers: with blocks of two a node sends one sum in place of two gradients, and the
+    step waits less.
 
     The time is printed, and recorded by tests/benchmarks/slow_link.py; only the bytes are asserted.
     """
     try:
-        found = {block: train(tmp_path, block, each=2, rate="200mbit", model=MODEL, microbatches=8) for block in (1, 2)}
+        found = {
+            block: train(tmp_path, block, each=2, rate="200mbit", model=MODEL, microbatches=8)
+            for block in (1, 2)
+        }
     except NoLink as error:
         pytest.skip(f"no slow link can be made here: {error}")
     for block, each in found.items():

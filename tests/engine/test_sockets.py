@@ -14,7 +14,10 @@ import pytest
 from elastic.engine import sockets
 from elastic.engine.sockets import Waking
 
-NAMES = (f"\0tmp/nccl-socket-0-{os.getpid():x}".encode().ljust(108, b"\0"), f"\0elastic-bystander-{os.getpid()}".encode())
+NAMES = (
+    f"\0tmp/nccl-socket-0-{os.getpid():x}".encode().ljust(108, b"\0"),
+    f"\0elastic-bystander-{os.getpid()}".encode(),
+)
 
 
 @pytest.fixture
@@ -50,7 +53,10 @@ def test_the_one_at_the_unix_socket_is_spoken_to_and_when_it_is_gone_the_other_o
         pytest.skip(f"this machine has no {host}")
     nccl, _ = unix
     before = sockets.listening()
-    with socket.create_server((host, 0), family=family) as service, socket.create_server(("127.0.0.1", 0)) as other:
+    with (
+        socket.create_server((host, 0), family=family) as service,
+        socket.create_server(("127.0.0.1", 0)) as other,
+    ):
         where = (host, service.getsockname()[1])
         assert sockets.listening() - before == {where, other.getsockname()}
         waking = Waking({where, NAMES[0]})
@@ -69,7 +75,9 @@ def test_the_one_at_the_unix_socket_is_spoken_to_and_when_it_is_gone_the_other_o
         assert not spoken_to(other, 0)
 
 
-def test_only_sockets_of_nccl_are_found_and_only_those_asked_for_are_spoken_to(unix: list[socket.socket]) -> None:
+def test_only_sockets_of_nccl_are_found_and_only_those_asked_for_are_spoken_to(
+    unix: list[socket.socket],
+) -> None:
     nccl, bystander = unix
     with socket.create_server(("127.0.0.1", 0)) as service:
         found = sockets.services()
@@ -81,10 +89,13 @@ def test_only_sockets_of_nccl_are_found_and_only_those_asked_for_are_spoken_to(u
         assert not spoken_to(service, 0.1), "nothing says that its flag is set"
 
 
-def test_whoever_does_not_listen_any_more_or_does_not_answer_holds_up_nobody(unix: list[socket.socket]) -> None:
+def test_whoever_does_not_listen_any_more_or_does_not_answer_holds_up_nobody(
+    unix: list[socket.socket],
+) -> None:
     """Nobody reads from NCCL's socket, whose queue is full before the twentieth message.
 
-    Who waited for that would wait without end, and who waited for a host that does not answer for the two minutes in which Linux asks it.
+    Who waited for that would wait without end, and who waited for a host that does not answer for the two
+    minutes in which Linux asks it.
     """
     began = time.monotonic()
     waking = Waking({NAMES[0]})

@@ -1,4 +1,6 @@
-"""The store in which a world meets listens at one address, and its values mean nothing to a process that is no part of the run."""
+"""The store in which a world meets listens at one address, and its values mean nothing to a process that is
+no part of the run.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,8 @@ def test_the_store_listens_at_its_own_address_only() -> None:
 def test_values_come_back_and_a_stranger_reads_none() -> None:
     """The control is a member without seal: its value lies open for whoever lists the keys."""
     hosted = host_store(HERE, WAIT_S)
-    members = [join_store(HERE, hosted.port, SECRET, WAIT_S) for _ in range(2)]  # kept, because torch keeps the C++ half only
+    # kept, because torch keeps the C++ half only
+    members = [join_store(HERE, hosted.port, SECRET, WAIT_S) for _ in range(2)]
     one, other = (dist.PrefixStore("g1", member) for member in members)
     stranger = dist.TCPStore(HERE, hosted.port, is_master=False, wait_for_workers=False)
     for value in (b"", ID, bytes(100_000)):
@@ -50,7 +53,12 @@ def test_values_come_back_and_a_stranger_reads_none() -> None:
     assert ID not in stranger.get("g1/id") and len(stranger.get("g1/id")) > len(ID)
     stranger.set("open", ID)  # type: ignore[arg-type]
     assert stranger.get("open") == ID
-    assert one.add("count", 2) == 2 and other.add("count", 1) == 3 and other.check(["id"]) and not other.check(["absent"])
+    assert (
+        one.add("count", 2) == 2
+        and other.add("count", 1) == 3
+        and other.check(["id"])
+        and not other.check(["absent"])
+    )
 
 
 def test_what_a_stranger_writes_is_refused() -> None:
@@ -64,11 +72,15 @@ def test_what_a_stranger_writes_is_refused() -> None:
     ours = stranger.get("key")
     for written in (ID, b"", stranger.get("other"), ours[:40], ours[:-1] + bytes([ours[-1] ^ 1])):
         stranger.set("key", written)  # type: ignore[arg-type]
-        with pytest.raises(WorldBroken, match="'key' in the store of this world was written by a process that is no part") as raised:
+        with pytest.raises(
+            WorldBroken, match=("'key' in the store of this world was written by a process that is no part")
+        ) as raised:
             member.get("key")
         assert classify(raised.value, lambda: None, forming=True)[0] == "peer"
     stranger.set("key", ours)  # type: ignore[arg-type]
-    assert member.get("key") == b"ours", "the control: what a member wrote under this key is its word, whoever brings it back"
+    assert member.get("key") == b"ours", (
+        "the control: what a member wrote under this key is its word, whoever brings it back"
+    )
 
 
 def test_a_member_that_waits_in_vain_is_told_for_what() -> None:
@@ -86,7 +98,9 @@ def meet(world: World, port: int, secret: bytes) -> str:
     world.close()
     store = join_store(HERE, port, SECRET if world.rank == 0 else secret, WAIT_S)
     try:
-        formed = World.form(store, generation=7, layout=Layout(2, 1), rank=world.rank, device=world.device, form_s=WAIT_S)
+        formed = World.form(
+            store, generation=7, layout=Layout(2, 1), rank=world.rank, device=world.device, form_s=WAIT_S
+        )
         formed.connect(WAIT_S, WAIT_S)
     except WorldBroken as error:
         return str(error)

@@ -36,9 +36,11 @@ class Either(nn.Module):
 
 
 class Branches(nn.Module):
-    """The first token chooses a layer of a ``block`` or of the ``rest``, or to ``skip`` a block.  ``twice`` runs a block twice.
+    """The first token chooses a layer of a ``block`` or of the ``rest``, or to ``skip`` a block.  ``twice``
+    runs a block twice.
 
-    ``reentrant`` runs one in a reentrant checkpoint, and ``again`` does so twice; ``then`` runs it by itself after that, ``first`` before.
+    ``reentrant`` runs one in a reentrant checkpoint, and ``again`` does so twice; ``then`` runs it by itself
+    after that, ``first`` before.
     """
 
     def __init__(self, kind: str) -> None:
@@ -61,15 +63,23 @@ class Branches(nn.Module):
         return self.head(self.rest(x, which if self.kind == "rest" else 0))  # type: ignore[no-any-return]
 
     def run(self, x: Tensor, which: int, reentrant: bool) -> Tensor:
-        return checkpoint(self.layers[1], x, which, use_reentrant=True) if reentrant else self.layers[1](x, which)  # type: ignore[no-any-return]
+        return (
+            checkpoint(self.layers[1], x, which, use_reentrant=True)
+            if reentrant
+            else self.layers[1](x, which)
+        )  # type: ignore[no-any-return]
 
 
 def job(bucket: Path, kind: str, **changes: Any) -> Job:
-    return small_job(bucket, model=f"{HERE}:Branches", model_args={"kind": kind}, **{"global_batch": 8, **changes})
+    return small_job(
+        bucket, model=f"{HERE}:Branches", model_args={"kind": kind}, **{"global_batch": 8, **changes}
+    )
 
 
 def norms(world: World, job: Job, filled: bool) -> tuple[float, float]:
-    """Returns the norm of a step, and that of plain torch on one process with all samples.  It needs the whole weights: 1×1."""
+    """Returns the norm of a step, and that of plain torch on one process with all samples.  It needs the
+    whole weights: 1×1.
+    """
     with pytest.MonkeyPatch.context() as patch:
         if not filled:
             patch.setattr(split, "_fill", lambda group: None)
@@ -85,7 +95,11 @@ def norms(world: World, job: Job, filled: bool) -> tuple[float, float]:
         loss, count = next_token(plain, Sums().read(ids))
         loss.backward()  # type: ignore[no-untyped-call]
         terms += int(count)
-    squares = (float((each.grad.double() / terms).square().sum()) for each in plain.parameters() if each.grad is not None)
+    squares = (
+        float((each.grad.double() / terms).square().sum())
+        for each in plain.parameters()
+        if each.grad is not None
+    )
     return outcome.norm, sum(squares) ** 0.5
 
 
@@ -111,21 +125,34 @@ def said(world: World, job: Job) -> str:
 
 
 def test_unlike_microbatches_have_the_gradients_of_plain_torch(ranks: Ranks, tmp_path: Path) -> None:
-    """C3: with every stage, also where sums have no fixed order.  The control: FSDP2 by itself adds one layer's gradients to another's."""
+    """C3: with every stage, also where sums have no fixed order.  The control: FSDP2 by itself adds one
+    layer's gradients to another's.
+    """
     judges, split_up = {"block": 0.0, "rest": 0.0}, {"parallel": {"dp_shard": 2, "zero": 3}}
     for kind in judges:
         whole, judges[kind] = here(norms, job(tmp_path / kind, kind), True)
         assert whole == pytest.approx(judges[kind], rel=1e-5)
     cases = [(kind, each, filled) for kind in judges for each in (True, False) for filled in (True, False)]
-    jobs = [(job(tmp_path / str(n), kind, **split_up, reproducible=each), filled) for n, (kind, each, filled) in enumerate(cases)]
+    jobs = [
+        (job(tmp_path / str(n), kind, **split_up, reproducible=each), filled)
+        for n, (kind, each, filled) in enumerate(cases)
+    ]
     for (kind, _, filled), members in zip(cases, ranks.run_each(Layout(1, 2), norms, jobs), strict=True):
         for norm, _ in members:
-            assert norm == pytest.approx(judges[kind], rel=1e-5) if filled else norm != pytest.approx(judges[kind], rel=1e-3)
+            assert (
+                norm == pytest.approx(judges[kind], rel=1e-5)
+                if filled
+                else norm != pytest.approx(judges[kind], rel=1e-3)
+            )
 
 
-def test_unlike_microbatches_have_the_same_bits_in_every_layout_and_stage(ranks: Ranks, tmp_path: Path) -> None:
+def test_unlike_microbatches_have_the_same_bits_in_every_layout_and_stage(
+    ranks: Ranks, tmp_path: Path
+) -> None:
     one = train_here(job(tmp_path / "1", "block"), 3)
-    stages = [job(tmp_path / f"2-{zero}", "block", parallel={"dp_shard": 2, "zero": zero}) for zero in (1, 2, 3)]
+    stages = [
+        job(tmp_path / f"2-{zero}", "block", parallel={"dp_shard": 2, "zero": zero}) for zero in (1, 2, 3)
+    ]
     assert [each.hash for each in train_each(ranks, stages, Layout(1, 2), 3)] == [one.hash] * 3
 
 
@@ -133,12 +160,18 @@ def test_a_block_in_a_reentrant_checkpoint_has_its_part_in_stage_3(ranks: Ranks,
     """It runs without gradients first, and with them in the backward pass."""
     whole, judge = here(norms, job(tmp_path / "1", "reentrant"), True)
     assert whole == pytest.approx(judge, rel=1e-5)
-    for norm, _ in ranks.run(Layout(1, 2), norms, job(tmp_path / "3", "reentrant", parallel={"dp_shard": 2, "zero": 3}), True):
+    for norm, _ in ranks.run(
+        Layout(1, 2), norms, job(tmp_path / "3", "reentrant", parallel={"dp_shard": 2, "zero": 3}), True
+    ):
         assert norm == whole
 
 
-def test_several_parts_of_a_block_are_all_summed_where_sums_have_no_fixed_order(ranks: Ranks, tmp_path: Path) -> None:
-    """FSDP2 by itself, the control, leaves out the gradients of a reentrant checkpoint that runs backward after another part."""
+def test_several_parts_of_a_block_are_all_summed_where_sums_have_no_fixed_order(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    """FSDP2 by itself, the control, leaves out the gradients of a reentrant checkpoint that runs backward
+    after another part.
+    """
     kinds, free = ("again", "then", "first"), {"reproducible": False}
     jobs = [job(tmp_path / kind, kind, parallel={"dp_shard": 2, "zero": 3}, **free) for kind in kinds]
     ours = ranks.run_each(Layout(1, 2), norms, [(each, True) for each in jobs])
@@ -159,11 +192,15 @@ def test_several_parts_of_a_block_are_all_summed_where_sums_have_no_fixed_order(
         ("skip", "parallel.zero = 3 needs every member to run"),
     ],
 )
-def test_a_block_that_runs_twice_or_not_at_all_ends_a_step_of_stage_3(ranks: Ranks, tmp_path: Path, kind: str, begins: str) -> None:
+def test_a_block_that_runs_twice_or_not_at_all_ends_a_step_of_stage_3(
+    ranks: Ranks, tmp_path: Path, kind: str, begins: str
+) -> None:
     """The next test is the control."""
     stage_3 = job(tmp_path / "3", kind, parallel={"dp_shard": 2, "zero": 3})
     found = [sentence for sentence in ranks.run(Layout(1, 2), said, stage_3) if sentence]
-    assert found and all(sentence.startswith(begins) and "set parallel.zero = 2" in sentence for sentence in found)
+    assert found and all(
+        sentence.startswith(begins) and "set parallel.zero = 2" in sentence for sentence in found
+    )
 
 
 def test_what_stage_3_refuses_has_the_bits_of_one_worker_in_stage_2(ranks: Ranks, tmp_path: Path) -> None:
@@ -188,9 +225,12 @@ def weighted_by_teacher(model: nn.Module, batch: dict[str, Tensor]) -> Any:
 
 
 @pytest.mark.parametrize("reproducible", [True, pytest.param(False, marks=pytest.mark.full)])
-def test_a_pass_without_gradients_has_no_part_in_stage_3(ranks: Ranks, tmp_path: Path, reproducible: bool) -> None:
-    """A teacher is no second part: one worker, who computes with whole weights, is the judge.  The controls are a second pass that has
-    gradients, which is refused, and the loss without a teacher, which has another norm.
+def test_a_pass_without_gradients_has_no_part_in_stage_3(
+    ranks: Ranks, tmp_path: Path, reproducible: bool
+) -> None:
+    """A teacher is no second part: one worker, who computes with whole weights, is the judge.  The controls
+    are a second pass that has gradients, which is refused, and the loss without a teacher, which has another
+    norm.
     """
     changes: dict[str, Any] = {
         "model": "tests.support.toys:own",
@@ -199,14 +239,25 @@ def test_a_pass_without_gradients_has_no_part_in_stage_3(ranks: Ranks, tmp_path:
         "loss": f"{HERE}:weighted_by_teacher",
     }
     one = train_here(small_job(tmp_path / "1", **changes), 2)
-    split_up = train(ranks, small_job(tmp_path / "3", **changes, parallel={"dp_shard": 2, "zero": 3}), Layout(1, 2), 2)
-    assert [each.norm for each in split_up.outcomes] == pytest.approx([each.norm for each in one.outcomes], rel=1e-4)
+    split_up = train(
+        ranks, small_job(tmp_path / "3", **changes, parallel={"dp_shard": 2, "zero": 3}), Layout(1, 2), 2
+    )
+    assert [each.norm for each in split_up.outcomes] == pytest.approx(
+        [each.norm for each in one.outcomes], rel=1e-4
+    )
     assert not reproducible or split_up.hash == one.hash
-    alone = train_here(small_job(tmp_path / "alone", **changes | {"loss": "elastic.engine.loss:next_token"}), 1)
+    alone = train_here(
+        small_job(tmp_path / "alone", **changes | {"loss": "elastic.engine.loss:next_token"}), 1
+    )
     assert alone.outcomes[0].norm != pytest.approx(one.outcomes[0].norm, rel=1e-2)
     if reproducible:
-        refused = small_job(tmp_path / "2", **changes | {"loss": f"{HERE}:learning"}, parallel={"dp_shard": 2, "zero": 3})
-        assert any("has two parts in one microbatch" in sentence for sentence in ranks.run(Layout(1, 2), said, refused))
+        refused = small_job(
+            tmp_path / "2", **changes | {"loss": f"{HERE}:learning"}, parallel={"dp_shard": 2, "zero": 3}
+        )
+        assert any(
+            "has two parts in one microbatch" in sentence
+            for sentence in ranks.run(Layout(1, 2), said, refused)
+        )
 
 
 def penalised(model: nn.Module, batch: dict[str, Tensor]) -> Any:
@@ -221,7 +272,9 @@ def penalised(model: nn.Module, batch: dict[str, Tensor]) -> Any:
 
 def stepped_back(model: nn.Module, batch: dict[str, Tensor]) -> Any:
     loss, count = next_token(model, batch)
-    (grad,) = torch.autograd.grad(loss, model.get_parameter("head.weight"), create_graph=True, allow_unused=True)
+    (grad,) = torch.autograd.grad(
+        loss, model.get_parameter("head.weight"), create_graph=True, allow_unused=True
+    )
     return loss if grad is None else loss + grad.square().sum(), count
 
 
@@ -231,7 +284,14 @@ def test_a_backward_pass_within_the_loss_is_named_by_stage_3(ranks: Ranks, tmp_p
     changes: dict[str, Any] = {"model": "tests.support.toys:own", "model_args": {}, "loss": f"{HERE}:{loss}"}
     stage_3 = small_job(tmp_path / "3", **changes, parallel={"dp_shard": 2, "zero": 3})
     found = [sentence for sentence in ranks.run(Layout(1, 2), said, stage_3) if sentence]
-    assert found and all(sentence.startswith("a backward pass ran within the loss (torch.autograd.grad") for sentence in found), found
+    assert found and all(
+        sentence.startswith("a backward pass ran within the loss (torch.autograd.grad") for sentence in found
+    ), found
     assert all(sentence.endswith("set parallel.zero = 2") for sentence in found)
     one = train_here(small_job(tmp_path / "1", **changes), 2)
-    assert train(ranks, small_job(tmp_path / "2", **changes, parallel={"dp_shard": 2, "zero": 2}), Layout(1, 2), 2).hash == one.hash
+    assert (
+        train(
+            ranks, small_job(tmp_path / "2", **changes, parallel={"dp_shard": 2, "zero": 2}), Layout(1, 2), 2
+        ).hash
+        == one.hash
+    )

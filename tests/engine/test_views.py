@@ -1,4 +1,6 @@
-"""FSDP2 says nothing of blocks that return views where nothing is wrong, and a sentence tells where something is."""
+"""FSDP2 says nothing of blocks that return views where nothing is wrong, and a sentence tells where something
+is.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,13 @@ def stepped(world: World, job: Job, unfiltered: bool) -> tuple[list[str], str]:
 
 
 def job(bucket: Path, **args: Any) -> Job:
-    return small_job(bucket, model=f"{HERE}:Rows", model_args=args, loss=f"{HERE}:loss", parallel={"zero": 3, "dp_shard": 2})
+    return small_job(
+        bucket,
+        model=f"{HERE}:Rows",
+        model_args=args,
+        loss=f"{HERE}:loss",
+        parallel={"zero": 3, "dp_shard": 2},
+    )
 
 
 def test_a_view_that_is_left_alone_is_no_reason_to_warn(ranks: Ranks, tmp_path: Path) -> None:
@@ -76,4 +84,6 @@ def test_a_view_that_is_left_alone_is_no_reason_to_warn(ranks: Ranks, tmp_path: 
 def test_a_view_that_is_changed_in_place_ends_the_step_with_what_to_do(ranks: Ranks, tmp_path: Path) -> None:
     """Its control is the test above: the same sum, not in place."""
     for _, said in ranks.run(Layout(1, 2), stepped, job(tmp_path, in_place=True), False):
-        assert said.startswith("the weights of a block are not there in the backward pass: ") and said.endswith("; write x = x + y")
+        assert said.startswith(
+            "the weights of a block are not there in the backward pass: "
+        ) and said.endswith("; write x = x + y")

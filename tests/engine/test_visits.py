@@ -1,4 +1,6 @@
-"""Weights in host memory that visit the device: how many are there at once, what comes while what runs, and the bits."""
+"""Weights in host memory that visit the device: how many are there at once, what comes while what runs, and
+the bits.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,17 @@ from tests.engine.test_gathers import Sideways
 from tests.engine.test_gathers import loss as sideways
 from tests.engine.test_offload import LARGE, living
 from tests.support.ranks import Ranks
-from tests.support.segments import Member, Trained, compute, here, member, segment, train, train_each, train_here
+from tests.support.segments import (
+    Member,
+    Trained,
+    compute,
+    here,
+    member,
+    segment,
+    train,
+    train_each,
+    train_here,
+)
 from tests.support.toys import Own, small_job
 
 LAYERS = 4
@@ -63,14 +75,18 @@ def stale(world: World, job: Job, last: int) -> Any:
         return segment(world, job, Version(0, 0), last)
 
 
-def test_the_losses_see_weights_that_an_update_has_not_written(ranks: Ranks, reference: Trained, tmp_path: Path) -> None:
+def test_the_losses_see_weights_that_an_update_has_not_written(
+    ranks: Ranks, reference: Trained, tmp_path: Path
+) -> None:
     """F3, the control: the second step computes with the weights of the first one."""
     found = ranks.run(Layout(1, 2), stale, visiting(tmp_path), 2)[0].outcomes
     assert found[0].loss == reference.outcomes[0].loss and found[1].loss != reference.outcomes[1].loss
 
 
 class Adapted(Own):
-    """A model of which only small matrices in its blocks are trained, beside frozen layers (LoRA; Hu and others 2021)."""
+    """A model of which only small matrices in its blocks are trained, beside frozen layers (LoRA; Hu and
+    others 2021).
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,7 +98,11 @@ class Adapted(Own):
 class Adapter(nn.Module):
     def __init__(self, dim: int) -> None:
         super().__init__()
-        self.norm, self.layer, self.adapter = nn.LayerNorm(dim), nn.Linear(dim, dim), nn.Linear(dim, dim, bias=False)
+        self.norm, self.layer, self.adapter = (
+            nn.LayerNorm(dim),
+            nn.Linear(dim, dim),
+            nn.Linear(dim, dim, bias=False),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.tanh(self.layer(self.norm(x))) + self.adapter(x)
@@ -104,14 +124,22 @@ ADAPTED: dict[str, Any] = {"model": f"{__name__}:Adapted", "model_args": {}}
     ],
     ids=str,
 )
-def test_whatever_a_block_keeps_the_bits_are_the_same(ranks: Ranks, tmp_path: Path, changes: dict[str, Any]) -> None:
-    """A block that is computed again needs its weights again; other hooks of autograd are round those for weights.
+def test_whatever_a_block_keeps_the_bits_are_the_same(
+    ranks: Ranks, tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    """A block that is computed again needs its weights again; other hooks of autograd are round those for
+    weights.
 
     ``test_covering.py`` has what is not here, in every layout.
     """
-    jobs = [small_job(tmp_path / "resident", parallel={"zero": 2}, **changes), visiting(tmp_path / "visiting", **changes)]
+    jobs = [
+        small_job(tmp_path / "resident", parallel={"zero": 2}, **changes),
+        visiting(tmp_path / "visiting", **changes),
+    ]
     resident, found = train_each(ranks, jobs, Layout(1, 2), 2)
-    assert found.hash == resident.hash and [each.loss for each in found.outcomes] == [each.loss for each in resident.outcomes]
+    assert found.hash == resident.hash and [each.loss for each in found.outcomes] == [
+        each.loss for each in resident.outcomes
+    ]
 
 
 @pytest.mark.full
@@ -119,7 +147,12 @@ def test_whatever_a_block_keeps_the_bits_are_the_same(ranks: Ranks, tmp_path: Pa
 def test_a_weight_is_there_wherever_it_is_used(ranks: Ranks, tmp_path: Path, precision: str) -> None:
     """The model calls none of its blocks, reads weights of one in another's place, and some in the loss."""
     place = "tests.engine.test_gathers"
-    own: dict[str, Any] = {"model": f"{place}:Sideways", "model_args": {}, "loss": f"{place}:loss", "precision": precision}
+    own: dict[str, Any] = {
+        "model": f"{place}:Sideways",
+        "model_args": {},
+        "loss": f"{place}:loss",
+        "precision": precision,
+    }
     resident = train_here(small_job(tmp_path / "resident", **own), 3)
     assert train_here(visiting(tmp_path / "one", **own), 3).hash == resident.hash
     assert train(ranks, visiting(tmp_path / "two", **own), Layout(1, 2), 3).hash == resident.hash
@@ -135,10 +168,16 @@ class Observed:
     """
 
     def __init__(self, model: nn.Module, held: Visits) -> None:
-        self.order, self.living, self._memory = list[str](), dict[str, list[int]](), dict[StorageWeakRef, int]()
+        self.order, self.living, self._memory = (
+            list[str](),
+            dict[str, list[int]](),
+            dict[StorageWeakRef, int](),
+        )
         self._numbers = {group.host.data_ptr(): number for number, group in enumerate(held._groups)}
         for number, name in enumerate(sharding_table(model).blocks, 1):
-            inner = next(module for module in model.get_submodule(name).modules() if isinstance(module, nn.Linear))
+            inner = next(
+                module for module in model.get_submodule(name).modules() if isinstance(module, nn.Linear)
+            )
             inner.register_forward_hook(partial(self._ran, number))
 
     def bring(self, host: Tensor, device: torch.device) -> Any:
@@ -173,8 +212,8 @@ def observed(me: Member) -> Iterator[Observed]:
 
 
 def seen(world: World, job: Job, broken: str) -> tuple[list[str], dict[str, list[int]], list[int], list[int]]:
-    """Runs a step of one round.  Returns the order of events, the bytes of weights on the device at each, those between the passes and
-    after the update, and the bytes of each group.
+    """Runs a step of one round.  Returns the order of events, the bytes of weights on the device at each,
+    those between the passes and after the update, and the bytes of each group.
 
     ``broken``: "kept" lets autograd keep weights, and "late" lets nothing come ahead.
     """
@@ -201,16 +240,27 @@ ONE_ROUND: dict[str, Any] = {"global_batch": 4, "microbatch": 4, "model_args": L
 
 @pytest.mark.parametrize(
     ("members", "recompute"),
-    [(2, "none"), *(pytest.param(1, policy, marks=pytest.mark.full) for policy in ("none", "block", "sqrt", "selective"))],
+    [
+        (2, "none"),
+        *(
+            pytest.param(1, policy, marks=pytest.mark.full)
+            for policy in ("none", "block", "sqrt", "selective")
+        ),
+    ],
 )
-def test_c6_weights_are_on_the_device_only_while_their_block_runs(ranks: Ranks, tmp_path: Path, members: int, recompute: str) -> None:
-    """C6, F3: the rest and two blocks, of which one is on its way; only the rest between the passes, and nothing after the update.
+def test_c6_weights_are_on_the_device_only_while_their_block_runs(
+    ranks: Ranks, tmp_path: Path, members: int, recompute: str
+) -> None:
+    """C6, F3: the rest and two blocks, of which one is on its way; only the rest between the passes, and
+    nothing after the update.
 
     The control: where autograd keeps weights, those of all blocks live when the forward pass ends.
     """
     job = visiting(tmp_path, **ONE_ROUND | {"global_batch": 4 * members}, recompute=recompute)
     cases = [(job, ""), (job, "kept")][: 2 if recompute == "none" else 1]
-    (_, at, between, sizes), *control = (found[0] for found in ranks.run_each(Layout(1, members), seen, cases))
+    (_, at, between, sizes), *control = (
+        found[0] for found in ranks.run_each(Layout(1, members), seen, cases)
+    )
     rest, block = sizes[0], sizes[1]
     assert sizes[1:] == [block] * LAYERS and block > 4 * LARGE["dim"] ** 2 * 4
     assert between == [rest, 0]
@@ -222,7 +272,9 @@ def test_c6_weights_are_on_the_device_only_while_their_block_runs(ranks: Ranks, 
 
 
 def test_c6_the_weights_of_the_next_block_come_before_a_block_runs(tmp_path: Path) -> None:
-    """C6, F3: transfers are begun one block ahead in both passes.  In the control each begins when its block needs it."""
+    """C6, F3: transfers are begun one block ahead in both passes.  In the control each begins when its block
+    needs it.
+    """
     job = visiting(tmp_path, **ONE_ROUND)
     order, *_ = here(seen, job, "")
     forward = [word for n in range(1, LAYERS) for word in (f"bring {n + 1}", f"block {n}")]
@@ -236,12 +288,15 @@ def test_c6_the_weights_of_the_next_block_come_before_a_block_runs(tmp_path: Pat
 
 
 def taken(world: World, job: Job) -> tuple[int, int, int]:
-    """Returns the bytes of tensors on the device beyond those before the run, before a commit and after an update, and of copies of
-    weights on the host."""
+    """Returns the bytes of tensors on the device beyond those before the run, before a commit and after an
+    update, and of copies of weights on the host."""
     before = living(None) - sum(len(each) for each in spare())
     with member(world, job, Version(0, 0), prefetch=0) as me:
         me.step()
-        pieces = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in me.state.parameters.copies}
+        pieces = {
+            each.untyped_storage().data_ptr(): each.untyped_storage().nbytes()
+            for each in me.state.parameters.copies
+        }
         host = sum(pieces.values())
         before += host + sum(len(each) for each in spare())
         after = living(me.session.snapshots) - before
@@ -255,10 +310,14 @@ def spare() -> list[Tensor]:
 
 
 @pytest.mark.parametrize("members", [pytest.param(1, marks=pytest.mark.full), 2])
-def test_f3_the_device_has_only_sums_of_gradients_between_steps(fresh_ranks: Ranks, tmp_path: Path, members: int) -> None:
-    """F3: of a parameter the device has the sum of its gradients before a commit, its own part, and nothing after the update.
+def test_f3_the_device_has_only_sums_of_gradients_between_steps(
+    fresh_ranks: Ranks, tmp_path: Path, members: int
+) -> None:
+    """F3: of a parameter the device has the sum of its gradients before a commit, its own part, and nothing
+    after the update.
 
-    Beside the state the host has 2 bytes in bf16.  ``test_offload.py`` has the control, where the device has them.
+    Beside the state the host has 2 bytes in bf16.  ``test_offload.py`` has the control, where the device has
+    them.
     """
     job = visiting(tmp_path, precision="bf16", model_args=LARGE)
     count = sum(parameter.numel() for parameter in build_model(job, builder_of(job)).parameters())
@@ -313,7 +372,10 @@ class Tied(nn.Module):
 def visitor(plain: nn.Module) -> tuple[nn.Module, Visits, dict[str, nn.Parameter]]:
     """Returns a copy of a model whose weights are on the host, and its parameters."""
     model = copy.deepcopy(plain)
-    held, own = Visits(model, sharding_table(model).blocks, torch.device("cpu")), dict(model.named_parameters())
+    held, own = (
+        Visits(model, sharding_table(model).blocks, torch.device("cpu")),
+        dict(model.named_parameters()),
+    )
     for parameter in own.values():
         parameter.data = visits.absent(parameter.shape, parameter.dtype, parameter.device)
     for name, host in held.hold(model, own).items():
@@ -328,7 +390,8 @@ def same(plain: nn.Module, own: Mapping[str, nn.Parameter]) -> bool:
 
 
 def test_gradients_are_those_of_plain_torch_where_blocks_share_weights() -> None:
-    """A weight that two blocks share is of the rest.  A parameter that is away is NaN, and reads as it is where it is asked for.
+    """A weight that two blocks share is of the rest.  A parameter that is away is NaN, and reads as it is
+    where it is asked for.
 
     The control: with a weight of another block in a block's place, gradients differ.
     """
@@ -343,7 +406,9 @@ def test_gradients_are_those_of_plain_torch_where_blocks_share_weights() -> None
         held.turn()
         loss.backward()
         held.end(last=True)
-        assert all(each.isnan().all() and each.untyped_storage().nbytes() == 4 for each in parameters_of(model))
+        assert all(
+            each.isnan().all() and each.untyped_storage().nbytes() == 4 for each in parameters_of(model)
+        )
     assert torch.equal(loss, plain(x)) and same(plain, own) and own["layers.1.first.weight"].grad is None
     assert torch.equal(model.layers[2].second.weight, plain.layers[2].second.weight)
     held._groups[2].host.copy_(held._groups[3].host)
@@ -353,7 +418,8 @@ def test_gradients_are_those_of_plain_torch_where_blocks_share_weights() -> None
 
 
 def test_gradients_are_those_of_plain_torch_where_no_block_is_called() -> None:
-    """Its weights are read one by one, also in other blocks' places, by an LSTM from a list of its own, and in the loss.
+    """Its weights are read one by one, also in other blocks' places, by an LSTM from a list of its own, and
+    in the loss.
 
     The control: one that nobody brings is NaN.
     """
@@ -389,14 +455,25 @@ def test_the_log_and_the_estimate_say_that_weights_are_on_the_host(ranks: Ranks,
     tensors = tensors_of(build_model(job, builder_of(job)), rule_of(job))
     found, expected = ranks.run(Layout(1, 2), held_by, job)[0], classes(job, tensors, 2)
     assert found == pytest.approx(expected, rel=0.01)
-    assert {name for name, size in found.items() if size and not name.endswith("in host memory")} <= {"gradients", "buffers"}
+    assert {name for name, size in found.items() if size and not name.endswith("in host memory")} <= {
+        "gradients",
+        "buffers",
+    }
     assert found["computing copies in host memory"] > 0 < found["gradients"]
 
 
 @pytest.mark.fast
-def test_weights_on_the_host_need_room_beside_the_slots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker is refused where slots fit alone; the control offloads the optimizer's state alone, and is not."""
-    changes: dict[str, Any] = {"precision": "bf16", "copies": {"buddy_every": 0}, "workers": {"min": 1, "max": 1}}
+def test_weights_on_the_host_need_room_beside_the_slots(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker is refused where slots fit alone; the control offloads the optimizer's state alone, and is
+    not.
+    """
+    changes: dict[str, Any] = {
+        "precision": "bf16",
+        "copies": {"buddy_every": 0},
+        "workers": {"min": 1, "max": 1},
+    }
     job = visiting(tmp_path)
     tensors = tensors_of(build_model(job, builder_of(job)), rule_of(job))
     room = slots_a_worker(1, 0, offload=True) * bytes_of(tensors) + bytes_of(tensors) // 100
@@ -404,10 +481,18 @@ def test_weights_on_the_host_need_room_beside_the_slots(tmp_path: Path, monkeypa
     monkeypatch.setattr(session, "copies_here", lambda: (0, 0))
 
     def start(job: Job) -> None:
-        session.make_snapshots(job, tensors, torch.device("cpu"), Counters(tmp_path / job.offload, create=True), Faults(()))
+        session.make_snapshots(
+            job, tensors, torch.device("cpu"), Counters(tmp_path / job.offload, create=True), Faults(())
+        )
 
     start(small_job(tmp_path, offload="optimizer", parallel={"zero": 0}, **changes))
-    with pytest.raises(JobError, match=r"the node, less [\d.]+ kB for weights with which the model computes, leaves only"):
+    with pytest.raises(
+        JobError,
+        match=(
+            r"the node, less [\d.]+ kB for weights with which the model "
+            r"computes, leaves only"
+        ),
+    ):
         start(visiting(tmp_path, 0, **changes))
 
 
@@ -420,11 +505,15 @@ def test_what_cannot_work_is_refused(changes: dict[str, Any]) -> None:
 
 @pytest.mark.fast
 def test_the_estimate_knows_that_weights_are_on_the_host() -> None:
-    """C6: beside sums of gradients the device has room for the rest and two of four blocks, and the host has all, 2 bytes each."""
+    """C6: beside sums of gradients the device has room for the rest and two of four blocks, and the host has
+    all, 2 bytes each.
+    """
     job = visiting("/nowhere", precision="bf16", model_args=LARGE)
     model = build_model(job, builder_of(job))
     need = need_of(job, tensors_of(model, rule_of(job)))
     count = sum(parameter.numel() for parameter in model.parameters())
     blocks = sum(parameter.numel() for parameter in model.get_submodule("layers").parameters())
     assert need.hosted == 2 * count
-    assert need.held(1) == 4 * count + 2 * (count - blocks // 2) and need.held(2) == 4 * count // 2 + 2 * (count - blocks // 2)
+    assert need.held(1) == 4 * count + 2 * (count - blocks // 2) and need.held(2) == 4 * count // 2 + 2 * (
+        count - blocks // 2
+    )

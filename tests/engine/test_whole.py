@@ -78,7 +78,10 @@ def test_gradients_are_those_of_the_plain_model_added_over_the_rounds(alone: Wor
     for batch in batches:
         plain.zero_grad()
         plain(batch).backward()
-        grads = {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in plain.named_parameters()}
+        grads = {
+            name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
+            for name, p in plain.named_parameters()
+        }
         sums.append({name: grad.float() + (sums[-1][name] if sums else 0) for name, grad in grads.items()})
     assert found.keys() == sums[-1].keys() == parameters.parts.keys()
     assert all(torch.equal(found[name], sums[-1][name]) for name in found)
@@ -86,9 +89,12 @@ def test_gradients_are_those_of_the_plain_model_added_over_the_rounds(alone: Wor
     assert {part.dtype for part in parameters.parts.values()} == {torch.float32}
 
 
-def test_units_are_summed_in_one_order_whatever_is_used(alone: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All members must call their collectives in the same order.  Block 0 is tied to the head, so its gradient comes last anyway; the rest
-    of the model has a parameter without a gradient, and is summed at the end of the round.
+def test_units_are_summed_in_one_order_whatever_is_used(
+    alone: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All members must call their collectives in the same order.  Block 0 is tied to the head, so its
+    gradient comes last anyway; the rest of the model has a parameter without a gradient, and is summed at the
+    end of the round.
     """
     monkeypatch.setattr(Ordered, "reduction", lambda self, wire: Noting(self, wire))
     model = Model()
@@ -108,7 +114,9 @@ class Turning(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(3)) for _ in range(2))
+        self.blocks = nn.ModuleList(
+            nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(3)) for _ in range(2)
+        )
 
     def forward(self, x: Tensor, order: tuple[int, ...]) -> Tensor:
         for block in self.blocks:
@@ -118,10 +126,14 @@ class Turning(nn.Module):
 
 
 @pytest.mark.parametrize("watches", [True, False], ids=["", "control"])
-def test_a_unit_is_summed_as_soon_as_its_last_gradient_came(alone: World, monkeypatch: pytest.MonkeyPatch, watches: bool) -> None:
-    """It is summed within the backward pass, also in the first one, and where the order changes from one microbatch to the next.
+def test_a_unit_is_summed_as_soon_as_its_last_gradient_came(
+    alone: World, monkeypatch: pytest.MonkeyPatch, watches: bool
+) -> None:
+    """It is summed within the backward pass, also in the first one, and where the order changes from one
+    microbatch to the next.
 
-    In the control only the first parameter of a unit is watched: the last unit waits for the end of the round, and has the same bits.
+    In the control only the first parameter of a unit is watched: the last unit waits for the end of the
+    round, and has the same bits.
     """
     monkeypatch.setattr(Ordered, "reduction", lambda self, wire: Noting(self, wire))
     model, plain = Turning(), Turning()
@@ -145,7 +157,9 @@ def test_a_unit_is_summed_as_soon_as_its_last_gradient_came(alone: World, monkey
 
 @pytest.mark.parametrize("held", [False, True], ids=["", "control"])
 def test_weights_are_given_back_with_their_world(alone: World, held: bool) -> None:
-    """It needs no garbage collector, which does not see all references of tensors on a device.  The control holds one in a cycle."""
+    """It needs no garbage collector, which does not see all references of tensors on a device.  The control
+    holds one in a cycle.
+    """
     gc.collect()
     gc.disable()
     try:

@@ -1,4 +1,6 @@
-"""Worlds end by abort, not by timeout: a stuck member comes free, nothing else is touched, and the same processes go on at once."""
+"""Worlds end by abort, not by timeout: a stuck member comes free, nothing else is touched, and the same
+processes go on at once.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ from tests.support.processes import Watched, state
 from tests.support.ranks import Ranks
 
 FREED_S = 20.0
-"""Seconds in which an abort must free a member, which takes 0.01 s on an idle machine; the collectives' own timeout is 60 s."""
+"""Seconds in which an abort must free a member, which takes 0.01 s on an idle machine; the collectives' own
+timeout is 60 s.
+"""
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +44,9 @@ def own() -> Iterator[Ranks]:
 
 
 class Bystanders:
-    """Sockets of this process that no world may touch: a pair, and a TCP connection to a server that listens here."""
+    """Sockets of this process that no world may touch: a pair, and a TCP connection to a server that listens
+    here.
+    """
 
     def __init__(self) -> None:
         server = socket.create_server(("127.0.0.1", 0))
@@ -67,7 +73,9 @@ COLLECTIVES: dict[str, Callable[[World], object]] = {
     "all_reduce": lambda world: dist.all_reduce(torch.ones(1000)),
     "all_gather": lambda world: all_gather(torch.empty(world.size * 1000), torch.ones(1000)),
     "begun": lambda world: world.begin_all_gather(torch.empty(world.size * 1000), torch.ones(1000))(),
-    "all_to_all": lambda world: dist.all_to_all_single(torch.empty(world.size * 1000), torch.ones(world.size * 1000)),
+    "all_to_all": lambda world: dist.all_to_all_single(
+        torch.empty(world.size * 1000), torch.ones(world.size * 1000)
+    ),
 }
 
 
@@ -86,7 +94,8 @@ class Freed:
     bystanders: bool
     store: bool
     hanging: list[str]
-    """Collectives that torch's flight recorder showed as in flight, before the abort and in the next world."""
+    """Collectives that torch's flight recorder showed as in flight, before the abort and in the next world.
+    """
     next_sum: float
     """Result of an all-reduce of ones in the next world of the same processes."""
 
@@ -111,14 +120,25 @@ def survive(world: World, collective: str, victim: int, how: str, port: int) -> 
     stuck, hanging, began = thread.is_alive(), world.in_flight(), time.monotonic()
     shut = world.abort()
     thread.join(FREED_S)
-    found = Freed(stuck, not thread.is_alive(), time.monotonic() - began, "".join(errors), shut, bystanders.alive(), False, hanging, 0.0)
+    found = Freed(
+        stuck,
+        not thread.is_alive(),
+        time.monotonic() - began,
+        "".join(errors),
+        shut,
+        bystanders.alive(),
+        False,
+        hanging,
+        0.0,
+    )
     found.store = world.store.get("listening/0") is not None
     world.close()
     following = another(world, port, Layout(world.size - 1, 1))
     one = torch.ones(())
     dist.all_reduce(one)
     found.next_sum, found.bystanders = one.item(), found.bystanders and bystanders.alive()
-    found.hanging += [each for each in following.in_flight() if "all_reduce" not in each]  # its end may be recorded a moment later
+    # its end may be recorded a moment later
+    found.hanging += [each for each in following.in_flight() if "all_reduce" not in each]
     following.close()
     bystanders.close()
     return found
@@ -138,7 +158,14 @@ def suffer(how: str, port: int) -> None:
 
 def another(world: World, port: int, layout: Layout) -> World:
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-    formed = World.form(store, generation=world.generation + 1, layout=layout, rank=world.rank, device=world.device, form_s=FREED_S)
+    formed = World.form(
+        store,
+        generation=world.generation + 1,
+        layout=layout,
+        rank=world.rank,
+        device=world.device,
+        form_s=FREED_S,
+    )
     formed.connect(FREED_S, 60)
     return formed
 
@@ -152,13 +179,22 @@ def assert_freed(found: Freed, *, stuck: bool = True) -> None:
 
 
 def wait_for_the_dead(world: World, port: int) -> tuple[float, str, bool] | None:
-    """World rank 1 dies before the next world is connected; returns how long rank 0 waits, the cause, and whether abort helps.
+    """World rank 1 dies before the next world is connected; returns how long rank 0 waits, the cause, and
+    whether abort helps.
 
-    The store has a key ``waits`` when rank 0 begins to wait, and ``waited`` once it has seen whether the abort helps.
+    The store has a key ``waits`` when rank 0 begins to wait, and ``waited`` once it has seen whether the
+    abort helps.
     """
     world.close()
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-    formed = World.form(store, generation=world.generation + 1, layout=world.layout, rank=world.rank, device=world.device, form_s=FREED_S)
+    formed = World.form(
+        store,
+        generation=world.generation + 1,
+        layout=world.layout,
+        rank=world.rank,
+        device=world.device,
+        form_s=FREED_S,
+    )
     if world.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     store.set("waits", "")
@@ -176,14 +212,17 @@ def wait_for_the_dead(world: World, port: int) -> tuple[float, str, bool] | None
     formed.abort()
     thread.join(0.5)
     aborted = not thread.is_alive()
-    dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False).set("waited", "")  # the other client waits
+    # the other client waits
+    dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False).set("waited", "")
     thread.join(2 * FREED_S)
     formed.close()
     return time.monotonic() - began, "".join(errors), aborted
 
 
 def test_who_waits_for_a_member_that_died_before_it_was_connected(own: Ranks) -> None:
-    """No collective has begun, so no abort is needed, nor would it help (NCCL): the store ends, and whoever waits is free."""
+    """No collective has begun, so no abort is needed, nor would it help (NCCL): the store ends, and whoever
+    waits is free.
+    """
     later = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     own.start(Layout(2, 1), [0, 4], wait_for_the_dead, later.port)
     later.wait(["waits"], timedelta(seconds=PATIENCE_S))
@@ -196,8 +235,8 @@ def test_who_waits_for_a_member_that_died_before_it_was_connected(own: Ranks) ->
 
 
 def survivors_of_an_absent(own: Ranks, layout: Layout, what: str, hanging: str) -> list[Freed]:
-    """Returns what two members saw while a third one never took part in ``what``; they were freed from ``hanging``, the first after the
-    collective of ``connect()``.
+    """Returns what two members saw while a third one never took part in ``what``; they were freed from
+    ``hanging``, the first after the collective of ``connect()``.
     """
     later = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     own.start(layout, [0, 1, 2], survive, what, 2, "absent", later.port)
@@ -225,11 +264,14 @@ def test_a_member_that_never_begins_a_gather_that_is_under_way(own: Ranks) -> No
 def leave_it_under_way(world: World, port: int) -> tuple[list[str], float, str, float]:
     """World rank 1 never begins the gather that rank 0 has begun, and nobody waits for it.
 
-    Returns what was in flight, how long it took to abort and to leave the world, the cause that a wait and another begin give, and a sum of
-    the next world.
+    Returns what was in flight, how long it took to abort and to leave the world, the cause that a wait and
+    another begin give, and a sum of the next world.
     """
     begun = world.begin_all_gather(torch.empty(2000), torch.ones(1000)) if world.rank == 0 else None
-    until(lambda: not [each for each in world.in_flight() if "all_reduce" in each], what="the end of the first sum is not recorded")
+    until(
+        lambda: not [each for each in world.in_flight() if "all_reduce" in each],
+        what="the end of the first sum is not recorded",
+    )
     hanging, causes = world.in_flight(), []
     world.store.set(f"has begun {world.rank}", "")
     world.store.wait(["has begun 0", "has begun 1"], timedelta(seconds=PATIENCE_S))
@@ -285,12 +327,21 @@ def test_a_killed_member(own: Ranks) -> None:
 
 
 def meet_after_a_failure(world: World, first: int, second: int) -> float:
-    """World rank 0 waits in vain for a world that never forms; returns a sum of the next world, whose other member knows nothing of it."""
+    """World rank 0 waits in vain for a world that never forms; returns a sum of the next world, whose other
+    member knows nothing of it.
+    """
     world.close()
     if world.rank == 0:
         store = dist.TCPStore("127.0.0.1", first, is_master=False, wait_for_workers=False)
         with pytest.raises(dist.DistError):
-            World.form(store, generation=world.generation + 1, layout=Layout(2, 1), rank=0, device=world.device, form_s=0.2)
+            World.form(
+                store,
+                generation=world.generation + 1,
+                layout=Layout(2, 1),
+                rank=0,
+                device=world.device,
+                form_s=0.2,
+            )
     following = another(world, second, Layout(2, 1))
     one = torch.ones(())
     dist.all_reduce(one)
@@ -299,8 +350,8 @@ def meet_after_a_failure(world: World, first: int, second: int) -> float:
 
 
 def test_a_world_that_never_met_leaves_nothing_that_parts_its_members_from_newcomers(ranks: Ranks) -> None:
-    """PyTorch numbers groups by attempts: if only some members had counted an attempt, the next world's members would wait under different
-    names."""
+    """PyTorch numbers groups by attempts: if only some members had counted an attempt, the next world's
+    members would wait under different names."""
     stores = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in range(2)]
     assert ranks.run(Layout(2, 1), meet_after_a_failure, *(store.port for store in stores)) == [2.0, 2.0]
 
@@ -349,7 +400,10 @@ def test_n3_the_members_meet_with_a_number_of_store_keys_that_grows_with_them(me
         thread.start()
     for thread in threads:
         thread.join()
-    assert all(found[rank] == {("10.0.0.1", other) for other in range(members) if other != rank} for rank in range(members))
+    assert all(
+        found[rank] == {("10.0.0.1", other) for other in range(members) if other != rank}
+        for rank in range(members)
+    )
     assert store.keys <= 7 * members
 
 
@@ -361,8 +415,12 @@ def test_n3_nobody_goes_on_before_the_last_member_has_come() -> None:
 
 
 def test_a_world_that_was_aborted_before_it_connected_does_not_connect() -> None:
-    """An abort finds no communicator that is still being made: whoever makes it leaves when it is there, and trains in no aborted world."""
-    world = World.form(dist.HashStore(), generation=1, layout=Layout(), rank=0, device=torch.device("cpu"), form_s=PATIENCE_S)
+    """An abort finds no communicator that is still being made: whoever makes it leaves when it is there, and
+    trains in no aborted world.
+    """
+    world = World.form(
+        dist.HashStore(), generation=1, layout=Layout(), rank=0, device=torch.device("cpu"), form_s=PATIENCE_S
+    )
     try:
         world.abort()
         with pytest.raises(WorldBroken, match="generation 1 was aborted while it connected"):
@@ -371,8 +429,12 @@ def test_a_world_that_was_aborted_before_it_connected_does_not_connect() -> None
         world.close()
 
 
-def test_nothing_is_queued_after_an_abort_and_an_abort_waits_for_what_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """NCCL would end a group whose communicator is freed.  An exchange that itself waits for the abort is freed all the same."""
+def test_nothing_is_queued_after_an_abort_and_an_abort_waits_for_what_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """NCCL would end a group whose communicator is freed.  An exchange that itself waits for the abort is
+    freed all the same.
+    """
     world, order = World.alone(torch.device("cpu")), list[str]()
     aborts = threading.Thread(target=lambda: (world.abort(), order.append("aborted")))
 
@@ -383,7 +445,9 @@ def test_nothing_is_queued_after_an_abort_and_an_abort_waits_for_what_is(monkeyp
         return []
 
     shut_down = sockets.shut_down
-    monkeypatch.setattr(sockets, "shut_down", lambda *ports: (order.append("shut down"), shut_down(*ports))[1])
+    monkeypatch.setattr(
+        sockets, "shut_down", lambda *ports: (order.append("shut down"), shut_down(*ports))[1]
+    )
     monkeypatch.setattr(dist, "batch_isend_irecv", queued)
     operations: list[dist.P2POp] = [None]  # type: ignore[list-item]  # only the double sees it
     try:

@@ -1,4 +1,6 @@
-"""Stages of ZeRO (Rajbhandari and others 2020): what members share, what they send for it, and that nothing else depends on it."""
+"""Stages of ZeRO (Rajbhandari and others 2020): what members share, what they send for it, and that nothing
+else depends on it.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ class Narrow(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(29, 16, dtype=torch.bfloat16)
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 2), nn.Tanh(), nn.Linear(2, 16)).bfloat16() for _ in range(2))
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, 2), nn.Tanh(), nn.Linear(2, 16)).bfloat16() for _ in range(2)
+        )
         self.head = nn.Linear(16, 29, dtype=torch.bfloat16)
 
     def init_weights(self) -> None:
@@ -50,9 +54,16 @@ class Narrow(nn.Module):
 
 
 def test_a_model_in_bf16_with_fewer_rows_than_shards(ranks: Ranks, tmp_path: Path) -> None:
-    """Gradients get the dtype of the parameters, as FSDP2 gives it to them.  The control: another seed gives other bits."""
-    kinds = {kind: {"model": f"{__name__}:Narrow", "model_args": {}, "optim": {"kind": kind, "lr": 1e-2}} for kind in ("adamw", "muon")}
-    jobs = [staged(tmp_path / f"{kind} {zero}", zero, **own) for kind, own in kinds.items() for zero in (1, 2, 3)]
+    """Gradients get the dtype of the parameters, as FSDP2 gives it to them.  The control: another seed gives
+    other bits.
+    """
+    kinds = {
+        kind: {"model": f"{__name__}:Narrow", "model_args": {}, "optim": {"kind": kind, "lr": 1e-2}}
+        for kind in ("adamw", "muon")
+    }
+    jobs = [
+        staged(tmp_path / f"{kind} {zero}", zero, **own) for kind, own in kinds.items() for zero in (1, 2, 3)
+    ]
     worlds = [each.hash for each in train_each(ranks, jobs, Layout(1, 3), 2)]
     for (kind, own), found in zip(kinds.items(), (worlds[:3], worlds[3:]), strict=True):
         assert found == [train_here(staged(tmp_path / kind, 0, **own), 2).hash] * 3
@@ -60,17 +71,21 @@ def test_a_model_in_bf16_with_fewer_rows_than_shards(ranks: Ranks, tmp_path: Pat
 
 
 def test_library_sums_over_shards_and_replicas(ranks: Ranks, tmp_path: Path) -> None:
-    """Losses and norms agree in every stage.  The control: without the sum over replicas the norm would be another."""
+    """Losses and norms agree in every stage.  The control: without the sum over replicas the norm would be
+    another.
+    """
     alone, *jobs = (staged(tmp_path / str(zero), zero, reproducible=False) for zero in (0, 1, 2, 3))
     trained = [train_here(alone, 2), *train_each(ranks, jobs, Layout(2, 2), 2)]
-    one, *found = ([value for outcome in each.outcomes for value in (outcome.loss, outcome.norm)] for each in trained)
+    one, *found = (
+        [value for outcome in each.outcomes for value in (outcome.loss, outcome.norm)] for each in trained
+    )
     for each in found:
         assert each == pytest.approx(one, rel=1e-4)
 
 
 def stepping(world: World, job: Job) -> tuple[Calls, int, float, str]:
-    """Returns the collectives of a step's rounds, the bytes of tensors at their end beyond those before the run, and the loss of the
-    step before, with the hash of this member's shard after it.
+    """Returns the collectives of a step's rounds, the bytes of tensors at their end beyond those before the
+    run, and the loss of the step before, with the hash of this member's shard after it.
     """
     before = living()
     with member(world, job, Version(0, 0), prefetch=0) as me:
@@ -94,11 +109,13 @@ def living() -> int:
 
 @pytest.mark.parametrize("members", [2, 4])
 def test_a_stage_shares_and_sends_what_it_promises(ranks: Ranks, tmp_path: Path, members: int) -> None:
-    """C2, C3, C4: bytes of live storages a parameter and member, and bytes sent a parameter, with bf16 and sums in float32; losses agree.
+    """C2, C3, C4: bytes of live storages a parameter and member, and bytes sent a parameter, with bf16 and
+    sums in float32; losses agree.
 
-    Before a commit a member has 4 bytes of the weights, 8 of the moments and 4 of the sums for each parameter that it updates, and 2 for
-    each with which it computes.  Stage 1 sends gradients once a step and not in each of ``rounds``; a member sends the part
-    (``members`` - 1) / ``members`` of what is gathered or scattered.  The control: stages differ by more than the tolerance.
+    Before a commit a member has 4 bytes of the weights, 8 of the moments and 4 of the sums for each parameter
+    that it updates, and 2 for each with which it computes.  Stage 1 sends gradients once a step and not in
+    each of ``rounds``; a member sends the part (``members`` - 1) / ``members`` of what is gathered or
+    scattered.  The control: stages differ by more than the tolerance.
     """
     rounds, share = 4 // members, 1 / members
     job = staged(tmp_path, 0, **FREE)
@@ -136,11 +153,15 @@ def after_rounds(world: World, job: Job) -> list[int]:
 
 
 def test_stage_3_keeps_one_sum_of_gradients_from_round_to_round(ranks: Ranks, tmp_path: Path) -> None:
-    """C4: 16 bytes a parameter, shared by all, after each of two rounds: FSDP2's own result of a round is not kept beside the sum."""
+    """C4: 16 bytes a parameter, shared by all, after each of two rounds: FSDP2's own result of a round is not
+    kept beside the sum.
+    """
     job = staged(tmp_path, 3)
     count = sum(parameter.numel() for parameter in build_model(job, builder_of(job)).parameters())
     found, _ = ranks.run(Layout(1, 2), after_rounds, job)
-    assert [each / count for each in found] == pytest.approx([16 / 2] * len(found), rel=0.05) and len(found) > 1
+    assert [each / count for each in found] == pytest.approx([16 / 2] * len(found), rel=0.05) and len(
+        found
+    ) > 1
 
 
 @pytest.mark.fast
@@ -161,5 +182,11 @@ def test_a_stage_says_what_is_cut(parallel: dict[str, Any], worlds: list[str]) -
 @pytest.mark.fast
 @pytest.mark.parametrize("cut", ["dp_shard", "min_shard"])
 def test_stage_0_with_shards_is_refused(cut: str) -> None:
-    with pytest.raises(JobError, match=rf"parallel\.zero = 0 shares nothing, and parallel\.{cut} = 2; leave one of them out"):
+    with pytest.raises(
+        JobError,
+        match=(
+            rf"parallel\.zero = 0 shares nothing, and parallel\.{cut} = 2; leave "
+            r"one of them out"
+        ),
+    ):
         small_job("/nowhere", parallel={"zero": 0, cut: 2}, workers={"max": 4})

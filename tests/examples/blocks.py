@@ -1,4 +1,5 @@
-"""Reads the fenced blocks of a page, and runs them one after the other in a folder of the page, as a reader would.
+"""Reads the fenced blocks of a page, and runs them one after the other in a folder of the page, as a reader
+would.
 
 The word after the fence says what is done with a block:
 
@@ -10,11 +11,12 @@ The word after the fence says what is done with a block:
 | ``python file=NAME``, ``toml file=NAME`` | is written to that file, for the blocks after it |
 | ``text`` | is never run: a picture, or a form |
 
-Two words may follow: ``full`` (the block, with all after it on the page, is run by ``pytest -m full`` only) and ``norun`` (it is not run;
-the line before the fence must then be a comment ``<!-- not run: why -->``).
+Two words may follow: ``full`` (the block, with all after it on the page, is run by ``pytest -m full`` only)
+and ``norun`` (it is not run; the line before the fence must then be a comment ``<!-- not run: why -->``).
 
-Clocks, rates and numbers with a decimal point may differ from what the page shows, since they depend on the machine.  Within a line ``…``
-stands for anything, and a line ``…`` for any number of lines.  A command must end with code 0, or with 3 if ``# exit 3`` follows it.
+Clocks, rates and numbers with a decimal point may differ from what the page shows, since they depend on the
+machine.  Within a line ``…`` stands for anything, and a line ``…`` for any number of lines.  A command must
+end with code 0, or with 3 if ``# exit 3`` follows it.
 """
 
 from __future__ import annotations
@@ -49,7 +51,9 @@ class Wrong(Exception):
 
 @dataclass(frozen=True)
 class Block:
-    """One fenced block.  ``line`` is the line of its fence, from 1; ``before`` is the last line that is not empty before it."""
+    """One fenced block.  ``line`` is the line of its fence, from 1; ``before`` is the last line that is not
+    empty before it.
+    """
 
     page: str
     line: int
@@ -76,7 +80,9 @@ class Block:
 
 
 def blocks_of(text: str, page: str) -> list[Block]:
-    """Return the blocks of a page in order.  Raises :class:`Wrong` for one whose fence does not say what is done with it."""
+    """Return the blocks of a page in order.  Raises :class:`Wrong` for one whose fence does not say what is
+    done with it.
+    """
     found: list[Block] = []
     before, inside, lines = "", None, list[str]()
     for number, line in enumerate(text.splitlines(), 1):
@@ -90,7 +96,9 @@ def blocks_of(text: str, page: str) -> list[Block]:
             inside, lines = (number, fence[1].split()), []
         else:
             start, (language, *words) = inside[0], inside[1] or [""]
-            found.append(Block(page, start, language, tuple(words), before, "".join(f"{each}\n" for each in lines)))
+            found.append(
+                Block(page, start, language, tuple(words), before, "".join(f"{each}\n" for each in lines))
+            )
             inside, before = None, line
     if inside is not None:
         raise Wrong(f"{page}:{inside[0]}: the block has no end")
@@ -102,10 +110,14 @@ def blocks_of(text: str, page: str) -> list[Block]:
 def _check(block: Block) -> None:
     if block.language not in (*RUN, "text"):
         raise Wrong(f"{block.place}: {block.language!r} is none of {', '.join(RUN)}, text")
-    if unknown := [word for word in block.words if word not in ("full", "norun") and not word.startswith("file=")]:
+    if unknown := [
+        word for word in block.words if word not in ("full", "norun") and not word.startswith("file=")
+    ]:
         raise Wrong(f"{block.place}: {unknown[0]!r} is no word of a block")
     if not block.runs and block.language != "text" and not REASON.match(block.before):
-        raise Wrong(f"{block.place}: a block that is not run needs a comment before it: <!-- not run: why -->")
+        raise Wrong(
+            f"{block.place}: a block that is not run needs a comment before it: <!-- not run: why -->"
+        )
     if block.language == "toml" and block.runs and not block.file:
         raise Wrong(f"{block.place}: a toml block needs file=NAME, or norun")
     if block.language == "console" and not commands_of(block.text):
@@ -118,14 +130,18 @@ def commands_of(text: str) -> list[tuple[str, int, list[str]]]:
     for line in text.splitlines():
         if line.startswith("$ "):
             code = EXIT.search(line)
-            found.append((EXIT.sub("", line.removeprefix("$ ")).partition("   # ")[0], int(code[1]) if code else 0, []))
+            found.append(
+                (EXIT.sub("", line.removeprefix("$ ")).partition("   # ")[0], int(code[1]) if code else 0, [])
+            )
         elif found:
             found[-1][2].append(line)
     return found
 
 
 def run_page(blocks: list[Block], folder: Path, *, full: bool, warm: Warm | None = None) -> None:
-    """Run the blocks of one page in ``folder``; without ``full``, up to the first that only ``-m full`` runs.  Raises :class:`Wrong`."""
+    """Run the blocks of one page in ``folder``; without ``full``, up to the first that only ``-m full`` runs.
+    Raises :class:`Wrong`.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     shell = Shell(folder, warm)
     for block in blocks:
@@ -157,8 +173,12 @@ def _run(command: str, code: int, expected: list[str] | None, block: Block, shel
 
 
 def matches(expected: list[str], printed: str) -> bool:
-    """Return whether a command printed the ``expected`` lines.  Nothing expected means that anything may be printed."""
-    pattern = "".join(r"(?:.*\n)*" if line.strip() == "…" else _line(line) + r"\n" for line in expected if line.strip())
+    """Return whether a command printed the ``expected`` lines.  Nothing expected means that anything may be
+    printed.
+    """
+    pattern = "".join(
+        r"(?:.*\n)*" if line.strip() == "…" else _line(line) + r"\n" for line in expected if line.strip()
+    )
     text = "".join(f"{WAITED.sub('', line).rstrip()}\n" for line in printed.splitlines() if line.strip())
     return not pattern or re.fullmatch(pattern, text) is not None
 
@@ -169,8 +189,15 @@ def _line(line: str) -> str:
 
 
 def _parts(line: str) -> Iterator[str]:
-    flops = r"(?:, [\d.]+ TFLOP/s a worker)?"  # they are not shown of a machine so busy that they are next to nothing
-    volatile = {"clock": r"\d\d:\d\d:\d\d", "flops": flops, "rate": r"[\d,]+", "number": r"\d+\.\d+(?:e[+-]\d+)?", "any": ".*"}
+    # they are not shown of a machine so busy that they are next to nothing
+    flops = r"(?:, [\d.]+ TFLOP/s a worker)?"
+    volatile = {
+        "clock": r"\d\d:\d\d:\d\d",
+        "flops": flops,
+        "rate": r"[\d,]+",
+        "number": r"\d+\.\d+(?:e[+-]\d+)?",
+        "any": ".*",
+    }
     at = 0
     for found in VOLATILE.finditer(line):
         yield re.escape(line[at : found.start()])
@@ -180,7 +207,9 @@ def _parts(line: str) -> Iterator[str]:
 
 
 class Shell:
-    """Runs commands in a folder in which ``elastic`` and ``python`` are those of this checkout, and forks of ``warm`` if it is given."""
+    """Runs commands in a folder in which ``elastic`` and ``python`` are those of this checkout, and forks of
+    ``warm`` if it is given.
+    """
 
     def __init__(self, folder: Path, warm: Warm | None = None) -> None:
         self.folder = folder
@@ -192,7 +221,12 @@ class Shell:
             (programs / name).chmod(0o755)
         ours = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
         ours |= {"RAY_worker_niceness": "0"}  # as in ``tests/support/clusters.py``
-        self.environment = {**ours, "PATH": f"{programs}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+        self.environment = {
+            **ours,
+            "PATH": f"{programs}:{os.environ['PATH']}",
+            "PYTHONPATH": str(ROOT),
+            "PYTHONUNBUFFERED": "1",
+        }
         self.environment |= {SOCKET: warm.path} if warm is not None else {}
 
     def run(self, command: str) -> tuple[int, str]:

@@ -1,4 +1,6 @@
-"""The guide's table of commands has every command and every option of `elastic train`, as the command line itself lists them."""
+"""The guide's table of commands has every command and every option of `elastic train`, as the command line
+itself lists them.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,11 @@ def told(page: str) -> set[str]:
     found = set[str]()
     for row in re.findall(r"(?m)^\| (`elastic .*?) \| ", page):
         for command, more in re.findall(r"`elastic (\w+)((?: [a-z]+(?:\\\|[a-z]+)*)?)(?![\w.])", row):
-            found |= {f"{command} {each}" for each in more.strip().split("\\|")} if command in GROUPS else {command}
+            found |= (
+                {f"{command} {each}" for each in more.strip().split("\\|")}
+                if command in GROUPS
+                else {command}
+            )
     return found
 
 
@@ -49,7 +55,10 @@ def test_the_guide_has_every_command(capsys: Shown) -> None:
 
 
 def test_the_table_has_every_option_of_train(capsys: Shown) -> None:
-    options = set(re.findall(r"--[a-z-]+", helped(capsys, "train").partition("\n\n")[0])) - {"--section", "--help"}
+    options = set(re.findall(r"--[a-z-]+", helped(capsys, "train").partition("\n\n")[0])) - {
+        "--section",
+        "--help",
+    }
     long = {"--quiet" if each == "-q" else each for each in options}
     rows = "".join(re.findall(r"(?m)^\| `elastic train .*", GUIDE.read_text()))
     assert {"--prints", "--accept-code", "--again", "--resume"} <= long

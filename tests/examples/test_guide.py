@@ -1,4 +1,6 @@
-"""Every block of the README and of the guide that can run here is run in order, as a reader would, and must print what the page shows."""
+"""Every block of the README and of the guide that can run here is run in order, as a reader would, and must
+print what the page shows.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,14 @@ def read(page: Path) -> list[Block]:
     return blocks_of(page.read_text(encoding="utf-8"), page.name)
 
 
-RUN = [page for page in (README, *PAGES) if any(block.runs and not block.full and not block.file for block in read(page))]
-"""The pages of which something is run by default.  Each block is read, and refused where it breaks the rules, when this is imported."""
+RUN = [
+    page
+    for page in (README, *PAGES)
+    if any(block.runs and not block.full and not block.file for block in read(page))
+]
+"""The pages of which something is run by default.  Each block is read, and refused where it breaks the rules,
+when this is imported.
+"""
 FULL = [page for page in (README, *PAGES) if any(block.full for block in read(page))]
 
 
@@ -43,7 +51,9 @@ def test_the_readme_shows_the_files_of_examples() -> None:
 @pytest.mark.fast
 def test_the_guide_has_the_pages_that_the_readme_names() -> None:
     text = README.read_text(encoding="utf-8")
-    assert {page.name for page in PAGES} == {page.name for page in PAGES if f"(examples/guide/{page.name})" in text}
+    assert {page.name for page in PAGES} == {
+        page.name for page in PAGES if f"(examples/guide/{page.name})" in text
+    }
 
 
 GOOD = """
@@ -64,9 +74,19 @@ def run(text: str, folder: Path) -> None:
 @pytest.mark.fast
 def test_a_block_that_does_what_it_says_passes(tmp_path: Path) -> None:
     run(GOOD, tmp_path)
-    run("```sh\ntrue\n```\n```python file=mine.py\nX = 3\n```\n```python\nimport mine\nassert mine.X == 3\n```\n", tmp_path)
     run(
-        "```console\n$ seq 9\n1\n…\n8\n9\n```\n<!-- not run: it would fail -->\n```sh norun\nfalse\n```\n```text\nanything\n```\n", tmp_path
+        (
+            "```sh\ntrue\n```\n```python file=mine.py\nX = 3\n```\n```python\nimport mine\nassert mine.X == "
+            "3\n```\n"
+        ),
+        tmp_path,
+    )
+    run(
+        (
+            "```console\n$ seq 9\n1\n…\n8\n9\n```\n<!-- not run: it would fail -->\n```sh "
+            "norun\nfalse\n```\n```text\nanything\n```\n"
+        ),
+        tmp_path,
     )
     run("```console full\n$ false\n```\n```console\n$ false\n```\n", tmp_path)
 
@@ -121,8 +141,12 @@ def test_elastic_is_this_checkout(tmp_path: Path) -> None:
 @pytest.mark.fast
 def test_what_may_differ_and_what_may_not() -> None:
     line = "07:05:20 step   200/200  loss 0.0065      3,704 tokens/s  lr 3.00e-03"
-    assert matches([line], line.replace("07:05:20", "23:59:59").replace("0.0065", "1.25").replace("3,704", "99"))
+    assert matches(
+        [line], line.replace("07:05:20", "23:59:59").replace("0.0065", "1.25").replace("3,704", "99")
+    )
     assert matches([line], f"{line}  local waits 31% for data")
     assert not matches([line], line.replace("200/200", "199/200"))
     assert not matches([line], line.replace("loss", "gain"))
-    assert not matches([line], line.replace("tokens/s", "terms/s")) and matches(["3 terms/s"], "1,234 terms/s")
+    assert not matches([line], line.replace("tokens/s", "terms/s")) and matches(
+        ["3 terms/s"], "1,234 terms/s"
+    )

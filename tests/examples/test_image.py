@@ -1,4 +1,6 @@
-"""A model of images, with BatchNorm, trains as plain torch does, and its accuracy on images kept aside is measured."""
+"""A model of images, with BatchNorm, trains as plain torch does, and its accuracy on images kept aside is
+measured.
+"""
 
 from __future__ import annotations
 
@@ -30,19 +32,36 @@ HERE = "examples.image"
 
 def job_of(bucket: Path, **settings: Any) -> Job:
     """Returns the job of the example, with few small steps."""
-    names = {"model": f"{HERE}:Net", "loss": f"{HERE}:loss", "data.dataset": f"{HERE}:Stripes", "validation.dataset": f"{HERE}:Stripes"}
-    few = {"steps": STEPS, "global_batch": 32, "microbatch": 8, "model_args.width": 4, "validation.every": 2, "validation.samples": 30}
+    names = {
+        "model": f"{HERE}:Net",
+        "loss": f"{HERE}:loss",
+        "data.dataset": f"{HERE}:Stripes",
+        "validation.dataset": f"{HERE}:Stripes",
+    }
+    few = {
+        "steps": STEPS,
+        "global_batch": 32,
+        "microbatch": 8,
+        "model_args.width": 4,
+        "validation.every": 2,
+        "validation.samples": 30,
+    }
     return Job.load(FILE, {"bucket": str(bucket), **names, **few, "checkpoint.save_every": 2, **settings})
 
 
 def judged(job: Job, seed: int = 0) -> tuple[list[float], dict[int, float]]:
-    """Trains with torch alone, one microbatch after the other; returns the losses, and the parts of wrong answers after steps."""
+    """Trains with torch alone, one microbatch after the other; returns the losses, and the parts of wrong
+    answers after steps.
+    """
     torch.manual_seed(0)
     model = image.Net(**job.model_args)
     model.init_weights()  # as the engine does, after the constructor
     decay = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
     others = [parameter for parameter in model.parameters() if parameter.dim() < 2]
-    groups = [{"params": decay, "weight_decay": job.optim.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    groups = [
+        {"params": decay, "weight_decay": job.optim.weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
     optimizer = torch.optim.AdamW(groups, lr=job.optim.lr, betas=job.optim.betas)
     data, aside = image.Stripes(**job.data.args), image.Stripes(**job.validation.args)
     cursor, losses, wrong = Cursor(len(data), int(job.global_batch), seed), list[float](), dict[int, float]()
@@ -69,15 +88,20 @@ def judged(job: Job, seed: int = 0) -> tuple[list[float], dict[int, float]]:
 def test_an_image_model_trains_as_with_plain_torch_in_every_layout(
     tmp_path: Path, ranks: Ranks, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The losses and the accuracy are those of torch, whose norms see one microbatch after the other, and its speed is told in samples.
+    """The losses and the accuracy are those of torch, whose norms see one microbatch after the other, and its
+    speed is told in samples.
 
-    The bits are the same for two workers, with whole and with cut state.  The control: torch draws other samples.
+    The bits are the same for two workers, with whole and with cut state.  The control: torch draws other
+    samples.
     """
     job = job_of(tmp_path / "a", **{"schedule.kind": "constant"})
     result = launch(job, local=True)
     losses, wrong = judged(job)
     torch.testing.assert_close([*result.losses.values()], losses, rtol=1e-4, atol=1e-5)
-    assert result.validations == pytest.approx({step: wrong[step] for step in result.validations}) and len(set(wrong.values())) > 2
+    assert (
+        result.validations == pytest.approx({step: wrong[step] for step in result.validations})
+        and len(set(wrong.values())) > 2
+    )
     with pytest.raises(AssertionError):
         torch.testing.assert_close([*result.losses.values()], judged(job, 1)[0], rtol=1e-3, atol=1e-5)
     told = capsys.readouterr().out
@@ -104,6 +128,11 @@ def test_the_images_are_functions_of_their_numbers() -> None:
     together = data.read((3, 1, 39))
     for row, number in enumerate((3, 1, 39)):
         alone = image.Stripes(100 + number, 1).read((0,))
-        assert torch.equal(alone["image"][0], together["image"][row]) and alone["label"][0] == together["label"][row]
+        assert (
+            torch.equal(alone["image"][0], together["image"][row])
+            and alone["label"][0] == together["label"][row]
+        )
     assert torch.bincount(data.read(range(40))["label"]).tolist() == [4] * 10
-    assert read_toml(FILE)["data"]["args"]["count"] == 4096 == read_toml(FILE)["validation"]["args"]["first"], "none is in both"
+    assert (
+        read_toml(FILE)["data"]["args"]["count"] == 4096 == read_toml(FILE)["validation"]["args"]["first"]
+    ), "none is in both"

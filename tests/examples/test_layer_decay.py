@@ -55,7 +55,9 @@ def test_a_step_of_each_layer_is_so_much_smaller(tmp_path: Path, capsys: pytest.
     for name, start in begun.items():
         part = next((part for prefix, part in parts.items() if name.startswith(prefix)), None)
         if part is None:
-            assert name == "norm.weight" and torch.equal(whole[name], start) and torch.equal(half[name], start)
+            assert (
+                name == "norm.weight" and torch.equal(whole[name], start) and torch.equal(half[name], start)
+            )
             continue
         assert not torch.equal(whole[name], start)
         torch.testing.assert_close(half[name] - start, (whole[name] - start) * part, rtol=1e-3, atol=1e-6)

@@ -47,7 +47,9 @@ def test_a12_a_space_has_a_grid_and_random_draws() -> None:
     from examples.search import space_of
 
     space = space_of(["model_args.layers=2,4", "optim.kind='sgd','adamw'"], ["optim.lr=1e-4..1e-2"])
-    assert space["model_args.layers"] == {"grid_search": [2, 4]} and space["optim.kind"] == {"grid_search": ["sgd", "adamw"]}
+    assert space["model_args.layers"] == {"grid_search": [2, 4]} and space["optim.kind"] == {
+        "grid_search": ["sgd", "adamw"]
+    }
     draw = space["optim.lr"]
     assert isinstance(draw, Float) and (draw.lower, draw.upper) == (1e-4, 1e-2)
     drawn = {draw.sample() for _ in range(100)}
@@ -58,17 +60,30 @@ def test_a12_a_space_has_a_grid_and_random_draws() -> None:
 def test_a12_a_killed_trial_loses_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A12: three real runs, three rows, the best by validation loss.
 
-    The process of one trial gets SIGKILL; Tune starts it again, and it goes on with its run.  The judge of the best is another process that
-    measures the checkpoint on the held-out samples.  The control: an earlier one loses something else.
+    The process of one trial gets SIGKILL; Tune starts it again, and it goes on with its run.  The judge of
+    the best is another process that measures the checkpoint on the held-out samples.  The control: an earlier
+    one loses something else.
     """
     (tmp_path / "text").mkdir()
     for number in range(40):
-        (tmp_path / "text" / f"{number}.txt").write_text(" ".join(f"{number * word % 97} is a word" for word in range(60)))
+        (tmp_path / "text" / f"{number}.txt").write_text(
+            " ".join(f"{number * word % 97} is a word" for word in range(60))
+        )
     prepare(tmp_path / "text", str(tmp_path / "data"), (".txt",), held_out=0.2)
     (tmp_path / "job.toml").write_text(JOB.format(steps=24))
-    words = [sys.executable, str(ROOT / "examples" / "search.py"), "job.toml", "--grid", "optim.lr=1e-4,3e-3,1e-2", "--at-once", "3"]
+    words = [
+        sys.executable,
+        str(ROOT / "examples" / "search.py"),
+        "job.toml",
+        "--grid",
+        "optim.lr=1e-4,3e-3,1e-2",
+        "--at-once",
+        "3",
+    ]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))}
-    command = subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+    command = subprocess.Popen(
+        words, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+    )
     killed: list[int] = []
     thread = threading.Thread(target=kill_a_trial, args=(command.pid, tmp_path / "out", killed))
     thread.start()
@@ -87,14 +102,20 @@ def test_a12_a_killed_trial_loses_no_other(tmp_path: Path, monkeypatch: pytest.M
 
 
 def kill_a_trial(driver: int, bucket: Path, killed: list[int]) -> None:
-    """Sends SIGKILL to a process that follows a trial, of the cluster of process ``driver``, once a run has begun."""
+    """Sends SIGKILL to a process that follows a trial, of the cluster of process ``driver``, once a run has
+    begun.
+    """
     until = time.monotonic() + PATIENCE_S
     while time.monotonic() < until and not killed:
         time.sleep(0.05)
         if not [*bucket.glob("trial-*/owner/000001.json")]:
             continue
         for entry in Path("/proc").iterdir():
-            if entry.name.isdigit() and b"ImplicitFunc.train" in command_line(entry) and is_under(int(entry.name), driver):
+            if (
+                entry.name.isdigit()
+                and b"ImplicitFunc.train" in command_line(entry)
+                and is_under(int(entry.name), driver)
+            ):
                 os.kill(int(entry.name), signal.SIGKILL)
                 killed.append(int(entry.name))
                 return

@@ -4,7 +4,8 @@
     python -m tests.golden.make runs          # runs on real clusters: their hashes, journals, and one checkpoint
     python -m tests.golden.make simulator     # what the simulator saw
 
-It refuses to name a commit whose product is changed in the working tree.  Hashes of other kinds of machines are kept.
+It refuses to name a commit whose product is changed in the working tree.  Hashes of other kinds of machines
+are kept.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ SMALL, LARGE = (LOCAL, "2x1", "1x2", "2x2", "1x3"), (LOCAL, "2x1", "1x2")
 LAYOUTS = {"quickstart": LARGE, "text": LARGE, "kills": LARGE}
 RUNS = ("undisturbed", "killed", "shards", "coordinator", "stopped")
 NEWEST = 5
-"""The ``numerics`` of the golden jobs and runs, of which ``hashes`` writes an entry; the entry of an earlier number stays as it is."""
+"""The ``numerics`` of the golden jobs and runs, of which ``hashes`` writes an entry; the entry of an earlier
+number stays as it is.
+"""
 
 
 def commit() -> str:
@@ -40,7 +43,9 @@ def commit() -> str:
 
 
 def _git(*arguments: str) -> str:
-    return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    return subprocess.run(
+        ["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.strip()
 
 
 def write(name: str, value: Any) -> None:
@@ -55,10 +60,14 @@ def read(name: str) -> Any:
 
 
 def hashes() -> None:
-    """Runs every golden job in its layouts.  Raises AssertionError where two layouts of one job end with two hashes."""
+    """Runs every golden job in its layouts.  Raises AssertionError where two layouts of one job end with two
+    hashes.
+    """
     made_at = commit()
     layouts = {name: LAYOUTS.get(name, SMALL) for name in read("jobs.json")}
-    requests: list[Request] = [(name, layout, {"numerics": NEWEST}) for name in layouts for layout in layouts[name]]
+    requests: list[Request] = [
+        (name, layout, {"numerics": NEWEST}) for name in layouts for layout in layouts[name]
+    ]
     answer = ask(requests)
     for (name, layout, _), value in zip(requests, answer["hashes"], strict=True):
         keep(made_at, answer["kinds"][name], name, value, (layout,))
@@ -88,7 +97,11 @@ def runs() -> None:
         kinds = ask([(job, LOCAL, {}) for job in sorted(set(JOBS.values()))])["kinds"]
         for name in RUNS:
             keep(made_at, kinds[JOBS[name]], JOBS[name], found[name], (f"run {name}",))
-            pack(folder / name / "bucket" / name, f"journals/{name}.tar.gz", without=(".safetensors", ".parquet", ".log"))
+            pack(
+                folder / name / "bucket" / name,
+                f"journals/{name}.tar.gz",
+                without=(".safetensors", ".parquet", ".log"),
+            )
             told[name] = facts(folder / name / "bucket", name)
         pack(folder / "stopped" / CHECKPOINT / "stopped", "checkpoint.tar.gz", without=(".log",))
     write("journals.json", told)
@@ -115,7 +128,9 @@ def pack(run: Path, name: str, without: tuple[str, ...]) -> None:
 
 
 def unpack(name: str, bucket: Path) -> Any:
-    """Unpacks a kept run into ``bucket``; returns its job, which names that bucket, and whose samples wait for no gate any more."""
+    """Unpacks a kept run into ``bucket``; returns its job, which names that bucket, and whose samples wait
+    for no gate any more.
+    """
     from elastic.job import Job
 
     with tarfile.open(HERE / name) as archive:
@@ -128,7 +143,9 @@ def unpack(name: str, bucket: Path) -> Any:
 
 
 def facts(bucket: Path, name: str) -> dict[str, Any]:
-    """Returns what the journal of a run says: how much was decided, which steps count and with which losses, how it ended."""
+    """Returns what the journal of a run says: how much was decided, which steps count and with which losses,
+    how it ended.
+    """
     from elastic.journal import codec
     from elastic.report.ledger import ledger
     from storage import journal

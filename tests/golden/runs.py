@@ -1,9 +1,11 @@
-"""Golden runs on real clusters: workers and coordinators that are killed, a stop, a resumption.  Each ends with a golden hash.
+"""Golden runs on real clusters: workers and coordinators that are killed, a stop, a resumption.  Each ends
+with a golden hash.
 
     python -m tests.golden.runs FOLDER undisturbed killed shards coordinator stopped
 
-performs them in one Ray cluster on this machine, each with the bucket ``FOLDER/<name>/bucket``, and prints one JSON object: hash by run.
-``make.py`` keeps what the buckets then hold as golden journals, and as the golden checkpoint.
+performs them in one Ray cluster on this machine, each with the bucket ``FOLDER/<name>/bucket``, and prints
+one JSON object: hash by run. ``make.py`` keeps what the buckets then hold as golden journals, and as the
+golden checkpoint.
 """
 
 from __future__ import annotations
@@ -54,7 +56,9 @@ def shards(folder: Path) -> Job:
 
 
 def coordinator(folder: Path) -> Job:
-    """The coordinator is killed while two shards step, and the run waits at step 8 until the next one has taken over."""
+    """The coordinator is killed while two shards step, and the run waits at step 8 until the next one has
+    taken over.
+    """
     job, gate = _gated(folder, "coordinator", 8, workers={"min": 2, "max": 2}, parallel={"dp_shard": 2})
     struck: list[int] = []
 
@@ -72,7 +76,9 @@ def coordinator(folder: Path) -> Job:
 
 def stopped(folder: Path) -> Job:
     """A 2×2 run stops near the middle; then another command goes on with three replicas."""
-    job, gate = _gated(folder, "stopped", 7, workers={"min": 4, "max": 4}, parallel={"dp_replicate": 2, "dp_shard": 2})
+    job, gate = _gated(
+        folder, "stopped", 7, workers={"min": 4, "max": 4}, parallel={"dp_replicate": 2, "dp_shard": 2}
+    )
 
     def act(_: Any, view: Any) -> bool:
         if view.state == "Running" and view.step >= 4:
@@ -90,8 +96,16 @@ def stopped(folder: Path) -> Job:
     return resumed
 
 
-RUNS: Mapping[str, Callable[[Path], Job]] = {each.__name__: each for each in (undisturbed, killed, shards, coordinator, stopped)}
-JOBS = {"undisturbed": "stopped", "killed": "kills", "shards": "kills", "coordinator": "stopped", "stopped": "stopped"}
+RUNS: Mapping[str, Callable[[Path], Job]] = {
+    each.__name__: each for each in (undisturbed, killed, shards, coordinator, stopped)
+}
+JOBS = {
+    "undisturbed": "stopped",
+    "killed": "kills",
+    "shards": "kills",
+    "coordinator": "stopped",
+    "stopped": "stopped",
+}
 """The golden job that each run trains."""
 
 

@@ -1,7 +1,8 @@
-"""Compares the golden data of an earlier commit with the code of today: bits, journals, a checkpoint, the simulator.
+"""Compares the golden data of an earlier commit with the code of today: bits, journals, a checkpoint, the
+simulator.
 
-The data were computed by the commit that they name, never by the code under test.  ``README.md`` beside this file says what
-is golden, and how to add to it.
+The data were computed by the commit that they name, never by the code under test.  ``README.md`` beside this
+file says what is golden, and how to add to it.
 """
 
 from __future__ import annotations
@@ -33,14 +34,26 @@ from tests.support.ranks import Ranks
 A_BIT_MORE = struct.unpack("<f", struct.pack("<I", struct.unpack("<I", struct.pack("<f", 0.01))[0] + 1))[0]
 """The float32 after 0.01."""
 REQUESTS: Sequence[Request] = (
-    *(("base", "1x2", {}), ("untied", "1x2", {}), ("bf16", "1x2", {}), ("bf16", LOCAL, {}), ("own model", LOCAL, {})),
+    *(
+        ("base", "1x2", {}),
+        ("untied", "1x2", {}),
+        ("bf16", "1x2", {}),
+        ("bf16", LOCAL, {}),
+        ("own model", LOCAL, {}),
+    ),
     ("base", "1x2", {"numerics": 4}),
 )
-"""Jobs with the newest ``numerics``, and one with 4; :func:`test_a_kept_run_goes_on_to_the_golden_bits` has another one of the newest."""
+"""Jobs with the newest ``numerics``, and one with 4; :func:`test_a_kept_run_goes_on_to_the_golden_bits` has
+another one of the newest.
+"""
 OTHERS: Mapping[str, Request] = {
     "the seed": ("own model", LOCAL, {"seed": 1}),
     "a bit of the learning rate": ("own model", LOCAL, {"optim": {"lr": A_BIT_MORE}}),
-    "the samples": ("own model", LOCAL, {"data": {"dataset": "tests.support.toys:Sums", "args": {"vocab": 28}}}),
+    "the samples": (
+        "own model",
+        LOCAL,
+        {"data": {"dataset": "tests.support.toys:Sums", "args": {"vocab": 28}}},
+    ),
 }
 JOURNALS = sorted(read("journals.json"))
 
@@ -49,7 +62,10 @@ def entry_of(name: str, kinds: dict[str, str], numerics: int = NEWEST) -> Any:
     """Returns the golden entry of a job for this machine; skips where there is none."""
     known = golden(numerics)["kinds"]
     if name not in known.get(kinds[name], {}):
-        pytest.skip(f"not proven here: no golden data of {name!r} for this kind ({kinds[name]}); there are {'; '.join(known)}")
+        pytest.skip(
+            f"not proven here: no golden data of {name!r} for this kind ({kinds[name]}); there are "
+            f"{'; '.join(known)}"
+        )
     return known[kinds[name]][name]
 
 
@@ -74,10 +90,15 @@ def answer(pool: Ranks) -> Any:
     """The kind of this machine for each job, and the hashes of all requests."""
     asked = (*REQUESTS, *OTHERS.values())
     found = answered(pool, asked)
-    return {"kinds": found["kinds"], "hashes": {json.dumps(each): value for each, value in zip(asked, found["hashes"], strict=True)}}
+    return {
+        "kinds": found["kinds"],
+        "hashes": {json.dumps(each): value for each, value in zip(asked, found["hashes"], strict=True)},
+    }
 
 
-@pytest.mark.parametrize("request_", REQUESTS, ids=lambda each: ", ".join(map(str, (*each[:2], *each[2].values()))))
+@pytest.mark.parametrize(
+    "request_", REQUESTS, ids=lambda each: ", ".join(map(str, (*each[:2], *each[2].values())))
+)
 def test_the_bits_are_the_golden_ones(answer: Any, request_: Request) -> None:
     expected = entry_of(request_[0], answer["kinds"], request_[2].get("numerics", NEWEST))
     assert request_[1] in expected["seen"]
@@ -88,7 +109,8 @@ def test_the_bits_are_the_golden_ones(answer: Any, request_: Request) -> None:
 def test_each_numerics_has_golden_bits_of_its_own() -> None:
     assert NEWEST == NUMERICS
     of_four, of_five = (
-        {name: entry["hash"] for jobs in golden(numerics)["kinds"].values() for name, entry in jobs.items()} for numerics in (4, 5)
+        {name: entry["hash"] for jobs in golden(numerics)["kinds"].values() for name, entry in jobs.items()}
+        for numerics in (4, 5)
     )
     assert of_four.keys() == of_five.keys() and not set(of_four.values()) & set(of_five.values())
 
@@ -111,25 +133,39 @@ def test_no_two_jobs_have_the_same_bits() -> None:
 @pytest.mark.timeout(1800)
 def test_every_job_in_every_layout_has_the_golden_bits() -> None:
     jobs = [(name, entry) for jobs in golden()["kinds"].values() for name, entry in jobs.items()]
-    runs = sorted({(name, layout) for name, entry in jobs for layout in entry["seen"] if not layout.startswith("run ")})
+    runs = sorted(
+        {(name, layout) for name, entry in jobs for layout in entry["seen"] if not layout.startswith("run ")}
+    )
     requests: list[Request] = [(name, layout, {}) for name, layout in runs]
     found = ask(requests)
     known, unknown = golden()["kinds"], set[str]()
     for (name, layout, _), value in zip(requests, found["hashes"], strict=True):
         entry = known.get(found["kinds"][name], {}).get(name)
         unknown |= {name} if entry is None else set()
-        assert entry is None or entry["hash"] == value, f"{name} in layout {layout} does not end with the golden hash"
+        assert entry is None or entry["hash"] == value, (
+            f"{name} in layout {layout} does not end with the golden hash"
+        )
     if unknown:
-        pytest.skip(f"not proven here: no golden data of {', '.join(sorted(unknown))} for this kind; the others are as they were")
+        pytest.skip(
+            f"not proven here: no golden data of {', '.join(sorted(unknown))} for this kind; the "
+            "others are as they were"
+        )
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("run", ["killed", "shards", "coordinator", "stopped", "undisturbed"])
 def test_runs_on_a_cluster_have_the_golden_bits(tmp_path: Path, run: str) -> None:
-    """Runs through points of the kill matrix, a coordinator's death and a stop end with the bits of the golden commit."""
+    """Runs through points of the kill matrix, a coordinator's death and a stop end with the bits of the
+    golden commit.
+    """
     done = pinned("-m", "tests.golden.runs", str(tmp_path), run)
     assert done.returncode == 0, done.stdout + done.stderr
-    jobs = [(name, entry["hash"]) for jobs in golden()["kinds"].values() for name, entry in jobs.items() if f"run {run}" in entry["seen"]]
+    jobs = [
+        (name, entry["hash"])
+        for jobs in golden()["kinds"].values()
+        for name, entry in jobs.items()
+        if f"run {run}" in entry["seen"]
+    ]
     kinds = ask([(name, LOCAL, {}) for name, _ in jobs])["kinds"]
     assert json.loads(done.stdout.splitlines()[-1]) == {run: entry_of(jobs[0][0], kinds)["hash"]}
 
@@ -137,13 +173,22 @@ def test_runs_on_a_cluster_have_the_golden_bits(tmp_path: Path, run: str) -> Non
 @pytest.mark.full
 @pytest.mark.parametrize("variable", [name for name in PINNED if name != "OMP_NUM_THREADS"])
 def test_other_kernels_are_another_kind(variable: str) -> None:
-    """Negative control of the skip: where a kernel that is not pinned gives other bits, the kind of the machine says so."""
-    known, others = golden()["kinds"], {"ATEN_CPU_CAPABILITY": "avx2", "MKL_CBWR": "AVX2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
+    """Negative control of the skip: where a kernel that is not pinned gives other bits, the kind of the
+    machine says so.
+    """
+    known, others = (
+        golden()["kinds"],
+        {"ATEN_CPU_CAPABILITY": "avx2", "MKL_CBWR": "AVX2", "ONEDNN_MAX_CPU_ISA": "AVX2"},
+    )
     names = ("base", "own model", "bf16", "text")
     found = ask([(name, LOCAL, {}) for name in names], **{variable: others[variable]})
     jobs = [known.get(found["kinds"][name], {}).get(name) for name in names]
     assert None in jobs, "this variable makes no difference here: is it still needed?"
-    assert not [name for name, entry, value in zip(names, jobs, found["hashes"], strict=True) if entry and entry["hash"] != value]
+    assert not [
+        name
+        for name, entry, value in zip(names, jobs, found["hashes"], strict=True)
+        if entry and entry["hash"] != value
+    ]
 
 
 # ---- journals
@@ -158,7 +203,9 @@ def test_a_journal_says_what_it_said(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.fast
 @pytest.mark.parametrize("name", JOURNALS)
-def test_a_journal_is_decided_again_as_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+def test_a_journal_is_decided_again_as_it_was(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
     job = unpack(f"journals/{name}.tar.gz", tmp_path)
     (tmp_path / "job.toml").write_text(to_toml(job), encoding="utf-8")
     assert main(["replay", str(tmp_path / "job.toml"), "--check"]) == 0
@@ -169,12 +216,17 @@ def test_a_journal_is_decided_again_as_it_was(tmp_path: Path, capsys: pytest.Cap
 @pytest.mark.fast
 @pytest.mark.parametrize("name", JOURNALS)
 def test_a_journal_with_one_record_bent_is_found_out(tmp_path: Path, name: str) -> None:
-    """Negative controls: in a file the decision that differs is found; in the bucket the object's digest is found wrong before that."""
+    """Negative controls: in a file the decision that differs is found; in the bucket the object's digest is
+    found wrong before that.
+    """
     job = unpack(f"journals/{name}.tar.gz", tmp_path / "bucket")
     segments = journal.read(ObjectStore.open(job.bucket), name)
     (tmp_path / "job.toml").write_text(to_toml(job), encoding="utf-8")
     written = tmp_path / "journal.jsonl"
-    written.write_text("\n".join(json.dumps(line) for snapshot, records in segments for line in (snapshot, *records)), encoding="utf-8")
+    written.write_text(
+        "\n".join(json.dumps(line) for snapshot, records in segments for line in (snapshot, *records)),
+        encoding="utf-8",
+    )
     assert main(["replay", str(written), "--check"]) == 0
     bent = next(record for _, records in segments for record in records if record["actions"])
     whole = written.read_text(encoding="utf-8")
@@ -196,19 +248,26 @@ def commanded(world: Any, words: list[str]) -> int:
     return main(words)
 
 
-@pytest.mark.parametrize("options", ["--local", pytest.param(TWO, marks=pytest.mark.full)], ids=["alone", "two shards"])
-def test_a_kept_run_goes_on_to_the_golden_bits(tmp_path: Path, pool: Ranks, answer: Any, options: str) -> None:
+@pytest.mark.parametrize(
+    "options", ["--local", pytest.param(TWO, marks=pytest.mark.full)], ids=["alone", "two shards"]
+)
+def test_a_kept_run_goes_on_to_the_golden_bits(
+    tmp_path: Path, pool: Ranks, answer: Any, options: str
+) -> None:
     """Four workers saved the run, as two replicas of two shards; the command line goes on with it."""
     expected = entry_of("stopped", {"stopped": answer["kinds"]["base"]})  # both are in float32
     job, step = kept_run(tmp_path)
-    command = ["train", str(tmp_path / "job.toml"), *options.split()]
+    # the run noted the code of its day, and files of tests have changed since
+    command = ["train", str(tmp_path / "job.toml"), "--accept-code", *options.split()]
     if options == "--local":
         assert pool.run(Layout(1, 1), commanded, command) == [0]
     else:
         done = pinned("-m", "elastic", *command)
         assert done.returncode == 0, done.stdout + done.stderr
     run = Run.open(job)
-    assert run.checkpoints.manifest(run.version_at(job.steps)).lineage[0] == (1, step), "it did not begin where the kept run ended"
+    assert run.checkpoints.manifest(run.version_at(job.steps)).lineage[0] == (1, step), (
+        "it did not begin where the kept run ended"
+    )
     assert final_hash(job) == expected["hash"]
 
 
@@ -235,17 +294,28 @@ def kept_run(folder: Path) -> tuple[Any, int]:
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize("seeds", [SEEDS[:24], pytest.param(SEEDS[24:], marks=pytest.mark.full)], ids=lambda each: f"{each[0]}-{each[-1]}")
+@pytest.mark.parametrize(
+    "seeds",
+    [SEEDS[:24], pytest.param(SEEDS[24:], marks=pytest.mark.full)],
+    ids=lambda each: f"{each[0]}-{each[-1]}",
+)
 def test_the_simulator_sees_what_it_saw(seeds: Sequence[int]) -> None:
     kept = read("simulator.json")
     if not kept["current"]:
-        pytest.skip(f"not proven here: what the simulator sees was changed on purpose since {kept['commit']}; make it anew")
-    assert {str(seed): seen(seed) for seed in seeds} == {str(seed): kept["seeds"][str(seed)] for seed in seeds}
+        pytest.skip(
+            "not proven here: what the simulator sees was changed on purpose since "
+            f"{kept['commit']}; make it anew"
+        )
+    assert {str(seed): seen(seed) for seed in seeds} == {
+        str(seed): kept["seeds"][str(seed)] for seed in seeds
+    }
 
 
 @pytest.mark.fast
 def test_another_rule_is_seen() -> None:
-    """Negative controls: each seed has a digest of its own, and some seeds have another one where a fence has a second more."""
+    """Negative controls: each seed has a digest of its own, and some seeds have another one where a fence has
+    a second more.
+    """
     kept = read("simulator.json")["seeds"]
     assert len(kept) == len(SEEDS) == len({line.rsplit(", ", 1)[1] for line in kept.values()})
 

@@ -15,8 +15,8 @@ LIMIT_S = 150
 
 
 def first_of_two(script: str, *arguments: str, environment: Mapping[str, str]) -> tuple[str, str]:
-    """Returns what rank 0 wrote to stdout and to stderr.  ``script`` gets its rank, a port to meet at, and ``arguments``; rank 0 must end
-    well, and rank 1 is then killed if it still lives."""
+    """Returns what rank 0 wrote to stdout and to stderr.  ``script`` gets its rank, a port to meet at, and
+    ``arguments``; rank 0 must end well, and rank 1 is then killed if it still lives."""
     port = str(*free_ports(1))
     members = [
         subprocess.Popen(

@@ -1,4 +1,6 @@
-"""A member leaves a world whose peer's sockets broke within 5 s, although torch has noticed the break before anybody aborts."""
+"""A member leaves a world whose peer's sockets broke within 5 s, although torch has noticed the break before
+anybody aborts.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ os._exit(0)
 
 
 def test_a_world_is_left_at_once() -> None:
-    """Measures the time from the abort until nothing of the world is left, in the process whose peer was killed."""
+    """Measures the time from the abort until nothing of the world is left, in the process whose peer was
+    killed.
+    """
     out, errors = first_of_two(SCRIPT, environment=SOCKETS)
     assert "failure detected by watchdog" in errors, errors[-3000:]
     print(f"left in {out.strip()} s")

@@ -1,4 +1,6 @@
-"""R4, N13: kernels that a process on one node has compiled for its GPU are found by a process on another node, which compiles none."""
+"""R4, N13: kernels that a process on one node has compiled for its GPU are found by a process on another
+node, which compiles none.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,8 @@ pytestmark = pytest.mark.skipif(not torch.cuda.device_count(), reason="no GPU he
 def start(world: World, job: Job, root: str, peers: tuple[str, ...]) -> tuple[int, int, frozenset[str]]:
     """Starts as a worker does on a node whose folder for compiled code is ``root``.
 
-    Returns how many graphs it compiled, how many it found, and the kernels that were there before it compiled.
+    Returns how many graphs it compiled, how many it found, and the kernels that were there before it
+    compiled.
     """
     world.abort()
     world.close()
@@ -52,7 +55,9 @@ def kernels(folder: Path) -> frozenset[str]:
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1], ids=["flex", "sdpa"])
 def test_a_new_node_compiles_no_kernel(tmp_path: Path, dropout: float) -> None:
-    """The control is the first process: it finds nothing and compiles.  The second one makes no kernel beside those that came."""
+    """The control is the first process: it finds nothing and compiles.  The second one makes no kernel beside
+    those that came.
+    """
     job = toy_job(
         tmp_path,
         compile=True,

@@ -1,4 +1,6 @@
-"""A shard on a device is copied into pinned memory while the device computes: whole or not at all, with the same bytes as from a CPU."""
+"""A shard on a device is copied into pinned memory while the device computes: whole or not at all, with the
+same bytes as from a CPU.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,11 @@ def copier_on(device: str) -> Snapshots:
 def at(step: int, device: str) -> Shard:
     """Returns a shard as a worker holds it: the number of updates on the host, all else on ``device``."""
     shard = shard_of(Version(step, AT.generation), 1, 0)
-    return Shard(shard.version, cell(1, 0), {key: value if key[0] == "scalar" else value.to(device) for key, value in shard.values.items()})
+    return Shard(
+        shard.version,
+        cell(1, 0),
+        {key: value if key[0] == "scalar" else value.to(device) for key, value in shard.values.items()},
+    )
 
 
 def sleep_cycles() -> int:
@@ -74,13 +80,21 @@ def test_the_bytes_and_digests_are_those_of_the_other_way() -> None:
         snapshots.settle()
     torch.cuda.synchronize()
     one, other = (snapshots.region for snapshots in copiers)
-    assert one.all_held() == other.all_held() == [Copy(Version(8, 2), cell(1, 0)), Copy(Version(7, 2), cell(1, 0))]
+    assert (
+        one.all_held()
+        == other.all_held()
+        == [Copy(Version(8, 2), cell(1, 0)), Copy(Version(7, 2), cell(1, 0))]
+    )
     for slot in range(2):
-        assert bytes(one.data(slot)) == bytes(other.data(slot)) and bytes(one.digests(slot)) == bytes(other.digests(slot))
+        assert bytes(one.data(slot)) == bytes(other.data(slot)) and bytes(one.digests(slot)) == bytes(
+            other.digests(slot)
+        )
 
 
 def begun_behind(cycles: int, first: Callable[[], None] = nothing) -> tuple[Snapshots, float]:
-    """Returns a copier whose copy of step 5 waits until its stream has slept for ``cycles``, and the time when the copy was begun."""
+    """Returns a copier whose copy of step 5 waits until its stream has slept for ``cycles``, and the time
+    when the copy was begun.
+    """
     snapshots, later = copier_on("cuda"), at(5, "cuda")
     snapshots.enter(PLAN, WorkerId("w0"), at(4, "cuda"))
     assert snapshots.settle().copied_through == 4
@@ -105,15 +119,23 @@ def test_a_copy_is_none_until_it_is_done_and_who_asks_for_it_waits() -> None:
     done.record()
     while not done.query() and time.monotonic() < began + SLEEP_S:
         time.sleep(0.001)
-    assert snapshots.region.find(Copy(Version(5, 2), cell(1, 0))) is None and time.monotonic() - began < SLEEP_S / 2, "nor does the device"
-    assert snapshots.settle().copied_through == 5 and snapshots.region.find(Copy(Version(5, 2), cell(1, 0))) is not None
+    assert (
+        snapshots.region.find(Copy(Version(5, 2), cell(1, 0))) is None
+        and time.monotonic() - began < SLEEP_S / 2
+    ), "nor does the device"
+    assert (
+        snapshots.settle().copied_through == 5
+        and snapshots.region.find(Copy(Version(5, 2), cell(1, 0))) is not None
+    )
     assert 0.5 * SLEEP_S < snapshots._held_up_s < 2 * SLEEP_S
 
 
 def test_two_pieces_at_most_are_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     launched = list[int]()
     monkeypatch.setattr("elastic.state.snapshot.PIECE", 1)
-    monkeypatch.setattr("elastic.state.snapshot.digests", lambda data, out: (launched.append(data.nbytes), digests(data, out)))
+    monkeypatch.setattr(
+        "elastic.state.snapshot.digests", lambda data, out: (launched.append(data.nbytes), digests(data, out))
+    )
     snapshots, _ = begun_behind(sleep_cycles(), launched.clear)
     time.sleep(SLEEP_S / 2)
     assert len(launched) == 2
@@ -121,7 +143,9 @@ def test_two_pieces_at_most_are_launched(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize(
-    "worker, node", [("w0", "n"), ("w1", "n"), ("w1", "m")], ids=["from its own pinned memory", "from that of another one", "over a wire"]
+    "worker, node",
+    [("w0", "n"), ("w1", "n"), ("w1", "m")],
+    ids=["from its own pinned memory", "from that of another one", "over a wire"],
 )
 def test_a_shard_on_a_device_is_filled_piece_by_piece_and_no_bent_byte_is_taken(
     monkeypatch: pytest.MonkeyPatch, worker: str, node: str
@@ -135,16 +159,28 @@ def test_a_shard_on_a_device_is_filled_piece_by_piece_and_no_bent_byte_is_taken(
     with closing(KeeperStore(NodeId("n"), "127.0.0.1", SECRET)) as keeper_store:
         keeper_store.adopt(WorkerId("w0"), os.getpid(), snapshots.region.descriptor)
         places = {"nodes": (NodeId(node),), "hosts": ((NodeId("n"), keeper_store.address),)}
-        plan = replace(PLAN, generation=3, members=(WorkerId(worker),), tier="host", holders=tuple(keeper_store.held()), **places)
+        plan = replace(
+            PLAN,
+            generation=3,
+            members=(WorkerId(worker),),
+            tier="host",
+            holders=tuple(keeper_store.held()),
+            **places,
+        )
         todo = moves(TENSORS, plan.holders, plan.layout, plan.members, plan.nodes)
         access = Access(WorkerId(worker), SECRET, snapshots.region)
         shard = at(AT.step + 1, "cuda")
 
         def fill() -> int:
-            with StagingStream(torch.device("cuda"), 0) as one, StagingStream(torch.device("cuda"), 1) as other:
+            with (
+                StagingStream(torch.device("cuda"), 0) as one,
+                StagingStream(torch.device("cuda"), 1) as other,
+            ):
                 return hosts.read(shard, TENSORS, plan, access, todo, [one, other], nothing)
 
-        assert fill() == sum(value.nbytes for value in shard.values.values()) and equal(shard, at(AT.step, "cuda"))
+        assert fill() == sum(value.nbytes for value in shard.values.values()) and equal(
+            shard, at(AT.step, "cuda")
+        )
         (slot,) = [slot for slot, held in enumerate(snapshots.region.all_held()) if held is not None]
         assert torch.frombuffer(snapshots.region.data(slot), dtype=torch.uint8).is_pinned()
         snapshots.region.data(slot)[3 * BLOCK] ^= 1
@@ -159,7 +195,9 @@ def test_copies_take_no_more_of_the_device_than_the_first() -> None:
     for step in range(5, 40):
         snapshots.settle()
         torch.cuda.synchronize()
-        snapshots.committed(outcome(step, copied=step - 1), Shard(Version(step, AT.generation), cell(1, 0), shard.values))
+        snapshots.committed(
+            outcome(step, copied=step - 1), Shard(Version(step, AT.generation), cell(1, 0), shard.values)
+        )
         taken.append(torch.cuda.memory_allocated())
     assert max(taken[3:]) <= max(taken[:3])
 
@@ -167,7 +205,9 @@ def test_copies_take_no_more_of_the_device_than_the_first() -> None:
 def world(generation: int, count: int, step: int) -> Plan:
     members = tuple(WorkerId(f"w{rank}") for rank in range(count))
     version, nodes = Version(step, generation), (NodeId("n"),) * count
-    return replace(PLAN, generation=generation, layout=Layout(1, count), members=members, version=version, nodes=nodes)
+    return replace(
+        PLAN, generation=generation, layout=Layout(1, count), members=members, version=version, nodes=nodes
+    )
 
 
 def live(snapshots: Snapshots, plan: Plan, steps: range) -> None:
@@ -177,7 +217,9 @@ def live(snapshots: Snapshots, plan: Plan, steps: range) -> None:
     def shard(step: int) -> Shard:
         host = shard_of(Version(step, plan.generation), count, 0)
         return Shard(
-            host.version, host.cell, {key: value if key[0] == "scalar" else value.to("cuda") for key, value in host.values.items()}
+            host.version,
+            host.cell,
+            {key: value if key[0] == "scalar" else value.to("cuda") for key, value in host.values.items()},
         )
 
     snapshots.enter(plan, WorkerId("w0"), shard(steps[0]))
@@ -196,7 +238,9 @@ def live(snapshots: Snapshots, plan: Plan, steps: range) -> None:
 
 
 def test_pinned_slots_follow_the_world_and_the_memory_of_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A slot has what its copy needs; what the next world needs too, while the node has room; and not more where the node has none."""
+    """A slot has what its copy needs; what the next world needs too, while the node has room; and not more
+    where the node has none.
+    """
     whole, half = frame(TENSORS, cell(1, 0)), frame(TENSORS, cell(2, 0)).bytes
     free, foreseen = [2**40], [0]
     for module in (node_memory, pins):
@@ -208,7 +252,9 @@ def test_pinned_slots_follow_the_world_and_the_memory_of_the_node(monkeypatch: p
     assert isinstance(way, snapshot._Pinned)
     until(lambda: way.usable() == 3)
 
-    assert way.pins.sizes() == [half] * 3, "before the first world: what the world with the smallest parts needs"
+    assert way.pins.sizes() == [half] * 3, (
+        "before the first world: what the world with the smallest parts needs"
+    )
     live(snapshots, world(2, 2, 4), range(4, 9))
     assert way.pins.sizes() == [half] * 3
     foreseen[0] = whole.bytes
@@ -238,8 +284,12 @@ def launches(memory: torch.Tensor) -> str:
 
 
 @pytest.mark.parametrize("forgets", [True, False], ids=["ours", "control"])
-def test_memory_that_cannot_be_pinned_leaves_no_error_to_the_next_launch(monkeypatch: pytest.MonkeyPatch, forgets: bool) -> None:
-    """CUDA keeps an error for each thread, and torch asks for it after a launch.  The control does not make CUDA forget it."""
+def test_memory_that_cannot_be_pinned_leaves_no_error_to_the_next_launch(
+    monkeypatch: pytest.MonkeyPatch, forgets: bool
+) -> None:
+    """CUDA keeps an error for each thread, and torch asks for it after a launch.  The control does not make
+    CUDA forget it.
+    """
     memory = torch.zeros(2**20, dtype=torch.uint8)
     end = pins.register(memory)
     assert end is not None

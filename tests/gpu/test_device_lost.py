@@ -1,4 +1,6 @@
-"""R1: a worker loses its device in the middle of a step; it is replaced, the other one stays, and the bits are the undisturbed run's."""
+"""R1: a worker loses its device in the middle of a step; it is replaced, the other one stays, and the bits
+are the undisturbed run's.
+"""
 
 from __future__ import annotations
 
@@ -49,10 +51,13 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Trial:
 
 
 @pytest.mark.parametrize(
-    ("layout", "point", "tier"), [("replicate", "backward", "live"), ("replicate", "in_update", "live"), ("shard", "forward", "host")]
+    ("layout", "point", "tier"),
+    [("replicate", "backward", "live"), ("replicate", "in_update", "live"), ("shard", "forward", "host")],
 )
 def test_a_device_is_lost(tmp_path: Path, undisturbed: Trial, layout: str, point: str, tier: str) -> None:
-    """Replicas lose nothing; shards lose at most a step.  A single error is not taken for an error of the job."""
+    """Replicas lose nothing; shards lose at most a step.  A single error is not taken for an error of the
+    job.
+    """
     fault = {"point": point, "kind": "device_assert", "step": 12, "world_rank": 1}
     parallel = {"dp_replicate": 1} if layout == "shard" else {}
     job = job_of(tmp_path, f"{layout}-{point}", faults=[fault], parallel=parallel)

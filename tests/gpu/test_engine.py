@@ -54,8 +54,16 @@ def gpus() -> Iterator[Ranks]:
     ids=str,
 )
 def test_layouts_have_the_same_bits(gpus: Ranks, tmp_path: Path, changes: dict[str, Any]) -> None:
-    """One member, two that share the state, two replicas, and a change between them.  The control: another seed gives other bits."""
-    settings: dict[str, Any] = {"precision": "bf16", "compile": True, "workers": {"gpus": 1}, "model_args": MODEL, **changes}
+    """One member, two that share the state, two replicas, and a change between them.  The control: another
+    seed gives other bits.
+    """
+    settings: dict[str, Any] = {
+        "precision": "bf16",
+        "compile": True,
+        "workers": {"gpus": 1},
+        "model_args": MODEL,
+        **changes,
+    }
     one = train(gpus, toy_job(tmp_path / "one", **settings), Layout(1, 1), STEPS)
     assert train(gpus, toy_job(tmp_path / "shards", **settings), Layout(1, 2), STEPS).hash == one.hash
     moved = toy_job(tmp_path / "moved", **settings)
@@ -66,13 +74,24 @@ def test_layouts_have_the_same_bits(gpus: Ranks, tmp_path: Path, changes: dict[s
 
 
 def test_a13_the_norms_of_layers_have_the_same_bits(gpus: Ranks, tmp_path: Path) -> None:
-    """A13: on every member of two layouts, in each step; they are those of which the global norm is made.  The control: another seed."""
+    """A13: on every member of two layouts, in each step; they are those of which the global norm is made.
+    The control: another seed.
+    """
 
     def of(name: str, layout: Layout, **changes: Any) -> list[list[Any]]:
-        job = toy_job(tmp_path / name, precision="bf16", workers={"gpus": 1}, model_args=MODEL, watch={"every": 1}, **changes)
+        job = toy_job(
+            tmp_path / name,
+            precision="bf16",
+            workers={"gpus": 1},
+            model_args=MODEL,
+            watch={"every": 1},
+            **changes,
+        )
         parts = train(gpus, job, layout, 2).parts
         for outcome in parts[0].outcomes:
-            assert sum(norm**2 for norm in outcome.layer_norms.values()) == pytest.approx(outcome.norm**2, rel=1e-12)
+            assert sum(norm**2 for norm in outcome.layer_norms.values()) == pytest.approx(
+                outcome.norm**2, rel=1e-12
+            )
         return [[outcome.layers for outcome in part.outcomes] for part in parts]
 
     (one,) = of("one", Layout(1, 1))
@@ -80,10 +99,23 @@ def test_a13_the_norms_of_layers_have_the_same_bits(gpus: Ranks, tmp_path: Path)
     assert of("other", Layout(1, 1), seed=1) != [one]
 
 
-@pytest.mark.parametrize("changes", [{"compile": True}, {"compile": True, "parallel": {"zero": 3}}, {"reproducible": False}], ids=str)
-def test_l1_validations_have_the_same_bits_and_change_none(gpus: Ranks, tmp_path: Path, changes: dict[str, Any]) -> None:
-    """L1: thirty samples in microbatches of two, so that the device falls behind; nothing is compiled again for the training."""
-    held_out = {"every": 2, "samples": 61, "dataset": "tests.support.toys:Sums", "args": {"samples": 100, "seq_len": 16}}
+@pytest.mark.parametrize(
+    "changes",
+    [{"compile": True}, {"compile": True, "parallel": {"zero": 3}}, {"reproducible": False}],
+    ids=str,
+)
+def test_l1_validations_have_the_same_bits_and_change_none(
+    gpus: Ranks, tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    """L1: thirty samples in microbatches of two, so that the device falls behind; nothing is compiled again
+    for the training.
+    """
+    held_out = {
+        "every": 2,
+        "samples": 61,
+        "dataset": "tests.support.toys:Sums",
+        "args": {"samples": 100, "seq_len": 16},
+    }
     settings: dict[str, Any] = {"precision": "bf16", "workers": {"gpus": 1}, "model_args": MODEL, **changes}
     without = train(gpus, toy_job(tmp_path / "without", **settings), Layout(1, 1), STEPS)
     found = {

@@ -1,4 +1,6 @@
-"""F8: the peak of a step is what the memory model says: from one microbatch that a worker computes before it joins, or from none."""
+"""F8: the peak of a step is what the memory model says: from one microbatch that a worker computes before it
+joins, or from none.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ def gpu() -> Iterator[Ranks]:
 
 
 def measured(world: World, job: Job, folder: str) -> tuple[Need, int]:
-    """Returns what the model knows after the warm-up in an imagined world of four shards, and the peak of a later step in this one."""
+    """Returns what the model knows after the warm-up in an imagined world of four shards, and the peak of a
+    later step in this one.
+    """
     world.abort()  # a worker warms up before its first world
     world.close()
     session = make_session(job, Counters(Path(folder) / "counters", create=True))
@@ -59,7 +63,14 @@ def measured(world: World, job: Job, folder: str) -> tuple[Need, int]:
     took = warm_up(session, tensors, world.device)
     session.close()
     assert took
-    joined = World.form(world.store, generation=world.generation + 1000, layout=world.layout, rank=0, device=world.device, form_s=60)
+    joined = World.form(
+        world.store,
+        generation=world.generation + 1000,
+        layout=world.layout,
+        rank=0,
+        device=world.device,
+        form_s=60,
+    )
     joined.connect(60, 60)
     with member(joined, job, Version(0, 0)) as me:
         peak = max([me.step().usage.peak_bytes for _ in range(4)][2:])
@@ -83,10 +94,18 @@ def test_f8_the_peak_is_within_a_tenth_of_what_was_foreseen(gpu: Ranks, tmp_path
     )
     ((need, peak),) = gpu.run(Layout(1, 1), measured, job, str(tmp_path))
     foreseen, without = need.of_a_member(1), replace(need, transient=NOTHING).of_a_member(1)
-    (tried,) = by_recompute(job.replace(recompute="none" if job.recompute == "auto" else job.recompute)).values()
+    (tried,) = by_recompute(
+        job.replace(recompute="none" if job.recompute == "auto" else job.recompute)
+    ).values()
     untried = replace(need, transient=tried.transient).of_a_member(1)
-    words = [f"{word} {number / 1e6:.0f} MB ({number / peak - 1:+.1%})" for word, number in (("foreseen", foreseen), ("untried", untried))]
-    print(f"F8 {name}: measured {peak / 1e6:.0f} MB, {', '.join(words)}; held {need.held(1) / 1e6:.0f} MB", flush=True)
+    words = [
+        f"{word} {number / 1e6:.0f} MB ({number / peak - 1:+.1%})"
+        for word, number in (("foreseen", foreseen), ("untried", untried))
+    ]
+    print(
+        f"F8 {name}: measured {peak / 1e6:.0f} MB, {', '.join(words)}; held {need.held(1) / 1e6:.0f} MB",
+        flush=True,
+    )
     assert foreseen == pytest.approx(peak, rel=0.1)
     assert untried == pytest.approx(peak, rel=0.1), "what nothing was measured for"
     assert without != pytest.approx(peak, rel=0.1)
@@ -104,8 +123,15 @@ def chosen(world: World, job: Job, folder: str) -> tuple[str | float, int]:
 
 
 def test_auto_recomputes_where_memory_asks_for_it(gpu: Ranks, tmp_path: Path) -> None:
-    """There is one worker.  What each policy needs is measured first; only a device of a bit more than that is large enough."""
-    settings: dict[str, Any] = {"model_args": LARGE | {"vocab": 2048}, "precision": "bf16", "global_batch": 16, "microbatch": 8}
+    """There is one worker.  What each policy needs is measured first; only a device of a bit more than that
+    is large enough.
+    """
+    settings: dict[str, Any] = {
+        "model_args": LARGE | {"vocab": 2048},
+        "precision": "bf16",
+        "global_batch": 16,
+        "microbatch": 8,
+    }
     settings["data"] = {"dataset": "tests.gpu.test_estimate:Long"}
     needs: dict[str, float] = {}
     for number, policy in enumerate(("none", "selective", "block")):
@@ -117,7 +143,9 @@ def test_auto_recomputes_where_memory_asks_for_it(gpu: Ranks, tmp_path: Path) ->
     assert needs["none"] > 1.05 * needs["selective"] > 1.05**2 * needs["block"]
     for number, policy in enumerate(needs):
         device_gb = 1.02 * needs[policy] / USABLE / 1e9
-        job = toy_job(tmp_path, recompute="auto", workers={"gpus": 1, "max": 1, "device_gb": device_gb}, **settings)
+        job = toy_job(
+            tmp_path, recompute="auto", workers={"gpus": 1, "max": 1, "device_gb": device_gb}, **settings
+        )
         assert int(device_gb * 1e9) == memory_of(job, torch.device("cuda"))
         (folder := tmp_path / f"auto{number}").mkdir()
         assert gpu.run(Layout(1, 1), chosen, job, str(folder)) == [(policy, 1)]

@@ -1,4 +1,6 @@
-"""Whole weights over NCCL: a trace shows that they come, and that their gradients go, while blocks compute; the host waits for nothing."""
+"""Whole weights over NCCL: a trace shows that they come, and that their gradients go, while blocks compute;
+the host waits for nothing.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +30,12 @@ pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two
 
 LAYERS, PAIR = 6, Layout(1, 2)
 LARGE: dict[str, Any] = {
-    "model_args": {"vocab": 29, "dim": 2048, "layers": LAYERS, "heads": 16, "hidden": 8192},  # 134 MB of bf16 a block
+    # 134 MB of bf16 a block
+    "model_args": {"vocab": 29, "dim": 2048, "layers": LAYERS, "heads": 16, "hidden": 8192},
     "data": {"dataset": "tests.support.toys:Sums", "args": {"seq_len": 8192}},
-    "microbatch": 2,  # blocks take the device longer than the host: with 2,048 tokens nothing is launched yet when weights have come
+    # blocks take the device longer than the host: with 2,048 tokens nothing is launched yet when weights have
+    # come
+    "microbatch": 2,
     "global_batch": 8,
     "precision": "bf16",
     "copies": {"copy_every": 0},
@@ -71,17 +76,28 @@ def traced(world: World, job: Job, apart: bool) -> tuple[list[Kernel], list[floa
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
             compute(me.session, me.state, 4)
             world.finish()
-    found = [each for each in trace.events() or () if each.device_type == DeviceType.CUDA and "Mem" not in each.name]
-    return [Kernel(each.name, each.device_resource_id, each.time_range.start, each.time_range.end) for each in found], losses
+    found = [
+        each
+        for each in trace.events() or ()
+        if each.device_type == DeviceType.CUDA and "Mem" not in each.name
+    ]
+    return [
+        Kernel(each.name, each.device_resource_id, each.time_range.start, each.time_range.end)
+        for each in found
+    ], losses
 
 
 def overlapped(kernels: Sequence[Kernel], name: str) -> list[float]:
-    """Returns the part of each collective of this name during which kernels of another stream run that are no collectives."""
+    """Returns the part of each collective of this name during which kernels of another stream run that are no
+    collectives.
+    """
     collectives = [each for each in kernels if each.name.startswith("ncclDevKernel") and name in each.name]
     others = [each for each in kernels if "nccl" not in each.name]
     parts = []
     for each in collectives:
-        spans = sorted((max(o.start, each.start), min(o.end, each.end)) for o in others if o.stream != each.stream)
+        spans = sorted(
+            (max(o.start, each.start), min(o.end, each.end)) for o in others if o.stream != each.stream
+        )
         covered, until = 0.0, each.start
         for start, end in spans:
             covered += max(0.0, end - max(start, until))
@@ -93,19 +109,23 @@ def overlapped(kernels: Sequence[Kernel], name: str) -> list[float]:
 def busy(kernels: Sequence[Kernel]) -> float:
     """Returns the part of the time in which the device computes."""
     computing = [each for each in kernels if "nccl" not in each.name]
-    return sum(each.end - each.start for each in computing) / (max(each.end for each in kernels) - min(each.start for each in kernels))
+    return sum(each.end - each.start for each in computing) / (
+        max(each.end for each in kernels) - min(each.start for each in kernels)
+    )
 
 
 def test_b12_b13_weights_come_and_gradients_go_while_blocks_compute(gpus: Ranks, tmp_path: Path) -> None:
-    """B12, B13, C6: the last gathers of a forward pass are hidden, and so are most sums of gradients; a trace on one stream shows neither.
+    """B12, B13, C6: the last gathers of a forward pass are hidden, and so are most sums of gradients; a trace
+    on one stream shows neither.
 
-    The device has nothing to do when the step begins, so the first blocks wait for the host, and their weights come before anything runs.
-    The losses are the same: two addends commute.
+    The device has nothing to do when the step begins, so the first blocks wait for the host, and their
+    weights come before anything runs. The losses are the same: two addends commute.
     """
     kernels, losses = gpus.run(PAIR, traced, toy_job(tmp_path / "apart", **LARGE), True)[0]
     come, go = overlapped(kernels, "AllGather"), overlapped(kernels, "ReduceScatter")
     print(
-        f"overlapped: {sum(come) / len(come):.2f} of the time of gathers, {sum(go) / len(go):.2f} of that of sums; busy {busy(kernels):.2f}"
+        f"overlapped: {sum(come) / len(come):.2f} of the time of gathers, {sum(go) / len(go):.2f} of that "
+        f"of sums; busy {busy(kernels):.2f}"
     )
     assert busy(kernels) > 0.9, "else the host is measured"
     rounds = 2
@@ -130,9 +150,14 @@ def told(world: World, job: Job, apart: bool) -> list[str]:
 
 
 def test_b13_a_profile_says_how_much_was_hidden(gpus: Ranks, tmp_path: Path) -> None:
-    """B13: some of the time of collectives in two steps; some of them wait for the other member.  The control: on one stream, nothing."""
+    """B13: some of the time of collectives in two steps; some of them wait for the other member.  The
+    control: on one stream, nothing.
+    """
     (said,), nothing = gpus.run(PAIR, told, toy_job(tmp_path / "apart", profile="2-3", **LARGE), True)
-    found = [int(part) for part in re.findall(r"collectives took \S+ ms, (\d+)% of it hidden under computing", said)]
+    found = [
+        int(part)
+        for part in re.findall(r"collectives took \S+ ms, (\d+)% of it hidden under computing", said)
+    ]
     print(said)
     assert len(found) == 2 and nothing == []
     assert min(found) > 0
@@ -141,7 +166,9 @@ def test_b13_a_profile_says_how_much_was_hidden(gpus: Ranks, tmp_path: Path) -> 
 
 
 def waits(world: World, job: Job, ends: bool) -> str:
-    """Returns the error of the first call by which the host waits for the device, from the gathers to the end of a forward pass."""
+    """Returns the error of the first call by which the host waits for the device, from the gathers to the end
+    of a forward pass.
+    """
     with member(world, job, Version(0, 0), prefetch=0) as me:
         me.step()
         parameters, tokens = me.state.parameters, torch.zeros(1, 64, dtype=torch.int64, device=world.device)
@@ -163,4 +190,7 @@ def waits(world: World, job: Job, ends: bool) -> str:
 def test_the_host_waits_for_no_gather(gpus: Ranks, tmp_path: Path) -> None:
     """The control asks for a value at the end."""
     assert gpus.run(PAIR, waits, toy_job(tmp_path / "none", **LARGE), False) == ["", ""]
-    assert all("synchronizing" in error for error in gpus.run(PAIR, waits, toy_job(tmp_path / "control", **LARGE), True))
+    assert all(
+        "synchronizing" in error
+        for error in gpus.run(PAIR, waits, toy_job(tmp_path / "control", **LARGE), True)
+    )

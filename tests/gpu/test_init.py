@@ -1,6 +1,8 @@
-"""Every member initialises the model on its own GPU: the bits of plain torch there, in every layout, and never the whole model in memory.
+"""Every member initialises the model on its own GPU: the bits of plain torch there, in every layout, and
+never the whole model in memory.
 
-The second test prints seconds and bytes for a model of 3.2 B parameters, before (rank 0's CPU builds it whole) and after.
+The second test prints seconds and bytes for a model of 3.2 B parameters, before (rank 0's CPU builds it
+whole) and after.
 """
 
 from __future__ import annotations
@@ -27,8 +29,12 @@ THREE_B = {"vocab": 128256, "dim": 3072, "layers": 28, "heads": 24, "kv_heads": 
 CUDA = torch.device("cuda")
 
 
-def slices(make: Callable[[], nn.Module], seed: int, layout: Layout, rank: int, resident: int) -> tuple[dict[Any, torch.Tensor], int, int]:
-    """Returns this member's slices by name and place, with the number of passes, and the largest number of bytes of pages."""
+def slices(
+    make: Callable[[], nn.Module], seed: int, layout: Layout, rank: int, resident: int
+) -> tuple[dict[Any, torch.Tensor], int, int]:
+    """Returns this member's slices by name and place, with the number of passes, and the largest number of
+    bytes of pages.
+    """
     cell, found = cell_of(layout, rank), dict[Any, torch.Tensor]()
 
     def keep(name: str, whole: torch.Tensor) -> None:
@@ -42,7 +48,9 @@ def slices(make: Callable[[], nn.Module], seed: int, layout: Layout, rank: int, 
 @pytest.mark.parametrize("make", [Odd, Widest, build])
 @pytest.mark.parametrize("resident", [paged.RESIDENT, 0])
 @pytest.mark.parametrize("layout", [Layout(1, 1), Layout(1, 2), Layout(2, 2)], ids=str)
-def test_the_slices_are_those_of_plain_torch_on_the_gpu(make: Callable[[], nn.Module], resident: int, layout: Layout) -> None:
+def test_the_slices_are_those_of_plain_torch_on_the_gpu(
+    make: Callable[[], nn.Module], resident: int, layout: Layout
+) -> None:
     want, other = plain(make, 7, "cuda"), plain(make, 8, "cuda")
     names, differ = set[str](), 0
     for rank in range(layout.world):
@@ -56,7 +64,9 @@ def test_the_slices_are_those_of_plain_torch_on_the_gpu(make: Callable[[], nn.Mo
 
 
 def test_three_billion_parameters_one_tensor_at_a_time() -> None:
-    """Member 0 of eight keeps an eighth.  What was before: plain torch on one thread of the CPU, and the same model whole on the GPU."""
+    """Member 0 of eight keeps an eighth.  What was before: plain torch on one thread of the CPU, and the same
+    model whole on the GPU.
+    """
     torch.set_num_threads(1)
     device = torch.ones((), device=CUDA)
     began = time.perf_counter()
@@ -71,7 +81,9 @@ def test_three_billion_parameters_one_tensor_at_a_time() -> None:
     want = plain(lambda: build(**THREE_B), 7, "cuda")
     torch.cuda.synchronize()
     whole_s = time.perf_counter() - began
-    assert all(torch.equal(value, want[name][part]) for (name, part), value in found.items()), "the bits of plain torch on this GPU"
+    assert all(torch.equal(value, want[name][part]) for (name, part), value in found.items()), (
+        "the bits of plain torch on this GPU"
+    )
     del want
     began = time.perf_counter()
     plain(lambda: build(**THREE_B), 7)

@@ -35,17 +35,33 @@ def updated(by: str, elements: int, clip: float) -> list[Tensor]:
     torch.manual_seed(0)
     values, average, square = state(elements)
     for step in range(1, STEPS + 1):
-        grad, tokens, lr, decay = torch.randn(elements, device="cuda") * 100 * step, float(8191 * step), 3e-4 / step, 0.1 * (step % 2)
+        grad, tokens, lr, decay = (
+            torch.randn(elements, device="cuda") * 100 * step,
+            float(8191 * step),
+            3e-4 / step,
+            0.1 * (step % 2),
+        )
         if by == "kernel":
             bias1, bias2 = 1 - 0.9 ** float(step), 1 - 0.95 ** float(step)
             kernels.adamw_(
-                values, grad, average, square, kernels.AdamW(tokens, clip, 1 - lr * decay, 0.9, 0.95, lr / bias1, bias2**0.5, 1e-8)
+                values,
+                grad,
+                average,
+                square,
+                kernels.AdamW(tokens, clip, 1 - lr * decay, 0.9, 0.95, lr / bias1, bias2**0.5, 1e-8),
             )
             continue
         torch._foreach_div_([grad], tokens)
         if clip != 1.0:
             torch._foreach_mul_([grad], clip)
-        settings = {"beta1": 0.9, "beta2": 0.95, "lr": lr, "weight_decay": decay, "eps": 1e-8, "maximize": False}
+        settings = {
+            "beta1": 0.9,
+            "beta2": 0.95,
+            "lr": lr,
+            "weight_decay": decay,
+            "eps": 1e-8,
+            "maximize": False,
+        }
         counted = [torch.tensor(float(step - 1))]
         adamw([values], [grad], [average], [square], [], counted, foreach=True, amsgrad=False, **settings)  # type: ignore[arg-type]
     return [values, average, square]
@@ -56,12 +72,17 @@ def updated(by: str, elements: int, clip: float) -> list[Tensor]:
 def test_an_update_in_one_pass_has_the_bits_of_torch_s(elements: int, clip: float) -> None:
     """The control: another clipping has other bits."""
     expected = updated("torch", elements, clip)
-    assert all(torch.equal(mine, theirs) for mine, theirs in zip(updated("kernel", elements, clip), expected, strict=True))
+    assert all(
+        torch.equal(mine, theirs)
+        for mine, theirs in zip(updated("kernel", elements, clip), expected, strict=True)
+    )
     assert not torch.equal(updated("kernel", elements, 0.9)[0], expected[0])
 
 
 def part_of(case: str) -> Part:
-    """Returns a part with moments in bfloat16: all of a tensor, rows of it in two boxes, columns, or the middle of three dimensions."""
+    """Returns a part with moments in bfloat16: all of a tensor, rows of it in two boxes, columns, or the
+    middle of three dimensions.
+    """
     boxes, shape = {
         "whole": ([((0, 0), (300, 1000))], (300, 1000)),
         "rows": ([((3, 0), (20, 1000)), ((100, 0), (300, 1000))], (300, 1000)),
@@ -74,7 +95,15 @@ def part_of(case: str) -> Part:
     own = (rows, *(b - a for a, b in zip(boxes[0][0][1:], boxes[0][1][1:], strict=True)))
     values, average, square = (torch.randn(own, device="cuda") for _ in range(3))
     moments = {"exp_avg": average.mul_(1e-3).bfloat16(), "exp_avg_sq": square.abs_().mul_(1e-5).bfloat16()}
-    return Part("w", tuple(Slice("w", "parameter", start, stop) for start, stop in boxes), values, moments, True, shape, True)
+    return Part(
+        "w",
+        tuple(Slice("w", "parameter", start, stop) for start, stop in boxes),
+        values,
+        moments,
+        True,
+        shape,
+        True,
+    )
 
 
 @pytest.mark.parametrize("case", ["whole", "rows", "columns", "middle", "vector"])
@@ -84,7 +113,9 @@ def test_moments_are_rounded_in_one_pass_as_in_many(case: str, monkeypatch: pyte
     def moments(step: int, by_kernel: bool) -> list[Tensor]:
         part = part_of(case)
         grad = torch.randn(part.values.shape, device="cuda", generator=torch.Generator("cuda").manual_seed(1))
-        hyper = Hyper(Optim(lr=3e-4), 3e-4, torch.tensor(float(3)), {}, 0.1, divide=3.0, clip=0.5, seed=5, step=step)
+        hyper = Hyper(
+            Optim(lr=3e-4), 3e-4, torch.tensor(float(3)), {}, 0.1, divide=3.0, clip=0.5, seed=5, step=step
+        )
         with monkeypatch.context() as patch:
             if not by_kernel:
                 patch.setattr("elastic.engine.optim.adamw.lines", lambda part: None)
@@ -96,7 +127,9 @@ def test_moments_are_rounded_in_one_pass_as_in_many(case: str, monkeypatch: pyte
     assert not torch.equal(moments(5, by_kernel=True)[1], expected[1])
 
 
-@pytest.mark.parametrize(("rows", "columns"), [(5, 2), (7, 3), (33, 1000), (2048, 8192), (128_256, 2048), (4, 32_768)])
+@pytest.mark.parametrize(
+    ("rows", "columns"), [(5, 2), (7, 3), (33, 1000), (2048, 8192), (128_256, 2048), (4, 32_768)]
+)
 def test_squares_are_added_by_the_tree_of_the_norm(rows: int, columns: int) -> None:
     """The control: torch's own sum has other bits, if there is anything to add in another order."""
     from elastic.engine import norm
@@ -112,7 +145,9 @@ def test_squares_are_added_by_the_tree_of_the_norm(rows: int, columns: int) -> N
 
 
 def test_the_fused_loss_repeats_bit_for_bit_and_is_torch_s() -> None:
-    """It has 8,192 tokens and 128,256 words in bf16, some masked.  The control: one target more that is masked changes the sum."""
+    """It has 8,192 tokens and 128,256 words in bf16, some masked.  The control: one target more that is
+    masked changes the sum.
+    """
     from elastic.kernels.cross_entropy import cross_entropy
 
     torch.manual_seed(0)
@@ -137,15 +172,22 @@ def test_the_fused_loss_repeats_bit_for_bit_and_is_torch_s() -> None:
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize(("seq", "dim", "heads"), [(2048, 64, 32), (8192, 128, 8)])
-def test_flash_attention_4_repeats_bit_for_bit(seq: int, dim: int, heads: int, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is in bf16, beside plain attention in float64.  The control: not told of an order, it has other bits."""
+def test_flash_attention_4_repeats_bit_for_bit(
+    seq: int, dim: int, heads: int, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is in bf16, beside plain attention in float64.  The control: not told of an order, it has other
+    bits.
+    """
     pytest.importorskip("flash_attn.cute", exc_type=ImportError)
     from elastic.kernels.attention import Kernel, causal_attention, open_flash_4
 
     open_flash_4()
     torch.compiler.reset()  # other numbers of heads are another model
     torch.manual_seed(0)
-    q, k, v = (torch.randn(1, n, seq, dim, device="cuda", dtype=torch.bfloat16, requires_grad=True) for n in (heads, 2, 2))
+    q, k, v = (
+        torch.randn(1, n, seq, dim, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        for n in (heads, 2, 2)
+    )
     grad = torch.randn_like(q)
     attend = torch.compile(causal_attention, fullgraph=True) if compiled else causal_attention
 
@@ -160,19 +202,24 @@ def test_flash_attention_4_repeats_bit_for_bit(seq: int, dim: int, heads: int, c
         assert all(all(map(torch.equal, first, found())) for _ in range(20))
         if not compiled:
             with monkeypatch.context() as patch:
-                patch.setattr("elastic.kernels.attention.torch.are_deterministic_algorithms_enabled", lambda: False)
+                patch.setattr(
+                    "elastic.kernels.attention.torch.are_deterministic_algorithms_enabled", lambda: False
+                )
                 assert not all(all(map(torch.equal, found(), found())) for _ in range(20))
     finally:
         torch.use_deterministic_algorithms(before)
     wide = [each.detach().double().requires_grad_() for each in (q, k, v)]
     out = causal_attention(*wide, None, 0.0)
-    for mine, right in zip(first, [out.detach(), *torch.autograd.grad(out, wide, grad.double())], strict=True):
+    for mine, right in zip(
+        first, [out.detach(), *torch.autograd.grad(out, wide, grad.double())], strict=True
+    ):
         assert (mine.double() - right).norm() < 0.01 * right.norm()
 
 
 @pytest.mark.parametrize(("seq", "dim", "heads"), [(1000, 64, 2), (2048, 128, 8), (256, 32, 1)])
 def test_flex_attention_within_documents_is_the_default_with_a_mask(seq: int, dim: int, heads: int) -> None:
-    """It is in bf16, beside the default in float64.  It repeats bit for bit, and new documents compile nothing anew.
+    """It is in bf16, beside the default in float64.  It repeats bit for bit, and new documents compile
+    nothing anew.
 
     The controls: attention over the whole sample is far away, and so is that of other documents.
     """
@@ -180,7 +227,10 @@ def test_flex_attention_within_documents_is_the_default_with_a_mask(seq: int, di
 
     compiled = torch.compile(causal_attention, fullgraph=True)
     torch.manual_seed(0)
-    q, k, v = (torch.randn(2, h, seq, dim, device="cuda", dtype=torch.bfloat16, requires_grad=True) for h in (8, heads, heads))
+    q, k, v = (
+        torch.randn(2, h, seq, dim, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        for h in (8, heads, heads)
+    )
     weight = torch.randn_like(q)
 
     def found(by: Callable[..., Tensor], mask: Mask, *inputs: Tensor) -> list[Tensor]:
@@ -196,8 +246,13 @@ def test_flex_attention_within_documents_is_the_default_with_a_mask(seq: int, di
         assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True))
         expected = found(causal_attention, attention_mask(documents, documents, Kernel.TORCH), *wide)
         for number, (mine, theirs) in enumerate(zip(first, expected, strict=True)):
-            near = 0.02 * theirs.norm() + 0.005 * weight.double().norm()  # queries and keys have no gradient where each token is alone
-            assert (mine.double() - theirs).norm() < near < 0.5 * min((other[number] - theirs).norm() for other in others)
+            # queries and keys have no gradient where each token is alone
+            near = 0.02 * theirs.norm() + 0.005 * weight.double().norm()
+            assert (
+                (mine.double() - theirs).norm()
+                < near
+                < 0.5 * min((other[number] - theirs).norm() for other in others)
+            )
         others.append(expected)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
@@ -221,8 +276,12 @@ def test_masks_of_documents_are_made_without_waiting_for_the_device() -> None:
 
 
 @pytest.mark.parametrize("name", ["loss", "RMSNorm", "SwiGLU", "block"])
-def test_f7_fused_operations_are_measured_beside_plain_ones(name: str, record_property: Callable[[str, object], None]) -> None:
-    """F7: output and gradients are the plain ones to 1e-5 in float32.  The speed-up in bf16 is told with the device, and not asserted."""
+def test_f7_fused_operations_are_measured_beside_plain_ones(
+    name: str, record_property: Callable[[str, object], None]
+) -> None:
+    """F7: output and gradients are the plain ones to 1e-5 in float32.  The speed-up in bf16 is told with the
+    device, and not asserted.
+    """
     from tests.benchmarks.fused import measured, pairs
 
     low = pairs("tiny", "cuda", torch.float32)[name]
@@ -231,14 +290,17 @@ def test_f7_fused_operations_are_measured_beside_plain_ones(name: str, record_pr
     large = pairs("large", "cuda", torch.bfloat16)[name]
     fused_ms, plain_ms = measured(large, "cuda")
     told = (
-        f"{torch.cuda.get_device_name(0)}: {name} fused {fused_ms:.3f} ms, plain {plain_ms:.3f} ms, {plain_ms / fused_ms:.2f} times as fast"
+        f"{torch.cuda.get_device_name(0)}: {name} fused {fused_ms:.3f} ms, plain {plain_ms:.3f} ms, "
+        f"{plain_ms / fused_ms:.2f} times as fast"
     )
     record_property("speed_up", told)
     print(told)
 
 
 def test_a_target_beyond_the_vocabulary_reads_no_other_memory() -> None:
-    """Its loss is NaN, and so is its gradient, so that no step applies it; other rows are as they were (torch has the right values)."""
+    """Its loss is NaN, and so is its gradient, so that no step applies it; other rows are as they were (torch
+    has the right values).
+    """
     from elastic.kernels.triton_kernels import cross_entropy_
 
     logits = torch.randn(4, 300, device="cuda")

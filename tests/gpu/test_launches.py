@@ -1,7 +1,7 @@
 """While the device is stuck and its queue of launches is full, the rest of the process goes on.
 
-A kernel that sleeps, on the stream that everything waits for, stands in for a hanging collective.  One thread launches until the
-queue is full and beyond; another one ticks, as the control thread must to answer a fence.
+A kernel that sleeps, on the stream that everything waits for, stands in for a hanging collective.  One thread
+launches until the queue is full and beyond; another one ticks, as the control thread must to answer a fence.
 """
 
 from __future__ import annotations
@@ -20,11 +20,16 @@ from tests.support.commands import ROOT
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 
 STUCK_S = 3.0
-CALLS = {  # "malloc" is how compiled code allocates, with the GIL held; "freed": an event is recorded when the tensor goes
+# "malloc" is how compiled code allocates, with the GIL held; "freed": an event is recorded when the tensor
+# goes
+CALLS = {
     "eager": "x.add_(1)",
     "event": "torch.cuda.Event().record()",
     "freed": "y = torch.empty(1 << 20, device='cuda'); y.record_stream(side); del y; x.add_(1)",
-    "malloc": "len(kept) < 100 and kept.append(torch._C._dynamo.guards._empty_strided_cuda((24 << 20,), (1,), torch.uint8)); x.add_(1)",
+    "malloc": (
+        "len(kept) < 100 and kept.append(torch._C._dynamo.guards._empty_strided_cuda((24 << 20,), "
+        "(1,), torch.uint8)); x.add_(1)"
+    ),
     "compiled": "compiled(x)",
     "backward": "compiled(leaf).sum().backward()",
 }
@@ -71,7 +76,15 @@ print(f"{blocked:.3f} {longest:.3f}")
 def stuck(call: str, environment: dict[str, str]) -> tuple[float, float]:
     """Returns (longest time that one call took, longest time that another thread did not run) in seconds."""
     command = [sys.executable, "-c", SCRIPT, call, str(STUCK_S)]
-    ran = subprocess.run(command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, timeout=200, check=False)
+    ran = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
     assert ran.returncode == 0, ran.stderr[-3000:]
     blocked, longest = ran.stdout.split()[-2:]
     print(f"{call}: one call took {blocked} s, the other thread stood for {longest} s")

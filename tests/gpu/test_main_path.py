@@ -1,7 +1,8 @@
-"""The README's GPU job by its command line, on one node with all its GPUs: it trains, loses a worker, and ends with the bits of one GPU.
+"""The README's GPU job by its command line, on one node with all its GPUs: it trains, loses a worker, and
+ends with the bits of one GPU.
 
-It goes the user's way: a Ray node that sees every GPU, processes that wait with the compiler imported, workers that Ray gives one GPU each.
-Run it first wherever there are GPUs.
+It goes the user's way: a Ray node that sees every GPU, processes that wait with the compiler imported,
+workers that Ray gives one GPU each. Run it first wherever there are GPUs.
 """
 
 from __future__ import annotations
@@ -37,11 +38,19 @@ PATH = os.pathsep.join((str(ROOT), *filter(None, [os.environ.get("PYTHONPATH", "
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns a folder with what a user has after the README's first command: the job file, and tokens of real text."""
+    """Returns a folder with what a user has after the README's first command: the job file, and tokens of
+    real text.
+    """
     here = tmp_path_factory.mktemp("gpus")
     shutil.copy(ROOT / "examples" / "gpus.toml", here)
-    (prepare,) = re.findall(r"^elastic (data prepare .* tokens .*)$", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
-    arguments = subprocess.run(["bash", "-c", f"printf '%s\\n' {prepare}"], capture_output=True, text=True, check=True).stdout.splitlines()
+    (prepare,) = re.findall(
+        r"^elastic (data prepare .* tokens .*)$",
+        (ROOT / "README.md").read_text(encoding="utf-8"),
+        re.MULTILINE,
+    )
+    arguments = subprocess.run(
+        ["bash", "-c", f"printf '%s\\n' {prepare}"], capture_output=True, text=True, check=True
+    ).stdout.splitlines()
     done = Command(here, *arguments, PYTHONPATH=PATH)
     assert done.wait() == 0, done.text
     return here
@@ -75,8 +84,12 @@ def worlds(text: str) -> list[tuple[int, int]]:
     return [(int(step), int(members)) for step, members in LINE.findall(text)]
 
 
-def survived(folder: Path, name: str, until: Callable[[Callable[[], object]], None], text: Callable[[], str]) -> None:
-    """Kills a worker once all have committed some steps together.  The others go on in their processes, until all are there again."""
+def survived(
+    folder: Path, name: str, until: Callable[[Callable[[], object]], None], text: Callable[[], str]
+) -> None:
+    """Kills a worker once all have committed some steps together.  The others go on in their processes, until
+    all are there again.
+    """
     until(lambda: any(step >= KILL_AT and members == GPUS for step, members in worlds(text())))
     *others, victim = (Watched(each.pid) for each in workers(folder, name))
     assert len(others) == GPUS - 1
@@ -90,7 +103,9 @@ def survived(folder: Path, name: str, until: Callable[[Callable[[], object]], No
 
 
 def assert_trained(said: str) -> None:
-    """Checks that no world was refused, that at most two began for each worker, and that the last step was committed."""
+    """Checks that no world was refused, that at most two began for each worker, and that the last step was
+    committed.
+    """
     assert "cannot go on" not in said and "is replaced" not in said, said
     assert max(int(number) for number in re.findall(r"form generation (\d+)", said)) <= 2 * GPUS, said
     assert worlds(said)[-1][0] == STEPS, said
@@ -113,14 +128,32 @@ def head(folder: Path) -> Iterator[str]:
     """The address of the job server of a cluster that somebody began on this machine, with all its GPUs."""
     variables = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")} | TUNED
     guide = (ROOT / "examples" / "guide" / "clusters.md").read_text(encoding="utf-8")
-    variables |= dict(pair.split("=", 1) for pair in re.findall(r"^export (PYTORCH_NVML\S+ .*)$", guide, re.MULTILINE)[0].split())
-    variables["RAY_preload_python_modules"] += ",torch._inductor.compile_fx"  # as the guide says of jobs that compile
+    variables |= dict(
+        pair.split("=", 1)
+        for pair in re.findall(r"^export (PYTORCH_NVML\S+ .*)$", guide, re.MULTILINE)[0].split()
+    )
+    # as the guide says of jobs that compile
+    variables["RAY_preload_python_modules"] += ",torch._inductor.compile_fx"
     variables |= {"PYTHONPATH": PATH, MARK: str(folder)}
     ports = free_ports(3)
-    listens = [f"--port={ports[0]}", f"--dashboard-port={ports[1]}", f"--dashboard-agent-listen-port={ports[2]}"]
-    start = [*RAY, "start", "--head", "--block", "--include-dashboard=true", f"--temp-dir=/tmp/ray-{ports[0]}", *listens]
+    listens = [
+        f"--port={ports[0]}",
+        f"--dashboard-port={ports[1]}",
+        f"--dashboard-agent-listen-port={ports[2]}",
+    ]
+    start = [
+        *RAY,
+        "start",
+        "--head",
+        "--block",
+        "--include-dashboard=true",
+        f"--temp-dir=/tmp/ray-{ports[0]}",
+        *listens,
+    ]
     with open(folder / "head", "wb") as output:
-        process = subprocess.Popen(start, env=variables, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+        process = subprocess.Popen(
+            start, env=variables, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
     try:
         end = time.monotonic() + STARTS_S
         while "Ray runtime started" not in (said := (folder / "head").read_text()):
@@ -136,11 +169,15 @@ def head(folder: Path) -> Iterator[str]:
 def test_r1_the_same_job_by_ray_job_submit(folder: Path, one_gpu: str, head: str) -> None:
     job = [arg.replace("gpus.toml", str(folder / "gpus.toml")) for arg in line("submitted")]
     where = ["--bucket", str(folder / "gpus-out"), "--data.args.path", str(folder / "tokens")]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")} | {"PYTHONPATH": PATH}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")} | {
+        "PYTHONPATH": PATH
+    }
     submit = [*RAY, "job", "submit", "--address", head, "--", sys.executable, "-m", "elastic", *job, *where]
     shown = folder / "submitted"
     with open(shown, "wb") as output:
-        process = subprocess.Popen(submit, env=environment, stdout=output, stderr=subprocess.STDOUT, cwd=folder)
+        process = subprocess.Popen(
+            submit, env=environment, stdout=output, stderr=subprocess.STDOUT, cwd=folder
+        )
 
     def until(true: Callable[[], object]) -> None:
         end = time.monotonic() + STARTS_S

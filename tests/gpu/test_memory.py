@@ -1,4 +1,6 @@
-"""Each world gives its memory on the device back, and reuses what the one before it took: a dozen take no more than the first ones."""
+"""Each world gives its memory on the device back, and reuses what the one before it took: a dozen take no
+more than the first ones.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ SETTLED = 3
 
 
 def left_behind(world: World, job: Job) -> int:
-    """Returns the bytes of the device that are taken after a world in which this member took two steps, and were not before."""
+    """Returns the bytes of the device that are taken after a world in which this member took two steps, and
+    were not before.
+    """
     before = torch.cuda.memory_allocated()
     with member(world, job, Version(0, 0)) as me:
         for _ in range(2):
@@ -38,11 +42,20 @@ def left_behind(world: World, job: Job) -> int:
     return torch.cuda.memory_allocated() - before
 
 
-@pytest.mark.parametrize("settings", [{}, {"precision": "bf16"}, {"precision": "bf16", "compile": True}, {"recompute": "block"}], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"precision": "bf16"}, {"precision": "bf16", "compile": True}, {"recompute": "block"}],
+    ids=str,
+)
 def test_a_world_leaves_nothing_behind(tmp_path: Path, settings: dict[str, Any]) -> None:
     """The first world does not count, since it fills caches.  One matrix of the model has 4 MB."""
     pool = Ranks(1, "cuda")
-    job = toy_job(tmp_path, workers={"gpus": 1}, model_args={"vocab": 29, "dim": 1024, "layers": 3, "heads": 8}, **settings)
+    job = toy_job(
+        tmp_path,
+        workers={"gpus": 1},
+        model_args={"vocab": 29, "dim": 1024, "layers": 3, "heads": 8},
+        **settings,
+    )
     try:
         found = [pool.run(Layout(1, 1), left_behind, job)[0] for _ in range(3)]
     finally:
@@ -69,7 +82,10 @@ def gpus() -> Iterator[Ranks]:
 
 def reserved_after_two_steps(world: World, job: Job, kept: bool) -> int:
     """Returns the bytes of the device that this process has reserved after two steps."""
-    with nullcontext() if kept else patch("elastic.engine.parallelize.keep_streams"), member(world, job, Version(0, 0)) as me:
+    with (
+        nullcontext() if kept else patch("elastic.engine.parallelize.keep_streams"),
+        member(world, job, Version(0, 0)) as me,
+    ):
         for _ in range(2):
             me.step()
     return torch.cuda.memory_reserved()

@@ -17,7 +17,9 @@ from tests.support.toys import toy_job
 GPUS = torch.cuda.device_count()
 STEPS = 6
 LAYOUTS = [
-    layout for layout in (Layout(1, 1), Layout(1, 2), Layout(2, 1), Layout(1, 3), Layout(2, 2), Layout(1, 4)) if layout.world <= GPUS
+    layout
+    for layout in (Layout(1, 1), Layout(1, 2), Layout(2, 1), Layout(1, 3), Layout(2, 2), Layout(1, 4))
+    if layout.world <= GPUS
 ]
 
 pytestmark = pytest.mark.skipif(not GPUS, reason="no GPU here")
@@ -35,10 +37,17 @@ def trained(pool: Ranks, folder: Path, layout: Layout, **changes: object) -> Tra
 
 
 @pytest.mark.parametrize(("precision", "compiled"), [("fp32", False), ("bf16", False), ("bf16", True)])
-def test_b17_the_same_config_runs_with_gloo_and_nccl(gpus: Ranks, tmp_path: Path, precision: str, compiled: bool) -> None:
-    """B17: one job, all its settings, on either; the losses are near, the ledgers equal; on GPUs every layout gives the same bits, also
-    where the blocks are compiled."""
-    changes = {"precision": precision, "compile": compiled, "model": "tests.gpu.test_nccl:Waves", "model_args": MODEL}
+def test_b17_the_same_config_runs_with_gloo_and_nccl(
+    gpus: Ranks, tmp_path: Path, precision: str, compiled: bool
+) -> None:
+    """B17: one job, all its settings, on either; the losses are near, the ledgers equal; on GPUs every layout
+    gives the same bits, also where the blocks are compiled."""
+    changes = {
+        "precision": precision,
+        "compile": compiled,
+        "model": "tests.gpu.test_nccl:Waves",
+        "model_args": MODEL,
+    }
     cpus = Ranks(1)
     try:
         gloo = trained(cpus, tmp_path / "gloo", Layout(1, 1), **(changes | {"compile": False}))
@@ -56,7 +65,9 @@ def test_the_library_sum_depends_on_the_layout(gpus: Ranks, tmp_path: Path) -> N
     """Negative control; two addends commute, so it takes three."""
     if GPUS < 3:
         pytest.skip(f"it takes 3 GPUs; here are {GPUS}")
-    one, three = (trained(gpus, tmp_path, layout, reproducible=False) for layout in (Layout(1, 1), Layout(1, 3)))
+    one, three = (
+        trained(gpus, tmp_path, layout, reproducible=False) for layout in (Layout(1, 1), Layout(1, 3))
+    )
     assert one.hash != three.hash
 
 
@@ -71,4 +82,6 @@ class Waves(Llama):
         for number, parameter in enumerate(self.parameters()):
             places = torch.arange(parameter.numel(), dtype=torch.float32, device=parameter.device)
             waves = 0.05 * torch.sin(0.7 * places + number)
-            parameter.copy_(torch.ones_like(parameter) if parameter.dim() < 2 else waves.view(parameter.shape))
+            parameter.copy_(
+                torch.ones_like(parameter) if parameter.dim() < 2 else waves.view(parameter.shape)
+            )

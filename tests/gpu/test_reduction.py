@@ -1,4 +1,6 @@
-"""N7 over NCCL: GPUs of one machine, of which some are said to be on other nodes, give the same bits with blocks of microbatches."""
+"""N7 over NCCL: GPUs of one machine, of which some are said to be on other nodes, give the same bits with
+blocks of microbatches.
+"""
 
 from __future__ import annotations
 
@@ -43,10 +45,18 @@ def gpus() -> Iterator[Ranks]:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_blocks_give_the_same_bits_on_any_nodes(gpus: Ranks, tmp_path: Path, precision: str) -> None:
-    """Blocks of 3 of 8 microbatches.  In float32 blocks of 1 are the negative control; so few bf16 values add up exactly in any order."""
+    """Blocks of 3 of 8 microbatches.  In float32 blocks of 1 are the negative control; so few bf16 values add
+    up exactly in any order.
+    """
     changes = {"precision": precision, "model_args": MODEL}
     hashes = {
-        train(gpus, toy_job(tmp_path / f"{layout} {nodes}", reduction={"block": 3}, **changes), layout, 4, nodes=nodes).hash
+        train(
+            gpus,
+            toy_job(tmp_path / f"{layout} {nodes}", reduction={"block": 3}, **changes),
+            layout,
+            4,
+            nodes=nodes,
+        ).hash
         for layout, nodes in PLACES
     }
     assert len(hashes) == 1
@@ -60,7 +70,9 @@ def on_gpu(world: World, block: int, elements: int, dtype: torch.dtype) -> torch
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_sum_is_that_of_a_loop(gpus: Ranks, dtype: torch.dtype) -> None:
-    """Gradients in both dtypes over NCCL, in which members without anything for each other exchange no message."""
+    """Gradients in both dtypes over NCCL, in which members without anything for each other exchange no
+    message.
+    """
     for layout, nodes in PLACES:
         for block in (1, 2, 3):
             elements = layout.dp_shard * 1003

@@ -1,4 +1,6 @@
-"""The commit tells the memory of a step on a GPU, and a profile there has kernels and the history of the memory."""
+"""The commit tells the memory of a step on a GPU, and a profile there has kernels and the history of the
+memory.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ def measured(world: World, job: Job) -> tuple[list[Usage], int, str]:
 
 
 def job_of(bucket: Path, **settings: Any) -> Job:
-    return toy_job(bucket, workers={"gpus": 1}, model_args={"vocab": 29, "dim": 512, "layers": 3, "heads": 8}, **settings)
+    return toy_job(
+        bucket, workers={"gpus": 1}, model_args={"vocab": 29, "dim": 512, "layers": 3, "heads": 8}, **settings
+    )
 
 
 def test_the_peak_of_a_step_holds_what_is_held_and_is_reserved(gpu: Ranks, tmp_path: Path) -> None:
@@ -60,6 +64,10 @@ def test_a_profile_has_kernels_and_a_snapshot_and_the_bits_stay(gpu: Ranks, tmp_
     ((*_, found),) = gpu.run(Layout(1, 1), measured, job_of(tmp_path, profile="2-3"))
     assert found == plain
     name = f"steps-2-3-g{gpu.generation}"
-    trace, memory = (Path(tmp_path, "toy", "profiles", f"{name}.{kind}") for kind in ("trace.json.gz", "memory.pickle"))
-    assert "kernel" in {each.get("cat") for each in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]}
+    trace, memory = (
+        Path(tmp_path, "toy", "profiles", f"{name}.{kind}") for kind in ("trace.json.gz", "memory.pickle")
+    )
+    assert "kernel" in {
+        each.get("cat") for each in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+    }
     assert memory.stat().st_size > 0

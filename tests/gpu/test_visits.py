@@ -48,18 +48,25 @@ def gpu() -> Iterator[Ranks]:
     ],
     ids=str,
 )
-def test_the_bits_are_those_of_weights_on_the_device(gpu: Ranks, tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_the_bits_are_those_of_weights_on_the_device(
+    gpu: Ranks, tmp_path: Path, changes: dict[str, Any]
+) -> None:
     """F3; the control: another seed gives other bits."""
     settings, offload = {"parallel": {"zero": 2}, **changes}, {"offload": "weights"}
     resident = train(gpu, toy_job(tmp_path / "resident", **settings), Layout(1, 1), 4)
     found = train(gpu, toy_job(tmp_path / "visiting", **offload, **settings), Layout(1, 1), 4)
     assert found.hash == resident.hash
     assert [each.loss for each in found.outcomes] == [each.loss for each in resident.outcomes]
-    assert train(gpu, toy_job(tmp_path / "other", seed=1, **offload, **settings), Layout(1, 1), 4).hash != resident.hash
+    assert (
+        train(gpu, toy_job(tmp_path / "other", seed=1, **offload, **settings), Layout(1, 1), 4).hash
+        != resident.hash
+    )
 
 
 def allocated(world: World, job: Job) -> tuple[list[int], list[int]]:
-    """Runs three steps.  Returns the bytes of the device before each step, and the most in the last one's forward and backward passes."""
+    """Runs three steps.  Returns the bytes of the device before each step, and the most in the last one's
+    forward and backward passes.
+    """
     at, most = list[int](), list[int]()
     with pytest.MonkeyPatch.context() as patch, member(world, job, Version(0, 0), prefetch=0) as me:
         begin, end = Whole.begin_round, Whole.end_round
@@ -83,11 +90,17 @@ def allocated(world: World, job: Job) -> tuple[list[int], list[int]]:
 
 
 def test_f3_the_device_has_no_weights_between_steps(gpu: Ranks, tmp_path: Path) -> None:
-    """F3, C6: the device has fewer bytes between steps by all weights in bf16, and at most by all but two blocks within one.
+    """F3, C6: the device has fewer bytes between steps by all weights in bf16, and at most by all but two
+    blocks within one.
 
     The control has the optimizer's state alone on the host.
     """
-    settings: dict[str, Any] = {"precision": "bf16", "parallel": {"zero": 2}, "recompute": "block", "model_args": LARGE}
+    settings: dict[str, Any] = {
+        "precision": "bf16",
+        "parallel": {"zero": 2},
+        "recompute": "block",
+        "model_args": LARGE,
+    }
     found: dict[str, tuple[list[int], list[int]]] = {
         offload: gpu.run(Layout(1, 1), allocated, toy_job(tmp_path / offload, offload=offload, **settings))[0]
         for offload in ("optimizer", "weights")
@@ -135,7 +148,9 @@ def passes(blocks: nn.Module, held: Visits, x: Tensor, *, backward: bool = True)
 
 
 @pytest.mark.parametrize("drops", [True, False], ids=["dropped", "control"])
-def test_f3_two_blocks_are_on_the_device_and_none_between_passes(monkeypatch: pytest.MonkeyPatch, drops: bool) -> None:
+def test_f3_two_blocks_are_on_the_device_and_none_between_passes(
+    monkeypatch: pytest.MonkeyPatch, drops: bool
+) -> None:
     """F3: torch's allocator gives out the memory of two blocks at most, and has it back after the passes.
 
     In the control blocks keep their weights until the end.
@@ -157,7 +172,9 @@ def test_f3_two_blocks_are_on_the_device_and_none_between_passes(monkeypatch: py
 
 @pytest.mark.parametrize("apart", [True, False], ids=["streams", "control"])
 def test_c6_f3_weights_come_while_blocks_run(monkeypatch: pytest.MonkeyPatch, apart: bool) -> None:
-    """C6, F3: the trace has copies to the device during products, in both passes; if both use one stream it has none."""
+    """C6, F3: the trace has copies to the device during products, in both passes; if both use one stream it
+    has none.
+    """
     (blocks, held), x = visitor(), torch.randn(ROWS, DIM, device=CUDA)
     if not apart:
         monkeypatch.setattr(visits, "stream", lambda purpose, device: torch.cuda.current_stream(device))

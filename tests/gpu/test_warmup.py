@@ -1,4 +1,6 @@
-"""R4: a newcomer has compiled and loaded everything before it joins; the world that it joins does not wait for that."""
+"""R4: a newcomer has compiled and loaded everything before it joins; the world that it joins does not wait
+for that.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from tests.support.segments import member
 from tests.support.toys import toy_job
 
 GPUS = torch.cuda.device_count()
-LAYOUTS = [layout for layout in (Layout(1, 1), Layout(1, 2), Layout(2, 1), Layout(2, 2)) if layout.world <= GPUS]
+LAYOUTS = [
+    layout for layout in (Layout(1, 1), Layout(1, 2), Layout(2, 1), Layout(2, 2)) if layout.world <= GPUS
+]
 MODEL = {"vocab": 29, "dim": 32, "layers": 4, "heads": 2}
 
 pytestmark = pytest.mark.skipif(not GPUS, reason="no GPU here")
@@ -32,7 +36,9 @@ def graphs() -> int:
 
 
 def join(world: World, job: Job, folder: str, warm: bool) -> tuple[int, int]:
-    """Joins a world as a new process does, and takes two steps.  Returns how many graphs were compiled before it joined, and in all."""
+    """Joins a world as a new process does, and takes two steps.  Returns how many graphs were compiled before
+    it joined, and in all.
+    """
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     world.abort()
@@ -43,7 +49,12 @@ def join(world: World, job: Job, folder: str, warm: bool) -> tuple[int, int]:
         session.close()
     before = graphs()
     joined = World.form(
-        world.store, generation=world.generation + 1000, layout=world.layout, rank=world.rank, device=world.device, form_s=60
+        world.store,
+        generation=world.generation + 1000,
+        layout=world.layout,
+        rank=world.rank,
+        device=world.device,
+        form_s=60,
     )
     joined.connect(60, 60)
     with member(joined, job, Version(0, 0)) as me:

@@ -1,4 +1,6 @@
-"""The operations of a token are those that torch counts while a model trains, and the peaks of devices are found by their names."""
+"""The operations of a token are those that torch counts while a model trains, and the peaks of devices are
+found by their names.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +22,22 @@ from tests.support.toys import own
 SEQ, BATCH = 64, 2
 MODELS: dict[str, tuple[Callable[..., nn.Module], dict[str, Any]]] = {
     "tied": (llama.build, {"vocab": 101, "dim": 32, "layers": 3, "heads": 4}),
-    "not tied": (llama.build, {"vocab": 101, "dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "tied": False}),
-    "wide heads": (llama.build, {"vocab": 101, "dim": 32, "layers": 2, "heads": 4, "head_dim": 24, "qk_norm": True}),
+    "not tied": (
+        llama.build,
+        {"vocab": 101, "dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "tied": False},
+    ),
+    "wide heads": (
+        llama.build,
+        {"vocab": 101, "dim": 32, "layers": 2, "heads": 4, "head_dim": 24, "qk_norm": True},
+    ),
     "gpt2": (gpt2.build, {"vocab": 101, "dim": 32, "layers": 3, "heads": 4, "length": SEQ}),
 }
 
 
 def counted(model: nn.Module) -> float:
-    """Returns the operations of a token in forward and backward, as torch counts them: attention is computed as plain matrix products."""
+    """Returns the operations of a token in forward and backward, as torch counts them: attention is computed
+    as plain matrix products.
+    """
     model.init_weights()  # type: ignore[operator]
     tokens = torch.randint(0, 29, (BATCH, SEQ + 1))
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
@@ -57,13 +67,26 @@ def test_a_model_that_says_nothing_counts_by_its_matrices() -> None:
 
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "llama"])
 def test_of_experts_those_count_to_which_a_token_goes(kind: str) -> None:
-    """Torch counts attention besides, which is known.  The control: all eight experts are several times as much."""
-    transformers_lm = pytest.importorskip("elastic.models.transformers_lm", reason="the models of this test are not installed")
+    """Torch counts attention besides, which is known.  The control: all eight experts are several times as
+    much.
+    """
+    transformers_lm = pytest.importorskip(
+        "elastic.models.transformers_lm", reason="the models of this test are not installed"
+    )
     layers, heads, head = 2, 2, 16
-    config: dict[str, Any] = {"model_type": kind, "vocab_size": 101, "hidden_size": 32, "num_hidden_layers": layers, "head_dim": head}
+    config: dict[str, Any] = {
+        "model_type": kind,
+        "vocab_size": 101,
+        "hidden_size": 32,
+        "num_hidden_layers": layers,
+        "head_dim": head,
+    }
     config |= {"num_attention_heads": heads, "num_key_value_heads": heads, "intermediate_size": 64}
     if kind != "llama":
-        config |= {"mixtral": {"num_local_experts": 8}, "qwen3_moe": {"num_experts": 8, "moe_intermediate_size": 64}}[kind]
+        config |= {
+            "mixtral": {"num_local_experts": 8},
+            "qwen3_moe": {"num_experts": 8, "moe_intermediate_size": 64},
+        }[kind]
         config |= {"num_experts_per_tok": 2, "experts_implementation": "eager"}
     model = transformers_lm.build(config)
     found, told = counted(model) - 12 * layers * heads * head * SEQ, flops_of(model)(SEQ, False)

@@ -1,4 +1,6 @@
-"""Sequences and tokens that a model does not know are told by a sentence, before they end a worker in a kernel."""
+"""Sequences and tokens that a model does not know are told by a sentence, before they end a worker in a
+kernel.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,10 @@ def test_samples_longer_than_the_positions_are_refused_before_a_worker_starts(
     tokens: Path, tmp_path: Path, model: tuple[str, dict[str, Any]]
 ) -> None:
     """The control: samples as long as the positions."""
-    said = r"^seq_len = 17 of the dataset is longer than any sequence .* positions for, 16; lower it to 16, or raise length, .* to 17$"
+    said = (
+        r"^seq_len = 17 of the dataset is longer than any sequence .* positions for, 16; lower it to 16, "
+        r"or raise length, .* to 17$"
+    )
     with pytest.raises(ModelError, match=said):
         preflight(job_on(tokens, tmp_path, model, 17))
     preflight(job_on(tokens, tmp_path, model, 16))
@@ -64,7 +69,11 @@ def test_rotary_positions_have_no_end(tokens: Path, tmp_path: Path) -> None:
 
 
 def test_so_are_samples_that_are_held_out(tokens: Path, tmp_path: Path) -> None:
-    held_out = {"every": 1, "dataset": "elastic.data.tokens:TokenDataset", "args": {"path": str(tokens), "seq_len": 17}}
+    held_out = {
+        "every": 1,
+        "dataset": "elastic.data.tokens:TokenDataset",
+        "args": {"path": str(tokens), "seq_len": 17},
+    }
     with pytest.raises(ModelError, match=r"^seq_len = 17 of the dataset is longer"):
         preflight(job_on(tokens, tmp_path, GPT2, 16, validation=held_out))
 
@@ -102,7 +111,13 @@ def test_a_token_that_the_model_does_not_know_is_named(tmp_path: Path) -> None:
         job = toy_job(tmp_path, name=f"to-{largest}", model=GPT2[0], model_args=GPT2[1], data=data, steps=2)
         return run_local(job, lambda line: None)[0]
 
-    with pytest.raises(JobError, match=r"samples \[.*\] have the token 29, and the model knows those below 29; set .* to 30 or more"):
+    with pytest.raises(
+        JobError,
+        match=(
+            r"samples \[.*\] have the token 29, and the model knows those below "
+            r"29; set .* to 30 or more"
+        ),
+    ):
         trained(29)
     assert trained(28) == "Finished"
 
@@ -113,9 +128,23 @@ def test_so_is_one_that_is_held_out(tmp_path: Path) -> None:
     def trained(largest: int) -> str:
         data = {"dataset": f"{__name__}:Numbers", "args": {"largest": 28}}
         held_out = {"every": 1, "dataset": f"{__name__}:Numbers", "args": {"largest": largest}}
-        job = toy_job(tmp_path, name=f"held-{largest}", model=GPT2[0], model_args=GPT2[1], data=data, validation=held_out, steps=2)
+        job = toy_job(
+            tmp_path,
+            name=f"held-{largest}",
+            model=GPT2[0],
+            model_args=GPT2[1],
+            data=data,
+            validation=held_out,
+            steps=2,
+        )
         return run_local(job, lambda line: None)[0]
 
-    with pytest.raises(JobError, match=r"^validation\.dataset = .*: samples \[.*\] have the token 29, and the model knows those below 29"):
+    with pytest.raises(
+        JobError,
+        match=(
+            r"^validation\.dataset = .*: samples \[.*\] have the token 29, and "
+            r"the model knows those below 29"
+        ),
+    ):
         trained(29)
     assert trained(28) == "Finished"

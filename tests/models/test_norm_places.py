@@ -1,4 +1,6 @@
-"""GPT-2 with norms before its parts or after the sums: torch's own layers are the judge, and what the places are for is measured."""
+"""GPT-2 with norms before its parts or after the sums: torch's own layers are the judge, and what the places
+are for is measured.
+"""
 
 from __future__ import annotations
 
@@ -30,9 +32,15 @@ def gelu(x: Tensor) -> Tensor:
 
 def torchs(model: nn.Module, first: bool) -> nn.TransformerEncoder:
     """Returns torch's layers with the weights of ours."""
-    layer = nn.TransformerEncoderLayer(32, 4, 128, 0.0, gelu, batch_first=True, norm_first=first, dtype=torch.float64)
-    made = nn.TransformerEncoder(layer, 3, nn.LayerNorm(32, dtype=torch.float64) if first else None, enable_nested_tensor=False)
-    values = {name: value for name, value in model.state_dict().items() if name.startswith(("layers.", "norm."))}
+    layer = nn.TransformerEncoderLayer(
+        32, 4, 128, 0.0, gelu, batch_first=True, norm_first=first, dtype=torch.float64
+    )
+    made = nn.TransformerEncoder(
+        layer, 3, nn.LayerNorm(32, dtype=torch.float64) if first else None, enable_nested_tensor=False
+    )
+    values = {
+        name: value for name, value in model.state_dict().items() if name.startswith(("layers.", "norm."))
+    }
     for ours, theirs in WORDS.items():
         values = {name.replace(ours, theirs): value for name, value in values.items()}
     made.load_state_dict(values)
@@ -42,7 +50,9 @@ def torchs(model: nn.Module, first: bool) -> nn.TransformerEncoder:
 @pytest.mark.fast
 @pytest.mark.parametrize("norm", ["pre", "post"])
 def test_the_layers_are_torchs(norm: str) -> None:
-    """A9: logits and gradients agree in float64.  The control: the same weights with norms in the other places."""
+    """A9: logits and gradients agree in float64.  The control: the same weights with norms in the other
+    places.
+    """
     torch.manual_seed(3)
     model = gpt2.build(**ARGS, norm=norm).double()
     with torch.no_grad():
@@ -53,7 +63,12 @@ def test_the_layers_are_torchs(norm: str) -> None:
     def logits(layers: nn.Module) -> Tensor:
         x = model.embedding(tokens) + model.positions.weight[:16]
         return (
-            layers(x, mask=nn.Transformer.generate_square_subsequent_mask(16, dtype=torch.float64), is_causal=True) @ model.output.weight.T
+            layers(
+                x,
+                mask=nn.Transformer.generate_square_subsequent_mask(16, dtype=torch.float64),
+                is_causal=True,
+            )
+            @ model.output.weight.T
         )
 
     theirs = torchs(model, norm == "pre")
@@ -68,7 +83,9 @@ def test_the_layers_are_torchs(norm: str) -> None:
 
 
 def last_gradient(norm: str, layers: int) -> float:
-    """Returns the norm of the gradient of the last layer's feed-forward weights at Xavier's initialisation, the mean of three."""
+    """Returns the norm of the gradient of the last layer's feed-forward weights at Xavier's initialisation,
+    the mean of three.
+    """
     found = []
     for seed in range(3):
         torch.manual_seed(seed)
@@ -85,7 +102,9 @@ def last_gradient(norm: str, layers: int) -> float:
 
 @pytest.mark.fast
 def test_depth_shrinks_the_last_gradient_with_pre_norm_only() -> None:
-    """The gradient goes with 1 / sqrt(layers), while with post-norm it stays (Xiong and others 2020, theorem 1)."""
+    """The gradient goes with 1 / sqrt(layers), while with post-norm it stays (Xiong and others 2020, theorem
+    1).
+    """
     assert last_gradient("pre", 24) / last_gradient("pre", 6) == pytest.approx(1 / 2, rel=0.2)
     assert last_gradient("post", 24) / last_gradient("post", 6) == pytest.approx(1, rel=0.2)
 
@@ -100,7 +119,8 @@ def test_post_norm_trains_with_the_same_bits_in_every_layout(ranks: Ranks, tmp_p
     """A9, promise 1; and it learns."""
     args = {**ARGS, "layers": 2, "norm": "post"}
     job, cut = (
-        toy_job(tmp_path / name, model="elastic.models.gpt2:build", model_args=args, steps=8, global_batch=8) for name in ("whole", "cut")
+        toy_job(tmp_path / name, model="elastic.models.gpt2:build", model_args=args, steps=8, global_batch=8)
+        for name in ("whole", "cut")
     )
     alone = train_here(job, 8)
     assert train(ranks, cut, Layout(1, 2), 8).hash == alone.hash

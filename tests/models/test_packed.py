@@ -19,13 +19,26 @@ VOCAB, END = 31, 30
 MODELS = {
     "llama": (
         llama.build,
-        {"vocab": VOCAB, "dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "rope_scaling": (8, 1, 4, 16), "tied": False},
+        {
+            "vocab": VOCAB,
+            "dim": 32,
+            "layers": 2,
+            "heads": 4,
+            "kv_heads": 2,
+            "rope_scaling": (8, 1, 4, 16),
+            "tied": False,
+        },
     ),
-    "qwen3": (llama.build, {"vocab": VOCAB, "dim": 32, "layers": 2, "heads": 4, "head_dim": 16, "qk_norm": True}),
+    "qwen3": (
+        llama.build,
+        {"vocab": VOCAB, "dim": 32, "layers": 2, "heads": 4, "head_dim": 16, "qk_norm": True},
+    ),
     "gpt2": (gpt2.build, {"vocab": VOCAB, "dim": 32, "layers": 2, "heads": 4, "length": 64}),
 }
 LENGTHS = ([9, 1, 1, 14, 2, 6], [1, 33 - 1], [20, 13])
-"""Documents of three samples of 33 tokens, with the token that ends them: empty ones are 1 long, and each sample ends with a border."""
+"""Documents of three samples of 33 tokens, with the token that ends them: empty ones are 1 long, and each
+sample ends with a border.
+"""
 
 each_model = pytest.mark.parametrize("name", MODELS)
 
@@ -34,7 +47,8 @@ def made(name: str, dtype: torch.dtype = torch.float64, **more: Any) -> nn.Modul
     build, args = MODELS[name]
     torch.manual_seed(4)
     model: nn.Module = build(**args, **more)
-    for parameter in model.parameters():  # not the small initial values, with which nothing depends much on anything
+    # not the small initial values, with which nothing depends much on anything
+    for parameter in model.parameters():
         nn.init.normal_(parameter, mean=float(parameter.dim() == 1), std=0.3)
     return model.to(dtype)
 
@@ -42,14 +56,29 @@ def made(name: str, dtype: torch.dtype = torch.float64, **more: Any) -> nn.Modul
 def samples() -> tuple[list[list[Tensor]], dict[str, Tensor]]:
     """Returns the documents of each sample, and the batch of the samples."""
     torch.manual_seed(5)
-    texts = [[torch.cat((torch.randint(0, END, (length - 1,)), torch.tensor([END]))) for length in lengths] for lengths in LENGTHS]
-    numbers = [torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)) for lengths in LENGTHS]
-    return texts, {"tokens": torch.stack([torch.cat(text) for text in texts]), "documents": torch.stack(numbers).int()}
+    texts = [
+        [torch.cat((torch.randint(0, END, (length - 1,)), torch.tensor([END]))) for length in lengths]
+        for lengths in LENGTHS
+    ]
+    numbers = [
+        torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)) for lengths in LENGTHS
+    ]
+    return texts, {
+        "tokens": torch.stack([torch.cat(text) for text in texts]),
+        "documents": torch.stack(numbers).int(),
+    }
 
 
 def one_by_one(model: nn.Module, texts: list[list[Tensor]]) -> tuple[Tensor, int]:
-    """Returns the sum of the losses of documents that are alone in their batch, and the number of their targets."""
-    losses = [F.cross_entropy(model(text[None, :-1])[0], text[1:], reduction="sum") for sample in texts for text in sample if len(text) > 1]
+    """Returns the sum of the losses of documents that are alone in their batch, and the number of their
+    targets.
+    """
+    losses = [
+        F.cross_entropy(model(text[None, :-1])[0], text[1:], reduction="sum")
+        for sample in texts
+        for text in sample
+        if len(text) > 1
+    ]
     return torch.stack(losses).sum(), sum(len(text) - 1 for sample in texts for text in sample)
 
 
@@ -73,10 +102,16 @@ def assert_kept_apart(model: nn.Module) -> None:
     expected = found(one_by_one(model, texts)[0], model)
     for mine, theirs in zip(found(packed(model, batch), model), expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10)
-    others = {"without": lambda documents: torch.zeros_like(documents), "moved": lambda documents: documents.roll(1, 1)}
+    others = {
+        "without": lambda documents: torch.zeros_like(documents),
+        "moved": lambda documents: documents.roll(1, 1),
+    }
     for change in others.values():
         other = found(packed(model, {**batch, "documents": change(batch["documents"])}), model)
-        assert all((mine - theirs).norm() > 1e-3 * theirs.norm() for mine, theirs in zip(other, expected, strict=True))
+        assert all(
+            (mine - theirs).norm() > 1e-3 * theirs.norm()
+            for mine, theirs in zip(other, expected, strict=True)
+        )
 
 
 @each_model
@@ -86,12 +121,16 @@ def test_losses_and_gradients_are_those_of_the_documents_alone(name: str) -> Non
 
 @pytest.mark.parametrize("module", [llama, gpt2])
 def test_positions_begin_anew(monkeypatch: pytest.MonkeyPatch, module: Any) -> None:
-    """Learned positions that do not begin anew change the loss.  Of rotary ones only the differences count, so only roundings change."""
+    """Learned positions that do not begin anew change the loss.  Of rotary ones only the differences count,
+    so only roundings change.
+    """
     documents = torch.tensor([[0, 0, 0, 1, 2, 2], [0, 1, 1, 1, 1, 1], [5, 5, 5, 5, 5, 5]])
     assert positions_of(documents).tolist() == [[0, 1, 2, 0, 0, 1], [0, 0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 5]]
     model, (_, batch) = made("gpt2" if module is gpt2 else "llama"), samples()
     right = packed(model, batch)
-    monkeypatch.setattr(module, "positions_of", lambda documents: torch.arange(documents.shape[1]).expand_as(documents))
+    monkeypatch.setattr(
+        module, "positions_of", lambda documents: torch.arange(documents.shape[1]).expand_as(documents)
+    )
     apart = (packed(model, batch) - right).abs() / right
     assert apart > 1e-3 if module is gpt2 else 0 < apart < 1e-5
 
@@ -128,7 +167,9 @@ def test_a_model_that_takes_no_documents_is_refused() -> None:
 
 @each_model
 def test_documents_have_no_influence_on_others(name: str) -> None:
-    """The second document keeps its bits when the first one changes, with dropout too.  The control: both are one document."""
+    """The second document keeps its bits when the first one changes, with dropout too.  The control: both are
+    one document.
+    """
     model, tokens = made(name, torch.float32, dropout=0.2).train(), torch.randint(0, VOCAB, (1, 40))
     for documents, stays in (((torch.arange(40) >= 17).int()[None], True), (torch.zeros(1, 40).int(), False)):
         logits = []
@@ -150,8 +191,12 @@ def inputs(seq: int, chance: float, dtype: torch.dtype) -> tuple[Tensor, Tensor,
 
 
 @pytest.mark.parametrize("ordered", [False, True])
-def test_flash_attention_gives_each_head_its_own_keys_where_the_order_counts(ordered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch's own flash kernel, on a CPU, stands for flash-attention 4.  The judge is the default, in the same precision."""
+def test_flash_attention_gives_each_head_its_own_keys_where_the_order_counts(
+    ordered: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch's own flash kernel, on a CPU, stands for flash-attention 4.  The judge is the default, in the
+    same precision.
+    """
     q, k, v, _ = inputs(200, 0.0, torch.float64)
     heads: list[int] = []
     attend = torch.nn.functional.scaled_dot_product_attention
@@ -163,7 +208,9 @@ def test_flash_attention_gives_each_head_its_own_keys_where_the_order_counts(ord
     expected = causal_attention(q, k, v, None, 0.0)
     judged = [expected, *torch.autograd.grad(expected.square().sum(), (q, k, v))]
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", noted)
-    monkeypatch.setattr("elastic.kernels.attention.torch.are_deterministic_algorithms_enabled", lambda: ordered)
+    monkeypatch.setattr(
+        "elastic.kernels.attention.torch.are_deterministic_algorithms_enabled", lambda: ordered
+    )
     out = causal_attention(q, k, v, Kernel.FLASH_4, 0.0)
     torch.testing.assert_close([out, *torch.autograd.grad(out.square().sum(), (q, k, v))], judged)
     assert heads == [4 if ordered else 2]
@@ -171,10 +218,14 @@ def test_flash_attention_gives_each_head_its_own_keys_where_the_order_counts(ord
 
 @pytest.mark.parametrize("chance", [0.0, 0.002, 0.05, 1.0])
 def test_attention_within_documents_is_that_of_each_document(chance: float) -> None:
-    """The judge cuts the sample into its documents.  The control: attention over the whole sample, unless that is one document."""
+    """The judge cuts the sample into its documents.  The control: attention over the whole sample, unless
+    that is one document.
+    """
     q, k, v, documents = inputs(1100, chance, torch.float64)
     out = causal_attention(q, k, v, attention_mask(documents, documents, Kernel.TORCH), 0.0)
-    parts = [[causal_attention(*each, None, 0.0) for each in cut(row, q, k, v, documents)] for row in range(2)]
+    parts = [
+        [causal_attention(*each, None, 0.0) for each in cut(row, q, k, v, documents)] for row in range(2)
+    ]
     expected = torch.cat([torch.cat(row, dim=2) for row in parts])
     weight = torch.randn_like(out)
     ours, theirs = (torch.autograd.grad((each * weight).sum(), (q, k, v)) for each in (out, expected))
@@ -189,7 +240,12 @@ def cut(row: int, q: Tensor, k: Tensor, v: Tensor, documents: Tensor) -> list[tu
     return list(zip(*(each[row : row + 1].split(lengths, dim=2) for each in (q, k, v)), strict=True))
 
 
-LISTS = [f"{full}{side}_{what}" for full in ("", "full_") for side in ("kv", "q") for what in ("num_blocks", "indices")]
+LISTS = [
+    f"{full}{side}_{what}"
+    for full in ("", "full_")
+    for side in ("kv", "q")
+    for what in ("num_blocks", "indices")
+]
 
 
 @pytest.mark.parametrize("seq", [1, 100, 128, 200, 640])
@@ -204,7 +260,9 @@ def test_the_block_mask_is_that_of_torch(seq: int) -> None:
         assert all(torch.equal(getattr(mine, each), getattr(judge, each)) for each in LISTS)
         assert (mine.shape, mine.BLOCK_SIZE) == (judge.shape, judge.BLOCK_SIZE)
         if seq == 640 and chance in (0.0, 1.0):
-            assert not all(torch.equal(getattr(document_mask(other), each), getattr(judge, each)) for each in LISTS)
+            assert not all(
+                torch.equal(getattr(document_mask(other), each), getattr(judge, each)) for each in LISTS
+            )
 
 
 def test_documents_may_have_any_numbers() -> None:
@@ -214,7 +272,9 @@ def test_documents_may_have_any_numbers() -> None:
     documents = torch.tensor([[7], [-3], [7], [0], [0], [-3]]).expand(6, 100).reshape(1, 600)
     mine = document_mask(documents)
     judge = create_block_mask(mine.mask_mod, 1, None, 600, 600, device="cpu")
-    assert all(torch.equal(getattr(mine, each), getattr(judge, each)) for each in LISTS if each.startswith("full"))
+    assert all(
+        torch.equal(getattr(mine, each), getattr(judge, each)) for each in LISTS if each.startswith("full")
+    )
     assert bool((mine.to_dense() >= judge.to_dense()).all())
 
 
@@ -227,6 +287,8 @@ def test_flex_attention_is_the_default_with_a_mask() -> None:
     for chance in (0.01, 0.05, 0.0, 0.5):
         q, k, v, documents = (each.detach() for each in inputs(700, chance, torch.float32))
         out = compiled(q, k, v, document_mask(documents), 0.0)
-        torch.testing.assert_close(out, causal_attention(q, k, v, attention_mask(documents, documents, Kernel.TORCH), 0.0))
+        torch.testing.assert_close(
+            out, causal_attention(q, k, v, attention_mask(documents, documents, Kernel.TORCH), 0.0)
+        )
         assert torch.allclose(out, causal_attention(q, k, v, None, 0.0), atol=1e-4) is (chance == 0.0)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1

@@ -1,4 +1,6 @@
-"""The models are the published ones: the implementation of transformers gives the same logits for the same weights."""
+"""The models are the published ones: the implementation of transformers gives the same logits for the same
+weights.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,10 @@ def test_presets_have_the_published_sizes() -> None:
     """The control: without its preset a model has another size."""
     presets = {name: llama.build for name in llama.PRESETS} | {name: gpt2.build for name in gpt2.PRESETS}
     with torch.device("meta"):
-        found = {name: sum(parameter.numel() for parameter in build(name).parameters()) for name, build in presets.items()}
+        found = {
+            name: sum(parameter.numel() for parameter in build(name).parameters())
+            for name, build in presets.items()
+        }
         other = sum(parameter.numel() for parameter in llama.build("llama3-8b", layers=31).parameters())
     assert found == SIZES
     assert other != SIZES["llama3-8b"]
@@ -69,11 +74,19 @@ def theirs_of(kind: str, args: dict[str, Any]) -> nn.Module:
     }
     if kind == "gpt2":
         config = transformers.GPT2Config(
-            vocab_size=args["vocab"], n_embd=args["dim"], n_layer=args["layers"], n_head=args["heads"], attn_implementation="eager"
+            vocab_size=args["vocab"],
+            n_embd=args["dim"],
+            n_layer=args["layers"],
+            n_head=args["heads"],
+            attn_implementation="eager",
         )
         made: nn.Module = transformers.GPT2LMHeadModel(config)
     else:
-        shape |= {"num_key_value_heads": args["kv_heads"], "intermediate_size": args["hidden"], "attn_implementation": "eager"}
+        shape |= {
+            "num_key_value_heads": args["kv_heads"],
+            "intermediate_size": args["hidden"],
+            "attn_implementation": "eager",
+        }
         shape |= {
             "tie_word_embeddings": args.get("tied", True),
             "rms_norm_eps": args.get("norm_eps", 1e-5),
@@ -82,7 +95,12 @@ def theirs_of(kind: str, args: dict[str, Any]) -> nn.Module:
         rope = {"rope_type": "default", "rope_theta": args["rope_base"]}
         if kind == "llama":
             factor, low, high, length = args["rope_scaling"]
-            rope |= {"rope_type": "llama3", "factor": float(factor), "low_freq_factor": float(low), "high_freq_factor": float(high)}
+            rope |= {
+                "rope_type": "llama3",
+                "factor": float(factor),
+                "low_freq_factor": float(low),
+                "high_freq_factor": float(high),
+            }
             rope["original_max_position_embeddings"] = length
         made = getattr(transformers, f"{kind.capitalize()}ForCausalLM")(
             getattr(transformers, f"{kind.capitalize()}Config")(**shape, rope_parameters=rope)
@@ -98,16 +116,43 @@ def weights(kind: str, theirs: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yields their weights under our names."""
     words = {
         "gpt2": {
-            **{"transformer.wte": "embedding", "transformer.wpe": "positions", "transformer.h": "layers", "transformer.ln_f": "norm"},
-            **{"ln_1": "attention_norm", "ln_2": "feed_forward_norm", "attn.c_attn": "attention.qkv", "attn.c_proj": "attention.out"},
+            **{
+                "transformer.wte": "embedding",
+                "transformer.wpe": "positions",
+                "transformer.h": "layers",
+                "transformer.ln_f": "norm",
+            },
+            **{
+                "ln_1": "attention_norm",
+                "ln_2": "feed_forward_norm",
+                "attn.c_attn": "attention.qkv",
+                "attn.c_proj": "attention.out",
+            },
             **{"mlp.c_fc": "w1", "mlp.c_proj": "w2", "lm_head": "output"},
         },
         "llama": {
-            **{"model.embed_tokens": "embedding", "model.norm": "norm", "model.layers": "layers", "lm_head": "output"},
-            **{"self_attn.q_proj": "attention.wq", "self_attn.k_proj": "attention.wk", "self_attn.v_proj": "attention.wv"},
-            **{"self_attn.o_proj": "attention.wo", "self_attn.q_norm": "attention.q_norm", "self_attn.k_norm": "attention.k_norm"},
+            **{
+                "model.embed_tokens": "embedding",
+                "model.norm": "norm",
+                "model.layers": "layers",
+                "lm_head": "output",
+            },
+            **{
+                "self_attn.q_proj": "attention.wq",
+                "self_attn.k_proj": "attention.wk",
+                "self_attn.v_proj": "attention.wv",
+            },
+            **{
+                "self_attn.o_proj": "attention.wo",
+                "self_attn.q_norm": "attention.q_norm",
+                "self_attn.k_norm": "attention.k_norm",
+            },
             **{"input_layernorm": "attention_norm", "post_attention_layernorm": "feed_forward_norm"},
-            **{"mlp.gate_proj": "feed_forward.w1", "mlp.down_proj": "feed_forward.w2", "mlp.up_proj": "feed_forward.w3"},
+            **{
+                "mlp.gate_proj": "feed_forward.w1",
+                "mlp.down_proj": "feed_forward.w2",
+                "mlp.up_proj": "feed_forward.w3",
+            },
         },
     }["gpt2" if kind == "gpt2" else "llama"]
     for name, value in theirs.named_parameters():
@@ -127,8 +172,13 @@ def weights(kind: str, theirs: nn.Module) -> Iterator[tuple[str, Tensor]]:
     ids=["llama3", "qwen3", "gpt2"],
 )
 def test_logits_are_those_of_transformers(kind: str, ours: Any, args: dict[str, Any]) -> None:
-    """They agree to 1e-5, at sequences longer than the old length of the rotary scaling.  The control: another base, or other heads."""
-    theirs, tokens = theirs_of(kind, args), torch.randint(0, 61, (2, 40), generator=torch.Generator().manual_seed(1))
+    """They agree to 1e-5, at sequences longer than the old length of the rotary scaling.  The control:
+    another base, or other heads.
+    """
+    theirs, tokens = (
+        theirs_of(kind, args),
+        torch.randint(0, 61, (2, 40), generator=torch.Generator().manual_seed(1)),
+    )
     model = ours(**args).eval()
     named, given = dict(model.named_parameters()), dict(weights(kind, theirs))
     assert named.keys() == given.keys()
@@ -144,7 +194,9 @@ def test_logits_are_those_of_transformers(kind: str, ours: Any, args: dict[str, 
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize(("build", "args"), [(llama.build, QWEN3), (gpt2.build, {"vocab": 61, "dim": 32})], ids=["qwen3", "gpt2"])
+@pytest.mark.parametrize(
+    ("build", "args"), [(llama.build, QWEN3), (gpt2.build, {"vocab": 61, "dim": 32})], ids=["qwen3", "gpt2"]
+)
 def test_the_fused_loss_is_the_plain_one(build: Any, args: dict[str, Any]) -> None:
     torch.manual_seed(2)
     model = build(**args)
@@ -165,9 +217,14 @@ def test_the_fused_loss_is_the_plain_one(build: Any, args: dict[str, Any]) -> No
     ],
     ids=["qwen3", "gpt2"],
 )
-def test_they_train_with_the_same_bits_in_every_layout(ranks: Ranks, tmp_path: Path, model: str, args: dict[str, Any]) -> None:
+def test_they_train_with_the_same_bits_in_every_layout(
+    ranks: Ranks, tmp_path: Path, model: str, args: dict[str, Any]
+) -> None:
     """Promise 1; and they learn."""
-    job, cut = (toy_job(tmp_path / name, model=model, model_args=args, steps=8, global_batch=8) for name in ("whole", "cut"))
+    job, cut = (
+        toy_job(tmp_path / name, model=model, model_args=args, steps=8, global_batch=8)
+        for name in ("whole", "cut")
+    )
     alone = train_here(job, 8)
     assert train(ranks, cut, Layout(1, 2), 8).hash == alone.hash
     assert alone.outcomes[-1].loss < 0.9 * alone.outcomes[0].loss

@@ -1,4 +1,6 @@
-"""Models of transformers train as the library's own: it is the judge of initialisation, logits, loss and gradients."""
+"""Models of transformers train as the library's own: it is the judge of initialisation, logits, loss and
+gradients.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,13 @@ SMALL = {"vocab_size": 61, "hidden_size": 64, "num_hidden_layers": 2, "num_atten
 GATED = {**SMALL, "num_key_value_heads": 2, "intermediate_size": 48, "head_dim": 16}
 WINDOW = {**GATED, "sliding_window": 5}
 BOTH = {**WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
-GRANITE = {**SMALL, "num_key_value_heads": 2, "intermediate_size": 48, "logits_scaling": 4.0, "attention_multiplier": 0.3}
+GRANITE = {
+    **SMALL,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "logits_scaling": 4.0,
+    "attention_multiplier": 0.3,
+}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 CONFIGS: dict[str, tuple[dict[str, Any], int, bool]] = {
     "llama": (GATED, 2, True),
@@ -57,13 +65,15 @@ CONFIGS: dict[str, tuple[dict[str, Any], int, bool]] = {
 }
 """Models with the number of layers that attend by our function, and whether ours may compute the loss.
 
-Phi's head has a bias, Mistral has windows, Gemma 3 both kinds of layers, Gemma 2 soft caps, Granite scaled logits, BLOOM biases of
-positions, GPT-OSS sinks.
+Phi's head has a bias, Mistral has windows, Gemma 3 both kinds of layers, Gemma 2 soft caps, Granite scaled
+logits, BLOOM biases of positions, GPT-OSS sinks.
 """
 
 
 def built(kind: str, **more: Any) -> nn.Module:
-    """Returns our model as a member has it: built on the meta device, with memory of its own, and the values of the library's model."""
+    """Returns our model as a member has it: built on the meta device, with memory of its own, and the values
+    of the library's model.
+    """
     config = {"model_type": kind, **CONFIGS[kind][0], **more}
     with torch.device("meta"):
         model = transformers_lm.build(config)
@@ -103,13 +113,17 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The masks with which our attention was called."""
     found: list[Any] = []
     real = transformers_lm.causal_attention
-    monkeypatch.setattr(transformers_lm, "causal_attention", lambda *args: (found.append(args[3]), real(*args))[1])
+    monkeypatch.setattr(
+        transformers_lm, "causal_attention", lambda *args: (found.append(args[3]), real(*args))[1]
+    )
     return found
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_logits_loss_and_gradients_are_the_librarys(kind: str, calls: list[Any]) -> None:
-    """They are compared in float64, but for experts, whose kernel has none.  Our functions run just where that is right."""
+    """They are compared in float64, but for experts, whose kernel has none.  Our functions run just where
+    that is right.
+    """
     _, attends, fuses = CONFIGS[kind]
     ours, theirs = built(kind), theirs_of(kind)
     assert dict(ours.named_buffers()).keys() == dict(theirs.named_buffers()).keys()
@@ -126,7 +140,9 @@ def test_logits_loss_and_gradients_are_the_librarys(kind: str, calls: list[Any])
         ours.fuses_loss = True  # type: ignore[assignment]
     loss, gradients = loss_and_gradients(ours)
     own = theirs(batch()["tokens"][:, :-1].clamp_min(0)).logits
-    wanted = F.cross_entropy(own.flatten(0, 1), batch()["tokens"][:, 1:].flatten(), ignore_index=-1, reduction="sum")
+    wanted = F.cross_entropy(
+        own.flatten(0, 1), batch()["tokens"][:, 1:].flatten(), ignore_index=-1, reduction="sum"
+    )
     wanted.backward()
     torch.testing.assert_close(loss, wanted.detach().to(loss.dtype), rtol=1e-5, atol=1e-5)
     for name, parameter in theirs.named_parameters():
@@ -135,7 +151,9 @@ def test_logits_loss_and_gradients_are_the_librarys(kind: str, calls: list[Any])
 
 
 def test_where_ours_is_wrong_it_would_show(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative controls: a window that is ignored gives other logits, and a fused loss where logits are scaled gives another loss."""
+    """Negative controls: a window that is ignored gives other logits, and a fused loss where logits are
+    scaled gives another loss.
+    """
     theirs, tokens = theirs_of("mistral"), batch()["tokens"].clamp_min(0)
     ours = built("mistral")
     ours.load_state_dict(theirs.state_dict())
@@ -167,25 +185,35 @@ def test_flex_attention_gives_the_librarys_logits(kind: str, flexed: int, calls:
 
 @pytest.mark.parametrize("kind", ["qwen3", "gemma3_text", "gpt2", "phi", "mixtral"])
 def test_the_initialisation_is_the_librarys_page_by_page(kind: str) -> None:
-    """It is the same for buffers that are not saved, such as rotary frequencies.  The control: a seed off by one."""
+    """It is the same for buffers that are not saved, such as rotary frequencies.  The control: a seed off by
+    one.
+    """
     config = {"model_type": kind, **CONFIGS[kind][0]}
     found, passes, _ = paged(lambda: transformers_lm.build(config), 7, 0)
     torch.manual_seed(7)
-    theirs = transformers.AutoModelForCausalLM.from_config(transformers_lm.config_of(config, None), dtype=torch.float32)
+    theirs = transformers.AutoModelForCausalLM.from_config(
+        transformers_lm.config_of(config, None), dtype=torch.float32
+    )
     wanted = {name: tensor.detach() for name, tensor in (*theirs.named_parameters(), *theirs.named_buffers())}
     assert same(found, wanted) and passes == 1
-    assert same(found, plain(lambda: transformers_lm.build(config), 7)) and not same(found, plain(lambda: transformers_lm.build(config), 8))
+    assert same(found, plain(lambda: transformers_lm.build(config), 7)) and not same(
+        found, plain(lambda: transformers_lm.build(config), 8)
+    )
 
 
 @pytest.mark.fast
 def test_blocks_are_the_decoder_layers() -> None:
     with torch.device("meta"):
-        found = {kind: transformers_lm.build({"model_type": kind, **CONFIGS[kind][0]}).sharding() for kind in ("qwen3", "gpt2")}
+        found = {
+            kind: transformers_lm.build({"model_type": kind, **CONFIGS[kind][0]}).sharding()
+            for kind in ("qwen3", "gpt2")
+        }
     assert found["qwen3"] == ShardingTable(("model.layers.0", "model.layers.1"))
     assert found["gpt2"] == ShardingTable(("transformer.h.0", "transformer.h.1"))
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own, while it compiles
+# torch's own, while it compiles
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("kind", ["qwen3", pytest.param("gemma3_text", marks=pytest.mark.full), "gpt2"])
 def test_blocks_recompute_and_compile_as_a_whole(kind: str) -> None:
     """Each is one graph; the loss and the gradients stay."""
@@ -195,7 +223,10 @@ def test_blocks_recompute_and_compile_as_a_whole(kind: str) -> None:
         apply_recompute(model, model.sharding(), policy)  # type: ignore[operator]
         if policy == "sqrt":
             apply_groups(model, model.sharding())  # type: ignore[operator]
-        assert all(torch.equal(a, b) for a, b in zip(loss_and_gradients(model)[1].values(), wanted[1].values(), strict=True))
+        assert all(
+            torch.equal(a, b)
+            for a, b in zip(loss_and_gradients(model)[1].values(), wanted[1].values(), strict=True)
+        )
     model, graphs = built(kind), 0
 
     def backend(graph: Any, inputs: Any) -> Any:
@@ -240,10 +271,28 @@ def test_a_file_gives_the_config_and_arguments_replace_its_values(tmp_path: Path
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        ({**SMALL}, r"model_type = None is no causal language model of transformers; name one, such as 'qwen3'"),
+        (
+            {**SMALL},
+            (
+                r"model_type = None is no causal language model of transformers; name one, such as "
+                r"'qwen3'"
+            ),
+        ),
         ({**SMALL, "model_type": "qwen33"}, r"model_type = 'qwen33' is no .*; name one, such as 'qwen3'"),
-        ({"model_type": "qwen3", "hiden_size": 8}, r"the config of 'qwen3' has no 'hiden_size'; did you mean 'hidden_size'\?"),
-        ({"model_type": "mixtral", **GATED, "output_router_logits": True}, r"output_router_logits = true asks for .*; set it to false"),
+        (
+            {"model_type": "qwen3", "hiden_size": 8},
+            (
+                r"the config of 'qwen3' has no 'hiden_size'; did you "
+                r"mean 'hidden_size'\?"
+            ),
+        ),
+        (
+            {"model_type": "mixtral", **GATED, "output_router_logits": True},
+            (
+                r"output_router_logits = true "
+                r"asks for .*; set it to false"
+            ),
+        ),
     ],
 )
 def test_a_config_that_cannot_be_right_is_refused(config: dict[str, Any], said: str) -> None:
@@ -263,18 +312,30 @@ TINY: dict[str, dict[str, Any]] = {
     "xlm": {"vocab_size": 61, "emb_dim": 32, "n_layers": 2, "n_heads": 4},
     "xlnet": {"vocab_size": 61, "d_model": 32, "n_layer": 2, "n_head": 4, "d_inner": 48},
     "big_bird": {**SMALL, "intermediate_size": 48, "max_position_embeddings": 64, "pad_token_id": 0},
-    "bart": {"vocab_size": 61, "d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 48},
+    "bart": {
+        "vocab_size": 61,
+        "d_model": 32,
+        "decoder_layers": 2,
+        "decoder_attention_heads": 4,
+        "decoder_ffn_dim": 48,
+    },
 }
-"""Models about whose attention their class and config say nothing, or the contrary: BART has layers for an encoder, which it never uses."""
+"""Models about whose attention their class and config say nothing, or the contrary: BART has layers for an
+encoder, which it never uses.
+"""
 
 
 def judged(kind: str, **more: Any) -> bool:
-    """Returns whether a gradient reaches tokens from logits before them: the judge needs no tolerance, as masks give exact zeros."""
+    """Returns whether a gradient reaches tokens from logits before them: the judge needs no tolerance, as
+    masks give exact zeros.
+    """
     config = transformers_lm.config_of({"model_type": kind, **TINY[kind], **more}, None)
     torch.manual_seed(5)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     embedded = model.get_input_embeddings()(torch.randint(3, 61, (1, 20))).detach().requires_grad_()
-    model(inputs_embeds=embedded, attention_mask=torch.ones(1, 20), use_cache=False).logits[0, :12].square().sum().backward()
+    model(inputs_embeds=embedded, attention_mask=torch.ones(1, 20), use_cache=False).logits[
+        0, :12
+    ].square().sum().backward()
     return bool(embedded.grad[0, 12:].abs().max() > 0)
 
 
@@ -290,7 +351,13 @@ def judged(kind: str, **more: Any) -> bool:
 def test_a_model_that_looks_at_later_tokens_is_refused(kind: str, more: dict[str, Any], fix: str) -> None:
     """It would learn to copy them.  What to set is named only where it helps."""
     assert judged(kind), "the judge"
-    with pytest.raises(ValueError, match=rf"^this '{kind}' attends to later tokens, so there is nothing to learn but .*; {fix}$"):
+    with pytest.raises(
+        ValueError,
+        match=(
+            rf"^this '{kind}' attends to later tokens, so there is nothing to "
+            rf"learn but .*; {fix}$"
+        ),
+    ):
         transformers_lm.build({"model_type": kind, **TINY[kind]})
     assert not judged(kind, **more), "the judge"
     transformers_lm.build({"model_type": kind, **TINY[kind], **more})
@@ -310,11 +377,17 @@ def test_a_decoder_with_layers_that_it_never_uses_is_the_librarys() -> None:
     state = torch.get_rng_state()
     ours = transformers_lm.build({"model_type": "bart", **TINY["bart"]}).eval()
     torch.set_rng_state(state)
-    theirs = transformers.AutoModelForCausalLM.from_config(ours.config, dtype=torch.float32, attn_implementation="eager").eval()
+    theirs = transformers.AutoModelForCausalLM.from_config(
+        ours.config, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
     for name, parameter in theirs.named_parameters():
-        assert torch.equal(parameter, ours.get_parameter(name)), "the same draws: the check draws none of them"
+        assert torch.equal(parameter, ours.get_parameter(name)), (
+            "the same draws: the check draws none of them"
+        )
     tokens = batch()["tokens"].clamp_min(3)
-    assert torch.allclose(ours(tokens), theirs(input_ids=tokens, use_cache=False).logits, rtol=1e-5, atol=1e-6)
+    assert torch.allclose(
+        ours(tokens), theirs(input_ids=tokens, use_cache=False).logits, rtol=1e-5, atol=1e-6
+    )
     assert len(ours.sharding().blocks) == 2
     assert ours.doubt == ""
 
@@ -333,7 +406,9 @@ def test_of_a_large_model_a_small_one_is_run(kind: str, fix: dict[str, Any]) -> 
     """The published sizes of these have up to 9 billion parameters: none of their memory is taken."""
     with torch.device("meta"):
         if fix:
-            said = " and ".join(f"{name} = {'true' if value is True else repr(value)}" for name, value in fix.items())
+            said = " and ".join(
+                f"{name} = {'true' if value is True else repr(value)}" for name, value in fix.items()
+            )
             with pytest.raises(ValueError, match=rf"later tokens, .*; set {said} in config$"):
                 transformers_lm.build({"model_type": kind})
         assert transformers_lm.build({"model_type": kind, **fix}).doubt == ""
@@ -341,7 +416,9 @@ def test_of_a_large_model_a_small_one_is_run(kind: str, fix: dict[str, Any]) -> 
 
 @pytest.mark.fast
 def test_a_layer_far_behind_that_looks_ahead_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No memory of its 32 layers is taken, and the model is built once.  The control: as it is published it looks back only."""
+    """No memory of its 32 layers is taken, and the model is built once.  The control: as it is published it
+    looks back only.
+    """
     config, built = transformers_lm.config_of({"model_type": "llama"}, None), list[nn.Module]()
 
     def late(config: Any) -> nn.Module:
@@ -363,17 +440,36 @@ def test_attention_in_sparse_blocks_looks_ahead_though_only_in_long_sequences() 
     decoder = {"is_decoder": True, "block_size": 2, "num_random_blocks": 1}
     assert judged("big_bird", **decoder, attention_type="block_sparse"), "the judge"
     with pytest.raises(
-        ValueError, match=r"attends to later tokens, .*; set is_decoder = true and attention_type = 'original_full' in config$"
+        ValueError,
+        match=(
+            r"attends to later tokens, .*; set is_decoder = true and attention_type = "
+            r"'original_full' in config$"
+        ),
     ):
-        transformers_lm.build({"model_type": "big_bird", **TINY["big_bird"], **decoder, "attention_type": "block_sparse"})
+        transformers_lm.build(
+            {"model_type": "big_bird", **TINY["big_bird"], **decoder, "attention_type": "block_sparse"}
+        )
     assert not judged("big_bird", **decoder, attention_type="original_full"), "the judge"
-    transformers_lm.build({"model_type": "big_bird", **TINY["big_bird"], **decoder, "attention_type": "original_full"})
+    transformers_lm.build(
+        {"model_type": "big_bird", **TINY["big_bird"], **decoder, "attention_type": "original_full"}
+    )
 
 
-def test_where_no_small_model_runs_its_layers_decide_and_the_user_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_where_no_small_model_runs_its_layers_decide_and_the_user_is_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr("elastic.models.causal.MOST", 0)
     monkeypatch.setattr("elastic.models.causal._FOUND", {})
-    with torch.device("meta"), pytest.raises(ValueError, match=r"this 'bart' attends to later tokens, .*; set is_decoder = true in config"):
+    with (
+        torch.device("meta"),
+        pytest.raises(
+            ValueError,
+            match=(
+                r"this 'bart' attends to later tokens, .*; "
+                r"set is_decoder = true in config"
+            ),
+        ),
+    ):
         transformers_lm.build({"model_type": "bart", **TINY["bart"]})
     args = {"config": {"model_type": "llama", **GATED}}
     doubts = "whether 'llama' of transformers attends to later tokens is not known"
@@ -396,16 +492,25 @@ for path in sys.argv[1:]:
 
 
 def test_a_folder_that_is_not_there_is_told_of_before_the_hub_is_asked(tmp_path: Path) -> None:
-    """The hub gives nothing here, and is not asked for what can be no name of it.  The control: nothing is said of a folder."""
+    """The hub gives nothing here, and is not asked for what can be no name of it.  The control: nothing is
+    said of a folder.
+    """
     transformers.Qwen3Config(**GATED).save_pretrained(tmp_path)
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "empty")}
     command = [sys.executable, "-c", ASKS, str(tmp_path), *NOWHERE]
-    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=True)
+    ran = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=True
+    )
     *others, asked, given = ran.stderr.splitlines()
     absent = [f"path = {path!r}: there is no such folder on this machine" for path in NOWHERE]
-    assert others == [f"{each}, and it is no name of the Hugging Face hub either; name a folder with a config.json" for each in absent[:3]]
+    assert others == [
+        (f"{each}, and it is no name of the Hugging Face hub either; name a folder with a config.json")
+        for each in absent[:3]
+    ]
     assert asked == f"{absent[3]}, so the Hugging Face hub is asked for it"
-    assert given.startswith(f"{absent[3]}, and the Hugging Face hub did not give it; name a folder with a config.json (OSError: ")
+    assert given.startswith(
+        f"{absent[3]}, and the Hugging Face hub did not give it; name a folder with a config.json (OSError: "
+    )
 
 
 @pytest.mark.fast
@@ -430,12 +535,17 @@ def test_the_version_of_the_library_is_part_of_the_build() -> None:
     assert code_digest(["elastic.models.transformers_lm:build"]) == f"transformers {transformers.__version__}"
 
 
-@pytest.mark.parametrize("kind", ["gemma3_text", *(pytest.param(kind, marks=pytest.mark.full) for kind in ("qwen3", "mixtral"))])
+@pytest.mark.parametrize(
+    "kind", ["gemma3_text", *(pytest.param(kind, marks=pytest.mark.full) for kind in ("qwen3", "mixtral"))]
+)
 def test_they_train_with_the_same_bits_in_every_layout(ranks: Ranks, tmp_path: Path, kind: str) -> None:
     """Promise 1; they learn, and the library loads what is exported."""
     config = {"model_type": kind, **CONFIGS[kind][0], "vocab_size": 29, "pad_token_id": None}
     job = {"model": "elastic.models.transformers_lm:build", "model_args": {"config": config}, "steps": 8}
-    runs = [train(ranks, toy_job(tmp_path / str(n), **job), layout, 8) for n, layout in enumerate((Layout(1, 1), Layout(1, 2)))]
+    runs = [
+        train(ranks, toy_job(tmp_path / str(n), **job), layout, 8)
+        for n, layout in enumerate((Layout(1, 1), Layout(1, 2)))
+    ]
     assert runs[0].hash == runs[1].hash
     assert runs[0].outcomes[-1].loss < 0.9 * runs[0].outcomes[0].loss
     export = tmp_path / "0" / "export-8"

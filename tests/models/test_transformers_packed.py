@@ -1,4 +1,6 @@
-"""A packed sample computes with a model of transformers what its documents compute one by one, or the job is refused before it starts."""
+"""A packed sample computes with a model of transformers what its documents compute one by one, or the job is
+refused before it starts.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,11 @@ transformers_lm = pytest.importorskip("elastic.models.transformers_lm")
 
 SMALL = {"vocab_size": 31, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 GATED = {**SMALL, "num_key_value_heads": 2, "intermediate_size": 48, "head_dim": 16}
-CONFIGS: dict[str, dict[str, Any]] = {"llama": GATED, "qwen3": {**GATED, "tie_word_embeddings": True}, "gpt2": SMALL}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": GATED,
+    "qwen3": {**GATED, "tie_word_embeddings": True},
+    "gpt2": SMALL,
+}
 REFUSED: dict[str, dict[str, Any]] = {
     "mistral": {**GATED, "sliding_window": 4096},
     "gemma3_text": {**GATED, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4096},
@@ -36,7 +42,9 @@ REFUSED: dict[str, dict[str, Any]] = {
     "bloom": SMALL,
     "rwkv": {"vocab_size": 31, "hidden_size": 64, "num_hidden_layers": 2},
 }
-"""Models with windows wider than any sample here, in all layers or some, with soft caps, with biases of positions, and a recurrent one."""
+"""Models with windows wider than any sample here, in all layers or some, with soft caps, with biases of
+positions, and a recurrent one.
+"""
 
 each_model = pytest.mark.parametrize("kind", CONFIGS)
 
@@ -47,7 +55,8 @@ def made(kind: str, dtype: torch.dtype = torch.float64, **more: Any) -> nn.Modul
     model.to_empty(device="cpu")
     torch.manual_seed(4)
     model.init_weights()
-    for parameter in model.parameters():  # not the small initial values, with which nothing depends much on anything
+    # not the small initial values, with which nothing depends much on anything
+    for parameter in model.parameters():
         nn.init.normal_(parameter, mean=float(parameter.dim() == 1), std=0.2)
     return model.to(dtype)
 
@@ -72,7 +81,9 @@ def test_the_loss_asks_for_no_token_of_the_next_document(kind: str, fuses: bool)
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @each_model
 def test_flex_attention_keeps_them_apart(kind: str) -> None:
-    """The job may choose it for a model without dropout of attention and with heads that are large enough, and for no other."""
+    """The job may choose it for a model without dropout of attention and with heads that are large enough,
+    and for no other.
+    """
     model, (_, batch) = made(kind, torch.float32), samples()
     with torch.no_grad():
         expected = packed(model, batch)
@@ -88,21 +99,30 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A dataset of documents of 1 to 34 tokens."""
     path, draw = tmp_path_factory.mktemp("tokens"), torch.Generator().manual_seed(7)
     lengths = torch.randint(0, 34, (60,), generator=draw).tolist()
-    documents = numbered(*([*torch.randint(0, 28, (length,), generator=draw).tolist(), 28] for length in lengths))
+    documents = numbered(
+        *([*torch.randint(0, 28, (length,), generator=draw).tolist(), 28] for length in lengths)
+    )
     write_dataset(ObjectStore.open(str(path)), documents, Coding("words", 29, 28))
     return path
 
 
 def job_on(tokens: Path, bucket: Path, config: dict[str, Any], documents: bool = True) -> Any:
     data = {"args": {"path": str(tokens), "seq_len": 16, "documents": documents}}
-    return toy_job(bucket, model="elastic.models.transformers_lm:build", model_args={"config": config}, data=data)
+    return toy_job(
+        bucket, model="elastic.models.transformers_lm:build", model_args={"config": config}, data=data
+    )
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_a_model_that_cannot_keep_them_apart_is_refused_before_a_worker_starts(tokens: Path, tmp_path: Path, kind: str) -> None:
+def test_a_model_that_cannot_keep_them_apart_is_refused_before_a_worker_starts(
+    tokens: Path, tmp_path: Path, kind: str
+) -> None:
     """The control: without documents it is not."""
     config = {"model_type": kind, **REFUSED[kind]}
-    said = rf"^data\.args\.documents = true: the documents .* apart in this '{kind}' of transformers, .*; set it to false, or take a model"
+    said = (
+        rf"^data\.args\.documents = true: the documents .* apart in this '{kind}' of transformers, .*; "
+        r"set it to false, or take a model"
+    )
     with pytest.raises(ModelError, match=said):
         preflight(job_on(tokens, tmp_path, config))
     preflight(job_on(tokens, tmp_path, config, documents=False))
@@ -135,7 +155,10 @@ def test_worlds_end_with_the_same_bits(ranks: Ranks, tokens: Path, tmp_path: Pat
     config = {"model_type": "qwen3", **CONFIGS["qwen3"]}
     runs = [train(ranks, job_on(tokens, tmp_path / str(n), config), Layout(1, n), 2) for n in (1, 2)]
     assert runs[0].hash == runs[1].hash
-    assert train(ranks, job_on(tokens, tmp_path / "plain", config, documents=False), Layout(1, 1), 2).hash != runs[0].hash
+    assert (
+        train(ranks, job_on(tokens, tmp_path / "plain", config, documents=False), Layout(1, 1), 2).hash
+        != runs[0].hash
+    )
 
 
 def test_the_engine_chooses_for_them(tmp_path: Path) -> None:

@@ -34,8 +34,12 @@ def test_blocks_of_one_are_dealt_like_cards(microbatches: int, nodes: list[str])
 
 
 @given(st.integers(1, 60), st.integers(1, 9), st.lists(st.sampled_from("abcd"), min_size=1, max_size=14))
-def test_every_microbatch_exactly_once_in_as_few_rounds_as_can_be(microbatches: int, block: int, nodes: list[str]) -> None:
-    """B2, N7: each round runs the next microbatches, and its units are what may be added on a node: a block, or its beginning."""
+def test_every_microbatch_exactly_once_in_as_few_rounds_as_can_be(
+    microbatches: int, block: int, nodes: list[str]
+) -> None:
+    """B2, N7: each round runs the next microbatches, and its units are what may be added on a node: a block,
+    or its beginning.
+    """
     deal = Deal(microbatches, block, tuple(nodes))
     assert deal.rounds == -(-microbatches // len(nodes)) == len(deal.units)
     found = []
@@ -49,7 +53,9 @@ def test_every_microbatch_exactly_once_in_as_few_rounds_as_can_be(microbatches: 
             assert len({nodes[rank] for rank in unit.ranks}) == 1
             assert unit.begins == (unit.first % block == 0) and (unit.begins or len(unit.ranks) == 1)
             assert unit.ends == (last % block == block - 1 or last == microbatches - 1)
-        assert all(deal.microbatch_of(round_, rank) is None for rank in range(len(nodes)) if rank not in ranks)
+        assert all(
+            deal.microbatch_of(round_, rank) is None for rank in range(len(nodes)) if rank not in ranks
+        )
     assert found == list(range(microbatches)), "in the order in which they are added"
 
 
@@ -58,7 +64,8 @@ def test_every_microbatch_exactly_once_in_as_few_rounds_as_can_be(microbatches: 
     [
         (64, 4, (4, 4, 4, 4), [4, 4, 4, 4]),
         (64, 4, (4, 4, 4, 3), [3, 3, 3, 4, 4]),  # the short node has to run one block only, and in two rounds
-        (60, 4, (4, 4, 4, 3), [4, 5, 6, 6]),  # no round to spare: the short node runs beginnings and ends of blocks
+        # no round to spare: the short node runs beginnings and ends of blocks
+        (60, 4, (4, 4, 4, 3), [4, 5, 6, 6]),
         (64, 4, (8, 8), [4, 4, 4, 4]),
         (64, 8, (4, 4, 4, 4), [10, 10, 10, 10]),  # a block that no node has room for: half of it is one sum
         (9, 4, (4, 4), [2, 1]),

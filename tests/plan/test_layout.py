@@ -22,7 +22,9 @@ degrees = st.none() | st.integers(1, 5)
 @st.composite
 def rules(draw: st.DrawFn) -> LayoutRule:
     dp_shard = draw(degrees)
-    return LayoutRule(draw(degrees), dp_shard, draw(st.integers(1, dp_shard or 5)), draw(st.sampled_from(("all", "fit"))))
+    return LayoutRule(
+        draw(degrees), dp_shard, draw(st.integers(1, dp_shard or 5)), draw(st.sampled_from(("all", "fit")))
+    )
 
 
 @pytest.mark.parametrize(
@@ -45,7 +47,9 @@ def test_table_of_what_n_workers_become(rule: LayoutRule, becomes: str) -> None:
     assert [n for n, _ in table(rule, 8)] == list(range(1, 9))
 
 
-def dumb_choose(workers: int, rule: LayoutRule, nodes: list[int], least: int, misfits: frozenset[int] = frozenset()) -> Layout | None:
+def dumb_choose(
+    workers: int, rule: LayoutRule, nodes: list[int], least: int, misfits: frozenset[int] = frozenset()
+) -> Layout | None:
     """Tries every grid of at most ``workers`` workers, one after the other."""
     best, chosen, auto = [], rule.dp_shard is None and rule.use == "all", rule.dp_replicate is None
     for shards in range(1, workers + 1):
@@ -84,13 +88,17 @@ misfits = st.frozensets(st.integers(1, 24))
 
 
 @given(st.integers(0, 24), rules(), st.integers(1, 24), misfits)
-def test_choose_equals_the_dumb_search(workers: int, rule: LayoutRule, least: int, wrong: frozenset[int]) -> None:
+def test_choose_equals_the_dumb_search(
+    workers: int, rule: LayoutRule, least: int, wrong: frozenset[int]
+) -> None:
     found = choose(workers, rule, least=least, fits=lambda shards: shards not in wrong)
     assert found == dumb_choose(workers, rule, [1] * workers, least, wrong)
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=7), st.integers(1, 9), st.integers(0, 3), misfits)
-def test_choose_knows_nodes_as_the_dumb_search_does(nodes: list[int], lowest: int, spares: int, wrong: frozenset[int]) -> None:
+def test_choose_knows_nodes_as_the_dumb_search_does(
+    nodes: list[int], lowest: int, spares: int, wrong: frozenset[int]
+) -> None:
     workers, rule = max(1, sum(nodes) - spares), LayoutRule(min_shard=lowest)
     found = choose(workers, rule, nodes, fits=lambda shards: shards not in wrong)
     assert found == dumb_choose(workers, rule, nodes, 1, wrong)
@@ -113,8 +121,12 @@ def test_choose_knows_nodes_as_the_dumb_search_does(nodes: list[int], lowest: in
     ],
     ids=lambda value: f"{sum(value)}" if isinstance(value, list) else str(value),
 )
-def test_a_loss_leaves_the_replicas_of_other_nodes_as_they_are(nodes: list[int], lowest: int, becomes: Layout) -> None:
-    """N6: 1,023 workers were 93×11 and 1,021 were 1×1021, which cut every replica anew and laid it over nodes."""
+def test_a_loss_leaves_the_replicas_of_other_nodes_as_they_are(
+    nodes: list[int], lowest: int, becomes: Layout
+) -> None:
+    """N6: 1,023 workers were 93×11 and 1,021 were 1×1021, which cut every replica anew and laid it over
+    nodes.
+    """
     assert choose(sum(nodes), LayoutRule(min_shard=lowest), nodes) == becomes
 
 
@@ -129,11 +141,19 @@ def test_a_degree_that_pads_much_is_not_chosen() -> None:
         return padding(classes, list(rows.values()), shards) <= 0.05
 
     one = LayoutRule(dp_replicate=1)
-    assert choose(1_021, one, [8] * 127 + [5]) == Layout(1, 1_021), "the control: nothing is known of the state"
+    assert choose(1_021, one, [8] * 127 + [5]) == Layout(1, 1_021), (
+        "the control: nothing is known of the state"
+    )
     capped = choose(1_021, one, [8] * 127 + [5], fits=fits)
-    assert capped is not None and capped.dp_shard == max(each for each in range(1, 1_022) if fits(each)) < 1_021
-    assert choose(1_021, one, [8] * 127 + [5], fits=fits, least=1_021) == Layout(1, 1_021), "workers.min counts more"
-    assert choose(1_021, LayoutRule(dp_shard=1_021), fits=fits) == Layout(1, 1_021), "so does what the job fixes"
+    assert (
+        capped is not None and capped.dp_shard == max(each for each in range(1, 1_022) if fits(each)) < 1_021
+    )
+    assert choose(1_021, one, [8] * 127 + [5], fits=fits, least=1_021) == Layout(1, 1_021), (
+        "workers.min counts more"
+    )
+    assert choose(1_021, LayoutRule(dp_shard=1_021), fits=fits) == Layout(1, 1_021), (
+        "so does what the job fixes"
+    )
 
 
 @given(st.integers(1, 6), st.integers(1, 6))
@@ -150,9 +170,14 @@ def test_an_axis_that_nobody_knows_is_refused() -> None:
 
 
 @given(rules(), st.integers(1, 12), st.integers(0, 6))
-def test_check_refuses_what_can_never_run_and_each_fix_that_it_names_works(rule: LayoutRule, least: int, more: int) -> None:
+def test_check_refuses_what_can_never_run_and_each_fix_that_it_names_works(
+    rule: LayoutRule, least: int, more: int
+) -> None:
     most = least + more
-    possible = any(layout and layout.world >= least for layout in (choose(n, rule, least=least) for n in range(least, most + 1)))
+    possible = any(
+        layout and layout.world >= least
+        for layout in (choose(n, rule, least=least) for n in range(least, most + 1))
+    )
     if possible:
         rule.check(least, most)
         return
@@ -167,7 +192,13 @@ def test_check_refuses_what_can_never_run_and_each_fix_that_it_names_works(rule:
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"dp_shard": 1, "min_shard": 2}, r"parallel\.dp_shard = 1 is less than parallel\.min_shard = 2; set dp_shard = 2"),
+        (
+            {"dp_shard": 1, "min_shard": 2},
+            (
+                r"parallel\.dp_shard = 1 is less than parallel\.min_shard = 2; "
+                r"set dp_shard = 2"
+            ),
+        ),
         ({"dp_shard": 0}, r"parallel\.dp_shard = 0 must be at least 1"),
         ({"dp_replicate": -1}, r"parallel\.dp_replicate = -1 must be at least 1"),
         ({"min_shard": 0}, r"parallel\.min_shard = 0 must be at least 1"),
@@ -182,7 +213,10 @@ def test_an_impossible_rule_is_refused_by_name(settings: dict[str, int], sentenc
 def test_check_says_what_is_missing() -> None:
     with pytest.raises(
         ValueError,
-        match=r"^parallel \(dp_replicate = 2, dp_shard = 2\) allows no world .*; set workers\.max = 4 or smaller degrees$",
+        match=(
+            r"^parallel \(dp_replicate = 2, dp_shard = 2\) allows no world .*; set workers\.max = 4 or "
+            r"smaller degrees$"
+        ),
     ):
         LayoutRule(2, 2).check(1, 3)
 

@@ -11,14 +11,21 @@ from elastic.plan.memory import USABLE, Need, Transient, first_roomy, least_room
 pytestmark = pytest.mark.fast
 GB = 10**9
 PARAMETERS = 8_030_261_248
-LLAMA_8B = Need(state=12 * PARAMETERS, gradients=4 * PARAMETERS, computing=2 * PARAMETERS, transient=Transient(6 * GB, 6 * GB))
+LLAMA_8B = Need(
+    state=12 * PARAMETERS,
+    gradients=4 * PARAMETERS,
+    computing=2 * PARAMETERS,
+    transient=Transient(6 * GB, 6 * GB),
+)
 sizes = st.integers(0, 200 * GB)
 needs = st.builds(Need, sizes, sizes, sizes, sizes, transient=st.builds(Transient, sizes, sizes))
 
 
 @pytest.mark.parametrize(("device", "shards"), [(400, 1), (140, 2), (80, 3), (40, 6), (24, 9), (6, 0)])
 def test_eight_billion_parameters_by_device(device: int, shards: int) -> None:
-    """A state of 16 bytes a parameter has 128 GB, so one GPU of 80 GB is too small, and eight of them need not replicate the state."""
+    """A state of 16 bytes a parameter has 128 GB, so one GPU of 80 GB is too small, and eight of them need
+    not replicate the state.
+    """
     assert least_shard(LLAMA_8B, device * GB, 64) == shards
 
 

@@ -21,7 +21,13 @@ def strays(parts: list[int], wanted: list[int]) -> Fraction:
     counts, worst = [0] * len(wanted), Fraction(0)
     for number, part in enumerate(parts, 1):
         counts[part] += 1
-        worst = max(worst, *(abs(count - Fraction(number * share, sum(wanted))) for count, share in zip(counts, wanted, strict=True)))
+        worst = max(
+            worst,
+            *(
+                abs(count - Fraction(number * share, sum(wanted)))
+                for count, share in zip(counts, wanted, strict=True)
+            ),
+        )
     return worst
 
 

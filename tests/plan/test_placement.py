@@ -1,4 +1,6 @@
-"""Placement is compared with numpy: what a cell has of a tensor, and who has what, also along axes that only tests have."""
+"""Placement is compared with numpy: what a cell has of a tensor, and who has what, also along axes that only
+tests have.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ def gathered(whole: np.ndarray, held: placement.HeldPart) -> np.ndarray:
     """Returns a member's memory, filled box by box from ``whole``."""
     memory = np.zeros(held.shape, whole.dtype)
     for each in held.boxes:
-        memory[tuple(slice(at, at + size) for at, size in zip(each.at, each.slice.shape, strict=True))] = whole[box(each.slice)]
+        memory[tuple(slice(at, at + size) for at, size in zip(each.at, each.slice.shape, strict=True))] = (
+            whole[box(each.slice)]
+        )
     return memory
 
 
@@ -56,7 +60,9 @@ def test_a_cell_has_what_numpy_cuts(layout: Layout) -> None:
     for (rank, place), tensor in itertools.product(enumerate(places), TENSORS):
         found = placement.held(tensor, placement.cell_of(layout, rank))
         expected = toy_axes.local(numbers(tensor), tensor, layout, place)
-        assert (gathered(numbers(tensor), found) == expected).all() and found.shape[1:] == expected.shape[1:], (tensor, place)
+        assert (gathered(numbers(tensor), found) == expected).all() and found.shape[1:] == expected.shape[
+            1:
+        ], (tensor, place)
         assert sum(each.slice.count for each in found.boxes) == expected.size
 
 
@@ -68,7 +74,11 @@ def test_cells_are_equal_exactly_where_what_is_held_is() -> None:
             content = b"|".join(toy_axes.local(numbers(t), t, layout, place).tobytes() for t in TENSORS)
             seen.setdefault(placement.cell_of(layout, rank), set()).add(content)
     assert all(len(contents) == 1 for contents in seen.values())
-    assert placement.cell_of(Layout(2, 2), 1) == placement.cell_of(Layout(2, 2), 3) != placement.cell_of(Layout(2, 2), 0)
+    assert (
+        placement.cell_of(Layout(2, 2), 1)
+        == placement.cell_of(Layout(2, 2), 3)
+        != placement.cell_of(Layout(2, 2), 0)
+    )
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
@@ -78,7 +88,10 @@ def test_the_inverse_finds_every_cell_with_elements_of_a_box(layout: Layout) -> 
         for _ in range(8):
             start = tuple(rng.randrange(size) for size in tensor.shape)
             part = Slice(
-                tensor.name, tensor.kind, start, tuple(rng.randint(a + 1, size) for a, size in zip(start, tensor.shape, strict=True))
+                tensor.name,
+                tensor.kind,
+                start,
+                tuple(rng.randint(a + 1, size) for a, size in zip(start, tensor.shape, strict=True)),
             )
             wanted = set(numbers(tensor)[box(part)].flat)
             expected = {
@@ -101,11 +114,16 @@ def test_each_element_is_written_once(layout: Layout) -> None:
 
 
 def world(layout: Layout, names: str) -> list[Holding]:
-    return [Holding(WorkerId(f"{names}{rank}"), AT, placement.cell_of(layout, rank)) for rank in range(layout.world)]
+    return [
+        Holding(WorkerId(f"{names}{rank}"), AT, placement.cell_of(layout, rank))
+        for rank in range(layout.world)
+    ]
 
 
 def deliver(held: list[Holding], layout: Layout, members: list[WorkerId], todo: tuple[Move, ...]) -> None:
-    """Fails unless each member ends with what numpy cuts for it, every element written once, from somebody who has it in one box."""
+    """Fails unless each member ends with what numpy cuts for it, every element written once, from somebody
+    who has it in one box.
+    """
     places = toy_axes.places(layout)
     for tensor in TENSORS:
         whole = numbers(tensor)
@@ -113,9 +131,13 @@ def deliver(held: list[Holding], layout: Layout, members: list[WorkerId], todo: 
             times = np.zeros(tensor.shape, int)
             for move in todo:
                 if (move.destination, move.slice.name, move.slice.kind) == (member, tensor.name, tensor.kind):
-                    cells = [each.cell for each in held if (each.worker, each.keeper) == (move.source, move.keeper)]
+                    cells = [
+                        each.cell for each in held if (each.worker, each.keeper) == (move.source, move.keeper)
+                    ]
                     boxes = [b.slice for cell in cells for b in placement.held(tensor, cell).boxes]
-                    assert any(b.intersect(move.slice) == move.slice for b in boxes), f"{move} is in no box of its source"
+                    assert any(b.intersect(move.slice) == move.slice for b in boxes), (
+                        f"{move} is in no box of its source"
+                    )
                     times[box(move.slice)] += 1
             has = set(toy_axes.local(whole, tensor, layout, places[rank]).flat)
             expected = np.isin(whole, list(has)).astype(int)
@@ -124,7 +146,9 @@ def deliver(held: list[Holding], layout: Layout, members: list[WorkerId], todo: 
 
 @pytest.mark.parametrize("before", LAYOUTS, ids=str)
 def test_moves_bring_every_cell_from_any_layout_to_any_other(before: Layout) -> None:
-    """Survivors keep what they have; one member's own moves are those of all in which it takes part, in the same order."""
+    """Survivors keep what they have; one member's own moves are those of all in which it takes part, in the
+    same order.
+    """
     for after in LAYOUTS:
         held = world(before, "w")
         members = [WorkerId(f"w{rank}" if rank % 2 == 0 else f"n{rank}") for rank in range(after.world)]
@@ -148,16 +172,24 @@ def test_deliver_notices_a_move_left_out_made_twice_or_from_a_stranger() -> None
 
 @pytest.mark.parametrize("seed", range(4))
 def test_two_broken_worlds_cover_exactly_what_numpy_finds(seed: int) -> None:
-    """Cells of two layouts, some of them lost: coverage by classes, and what is left to the bucket, element by element."""
+    """Cells of two layouts, some of them lost: coverage by classes, and what is left to the bucket, element
+    by element.
+    """
     rng = random.Random(seed)
     for _ in range(12):
-        held = [each for layout, name in zip(rng.sample(LAYOUTS, 2), "ab", strict=True) for each in world(layout, name)]
+        held = [
+            each
+            for layout, name in zip(rng.sample(LAYOUTS, 2), "ab", strict=True)
+            for each in world(layout, name)
+        ]
         held = [each for each in held if rng.random() < 0.7]
         masks = {tensor: np.zeros(tensor.shape, bool) for tensor in TENSORS}
         for tensor, each in itertools.product(TENSORS, held):
             for b in placement.held(tensor, each.cell).boxes:
                 masks[tensor][box(b.slice)] = True
-        assert covered(held, placement.classes_of(TENSORS)) == (bool(held) and all(mask.all() for mask in masks.values()))
+        assert covered(held, placement.classes_of(TENSORS)) == (
+            bool(held) and all(mask.all() for mask in masks.values())
+        )
         layout = rng.choice(LAYOUTS)
         own = placement.cell_of(layout, rng.randrange(layout.world))
         for tensor in TENSORS:
@@ -172,12 +204,18 @@ def test_two_broken_worlds_cover_exactly_what_numpy_finds(seed: int) -> None:
 
 def test_classes_are_few_and_a_class_stands_for_all_of_it() -> None:
     """The product's own axes look only at the number of rows; an axis that cuts by name makes more classes."""
-    many = [Tensor(f"t{n}", kind, "F32", (n % 3 + 4, 8)) for n in range(30) for kind in ("parameter", "moment.exp_avg")]
+    many = [
+        Tensor(f"t{n}", kind, "F32", (n % 3 + 4, 8))
+        for n in range(30)
+        for kind in ("parameter", "moment.exp_avg")
+    ]
     assert len(placement.classes_of(many)) == 60
     for name in toy_axes.TOYS:
         del AXES[name]
     try:
-        assert len(placement.classes_of(many)) == 3 and placement.same_classes(many, placement.classes_of(many))
+        assert len(placement.classes_of(many)) == 3 and placement.same_classes(
+            many, placement.classes_of(many)
+        )
         assert not placement.same_classes(many, placement.classes_of(many[:2]))
     finally:
         AXES.update(toy_axes.TOYS)
@@ -186,17 +224,28 @@ def test_classes_are_few_and_a_class_stands_for_all_of_it() -> None:
 def random_tensors(rng: random.Random) -> list[Tensor]:
     """Returns tensors that often agree in a dimension, or have none of some."""
     shapes = [tuple(rng.choice((0, 1, 4, 6)) for _ in range(rng.randint(1, 3))) for _ in range(8)]
-    return [Tensor(f"t{n}", rng.choice(("parameter", "moment.exp_avg", "buffer")), "F32", shape) for n, shape in enumerate(shapes)]
+    return [
+        Tensor(f"t{n}", rng.choice(("parameter", "moment.exp_avg", "buffer")), "F32", shape)
+        for n, shape in enumerate(shapes)
+    ]
 
 
 def classes_that_lie(rng: random.Random, layout: Layout) -> list[str]:
-    """Returns where a class does not stand for all its tensors: in coverage by some of the cells, or in what the members write."""
+    """Returns where a class does not stand for all its tensors: in coverage by some of the cells, or in what
+    the members write.
+    """
     tensors, found = random_tensors(rng), []
-    cells = [cell for cell in placement.distinct_cells(layout) if rng.random() < 0.6] or [placement.cell_of(layout, 0)]
+    cells = [cell for cell in placement.distinct_cells(layout) if rng.random() < 0.6] or [
+        placement.cell_of(layout, 0)
+    ]
     truth = all(placement.covered(cells, tensor) for tensor in tensors)
     if all(placement.covered(cells, tensor) for tensor in placement.classes_of(tensors)) != truth:
         found.append(f"coverage of {tensors} by {cells}")
-    written = [(tensor, each.slice) for rank in range(layout.world) for tensor, each in placement.written_by(tensors, layout, rank)]
+    written = [
+        (tensor, each.slice)
+        for rank in range(layout.world)
+        for tensor, each in placement.written_by(tensors, layout, rank)
+    ]
     for tensor in tensors:
         times = np.zeros(tensor.shape, int)
         for other, part in written:
@@ -230,14 +279,23 @@ def test_a_class_along_the_toys_stands_for_its_tensors_too(layout: Layout) -> No
 @pytest.mark.usefixtures("own_axes")
 @pytest.mark.parametrize(
     ("key", "right"),
-    [(lambda tensor: (is_cut(tensor), tensor.shape[1:2]), True), (lambda tensor: (is_cut(tensor), len(tensor.shape) > 1), False)],
+    [
+        (lambda tensor: (is_cut(tensor), tensor.shape[1:2]), True),
+        (lambda tensor: (is_cut(tensor), len(tensor.shape) > 1), False),
+    ],
     ids=["with-what-it-cuts", "without"],
 )
-def test_the_key_of_an_axis_needs_the_dimension_that_it_cuts(key: Callable[[Tensor], Hashable], right: bool) -> None:
-    """The part of the shape that the docstring of ``Axis.key`` asks for is enough, and less is not: the second key is the control."""
+def test_the_key_of_an_axis_needs_the_dimension_that_it_cuts(
+    key: Callable[[Tensor], Hashable], right: bool
+) -> None:
+    """The part of the shape that the docstring of ``Axis.key`` asks for is enough, and less is not: the
+    second key is the control.
+    """
     AXES["columns"] = replace(toy_axes.TOYS["columns"], key=key)
     layout = Layout(1, 2, (("columns", 4),))
-    assert ([lie for seed in range(200) for lie in classes_that_lie(random.Random(seed), layout)] == []) is right
+    assert (
+        [lie for seed in range(200) for lie in classes_that_lie(random.Random(seed), layout)] == []
+    ) is right
 
 
 def test_model_groups_data_ranks_and_who_reports() -> None:

@@ -21,11 +21,15 @@ def ramps(draw: st.DrawFn) -> Batches:
 
 
 def told(batches: Batches, steps: int) -> list[int]:
-    """Returns the batch of each step by the rule, one step after the other: which share of the ramp is being consumed?"""
+    """Returns the batch of each step by the rule, one step after the other: which share of the ramp is being
+    consumed?
+    """
     consumed, found = 0, []
     sizes = (batches.final - batches.start) // batches.increment
     for _ in range(steps):
-        found.append(min(batches.final, batches.start + batches.increment * (consumed * sizes // batches.samples)))
+        found.append(
+            min(batches.final, batches.start + batches.increment * (consumed * sizes // batches.samples))
+        )
         consumed += found[-1]
     return found
 
@@ -35,11 +39,15 @@ def test_the_batch_of_every_step_is_that_of_the_rule(batches: Batches, steps: in
     expected = told(batches, steps)
     assert [batches.of(step) for step in range(1, steps + 1)] == expected
     assert all(a <= b for a, b in pairwise(expected))
-    assert [batches.before(step) for step in range(1, steps + 2)] == [sum(expected[:n]) for n in range(steps + 1)]
+    assert [batches.before(step) for step in range(1, steps + 2)] == [
+        sum(expected[:n]) for n in range(steps + 1)
+    ]
 
 
 def test_a_ramp_of_gpt_3() -> None:
-    """A10: 32 k to 3.2 million tokens over 4 billion, in sequences of 2,048 tokens: 16 samples to 1,568, by 16."""
+    """A10: 32 k to 3.2 million tokens over 4 billion, in sequences of 2,048 tokens: 16 samples to 1,568, by
+    16.
+    """
     batches = Batches(1568, 16, 16, 4_000_000_000 // 2048)
     assert batches.of(1) * 2048 == 32_768
     done = next(step for step in range(1, 10**6) if batches.of(step) == 1568)

@@ -18,7 +18,12 @@ HOUR = 3600.0
 
 
 def wanted(
-    version: Version, saved: Collection[Version], keep: Keep, best: Version | None, needed: Collection[Version], fresh: Collection[Version]
+    version: Version,
+    saved: Collection[Version],
+    keep: Keep,
+    best: Version | None,
+    needed: Collection[Version],
+    fresh: Collection[Version],
 ) -> bool:
     """The slow rule: counts what stands between the version and what a rule asks for."""
     newer = [each for each in saved if each > version]
@@ -30,7 +35,9 @@ def wanted(
     if keep.best and best is not None and version >= best and not any(each >= best for each in older):
         return True
     multiples = range(keep.every, 13, keep.every) if keep.every else ()
-    return any(m <= version.step < m + keep.every and not any(m <= each.step for each in older) for m in multiples)
+    return any(
+        m <= version.step < m + keep.every and not any(m <= each.step for each in older) for m in multiples
+    )
 
 
 @given(st.data())
@@ -67,11 +74,18 @@ def test_the_rules_one_by_one() -> None:
     assert steps(Keep(last=3)) == [2000, 1900, 1800]
     assert steps(Keep(last=2, every=500)) == [2000, 1900, 1500, 1000, 500]
     assert steps(Keep(last=2, best=True), Version(700, 1)) == [2000, 1900, 700]
-    assert steps(Keep(last=2, best=True), Version(701, 1)) == [2000, 1900, 800], "the save was a few steps late"
-    assert len(steps(Keep(last=2, best=True))) == len(steps(Keep())) == 20, "as long as the best is not known nothing is deleted"
+    assert steps(Keep(last=2, best=True), Version(701, 1)) == [2000, 1900, 800], (
+        "the save was a few steps late"
+    )
+    assert len(steps(Keep(last=2, best=True))) == len(steps(Keep())) == 20, (
+        "as long as the best is not known nothing is deleted"
+    )
     assert steps(Keep(last=2), None, (Version(300, 1),)) == [2000, 1900, 300]
     named = reasons(saved, Keep(last=2, every=1000, best=True), Version(2000, 1), (Version(1000, 1),))
-    assert named[Version(2000, 1)] == ("newest", "last", "every", "best") and named[Version(1000, 1)] == ("every", "branch")
+    assert named[Version(2000, 1)] == ("newest", "last", "every", "best") and named[Version(1000, 1)] == (
+        "every",
+        "branch",
+    )
 
 
 def test_l7_what_is_young_is_kept() -> None:
@@ -80,25 +94,41 @@ def test_l7_what_is_young_is_kept() -> None:
     found = young(written, written, Keep(last=2, younger_s=HOUR), now=600.0 * 19 + 1)
     assert sorted(each.step for each in found) == [14, 15, 16, 17, 18, 19]
     assert len(young(written, written, Keep(last=2, younger_s=HOUR), now=600.0 * 20)) == 5
-    assert young(written, written, Keep(last=2, younger_s=HOUR), now=1e9) == set() == young(written, written, Keep(last=2), now=0.0)
+    assert (
+        young(written, written, Keep(last=2, younger_s=HOUR), now=1e9)
+        == set()
+        == young(written, written, Keep(last=2), now=0.0)
+    )
     kept = reasons(written, Keep(last=2, younger_s=HOUR), None, (), found)
     assert [each.step for each in kept] == [19, 18, 17, 16, 15, 14] and kept[Version(14, 1)] == ("younger",)
 
 
-@given(st.dictionaries(VERSIONS, st.none() | st.floats(-10.0, 10.0), max_size=8), st.floats(0.5, 5.0), st.floats(-10.0, 10.0))
-def test_l7_wrong_and_unknown_times_keep_too_much_and_never_too_little(times: dict[Version, float | None], age: float, now: float) -> None:
-    """The judge looks from each version at all that come after it.  Whatever the clocks say, the newest ones stay."""
+@given(
+    st.dictionaries(VERSIONS, st.none() | st.floats(-10.0, 10.0), max_size=8),
+    st.floats(0.5, 5.0),
+    st.floats(-10.0, 10.0),
+)
+def test_l7_wrong_and_unknown_times_keep_too_much_and_never_too_little(
+    times: dict[Version, float | None], age: float, now: float
+) -> None:
+    """The judge looks from each version at all that come after it.  Whatever the clocks say, the newest ones
+    stay.
+    """
     known = {version: at for version, at in times.items() if at is not None}
     keep = Keep(last=2, younger_s=age)
     found = young(times, known, keep, now)
-    assert found == {each for each in times if all(now - at < age for version, at in known.items() if version >= each)}
+    assert found == {
+        each for each in times if all(now - at < age for version, at in known.items() if version >= each)
+    }
     kept = reasons(times, keep, None, (), found)
     assert set(kept) >= set(sorted(times)[-2:]) | found
     assert set(kept) >= set(reasons(times, Keep(last=2), None, ())), "no other rule keeps less"
 
 
 def test_what_is_kept_stays_kept_as_saves_are_added() -> None:
-    """The rule is applied after each save to what it has left; it must leave the same as one look at all of them."""
+    """The rule is applied after each save to what it has left; it must leave the same as one look at all of
+    them.
+    """
     keep, left = Keep(last=3, every=400), list[Version]()
     for step in range(50, 5050, 50):
         left = sorted(reasons([*left, Version(step, 1)], keep, None, ()))

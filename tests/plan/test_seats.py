@@ -1,4 +1,6 @@
-"""Seats are compared with the best of all seatings, which a simple function finds by trying them one after the other."""
+"""Seats are compared with the best of all seatings, which a simple function finds by trying them one after
+the other.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ def stay(members: Sequence[WorkerId], layout: Layout, holds: dict[WorkerId, Cell
 
 @st.composite
 def halls(draw: st.DrawFn) -> tuple[list[WorkerId], Nodes, Layout, dict[WorkerId, Cell]]:
-    """Draws at most six workers on at most three nodes, a layout that they can form, and what each of them holds."""
+    """Draws at most six workers on at most three nodes, a layout that they can form, and what each of them
+    holds.
+    """
     there = [WorkerId(f"w{number}") for number in range(draw(st.integers(1, 6)))]
     nodes = {worker: NodeId(draw(st.sampled_from("abc"))) for worker in there}
     shards = draw(st.integers(1, len(there)))
@@ -51,7 +55,9 @@ def halls(draw: st.DrawFn) -> tuple[list[WorkerId], Nodes, Layout, dict[WorkerId
     return there, nodes, layout, {worker: found for worker in there if (found := draw(cells)) is not None}
 
 
-def seated(choose: Seat, hall: tuple[list[WorkerId], Nodes, Layout, dict[WorkerId, Cell]]) -> tuple[WorkerId, ...]:
+def seated(
+    choose: Seat, hall: tuple[list[WorkerId], Nodes, Layout, dict[WorkerId, Cell]]
+) -> tuple[WorkerId, ...]:
     there, nodes, layout, holds = hall
     return choose(there, nodes, layout, [Holding(worker, AT, held) for worker, held in holds.items()])
 
@@ -79,7 +85,9 @@ def test_no_seating_has_more_replicas_within_nodes_or_moves_fewer_cells(
     assert worse(seat, hall) == ""
 
 
-def in_order(there: Sequence[WorkerId], nodes: Nodes, layout: Layout, holders: Sequence[Holding] = ()) -> tuple[WorkerId, ...]:
+def in_order(
+    there: Sequence[WorkerId], nodes: Nodes, layout: Layout, holders: Sequence[Holding] = ()
+) -> tuple[WorkerId, ...]:
     """Seats workers in the order in which they joined, as it was before."""
     return tuple(there[: layout.world])
 
@@ -113,7 +121,9 @@ def held(members: Sequence[WorkerId], layout: Layout) -> dict[WorkerId, Cell]:
 
 
 def test_a_loss_moves_no_survivor() -> None:
-    """One rank of 1,024 is lost: its node's others are left over; one on the same node comes, and takes the cell that is free."""
+    """One rank of 1,024 is lost: its node's others are left over; one on the same node comes, and takes the
+    cell that is free.
+    """
     there, nodes = big(1024)
     random.Random(3).shuffle(there)
     members = seat(there, nodes, Layout(128, 8))
@@ -133,39 +143,62 @@ def test_a_node_that_is_lost_breaks_only_its_own_replicas() -> None:
     there, nodes = big(64)
     for layout, broken in ((Layout(8, 8), 1), (Layout(32, 2), 4), (Layout(4, 16), 1)):
         members = seat(random.Random(5).sample(there, 64), nodes, layout)
-        touched = Counter(node for each in replicas(members, layout) for node in {nodes[worker] for worker in each})
+        touched = Counter(
+            node for each in replicas(members, layout) for node in {nodes[worker] for worker in each}
+        )
         assert set(touched.values()) == {broken}
 
 
-@given(st.lists(st.integers(1, 9), min_size=1, max_size=12), st.integers(2, 12), st.randoms(use_true_random=False))
+@given(
+    st.lists(st.integers(1, 9), min_size=1, max_size=12),
+    st.integers(2, 12),
+    st.randoms(use_true_random=False),
+)
 def test_replicas_over_several_nodes_touch_few(sizes: list[int], shards: int, rng: random.Random) -> None:
-    """They touch the fewest nodes that have enough workers between them, and at most one more for each replica but the last."""
+    """They touch the fewest nodes that have enough workers between them, and at most one more for each
+    replica but the last.
+    """
     there = [WorkerId(f"{node}-{number}") for node, size in enumerate(sizes) for number in range(size)]
     rng.shuffle(there)
     nodes = {worker: NodeId(worker.partition("-")[0]) for worker in there}
     layout = Layout(max(1, len(there) // shards), min(shards, len(there)))
-    across = [each for each in replicas(seat(there, nodes, layout), layout) if len({nodes[worker] for worker in each}) > 1]
+    across = [
+        each
+        for each in replicas(seat(there, nodes, layout), layout)
+        if len({nodes[worker] for worker in each}) > 1
+    ]
     over = sorted((size % layout.dp_shard for size in sizes), reverse=True)
-    needed = next(count for count in range(len(over) + 1) if sum(over[:count]) >= len(across) * layout.dp_shard)
+    needed = next(
+        count for count in range(len(over) + 1) if sum(over[:count]) >= len(across) * layout.dp_shard
+    )
     assert sum(len({nodes[worker] for worker in each}) for each in across) <= needed + max(len(across) - 1, 0)
 
 
 def test_who_holds_another_layout_s_cell_sits_near_it() -> None:
-    """Eight shards become four on one node: each worker gets a cell whose rows it holds already, whatever the order of joining."""
+    """Eight shards become four on one node: each worker gets a cell whose rows it holds already, whatever the
+    order of joining.
+    """
     there, nodes = big(8)
     held_before = [Holding(worker, AT, cell(4, 3 - number % 4)) for number, worker in enumerate(there)]
     members = seat(there, nodes, Layout(1, 8), held_before)
     halves = {each.worker: int(each.cell.split()[1][0]) for each in held_before}
     assert [halves[worker] for worker in members] == [0, 0, 1, 1, 2, 2, 3, 3]
     two = [Holding(WorkerId("w2"), AT, cell(2, 0)), Holding(WorkerId("w1"), AT, cell(2, 1))]
-    assert seat(there[:3], nodes, Layout(1, 3), two) == ("w2", "w0", "w1"), "the newcomer takes the rows between"
+    assert seat(there[:3], nodes, Layout(1, 3), two) == ("w2", "w0", "w1"), (
+        "the newcomer takes the rows between"
+    )
     assert seat(there[:4], nodes, Layout(1, 4), two[:1])[:1] == ("w2",)
 
 
 def test_newcomers_take_the_cells_whose_copies_their_node_has() -> None:
-    """All workers of two nodes died; their keepers have the copies, and nothing has to pass between the nodes."""
+    """All workers of two nodes died; their keepers have the copies, and nothing has to pass between the
+    nodes.
+    """
     there, nodes = big(4, 2)
-    copies = [Holding(WorkerId(f"dead{number}"), AT, cell(4, number), NodeId("n1" if number < 2 else "n0")) for number in range(4)]
+    copies = [
+        Holding(WorkerId(f"dead{number}"), AT, cell(4, number), NodeId("n1" if number < 2 else "n0"))
+        for number in range(4)
+    ]
     assert seat(there, nodes, Layout(1, 4), copies) == ("w2", "w3", "w0", "w1")
 
 

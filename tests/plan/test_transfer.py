@@ -33,7 +33,10 @@ layouts = st.builds(Layout, st.integers(1, 3), st.integers(1, 4))
 
 def holdings(versions: Sequence[Version] = (V1,)) -> st.SearchStrategy[list[Holding]]:
     one = st.builds(
-        lambda worker, version, shard: Holding(worker, version, cell(*shard)), st.sampled_from(WORKERS), st.sampled_from(versions), shards
+        lambda worker, version, shard: Holding(worker, version, cell(*shard)),
+        st.sampled_from(WORKERS),
+        st.sampled_from(versions),
+        shards,
     )
     return st.lists(one, max_size=7, unique=True)
 
@@ -43,7 +46,10 @@ def worlds(draw: st.DrawFn) -> list[Holding]:
     """Draws a complete world, and whatever else some workers hold."""
     layout = draw(layouts.filter(lambda each: each.world <= len(WORKERS)))
     members = draw(st.permutations(WORKERS))[: layout.world]
-    complete = [Holding(member, V1, cell(layout.dp_shard, layout.coordinates(rank)["dp_shard"])) for rank, member in enumerate(members)]
+    complete = [
+        Holding(member, V1, cell(layout.dp_shard, layout.coordinates(rank)["dp_shard"]))
+        for rank, member in enumerate(members)
+    ]
     return [*complete, *(each for each in draw(holdings()) if each not in complete)]
 
 
@@ -62,7 +68,9 @@ def box(part: Slice) -> tuple[slice, ...]:
 
 
 def parts(tensor: Tensor, cell: Cell) -> list[Slice]:
-    """Returns the slices of a cell by the chunk rule, read from the cell's text and not from the product's placement."""
+    """Returns the slices of a cell by the chunk rule, read from the cell's text and not from the product's
+    placement.
+    """
     index, _, count = cell.removeprefix("dp_shard ").partition("/") if cell else ("0", "", "1")
     return [shard_slice(tensor, int(count), int(index))]
 
@@ -94,14 +102,20 @@ def test_shards_of_two_layouts_cover_together() -> None:
 
 
 def test_coverage_depends_on_the_number_of_rows() -> None:
-    """The chunk rule leaves late shards empty: shard 3 of 4 of a tensor of 6 rows holds nothing, of 8 rows it holds two."""
+    """The chunk rule leaves late shards empty: shard 3 of 4 of a tensor of 6 rows holds nothing, of 8 rows it
+    holds two.
+    """
     first_three = [Holding(worker, V1, cell(4, index)) for index, worker in enumerate(WORKERS[:3])]
     assert covered(first_three, classes([6])) and not covered(first_three, classes([6, 8]))
 
 
 @given(holdings((V1, V2, Version(5, 3), Version(6, 3))), st.lists(st.integers(0, 9), max_size=3))
 def test_newest_covered_equals_trying_all_versions(held: list[Holding], rows: list[int]) -> None:
-    complete = [version for version in {each.version for each in held} if covered([h for h in held if h.version == version], classes(rows))]
+    complete = [
+        version
+        for version in {each.version for each in held}
+        if covered([h for h in held if h.version == version], classes(rows))
+    ]
     assert newest_covered(iter(held), iter(classes(rows))) == max(complete, default=None)
 
 
@@ -116,12 +130,20 @@ def test_versions_are_never_mixed() -> None:
         lambda: moves([tensor], halves, Layout(), WORKERS[:1]),
         lambda: missing([tensor], halves, WHOLE),
     ):
-        with pytest.raises(ValueError, match=r"must have one version, but there are step 4 of generation 1, step 5 of generation 2"):
+        with pytest.raises(
+            ValueError,
+            match=(
+                r"must have one version, but there are step 4 of generation 1, "
+                r"step 5 of generation 2"
+            ),
+        ):
             mixing()
 
 
 @given(tensors(), holdings(), shards)
-def test_missing_is_exactly_what_nobody_holds(state: list[Tensor], held: list[Holding], shard: tuple[int, int]) -> None:
+def test_missing_is_exactly_what_nobody_holds(
+    state: list[Tensor], held: list[Holding], shard: tuple[int, int]
+) -> None:
     wanted = [shard_slice(tensor, *shard) for tensor in state]
     gaps = missing(state, held, cell(*shard))
     for tensor, part in zip(state, wanted, strict=True):
@@ -137,8 +159,16 @@ def test_missing_is_exactly_what_nobody_holds(state: list[Tensor], held: list[Ho
 # ---- moves
 
 
-def deliver(state: Sequence[Tensor], held: Sequence[Holding], layout: Layout, members: Sequence[WorkerId], todo: Iterable[Move]) -> None:
-    """Carries out the moves on arrays; fails unless each member ends with its shard of the whole, every element written once."""
+def deliver(
+    state: Sequence[Tensor],
+    held: Sequence[Holding],
+    layout: Layout,
+    members: Sequence[WorkerId],
+    todo: Iterable[Move],
+) -> None:
+    """Carries out the moves on arrays; fails unless each member ends with its shard of the whole, every
+    element written once.
+    """
     whole = {(t.kind, t.name): np.arange(1, np.prod(t.shape, dtype=int) + 1).reshape(t.shape) for t in state}
     written = {member: {key: np.zeros_like(value) for key, value in whole.items()} for member in members}
     times = {member: {key: np.zeros_like(value) for key, value in whole.items()} for member in members}
@@ -146,7 +176,9 @@ def deliver(state: Sequence[Tensor], held: Sequence[Holding], layout: Layout, me
     for move in todo:
         key = move.slice.kind, move.slice.name
         own = [part for h in held if h.worker == move.source for part in parts(by_key[key], h.cell)]
-        assert any(shard.intersect(move.slice) == move.slice for shard in own), f"{move} is not in one shard of its source"
+        assert any(shard.intersect(move.slice) == move.slice for shard in own), (
+            f"{move} is not in one shard of its source"
+        )
         written[move.destination][key][box(move.slice)] = whole[key][box(move.slice)]
         times[move.destination][key][box(move.slice)] += 1
     for rank, member in enumerate(members):
@@ -162,7 +194,9 @@ def deliver(state: Sequence[Tensor], held: Sequence[Holding], layout: Layout, me
 def test_moves_bring_every_shard_between_any_two_worlds(
     state: list[Tensor], held: list[Holding], layout: Layout, rng: random.Random
 ) -> None:
-    """R17, in arrays: replicas, shards and mixtures of both to any layout; newcomers, survivors, holders that are no members."""
+    """R17, in arrays: replicas, shards and mixtures of both to any layout; newcomers, survivors, holders that
+    are no members.
+    """
     members = [*WORKERS, *(WorkerId(f"new{n}") for n in range(layout.world))]
     rng.shuffle(members)
     members = members[: layout.world]
@@ -181,21 +215,32 @@ def test_moves_bring_every_shard_between_any_two_worlds(
     assert todo == moves(rng.sample(state, len(state)), rng.sample(held, len(held)), layout, members)
 
 
-STATE = [Tensor(f"layer{n}", kind, "F32", (10 + n, 4)) for n in range(12) for kind in ("parameter", "moment.exp_avg")]
+STATE = [
+    Tensor(f"layer{n}", kind, "F32", (10 + n, 4))
+    for n in range(12)
+    for kind in ("parameter", "moment.exp_avg")
+]
 
 
 def world(layout: Layout, workers: Sequence[WorkerId]) -> list[Holding]:
-    return [Holding(worker, V1, cell(layout.dp_shard, layout.coordinates(rank)["dp_shard"])) for rank, worker in enumerate(workers)]
+    return [
+        Holding(worker, V1, cell(layout.dp_shard, layout.coordinates(rank)["dp_shard"]))
+        for rank, worker in enumerate(workers)
+    ]
 
 
 def test_deliver_notices_each_kind_of_wrong_move() -> None:
-    """Negative control: the check above fails for a move left out, made twice, cut short, or from a worker that does not hold it."""
+    """Negative control: the check above fails for a move left out, made twice, cut short, or from a worker
+    that does not hold it.
+    """
     held, layout, members = world(Layout(1, 3), WORKERS[:3]), Layout(2, 2), WORKERS[1:5]
     with_third = [*held, Holding(WORKERS[3], V1, cell(3, 0))]
     good = moves(STATE, with_third, layout, members)
     deliver(STATE, with_third, layout, members, good)
     first = good[0]
-    shorter = replace(first, slice=replace(first.slice, stop=(first.slice.stop[0] - 1, *first.slice.stop[1:])))
+    shorter = replace(
+        first, slice=replace(first.slice, stop=(first.slice.stop[0] - 1, *first.slice.stop[1:]))
+    )
     stranger = replace(first, source=WORKERS[6])
     for wrong in (good[1:], (*good, first), (shorter, *good[1:]), (stranger, *good[1:])):
         with pytest.raises(AssertionError, match=r"has not its shard|twice|not in one shard"):
@@ -203,7 +248,9 @@ def test_deliver_notices_each_kind_of_wrong_move() -> None:
 
 
 def test_who_holds_a_part_takes_it_from_itself() -> None:
-    """Layout 2×1 becomes 3×1: the survivors move nothing between processes; the newcomer takes its state from both of them."""
+    """Layout 2×1 becomes 3×1: the survivors move nothing between processes; the newcomer takes its state from
+    both of them.
+    """
     todo = moves(STATE, world(Layout(2, 1), WORKERS[:2]), Layout(3, 1), WORKERS[:3])
     sources = defaultdict(set)
     for move in todo:
@@ -213,7 +260,8 @@ def test_who_holds_a_part_takes_it_from_itself() -> None:
 
 @given(st.integers(2, 6), st.integers(1, 4), st.lists(st.integers(1, 50), min_size=1, max_size=30))
 def test_replicas_send_equally_much(replicas: int, newcomers: int, rows: list[int]) -> None:
-    """The bytes that any two holders of the same parts send to one newcomer differ by no more than the largest part.
+    """The bytes that any two holders of the same parts send to one newcomer differ by no more than the
+    largest part.
 
     Nobody keeps running totals over the newcomers, so that each can work out its own moves alone.
     """
@@ -234,7 +282,9 @@ def test_scalars_and_buffers_are_whole_everywhere() -> None:
     held = [Holding(WORKERS[0], V1, cell(4, 3))]
     assert covered(held, state)
     todo = moves(state, held, Layout(1, 2), WORKERS[:2])
-    assert {(move.slice, move.destination) for move in todo} == {(t.whole(), member) for t in state for member in WORKERS[:2]}
+    assert {(move.slice, move.destination) for move in todo} == {
+        (t.whole(), member) for t in state for member in WORKERS[:2]
+    }
 
 
 def test_nobody_holds_anything() -> None:
@@ -254,13 +304,17 @@ def copy_of(worker: WorkerId, keeper: NodeId, count: int = 3, index: int = 0) ->
     return Holding(worker, V1, cell(count, index), keeper)
 
 
-def sources(held: list[Holding], layout: Layout, members: list[WorkerId], nodes: list[NodeId]) -> list[tuple[str, str]]:
+def sources(
+    held: list[Holding], layout: Layout, members: list[WorkerId], nodes: list[NodeId]
+) -> list[tuple[str, str]]:
     """Returns (owner of the shard, keeper) of each move, in order."""
     return [(move.source, move.keeper) for move in moves([TENSOR], held, layout, members, nodes)]
 
 
 def test_what_is_nearest_is_taken() -> None:
-    """Own live memory comes first, then a copy on the own node, then a live member, then another node's keeper."""
+    """Own live memory comes first, then a copy on the own node, then a live member, then another node's
+    keeper.
+    """
     w1, w2, w3 = WORKERS[:3]
     live, near, far = Holding(w2, V1, cell(1, 0)), copy_of(w3, NODES[0], 1), copy_of(w3, NODES[2], 1)
     own = Holding(w1, V1, cell(1, 0))
@@ -285,7 +339,9 @@ def test_links_of_equal_keepers_carry_equally_much() -> None:
     held = [copy_of(WORKERS[5], NODES[0], 2, 0), copy_of(WORKERS[5], NODES[1], 2, 0)]
     held += [copy_of(WORKERS[6], NODES[0], 2, 1), copy_of(WORKERS[6], NODES[1], 2, 1)]
     members = WORKERS[:4]
-    found = moves([replace(TENSOR, name=f"t{n}") for n in range(6)], held, Layout(1, 4), members, [NODES[2]] * 4)
+    found = moves(
+        [replace(TENSOR, name=f"t{n}") for n in range(6)], held, Layout(1, 4), members, [NODES[2]] * 4
+    )
     sent = Counter[str]()
     for move in found:
         sent[move.keeper] += move.slice.count
@@ -293,7 +349,9 @@ def test_links_of_equal_keepers_carry_equally_much() -> None:
 
 
 def test_a_node_has_one_link_however_many_replicas_it_has() -> None:
-    """Three replicas on one node, one on another: a newcomer on neither takes half from each node; one beside some takes all from those."""
+    """Three replicas on one node, one on another: a newcomer on neither takes half from each node; one beside
+    some takes all from those.
+    """
     held = [Holding(worker, V1, cell(1, 0)) for worker in WORKERS[:4]]
     a, b, c = NODES
     state = [replace(TENSOR, name=f"t{n}") for n in range(12)]
@@ -308,11 +366,18 @@ def test_a_node_has_one_link_however_many_replicas_it_has() -> None:
     assert taken(a) == [4, 4, 4, 0]
 
 
-@given(worlds(), st.lists(tensors().map(tuple), max_size=1), layouts.filter(lambda each: each.world <= len(WORKERS)), st.randoms())
+@given(
+    worlds(),
+    st.lists(tensors().map(tuple), max_size=1),
+    layouts.filter(lambda each: each.world <= len(WORKERS)),
+    st.randoms(),
+)
 def test_any_mixture_of_live_and_kept_brings_each_element_once(
     held: list[Holding], some: list[tuple[Tensor, ...]], layout: Layout, rng: random.Random
 ) -> None:
-    """Some of the holders died and left copies; what nobody holds is left to the bucket; each element comes once."""
+    """Some of the holders died and left copies; what nobody holds is left to the bucket; each element comes
+    once.
+    """
     held = [replace(each, keeper=rng.choice([NodeId(""), *NODES])) for each in held]
     held = [each for each in held if rng.random() < 0.8]
     members, everything = WORKERS[: layout.world], list(some[0]) if some else [TENSOR]
@@ -322,14 +387,19 @@ def test_any_mixture_of_live_and_kept_brings_each_element_once(
         own = cell(layout.dp_shard, layout.coordinates(rank)["dp_shard"])
         wanted = [part for tensor in everything for part in parts(tensor, own)]
         times = {(tensor.name, tensor.kind): np.zeros(tensor.shape, int) for tensor in everything}
-        for part in [*(move.slice for move in found if move.destination == member), *missing(everything, held, own)]:
+        for part in [
+            *(move.slice for move in found if move.destination == member),
+            *missing(everything, held, own),
+        ]:
             times[part.name, part.kind][box(part)] += 1
         for part in wanted:
             expected = np.zeros_like(times[part.name, part.kind])
             expected[box(part)] = 1
             assert (times[part.name, part.kind] == expected).all()
     for move in found:
-        tensor = next(each for each in everything if (each.name, each.kind) == (move.slice.name, move.slice.kind))
+        tensor = next(
+            each for each in everything if (each.name, each.kind) == (move.slice.name, move.slice.kind)
+        )
         cells = [each.cell for each in held if (each.worker, each.keeper) == (move.source, move.keeper)]
         assert any(part.intersect(move.slice) == move.slice for each in cells for part in parts(tensor, each))
 
@@ -341,7 +411,9 @@ def world_of(layout: Layout, first: int) -> tuple[list[WorkerId], list[Holding]]
 
 
 def test_a_member_that_stays_does_not_work_out_the_moves_of_all_others_that_stay() -> None:
-    """A replica dies: nobody sends anything.  A member's share of the work must not grow with the number of replicas."""
+    """A replica dies: nobody sends anything.  A member's share of the work must not grow with the number of
+    replicas.
+    """
     state = [Tensor(f"t{number}", "parameter", "F32", (64 + 8 * number,)) for number in range(20)]
     counts = {}
     for replicas in (4, 64):
@@ -350,9 +422,9 @@ def test_a_member_that_stays_does_not_work_out_the_moves_of_all_others_that_stay
         found = [moves(state, held, layout, members, of=members[5])]
         counts[replicas] = calls(lambda: found.append(moves(state, held, layout, members, of=members[5])))  # noqa: B023
         everything = moves(state, held, layout, members)
-        assert found[0] == tuple(move for move in everything if members[5] in (move.source, move.destination)) and all(
-            move.stays for move in found[0]
-        )
+        assert found[0] == tuple(
+            move for move in everything if members[5] in (move.source, move.destination)
+        ) and all(move.stays for move in found[0])
         fixed = calls(lambda: moves(state[:1], held, layout, members, of=members[5]))  # noqa: B023
         counts[replicas] -= fixed
     assert counts[64] < 1.5 * counts[4], counts
@@ -364,5 +436,7 @@ def test_a_newcomer_is_still_sent_what_it_lacks() -> None:
     members, held = world_of(layout, 0)
     everything = moves(state, held[:4], layout, members)
     for member in members:
-        assert moves(state, held[:4], layout, members, of=member) == tuple(m for m in everything if member in (m.source, m.destination))
+        assert moves(state, held[:4], layout, members, of=member) == tuple(
+            m for m in everything if member in (m.source, m.destination)
+        )
     assert {move.destination for move in everything if not move.stays} == set(members[4:])

@@ -1,4 +1,6 @@
-"""The lease, the copies of keepers, followers and drivers decide which coordinator may act; in a simulated world, never two at once."""
+"""The lease, the copies of keepers, followers and drivers decide which coordinator may act; in a simulated
+world, never two at once.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,18 @@ from hypothesis import strategies as st
 
 from elastic.ids import NodeId
 from elastic.protocol import authority as product
-from elastic.protocol.authority import COPY_S, DEPOSED, MARKS, Audience, Authority, JournalCopy, Replica, furthest, has_read_all, waits_s
+from elastic.protocol.authority import (
+    COPY_S,
+    DEPOSED,
+    MARKS,
+    Audience,
+    Authority,
+    JournalCopy,
+    Replica,
+    furthest,
+    has_read_all,
+    waits_s,
+)
 from tests.sim.mutants import Edit, copied
 
 pytestmark = pytest.mark.fast
@@ -24,7 +37,9 @@ ALL = (A, B, C)
 LEASE_S = 10.0
 
 
-def first(keepers: tuple[NodeId, ...] = ALL, *, follows: bool = False, incarnation: int = 1) -> Authority[str]:
+def first(
+    keepers: tuple[NodeId, ...] = ALL, *, follows: bool = False, incarnation: int = 1
+) -> Authority[str]:
     """Returns the authority of a coordinator that claimed the run at 0 s."""
     return Authority(incarnation, LEASE_S, 0.0, keepers, "nothing", follows=follows)
 
@@ -124,7 +139,9 @@ def test_whoever_follows_acts_on_nothing_before_the_bucket_has_it() -> None:
     authority.in_bucket(5, asked_at=1.0, latest=2)
     assert authority.secured(5, 1.0) and authority.begun
     authority.note(6, ALL, "six")
-    assert [node for node, _ in authority.requests(6, ALL, 1.0)] == [A, B, C], "from then on its keepers are enough"
+    assert [node for node, _ in authority.requests(6, ALL, 1.0)] == [A, B, C], (
+        "from then on its keepers are enough"
+    )
 
 
 def test_a_keeper_that_has_heard_a_later_coordinator_deposes() -> None:
@@ -216,20 +233,31 @@ def test_the_copy_that_reaches_furthest_without_a_gap() -> None:
 
 
 def test_what_an_earlier_writer_has_written_on_its_own_is_nothing() -> None:
-    """The earlier writer was cut off with some keepers; the next one has gone on from the last record that both know."""
+    """The earlier writer was cut off with some keepers; the next one has gone on from the last record that
+    both know.
+    """
     copies = [found(1, 4, 20), found(2, 4, 9), found(1, 4, 7)]
     assert furthest(5, 1, copies) == found(2, 4, 9)
-    assert furthest(10, 2, copies) is None, "the bucket has all that the later one wrote, and takes no more from the earlier one"
+    assert furthest(10, 2, copies) is None, (
+        "the bucket has all that the later one wrote, and takes no more from the earlier one"
+    )
     assert furthest(10, 1, copies) == found(1, 4, 20), "had nobody followed it"
 
 
-@given(st.lists(st.sampled_from("abcdef"), unique=True), st.dictionaries(st.sampled_from("abcdef"), st.integers(0, 2)))
-def test_a_follower_has_read_all_when_no_majority_is_left_to_any_other(keepers: list[str], attached: dict[str, int]) -> None:
+@given(
+    st.lists(st.sampled_from("abcdef"), unique=True),
+    st.dictionaries(st.sampled_from("abcdef"), st.integers(0, 2)),
+)
+def test_a_follower_has_read_all_when_no_majority_is_left_to_any_other(
+    keepers: list[str], attached: dict[str, int]
+) -> None:
     """The simple second implementation tries every set of keepers that the follower has not reached."""
     others = [node for node in keepers if not attached.get(node)]
     sets = itertools.chain.from_iterable(itertools.combinations(others, n) for n in range(len(others) + 1))
     left = any(len(each) > len(keepers) - len(each) for each in sets)
-    read_all = has_read_all({NodeId(node): by for node, by in attached.items()}, [NodeId(node) for node in keepers])
+    read_all = has_read_all(
+        {NodeId(node): by for node, by in attached.items()}, [NodeId(node) for node in keepers]
+    )
     assert read_all is (bool(keepers) and not left)
 
 
@@ -314,7 +342,9 @@ class Actor:
 
 
 class World:
-    """Coordinators, keepers and a bucket; ``rng`` decides which messages arrive.  ``rules`` is the module under test."""
+    """Coordinators, keepers and a bucket; ``rng`` decides which messages arrive.  ``rules`` is the module
+    under test.
+    """
 
     def __init__(self, rng: random.Random, rules: ModuleType) -> None:
         self.rng, self.rules, self.now, self.claims = rng, rules, 0.0, 1
@@ -335,7 +365,17 @@ class World:
             self.now += self.rng.choice((0.0, 0.0, 0.1, 0.5, 1.5))
             actor = self.rng.choice(self.actors[-2:])
             move = self.rng.choice(
-                (self.append, self.append, self.send, self.send, self.arrive, self.arrive, self.ask, self.hear, self.put)
+                (
+                    self.append,
+                    self.append,
+                    self.send,
+                    self.send,
+                    self.arrive,
+                    self.arrive,
+                    self.ask,
+                    self.hear,
+                    self.put,
+                )
             )
             actor.cut ^= self.rng.random() < 0.03
             move(actor)
@@ -343,13 +383,19 @@ class World:
             if self.rng.random() < 0.02 or self.following is not None:
                 self.follow()
             if self.rng.random() < 0.02:
-                self.keepers[self.rng.choice(self.nodes)] = self.rules.Replica([], heeds=self.actors[-1].rules.incarnation)
+                self.keepers[self.rng.choice(self.nodes)] = self.rules.Replica(
+                    [], heeds=self.actors[-1].rules.incarnation
+                )
 
     def append(self, actor: Actor) -> None:
         if not actor.rules.deposed and actor.acted_to == actor.end:  # one decision at a time
             name = f"{actor.rules.incarnation}-{next(self.names)}"
             some = tuple(node for node in self.nodes if self.rng.random() < 0.7)
-            self.lists[name] = some if self.rng.random() < 0.2 else self.lists[self.log(actor)[-1] if self.log(actor) else ""]
+            self.lists[name] = (
+                some
+                if self.rng.random() < 0.2
+                else self.lists[self.log(actor)[-1] if self.log(actor) else ""]
+            )
             actor.records.append(name)
             actor.rules.note(actor.end, self.lists[name], name)
 
@@ -401,7 +447,11 @@ class World:
             attached[node] = replica.by
             copies.append((replica.by, list(replica.data)))
         numbers = {record: actor.first + n for actor in self.actors for n, record in enumerate(actor.records)}
-        parsed = [self.rules.JournalCopy(by, numbers[data[0]], numbers[data[-1]], data) for by, data in copies if data]
+        parsed = [
+            self.rules.JournalCopy(by, numbers[data[0]], numbers[data[-1]], data)
+            for by, data in copies
+            if data
+        ]
         end = len(self.bucket)
         best = self.rules.furthest(end, self.bucket[-1][0] if self.bucket else 0, parsed)
         ahead = [record for record in best.records if numbers[record] >= end] if best is not None else []
@@ -409,7 +459,9 @@ class World:
         whole = self.rules.has_read_all(attached, self.lists[newest])
         if self.rules.waits_s(self.following, OVER_S, whole, self.now) > 0:
             return
-        rules = self.rules.Authority(self.claims, LEASE_S, self.following, self.lists[newest], None, follows=True)
+        rules = self.rules.Authority(
+            self.claims, LEASE_S, self.following, self.lists[newest], None, follows=True
+        )
         self.actors.append(Actor(rules, end, ahead, whole))
         self.following = None
 
@@ -422,8 +474,14 @@ class World:
         return any(record.startswith(f"{actor.rules.incarnation}-") for record in log)
 
     def forked(self, acting: Actor, actor: Actor, log: list[str]) -> bool:
-        """Returns whether a coordinator after ``acting``, up to ``actor``, has recorded that it may not have read everything."""
-        since = [each for each in self.actors if acting.rules.incarnation < each.rules.incarnation <= actor.rules.incarnation]
+        """Returns whether a coordinator after ``acting``, up to ``actor``, has recorded that it may not have
+        read everything.
+        """
+        since = [
+            each
+            for each in self.actors
+            if acting.rules.incarnation < each.rules.incarnation <= actor.rules.incarnation
+        ]
         return any(not each.whole and (each is actor or self.wrote(each, log)) for each in since)
 
     def act(self, actor: Actor) -> None:
@@ -438,7 +496,9 @@ class World:
             )
             self.acting = actor
         elif actor is not acting:
-            assert self.log(acting)[: len(log)] == log, "two coordinators act, and one knows nothing of the other"
+            assert self.log(acting)[: len(log)] == log, (
+                "two coordinators act, and one knows nothing of the other"
+            )
         actor.acted_to = actor.end
 
 
@@ -458,7 +518,9 @@ def test_no_two_coordinators_act_on_what_the_other_does_not_know(seed: int) -> N
 
 
 def test_in_the_dumb_world_coordinators_do_act() -> None:
-    """The control: in most worlds several coordinators act, one after the other, some by their keepers and some by the bucket."""
+    """The control: in most worlds several coordinators act, one after the other, some by their keepers and
+    some by the bucket.
+    """
     worlds = [World(random.Random(seed), product) for seed in range(50)]
     for world in worlds:
         world.play(200)

@@ -41,7 +41,9 @@ def test_cutting_keeps_what_is_before_and_names_what_is_after(twin: list[int], d
     version = data.draw(st.sampled_from(versions(twin)))
     packed = pack(twin)
     assert lineage.cut(packed, version) == pack(twin[: version.step])
-    told = [(g, step) for g, first, last in lineage.abandoned(packed, version) for step in range(first, last + 1)]
+    told = [
+        (g, step) for g, first, last in lineage.abandoned(packed, version) for step in range(first, last + 1)
+    ]
     assert told == [(generation, step) for step, generation in enumerate(twin, 1) if step > version.step]
 
 

@@ -1,4 +1,6 @@
-"""The worker's side of the protocol: stories of orders that come late, twice, too early, or from the wrong coordinator."""
+"""The worker's side of the protocol: stories of orders that come late, twice, too early, or from the wrong
+coordinator.
+"""
 
 from __future__ import annotations
 
@@ -103,13 +105,17 @@ def test_a_plan_that_was_fenced_meanwhile_is_not_entered() -> None:
 
 
 def test_a_plan_that_was_not_entered_is_void_for_another_coordinator() -> None:
-    """Otherwise the new coordinator's plan would wait behind it.  The control: the same coordinator speaks again."""
+    """Otherwise the new coordinator's plan would wait behind it.  The control: the same coordinator speaks
+    again.
+    """
     for incarnation, enters in ((1, True), (2, False)):
         member, waiting = Member(ME), plan(1)
         assert member.heed(1) and member.form(waiting) and member.heed(incarnation)
         assert member.enter(waiting) == enters
     again = replace(waiting)
-    assert member.form(again) and not member.enter(waiting) and member.enter(again), "it was said again, with another store perhaps"
+    assert member.form(again) and not member.enter(waiting) and member.enter(again), (
+        "it was said again, with another store perhaps"
+    )
 
 
 def test_only_the_latest_coordinator_is_heeded() -> None:
@@ -202,7 +208,11 @@ def test_a_fenced_member_neither_heals_nor_prepares_nor_applies() -> None:
     member = stepping()
     member.prepare(1)
     member.fence(1)
-    for barred in (lambda: member.healed(0.0, holding(Version(0, 0), 1)), lambda: member.prepare(2), lambda: member.apply(outcome(1), 0.0)):
+    for barred in (
+        lambda: member.healed(0.0, holding(Version(0, 0), 1)),
+        lambda: member.prepare(2),
+        lambda: member.apply(outcome(1), 0.0),
+    ):
         with pytest.raises(FencedOff) as caught:
             barred()
         assert not caught.value.lease
@@ -210,7 +220,9 @@ def test_a_fenced_member_neither_heals_nor_prepares_nor_applies() -> None:
 
 
 def test_memory_that_is_lost_after_the_answer_ends_the_process() -> None:
-    """The coordinator counts on the answer.  Before the answer the process lives on, and says that it holds nothing."""
+    """The coordinator counts on the answer.  Before the answer the process lives on, and says that it holds
+    nothing.
+    """
     before, after = stepping(), stepping()
     assert before.lose() and before.fence(1) == Fenced(ME, 1, (), None, (), heeds=0)
     after.fence(1)
@@ -221,9 +233,12 @@ def test_memory_that_is_lost_after_the_answer_ends_the_process() -> None:
 
 
 @pytest.mark.parametrize(
-    ("prepared", "settled", "applies"), [(1, 1, True), (1, 2, False), (2, 1, False), (None, 1, False), (1, None, False)]
+    ("prepared", "settled", "applies"),
+    [(1, 1, True), (1, 2, False), (2, 1, False), (None, 1, False), (1, None, False)],
 )
-def test_a_settled_outcome_is_applied_where_it_is_prepared(prepared: int | None, settled: int | None, applies: bool) -> None:
+def test_a_settled_outcome_is_applied_where_it_is_prepared(
+    prepared: int | None, settled: int | None, applies: bool
+) -> None:
     member = stepping()
     member.prepared = prepared
     member.fence(1)
@@ -259,7 +274,9 @@ def test_a_lease_counts_from_when_the_member_asked() -> None:
 
 
 @pytest.mark.parametrize(("generation", "granted"), [(1, False), (2, True), (0, True)])
-def test_a_lease_that_is_refused_or_of_another_generation_changes_nothing(generation: int, granted: bool) -> None:
+def test_a_lease_that_is_refused_or_of_another_generation_changes_nothing(
+    generation: int, granted: bool
+) -> None:
     member = stepping(ready_at=100.0)
     member.renewed(generation, 105.0, granted, 0)
     assert member.lease_until == 110.0
@@ -375,7 +392,9 @@ ORDERS = st.sampled_from(("form", "go", "fence", "settle", "prepare", "apply", "
 
 @given(st.lists(st.tuples(ORDERS, st.integers(1, 4)), max_size=40))
 def test_in_any_order_what_was_answered_stays_true_until_the_settlement(words: list[tuple[str, int]]) -> None:
-    """All else rests on this promise: after its answer a member holds what it said, or what the settlement made of it."""
+    """All else rests on this promise: after its answer a member holds what it said, or what the settlement
+    made of it.
+    """
     member, answer = Member(ME), None
     for word, number in words:
         found: Fenced | None = None
@@ -394,7 +413,11 @@ def test_in_any_order_what_was_answered_stays_true_until_the_settlement(words: l
                 case "prepare" if member.went and member.inside and not member.applying:
                     member.prepare(number)
                 case "apply" if member.inside and not member.applying and member.held:
-                    member.apply(outcome(number, member.generation), 0.0, settled=member.settles() == outcome(number, member.generation))
+                    member.apply(
+                        outcome(number, member.generation),
+                        0.0,
+                        settled=member.settles() == outcome(number, member.generation),
+                    )
                 case "applied" if member.applying and (updated := member._updated) is not None:
                     member.applied(outcome(number, member.generation))
                     found = member.answer()
@@ -407,7 +430,12 @@ def test_in_any_order_what_was_answered_stays_true_until_the_settlement(words: l
         except FencedOff:
             assert not member.applying
         answer = found or answer
-        if answer is not None and answer.generation >= member.generation and not member.leaving and member.inside:
+        if (
+            answer is not None
+            and answer.generation >= member.generation
+            and not member.leaving
+            and member.inside
+        ):
             assert (tuple(member.held), member.prepared) == (answer.held, answer.prepared)
         if found is not None:
             assert not member.applying and found.generation >= member.generation

@@ -1,4 +1,6 @@
-"""The journal goes to a bounded number of keepers, however many there are, and only what they hold now counts."""
+"""The journal goes to a bounded number of keepers, however many there are, and only what they hold now
+counts.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ pytestmark = pytest.mark.fast
 
 
 def test_n2_the_journal_goes_to_a_bounded_number_of_keepers_and_a_follower_asks_the_same_ones() -> None:
-    """Fifteen of 100 keepers hold the journal: eight of them are a majority, and a follower that reached eight has read all."""
+    """Fifteen of 100 keepers hold the journal: eight of them are a majority, and a follower that reached
+    eight has read all.
+    """
     nodes = tuple(NodeId(f"n{number:03d}") for number in range(100))
     rules = Authority(1, 60.0, 0.0, nodes, "begun")
     rules.note(10, nodes, "first")
@@ -29,7 +33,9 @@ def test_n2_the_journal_goes_to_a_bounded_number_of_keepers_and_a_follower_asks_
 
 @pytest.mark.parametrize("lost", [True, False], ids=["lost", "control"])
 def test_what_a_lost_keeper_held_counts_no_more(lost: bool) -> None:
-    """The keeper that replaces it has nothing: with another one's copy it is no majority.  It is sent the journal from the beginning."""
+    """The keeper that replaces it has nothing: with another one's copy it is no majority.  It is sent the
+    journal from the beginning.
+    """
     keepers = a, b, _ = NodeId("a"), NodeId("b"), NodeId("c")
     authority = Authority(1, 60.0, 0.0, keepers, "nothing")
     authority.note(10, keepers, "ten")

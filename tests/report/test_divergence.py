@@ -15,7 +15,10 @@ pytestmark = pytest.mark.fast
 
 def rows(losses: list[float], norms: list[float] | None = None) -> list[dict[str, float]]:
     norms = norms or [1.0] * len(losses)
-    return [{"step": step, "loss": loss, "norm": norm} for step, (loss, norm) in enumerate(zip(losses, norms, strict=True), 1)]
+    return [
+        {"step": step, "loss": loss, "norm": norm}
+        for step, (loss, norm) in enumerate(zip(losses, norms, strict=True), 1)
+    ]
 
 
 def falling(number: int, seed: int = 0) -> list[float]:
@@ -25,17 +28,24 @@ def falling(number: int, seed: int = 0) -> list[float]:
 
 
 def test_g2_the_first_step_of_a_divergence_is_found() -> None:
-    """G2: it rises and stays; it becomes not a number; the norm explodes a step before the loss.  Wherever it begins."""
+    """G2: it rises and stays; it becomes not a number; the norm explodes a step before the loss.  Wherever it
+    begins.
+    """
     for good in (LEAST, 10, 50, 200):
         calm = falling(good)
         assert diverged_at(rows([*calm, *(30.0 + step for step in range(6))])) == good + 1
         assert diverged_at(rows([*calm, math.nan, math.nan])) == good + 1
-        assert diverged_at(rows([*calm, calm[-1], 40.0, 50.0, 60.0], [*([1.0] * good), 99.0, 99.0, 99.0, 99.0])) == good + 1
+        assert (
+            diverged_at(rows([*calm, calm[-1], 40.0, 50.0, 60.0], [*([1.0] * good), 99.0, 99.0, 99.0, 99.0]))
+            == good + 1
+        )
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_what_is_no_divergence_is_left_alone(seed: int) -> None:
-    """The controls: losses that fall, a spike that passed, a step that was skipped, a loss that stands still, too few steps to know."""
+    """The controls: losses that fall, a spike that passed, a step that was skipped, a loss that stands still,
+    too few steps to know.
+    """
     calm = falling(300, seed)
     assert diverged_at(rows(calm)) is None
     assert diverged_at(rows([*calm[:150], 80.0, math.nan, 20.0, *calm[150:]])) is None
@@ -44,7 +54,9 @@ def test_what_is_no_divergence_is_left_alone(seed: int) -> None:
 
 
 def test_the_limit_is_that_of_normal_numbers_and_not_moved_by_outliers() -> None:
-    """The judge is the normal distribution: 8 standard deviations above its middle, also if a tenth of the numbers is wild."""
+    """The judge is the normal distribution: 8 standard deviations above its middle, also if a tenth of the
+    numbers is wild.
+    """
     exact = [NormalDist(10, 2).inv_cdf((place + 0.5) / 2000) for place in range(2000)]
     assert usual_limit(exact) == pytest.approx(10 + 8 * 2, rel=1e-3)
     wild = exact[:-200] + [1e9] * 200

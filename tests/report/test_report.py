@@ -1,4 +1,6 @@
-"""L2: the page that `elastic report` draws: its numbers are those of the bucket, its size is bounded, and no text of a run becomes HTML."""
+"""L2: the page that `elastic report` draws: its numbers are those of the bucket, its size is bounded, and no
+text of a run becomes HTML.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,9 @@ class Told(Written):
 
 
 def begun(folder: Path, play: Play, **changes: Any) -> tuple[Run, Told]:
-    """Returns a run whose story goes on from ``play`` at the time 1000, with its journal in a bucket in ``folder``."""
+    """Returns a run whose story goes on from ``play`` at the time 1000, with its journal in a bucket in
+    ``folder``.
+    """
     run = Run.open(toy_job(folder / "bucket", steps=100, **changes))
     told = Told(play, run, folder / "local")
     told.now = 1000.0
@@ -60,7 +64,9 @@ def begun(folder: Path, play: Play, **changes: Any) -> tuple[Run, Told]:
 
 
 def lost_and_joined(folder: Path, *, loses: bool = True) -> Run:
-    """Returns a run of two workers.  One is lost after step 7, and its shard with it, so that steps 6 and 7 are done again by the other."""
+    """Returns a run of two workers.  One is lost after step 7, and its shard with it, so that steps 6 and 7
+    are done again by the other.
+    """
     run, play = begun(folder, stepping(2, save_every=5))
     for step in range(1, 8):
         play.now += 1.0
@@ -96,19 +102,26 @@ def commanded(run: Run, folder: Path, *words: str) -> Read:
 
 
 def check(page: Read, run: Run) -> None:
-    """Fails unless the page has the numbers of the bucket of ``run``: of its journal, as JSON, with nothing of the page's own code."""
+    """Fails unless the page has the numbers of the bucket of ``run``: of its journal, as JSON, with nothing
+    of the page's own code.
+    """
     told: dict[int, float] = {}
     for _, records in journal.read(run.store, run.job.name):
         for record in records:
-            told.update({each["step"]: codec.decode(Outcome, each).loss for each in record.get("commits", ())})
+            told.update(
+                {each["step"]: codec.decode(Outcome, each).loss for each in record.get("commits", ())}
+            )
     assert [point[0] for point in page.points("loss", 0)] == sorted(told)
-    assert [point[3] for point in page.points("loss", 0)] == pytest.approx([told[step] for step in sorted(told)], rel=1e-5)
+    assert [point[3] for point in page.points("loss", 0)] == pytest.approx(
+        [told[step] for step in sorted(told)], rel=1e-5
+    )
     assert page.tiles["Step"] == str(max(told))
     assert page.tiles["Training loss"] == f"{told[max(told)]:.4g}"
 
 
 def test_l2_the_numbers_of_the_page_are_those_of_the_bucket(tmp_path: Path) -> None:
-    """L2: by the clock of the story: 1.5 s until the outcome is decided, 2.25 s to leave, 0.25 s until all go, and 4 s to the first commit.
+    """L2: by the clock of the story: 1.5 s until the outcome is decided, 2.25 s to leave, 0.25 s until all
+    go, and 4 s to the first commit.
 
     The control is the page of another run, in which nobody is lost.
     """
@@ -118,19 +131,47 @@ def test_l2_the_numbers_of_the_page_are_those_of_the_bucket(tmp_path: Path) -> N
     head, first, *rest = page.tables["incidents"]
     assert not rest, "the first world was formed before the journal begins"
     row = dict(zip(head, first, strict=True))
-    phases = {"Decide": "1.50", "Abort": "2.25", "Form": "0.12", "Heal": "0.06", "Go": "0.06", "Step": "4.00", "Sum": "8.00"}
-    assert row.items() >= {"Time (UTC)": "1970-01-01 00:18:20", "Kind": "incident", "Steps again": "2", **phases}.items()
+    phases = {
+        "Decide": "1.50",
+        "Abort": "2.25",
+        "Form": "0.12",
+        "Heal": "0.06",
+        "Go": "0.06",
+        "Step": "4.00",
+        "Sum": "8.00",
+    }
+    assert (
+        row.items()
+        >= {"Time (UTC)": "1970-01-01 00:18:20", "Kind": "incident", "Steps again": "2", **phases}.items()
+    )
     assert row["State from"].startswith("a living worker") or "4 MB moved" in row["State from"]
     assert row["Why"].startswith("w2 is lost (its process died & <more>)")
-    assert [mark[0] for lane in page.data["loss"]["lanes"] if lane["name"].startswith("Worker") for mark in lane["marks"]] == [7]
-    assert [mark[0] for lane in page.data["loss"]["lanes"] if lane["name"] == "Checkpoint" for mark in lane["marks"]] == [5]
+    assert [
+        mark[0]
+        for lane in page.data["loss"]["lanes"]
+        if lane["name"].startswith("Worker")
+        for mark in lane["marks"]
+    ] == [7]
+    assert [
+        mark[0]
+        for lane in page.data["loss"]["lanes"]
+        if lane["name"] == "Checkpoint"
+        for mark in lane["marks"]
+    ] == [5]
     time_of = {name: seconds for name, seconds, *_ in page.tables["shares"][1:]}
     assert time_of == {
-        **{"Computing": "3.50 s", "Waiting for data": "0.50 s", "Steps done again": "1.00 s", "Agreeing": "1.50 s"},
+        **{
+            "Computing": "3.50 s",
+            "Waiting for data": "0.50 s",
+            "Steps done again": "1.00 s",
+            "Agreeing": "1.50 s",
+        },
         **{"Forming worlds": "2.50 s", "Between steps": "1 min 38 s"},
     }, "8 steps of half a second count, and two were done again"
     assert page.tiles["Incidents"] == "1"
-    assert page.tiles["Goodput"] == f"{100 * 4 / 107:.1f} %", "the journal begins at 1001 s and ends at 1108 s"
+    assert page.tiles["Goodput"] == f"{100 * 4 / 107:.1f} %", (
+        "the journal begins at 1001 s and ends at 1108 s"
+    )
     assert page.texts["p"][1] == "Not over: training at step 8 of 100."
     quiet = lost_and_joined(tmp_path / "quiet", loses=False)
     other = page_in(quiet)
@@ -141,7 +182,9 @@ def test_l2_the_numbers_of_the_page_are_those_of_the_bucket(tmp_path: Path) -> N
 
 
 def test_l2_a_takeover_is_no_new_start_and_a_restart_is(tmp_path: Path) -> None:
-    """L2: workers go on without their coordinator for ten seconds, in which nothing stops; then a new life begins 50 s after a stop."""
+    """L2: workers go on without their coordinator for ten seconds, in which nothing stops; then a new life
+    begins 50 s after a stop.
+    """
     run, play = begun(tmp_path, stepping(1, save_every=50))
     play.steps(1, 3)
     play.now += 10
@@ -152,25 +195,39 @@ def test_l2_a_takeover_is_no_new_start_and_a_restart_is(tmp_path: Path) -> None:
     assert told.spent["Away"] == 0
     snapshot = codec.snapshot(folded(Play(run=stepping(1).run)).run)
     snapshot["run"]["incarnation"] = 3
-    again = {"n": 99, "at": told.at + 50, "event": {"$": "Tick"}, "state": "Running", "changed": {}, "actions": [], "reason": ""}
+    again = {
+        "n": 99,
+        "at": told.at + 50,
+        "event": {"$": "Tick"},
+        "state": "Running",
+        "changed": {},
+        "actions": [],
+        "reason": "",
+    }
     told = Timeline().read([*journal.objects(run.store, "toy"), (snapshot, [again])])
     assert (told.life, [each.kind for each in told.moments]) == (2, ["coordinator", "started"])
     assert told.spent["Away"] == 50
 
 
 @pytest.mark.parametrize("found", [("w1",), ("w1", "w2")], ids=["one is gone", "both are there"])
-def test_l2_a_worker_that_the_next_coordinator_does_not_find_is_lost_as_any_other(tmp_path: Path, found: tuple[str, ...]) -> None:
+def test_l2_a_worker_that_the_next_coordinator_does_not_find_is_lost_as_any_other(
+    tmp_path: Path, found: tuple[str, ...]
+) -> None:
     """L2: it died while nobody led the run."""
     run, play = begun(tmp_path, stepping(2, save_every=50))
     play.steps(1, 3)
     play.tell(ev.Recovered(2, tuple(map(WorkerId, found)), play.run.cluster.keepers))
     play.ship()
     told = Timeline().read(journal.objects(run.store, "toy"))
-    assert [each.text.partition(":")[0] for each in told.moments if each.kind == "lost"] == ["w2 is lost"][len(found) - 1 :]
+    assert [each.text.partition(":")[0] for each in told.moments if each.kind == "lost"] == ["w2 is lost"][
+        len(found) - 1 :
+    ]
 
 
 @pytest.mark.parametrize("fails", [True, False])
-def test_l2_a_run_that_failed_shows_the_error_and_one_that_was_stopped_the_reason(tmp_path: Path, fails: bool) -> None:
+def test_l2_a_run_that_failed_shows_the_error_and_one_that_was_stopped_the_reason(
+    tmp_path: Path, fails: bool
+) -> None:
     """L2: the traceback of the user's code is text, whatever is in it."""
     error = f'Traceback:\n  File "user.py", line 7\nValueError: {HOSTILE[:-6]}'
     run, play = begun(tmp_path, stepping(1, save_every=50))
@@ -200,11 +257,20 @@ def test_l2_a_run_that_failed_shows_the_error_and_one_that_was_stopped_the_reaso
 
 
 def test_l2_a_run_without_ray_and_one_that_has_no_step_yet(tmp_path: Path) -> None:
-    """L2: there is no journal; all that is in the bucket is shown: rows, validations, and checkpoints with the sizes of their files."""
-    held_out = {"every": 4, "samples": 21, "dataset": "tests.support.toys:Sums", "args": {"samples": 50, "seq_len": 16}}
+    """L2: there is no journal; all that is in the bucket is shown: rows, validations, and checkpoints with
+    the sizes of their files.
+    """
+    held_out = {
+        "every": 4,
+        "samples": 21,
+        "dataset": "tests.support.toys:Sums",
+        "args": {"samples": 50, "seq_len": 16},
+    }
     sinks = {"tests.support.sinks:Table": {"path": str(tmp_path / "hush.db")}}
     keeps = {"save_every": 4, "keep_last": 2, "keep_younger": "24h"}
-    job = toy_job(tmp_path / "bucket", steps=10, checkpoint=keeps, validation=held_out, metrics={"sinks": sinks}, **TINY)
+    job = toy_job(
+        tmp_path / "bucket", steps=10, checkpoint=keeps, validation=held_out, metrics={"sinks": sinks}, **TINY
+    )
     empty = commanded(Run.open(job), tmp_path)
     assert empty.texts["p"][1] == "The run has begun and has not committed a step yet."
     assert not empty.data and empty.tiles == {"Step": "0"}
@@ -212,29 +278,47 @@ def test_l2_a_run_without_ray_and_one_that_has_no_step_yet(tmp_path: Path) -> No
     page, rows = commanded(Run.open(job), tmp_path), lines(Run.open(job))
     assert page.texts["p"][1] == "Finished at step 10 of 10."
     assert any("There is no journal" in text for text in page.texts["p"])
-    assert [point[3] for point in page.points("loss", 0)] == pytest.approx([row["loss"] for row in rows], rel=1e-5)
-    assert [point[3] for point in page.points("norm", 0)] == pytest.approx([row["norm"] for row in rows], rel=1e-5)
-    assert [point[3] for point in page.points("lr", 0)] == pytest.approx([row["lr"] for row in rows], rel=1e-5)
+    assert [point[3] for point in page.points("loss", 0)] == pytest.approx(
+        [row["loss"] for row in rows], rel=1e-5
+    )
+    assert [point[3] for point in page.points("norm", 0)] == pytest.approx(
+        [row["norm"] for row in rows], rel=1e-5
+    )
+    assert [point[3] for point in page.points("lr", 0)] == pytest.approx(
+        [row["lr"] for row in rows], rel=1e-5
+    )
     validated = {row["step"]: row["validation_loss"] for row in rows if "validation_loss" in row}
     assert {point[0]: point[3] for point in page.points("loss", 2)} == pytest.approx(validated, rel=1e-5)
     assert page.tiles["Best validation loss"] == f"{min(validated.values()):.4g}"
     took = sum(row["step_s"] for row in rows)
-    assert float(page.tiles["Throughput"].replace(",", "")) == pytest.approx(sum(row["tokens"] for row in rows) / took, rel=1e-3)
+    assert float(page.tiles["Throughput"].replace(",", "")) == pytest.approx(
+        sum(row["tokens"] for row in rows) / took, rel=1e-3
+    )
     manifests = list((tmp_path / "bucket" / "toy" / "steps").rglob("MANIFEST.json"))
-    sizes = {sum(each["size"] for each in json.loads(manifest.read_text())["files"]) for manifest in manifests}
+    sizes = {
+        sum(each["size"] for each in json.loads(manifest.read_text())["files"]) for manifest in manifests
+    }
     shown_sizes = {row[2] for row in page.tables["checkpoints"][1:]}
     assert len(page.tables["checkpoints"]) - 1 == len(manifests) == 3
     assert {round(float(size.split()[0])) for size in shown_sizes} == {round(size / 1000) for size in sizes}
     last, young = KEPT["last"], KEPT["younger"]
-    assert [row[-1] for row in page.tables["checkpoints"][1:]] == [f"{last}, {young}", f"{last}, {young}", young]
+    assert [row[-1] for row in page.tables["checkpoints"][1:]] == [
+        f"{last}, {young}",
+        f"{last}, {young}",
+        young,
+    ]
     settings = dict(page.tables["settings"][1:])
     assert settings["optim.lr"] == "0.01" and settings["validation.args.samples"] == "50"
     assert settings["metrics.sinks.tests.support.sinks:Table.path"] == "(not shown)", "it may be a key"
-    assert "hush" not in (tmp_path / "page.html").read_text(encoding="utf-8") and (tmp_path / "hush.db").exists()
+    assert (
+        "hush" not in (tmp_path / "page.html").read_text(encoding="utf-8") and (tmp_path / "hush.db").exists()
+    )
 
 
 def test_l2_two_processes_that_trained_one_after_the_other(tmp_path: Path) -> None:
-    """L2: there was no world between them, and the page counts what the run's lines count: terms of a loss that is not ours."""
+    """L2: there was no world between them, and the page counts what the run's lines count: terms of a loss
+    that is not ours.
+    """
     job = toy_job(tmp_path / "bucket", steps=6, loss=f"{__name__}:squares", **TINY)
 
     def stops(line: Any) -> None:
@@ -264,37 +348,73 @@ def squares(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> tuple[tor
 
 
 def test_each_rule_that_keeps_a_checkpoint_has_words() -> None:
-    """Each rule of ``plan/retention.py`` keeps something here, but for the one that ``runs/retention.py`` adds."""
+    """Each rule of ``plan/retention.py`` keeps something here, but for the one that ``runs/retention.py``
+    adds.
+    """
     saved = [Version(step, 1) for step in range(1, 9)]
     some = reasons(saved, Keep(2, 4, True, 1.0), saved[2], saved[:1], saved[-3:])
-    found = {name for rules in (some, reasons(saved, Keep(), None, ())) for names in rules.values() for name in names}
+    found = {
+        name
+        for rules in (some, reasons(saved, Keep(), None, ()))
+        for names in rules.values()
+        for name in names
+    }
     assert set(KEPT) == set(get_args(Rule)) == found | {"owed"}
 
 
 def test_l2_a_branch_is_shown_with_what_it_changed(tmp_path: Path) -> None:
     """L2: the learning rates are those of the formula on both sides of the branch."""
-    settings: dict[str, Any] = {**TINY, "checkpoint": {"save_every": 4}, "schedule": {"kind": "constant", "warmup_steps": 0}}
+    settings: dict[str, Any] = {
+        **TINY,
+        "checkpoint": {"save_every": 4},
+        "schedule": {"kind": "constant", "warmup_steps": 0},
+    }
     run_local(toy_job(tmp_path / "bucket", steps=4, **settings), lambda _: None)
     job = toy_job(tmp_path / "bucket", steps=8, optim={"lr": 0.125}, **settings)
     run = Run.look(job, branch=True)
     assert run.branch(7.0)
     run_local(job, lambda _: None)
     page = commanded(run, tmp_path)
-    assert [row[3:] for row in page.tables["branches"][1:]] == [["optim.lr", "0.01", "0.125"], ["steps", "4", "8"]]
+    assert [row[3:] for row in page.tables["branches"][1:]] == [
+        ["optim.lr", "0.01", "0.125"],
+        ["steps", "4", "8"],
+    ]
     assert [point[3] for point in page.points("lr", 0)] == [0.01] * 4 + [0.125] * 4
-    assert any(lane["name"].endswith("branch") and lane["marks"][0][0] == 4 for lane in page.data["loss"]["lanes"])
+    assert any(
+        lane["name"].endswith("branch") and lane["marks"][0][0] == 4 for lane in page.data["loss"]["lanes"]
+    )
 
 
 def long_run(steps: int, incidents: int, text: str = HOSTILE) -> Facts:
-    """Returns a run that nobody ever trained: ``steps`` steps with one spike, ``incidents`` incidents, and ``text`` everywhere."""
-    told = Timeline(began_at=1e9, at=1e9 + steps, state="Failed", reason=text, error=text * 1000, reached=steps, life=1)
+    """Returns a run that nobody ever trained: ``steps`` steps with one spike, ``incidents`` incidents, and
+    ``text`` everywhere.
+    """
+    told = Timeline(
+        began_at=1e9, at=1e9 + steps, state="Failed", reason=text, error=text * 1000, reached=steps, life=1
+    )
     spike = steps * 2 // 3
     rows = []
     for step in range(1, steps + 1):
         loss = 1e3 if step == spike else 2 + 8 / step + (step * 7919 % 101) / 1000
-        rate = {"tokens": 4096, "step_s": 0.9, "tokens_per_s": 4551.0, "data_wait": 0.01, "mfu": 0.4, "world": 8}
+        rate = {
+            "tokens": 4096,
+            "step_s": 0.9,
+            "tokens_per_s": 4551.0,
+            "data_wait": 0.01,
+            "mfu": 0.4,
+            "world": 8,
+        }
         rows.append(
-            {"step": step, "time": 1e9 + step, "final": 1, "loss": loss, "norm": 1.0, "lr": 1e-4, "skipped": step % 997 == 0, **rate}
+            {
+                "step": step,
+                "time": 1e9 + step,
+                "final": 1,
+                "loss": loss,
+                "norm": 1.0,
+                "lr": 1e-4,
+                "skipped": step % 997 == 0,
+                **rate,
+            }
         )
     for number in range(incidents):
         step, at = steps * number // incidents, 1e9 + steps * number / incidents
@@ -310,7 +430,9 @@ def long_run(steps: int, incidents: int, text: str = HOSTILE) -> Facts:
 
 
 def test_l2_the_page_of_a_long_run_is_small_and_its_spikes_are_seen() -> None:
-    """L2: four times the steps and incidents make no larger page.  The control of the spike is the mean of its bucket, which hides it."""
+    """L2: four times the steps and incidents make no larger page.  The control of the spike is the mean of
+    its bucket, which hides it.
+    """
     sizes = []
     for steps in (2000, 8000):
         html = html_of(page_of(long_run(steps, steps // 2)))
@@ -326,12 +448,20 @@ def test_l2_the_page_of_a_long_run_is_small_and_its_spikes_are_seen() -> None:
 @pytest.mark.full
 def test_l2_the_page_of_a_month_is_below_a_megabyte() -> None:
     """L2: 100,000 steps and 200 incidents, with texts as they are."""
-    facts = long_run(100_000, 200, "w17 is lost (its process died): stop generation 16 of 64 workers; start w80: 63 workers of at most 64")
+    facts = long_run(
+        100_000,
+        200,
+        (
+            "w17 is lost (its process died): stop generation 16 of 64 workers; start "
+            "w80: 63 workers of at most 64"
+        ),
+    )
     assert len(html_of(page_of(facts)).encode()) < 1e6
 
 
 def test_l2_no_text_of_a_run_becomes_html() -> None:
-    """L2: a page with hostile texts everywhere has the elements of one with kind texts, and the texts are read back as they were.
+    """L2: a page with hostile texts everywhere has the elements of one with kind texts, and the texts are
+    read back as they were.
 
     The control is a page that does not escape.
     """
@@ -351,7 +481,9 @@ def test_l2_no_text_of_a_run_becomes_html() -> None:
 
 
 def test_l2_the_page_loads_nothing(tmp_path: Path) -> None:
-    """L2: no address, no import, nothing that a browser would fetch; and it says so to the browser.  The control is a page with a font."""
+    """L2: no address, no import, nothing that a browser would fetch; and it says so to the browser.  The
+    control is a page with a font.
+    """
 
     def loads(html: str) -> list[str]:
         return re.findall(r'https?:|//\w|url\(|@import|\bsrc=|\bhref="(?!#)|<link|fetch\(|XMLHttp', html)
@@ -360,7 +492,12 @@ def test_l2_the_page_loads_nothing(tmp_path: Path) -> None:
     html = html_of(page_of(facts_of(run, run.job.keep(), 0.0)))
     assert loads(html.replace(str(tmp_path), "")) == []
     assert "default-src 'none'" in html
-    assert loads(html.replace("<style>", "<style>@import url(https://fonts.example/x.css);", 1)) == ["@import", "url(", "https:", "//f"]
+    assert loads(html.replace("<style>", "<style>@import url(https://fonts.example/x.css);", 1)) == [
+        "@import",
+        "url(",
+        "https:",
+        "//f",
+    ]
 
 
 def test_l2_the_picture(tmp_path: Path) -> None:
@@ -388,9 +525,15 @@ def test_l2_the_picture(tmp_path: Path) -> None:
     ],
 )
 def test_l2_what_cannot_be_written_or_read(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: list[str], said: str
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    words: list[str],
+    said: str,
 ) -> None:
-    """L2: each error names the option and the fix, and leaves no file.  The control is the command without the fault."""
+    """L2: each error names the option and the fix, and leaves no file.  The control is the command without
+    the fault.
+    """
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder.html").mkdir()
     job = toy_job(tmp_path / "bucket")
@@ -405,14 +548,20 @@ def test_l2_what_cannot_be_written_or_read(
 
 
 def test_l2_buckets_averages_and_ticks() -> None:
-    """L2: against the plain definitions, by hand and with the standard library; the ticks are read back from the drawing."""
+    """L2: against the plain definitions, by hand and with the standard library; the ticks are read back from
+    the drawing.
+    """
     ys = [float(step * 7919 % 1009) for step in range(1000)]
     xs = [float(step) for step in range(1000)]
     found = buckets(xs, ys, 10)
     assert [(each.low, each.high, each.number) for each in found] == [
         (min(part), max(part), len(part))
         for part in (
-            [y for x, y in zip(xs, ys, strict=True) if int(x / 999 * 10) == min(place, 9) or (place == 9 and x == 999)]
+            [
+                y
+                for x, y in zip(xs, ys, strict=True)
+                if int(x / 999 * 10) == min(place, 9) or (place == 9 and x == 999)
+            ]
             for place in range(10)
         )
     ]
@@ -420,10 +569,33 @@ def test_l2_buckets_averages_and_ticks() -> None:
     assert buckets([1.0, 2.0], [math.nan, 3.0]) == buckets([2.0], [3.0])
     assert smoothed(ys, 5)[100] == pytest.approx(statistics.fmean(ys[98:103]))
     assert smoothed([1.0, math.nan, 3.0], 3).tolist()[::2] == [1.0, 3.0]
-    for log, labels in ((False, ["0", "10", "20", "30", "40"]), (True, ["1", "10", "0.5", "2", "5", "20", "50"])):
+    for log, labels in (
+        (False, ["0", "10", "20", "30", "40"]),
+        (True, ["1", "10", "0.5", "2", "5", "20", "50"]),
+    ):
         line = Line("", "main", buckets([0.0, 500.0], [0.3, 40.0]))
         svg = svg_of(Chart("loss", "", "step", (0.0, 500.0), [line], log=log, from_zero=True))
-        assert re.findall(r"<text [^>]*>([^<]+)</text>", svg) == [*map(str, range(0, 501, 100)), "step", *labels]
-    assert [duration(each) for each in (0.314, 12.34, 200, 18_720, 273_600)] == ["0.31 s", "12.3 s", "3 min 20 s", "5 h 12 min", "3 d 4 h"]
-    assert [shown(each) for each in (2.7716, 3e-4, 12_345.6, math.inf)] == ["2.772", "0.0003", "12,346", "not finite"]
-    assert [percent(*each) for each in ((9999, 10_000), (1, 3), (1, 0), (2, 2))] == ["99.99 %", "33.3 %", "not known", "100.0 %"]
+        assert re.findall(r"<text [^>]*>([^<]+)</text>", svg) == [
+            *map(str, range(0, 501, 100)),
+            "step",
+            *labels,
+        ]
+    assert [duration(each) for each in (0.314, 12.34, 200, 18_720, 273_600)] == [
+        "0.31 s",
+        "12.3 s",
+        "3 min 20 s",
+        "5 h 12 min",
+        "3 d 4 h",
+    ]
+    assert [shown(each) for each in (2.7716, 3e-4, 12_345.6, math.inf)] == [
+        "2.772",
+        "0.0003",
+        "12,346",
+        "not finite",
+    ]
+    assert [percent(*each) for each in ((9999, 10_000), (1, 3), (1, 0), (2, 2))] == [
+        "99.99 %",
+        "33.3 %",
+        "not known",
+        "100.0 %",
+    ]

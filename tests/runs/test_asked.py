@@ -1,4 +1,6 @@
-"""A run records what its job asks to be made of checkpoints, and each checkpoint owes what was asked when it was saved."""
+"""A run records what its job asks to be made of checkpoints, and each checkpoint owes what was asked when it
+was saved.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ from tests.support.toys import Sums
 
 
 def test_a_checkpoint_owes_what_was_asked_under_which_it_was_saved() -> None:
-    """The judge are the rules in words: an old checkpoint owes nothing, and the first multiple counts that comes after the change.
+    """The judge are the rules in words: an old checkpoint owes nothing, and the first multiple counts that
+    comes after the change.
 
     The control is a run that asks for the same again, which changes nothing and writes nothing.
     """
@@ -35,7 +38,9 @@ def test_a_checkpoint_owes_what_was_asked_under_which_it_was_saved() -> None:
     for step in (24, 26):
         save(often, step, 3, (*line[:2], (3, step)))
     assert listed(often) == ["export 20", "export 24"]
-    assert asked.of(often) == asked.of(started(often, claim=3, generation=3, export={"every": 4})), "the control"
+    assert asked.of(often) == asked.of(started(often, claim=3, generation=3, export={"every": 4})), (
+        "the control"
+    )
     off = started(often, claim=4, generation=3, export={})
     for step in (28, 40):
         save(off, step, 4, (*line, (4, step)))
@@ -44,7 +49,9 @@ def test_a_checkpoint_owes_what_was_asked_under_which_it_was_saved() -> None:
 
 
 def test_a_run_that_is_started_again_with_the_same_settings_owes_no_period_twice() -> None:
-    """The export of 10 is made before the restart, and 12 is saved after it.  The control: 20, of the next period."""
+    """The export of 10 is made before the restart, and 12 is saved after it.  The control: 20, of the next
+    period.
+    """
     run = run_of()
     save(run, 10)
     paid(run, 10)
@@ -64,9 +71,14 @@ def test_a_text_is_made_with_the_settings_of_its_checkpoint(monkeypatch: pytest.
     prompts = [known.job(now.job, debt.version).samples.prompts for debt in owed.debts(now)]
     assert prompts == [("then",), ("now",)]
     given = now.job.replace(validation={"every": 10, "dataset": Sums})
-    assert isinstance(given.validation.dataset, str) and known.job(given, Version(10, 1)).validation == given.validation
+    assert (
+        isinstance(given.validation.dataset, str)
+        and known.job(given, Version(10, 1)).validation == given.validation
+    )
     seen = []
-    monkeypatch.setitem(WORK, "samples", lambda run, job, version, progressed: (seen.append(job.samples.prompts) or {}, ""))
+    monkeypatch.setitem(
+        WORK, "samples", lambda run, job, version, progressed: (seen.append(job.samples.prompts) or {}, "")
+    )
     for debt in owed.debts(now):
         assert pay(now, now.job, debt)[1]
     assert seen == prompts
@@ -110,7 +122,8 @@ def test_a_run_of_an_older_release_owes_by_the_job_that_starts_it_first(
 ) -> None:
     """The older release did the same: it looked at all checkpoints by the job that it was started with last.
 
-    A later change counts from then on.  The control: a run of this release owes for its checkpoints by what was asked before them.
+    A later change counts from then on.  The control: a run of this release owes for its checkpoints by what
+    was asked before them.
     """
     for begun, expected in ((older, owes), (lambda run: run, [10, 20] if first else [])):
         run = begun(run_of(export=first))
@@ -134,4 +147,6 @@ def test_a_branch_of_an_older_release_owes_from_its_own_beginning_by_the_job_tha
         for step in (16, 18):
             save(branch, step, 2, ((1, 10), (2, step)))
         assert listed(branch) == ["export 10", "export 16"]
-        assert listed(started(branch, claim=2, generation=2, export={"every": 18})) == [f"export {step}" for step in expected]
+        assert listed(started(branch, claim=2, generation=2, export={"every": 18})) == [
+            f"export {step}" for step in expected
+        ]

@@ -1,4 +1,6 @@
-"""L4: a run goes on with other settings, from a step on, if it is asked to in a word; what cannot change is refused by name."""
+"""L4: a run goes on with other settings, from a step on, if it is asked to in a word; what cannot change is
+refused by name.
+"""
 
 from __future__ import annotations
 
@@ -26,13 +28,20 @@ CONSTANT = {"kind": "constant"}
 
 
 def extending(folder: Path, steps: int, **changes: Any) -> Job:
-    return toy_job(folder, **{**TINY, "microbatch": 4, "name": "run", "steps": steps, "schedule": CONSTANT} | changes)
+    return toy_job(
+        folder, **{**TINY, "microbatch": 4, "name": "run", "steps": steps, "schedule": CONSTANT} | changes
+    )
 
 
 def trained(job: Job, *, branch: bool = False) -> list[str]:
     """Trains in this process, and returns the sentences."""
     said: list[str] = []
-    result = launch(job, local=True, branch=branch, show=lambda line: said.append(line.text) if isinstance(line, Sentence) else None)
+    result = launch(
+        job,
+        local=True,
+        branch=branch,
+        show=lambda line: said.append(line.text) if isinstance(line, Sentence) else None,
+    )
     assert result.state == "Finished"
     return said
 
@@ -47,7 +56,9 @@ def test_l4_an_extended_run_has_the_bits_of_a_longer_one(tmp_path: Path) -> None
     longer = alone(extending(tmp_path / "longer", 8, name="longer"))
     trained(extending(tmp_path, 4))
     said = trained(extending(tmp_path, 6), branch=True)
-    assert any(text.startswith("branch 2 of run goes on from step 4: steps = 4 before and 6 now") for text in said)
+    assert any(
+        text.startswith("branch 2 of run goes on from step 4: steps = 4 before and 6 now") for text in said
+    )
     trained(extending(tmp_path, 8), branch=True)
     assert exported_hash(extending(tmp_path, 8)) == longer.hash
     assert begun(tmp_path) == [(2, 4, {"steps": [4, 6]}), (3, 6, {"steps": [6, 8]})]
@@ -58,7 +69,9 @@ def test_l4_an_extended_run_has_the_bits_of_a_longer_one(tmp_path: Path) -> None
 
 
 def test_l4_the_run_has_the_settings_of_its_newest_branch(tmp_path: Path) -> None:
-    """L4: without the word nothing changes and nothing is written; with it the old settings are the others from then on."""
+    """L4: without the word nothing changes and nothing is written; with it the old settings are the others
+    from then on.
+    """
     trained(extending(tmp_path, 3))
     with pytest.raises(JobError, match=r"\(steps = 3 there and 5 here\).*or go on with these by --branch"):
         trained(extending(tmp_path, 5))
@@ -108,19 +121,25 @@ class Noted(Sums):
 
 def noting(folder: Path, steps: int, **changes: Any) -> Job:
     return extending(
-        folder, steps, **{"data": {"dataset": "tests.runs.test_branches:Noted", "args": {"note": str(folder / "note")}}} | changes
+        folder,
+        steps,
+        **{"data": {"dataset": "tests.runs.test_branches:Noted", "args": {"note": str(folder / "note")}}}
+        | changes,
     )
 
 
 def trained_on(folder: Path, job: Job, count: int, *, branch: bool = True) -> list[int]:
-    """Trains, and returns the last ``count`` samples that were read; before them, samples are read in order to try out the code."""
+    """Trains, and returns the last ``count`` samples that were read; before them, samples are read in order
+    to try out the code.
+    """
     folder.mkdir(exist_ok=True)
     trained(job, branch=branch)
     return [int(line) for line in (folder / "note").read_text().split()][-count:]
 
 
 def test_l4_a_branch_with_another_batch_or_seed_leaves_out_no_sample(tmp_path: Path) -> None:
-    """L4, A10: as the samples are read, and not as the cursor names them.  Epochs of 64 begin and end inside of every branch.
+    """L4, A10: as the samples are read, and not as the cursor names them.  Epochs of 64 begin and end inside
+    of every branch.
 
     The control: a run that began with the second batch has read other samples by then.
     """
@@ -134,8 +153,12 @@ def test_l4_a_branch_with_another_batch_or_seed_leaves_out_no_sample(tmp_path: P
     assert [sorted(read[begin : begin + 64]) for begin in (0, 64, 128, 192)] == [list(range(64))] * 4
     assert len(set(read[256:])) == 16
     assert third[:16] != [plain.at(position) for position in range(112, 128)]
-    assert set(third[:16]) == {plain.at(position) for position in range(112, 128)}, "the rest of the epoch, in another order"
-    other = trained_on(tmp_path / "other", noting(tmp_path / "other", 5, global_batch=32), 2 * 32, branch=False)
+    assert set(third[:16]) == {plain.at(position) for position in range(112, 128)}, (
+        "the rest of the epoch, in another order"
+    )
+    other = trained_on(
+        tmp_path / "other", noting(tmp_path / "other", 5, global_batch=32), 2 * 32, branch=False
+    )
     assert other != second
 
 
@@ -153,7 +176,9 @@ def test_l4_a_branch_that_changes_nothing_of_the_data_changes_no_sample(tmp_path
 
 
 def test_l4_a_run_that_falls_back_to_before_its_branch_has_the_batches_of_then(tmp_path: Path) -> None:
-    """L4: the checkpoint from which the branch went on is damaged, so that earlier steps are done again, as they were."""
+    """L4: the checkpoint from which the branch went on is damaged, so that earlier steps are done again, as
+    they were.
+    """
     job = noting(tmp_path, 4, checkpoint={"save_every": 2})
     before = trained_on(tmp_path, job, 64, branch=False)
     run = Run.look(job)
@@ -161,7 +186,9 @@ def test_l4_a_run_that_falls_back_to_before_its_branch_has_the_batches_of_then(t
     data = bytearray(shard.read_bytes())
     data[-100] ^= 1
     shard.write_bytes(data)
-    after = trained_on(tmp_path, noting(tmp_path, 6, checkpoint={"save_every": 2}, global_batch=8), 2 * 16 + 2 * 8)
+    after = trained_on(
+        tmp_path, noting(tmp_path, 6, checkpoint={"save_every": 2}, global_batch=8), 2 * 16 + 2 * 8
+    )
     assert after[:32] == before[32:]
     assert before + after[32:] == [Cursor(64, 1, 0).at(position) for position in range(80)]
 
@@ -176,19 +203,27 @@ def test_l4_a_run_that_falls_back_to_before_its_branch_has_the_batches_of_then(t
     ],
     ids=str,
 )
-def test_l4_what_says_which_samples_are_drawn_begins_a_branch(tmp_path: Path, changed: dict[str, Any]) -> None:
+def test_l4_what_says_which_samples_are_drawn_begins_a_branch(
+    tmp_path: Path, changed: dict[str, Any]
+) -> None:
     """L4: only with the word."""
     Run.open(extending(tmp_path, 3))
     with pytest.raises(JobError, match=r"or go on with these by --branch"):
         Run.look(extending(tmp_path, 3, **changed))
-    assert Run.look(extending(tmp_path, 3, **changed), branch=True).branch(0.0).startswith("branch 2 of run goes on from step 0: ")
+    assert (
+        Run.look(extending(tmp_path, 3, **changed), branch=True)
+        .branch(0.0)
+        .startswith("branch 2 of run goes on from step 0: ")
+    )
     job = Run.look(extending(tmp_path, 3, **changed)).job
     assert job.stretches() == extending(tmp_path, 3, **changed).stretches(), "no step came before"
     assert pickle.loads(pickle.dumps(job)).stretches() == job.stretches()
 
 
 def test_two_commands_do_not_begin_the_same_branch(tmp_path: Path) -> None:
-    """Each has looked at the run before it claimed it.  The control: who looks again may go on from the other's branch."""
+    """Each has looked at the run before it claimed it.  The control: who looks again may go on from the
+    other's branch.
+    """
     Run.open(extending(tmp_path, 3))
     slow = Run.look(extending(tmp_path, 5), branch=True)
     assert slow.claim("here") == 1

@@ -36,27 +36,38 @@ def began(job: Job, kind: str) -> Job:
 
 @pytest.mark.parametrize("kind", ["first", "branch", "fork"])
 def test_a_run_whose_folder_was_deleted_is_the_same_run_again(tmp_path: Path, kind: str) -> None:
-    """The samples of its steps, its origin and its trajectory are those of before.  The controls: nothing is missing; another life."""
+    """The samples of its steps, its origin and its trajectory are those of before.  The controls: nothing is
+    missing; another life.
+    """
     run = Run.open(began(job_of(tmp_path, steps=6), kind))
     number = run.claim("here", "its life")
     again = lambda: run.claim("here", "its life", after=number - 1)  # noqa: E731
     before = (run.job.digest, run.job.stretches(), run.origin, number)
     there = sorted(tmp_path.rglob("*"))
-    assert put_back(run, number, "its life", again) == "" and sorted(tmp_path.rglob("*")) == there, "nothing is missing"
+    assert put_back(run, number, "its life", again) == "" and sorted(tmp_path.rglob("*")) == there, (
+        "nothing is missing"
+    )
     shutil.rmtree(tmp_path / run.job.name)
     assert "job.json and the claim of the run are written anew" in put_back(run, number, "its life", again)
     found = Run.look(run.job)
     assert (found.job.digest, found.job.stretches(), found.origin, found.latest_claim()) == before
-    assert (len(before[1]) > 1, before[2] is not None) == (kind != "first", kind == "fork"), "the control: there was something to lose"
+    assert (len(before[1]) > 1, before[2] is not None) == (kind != "first", kind == "fork"), (
+        "the control: there was something to lose"
+    )
     assert put_back(run, number, "its life", again) == ""
     with pytest.raises(Deposed, match=f"owner/{number:06d}"):
         put_back(run, number, "another life", again)
     (tmp_path / run.job.name / "job.json").unlink()
-    assert "job.json of the run are" in put_back(run, number, "its life", again) and Run.look(run.job).job.digest == before[0]
+    assert (
+        "job.json of the run are" in put_back(run, number, "its life", again)
+        and Run.look(run.job).job.digest == before[0]
+    )
 
 
 @pytest.mark.parametrize("claims", [1, 3], ids=("fewer claims", "more"))
-def test_a_run_that_was_begun_anew_in_the_place_of_a_deleted_one_is_left_alone(tmp_path: Path, claims: int) -> None:
+def test_a_run_that_was_begun_anew_in_the_place_of_a_deleted_one_is_left_alone(
+    tmp_path: Path, claims: int
+) -> None:
     """Its claims say whose the folder is now, whatever their numbers.  Nothing is written there."""
     run = Run.open(began(job_of(tmp_path, steps=6), "first"))
     number = run.claim("here", "its life")
@@ -70,8 +81,12 @@ def test_a_run_that_was_begun_anew_in_the_place_of_a_deleted_one_is_left_alone(t
     assert sorted(tmp_path.rglob("*")) == there
 
 
-def test_a_save_asks_three_things_where_nothing_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many coordinators and branches the run has had.  The control: more is asked, and written, where something is missing."""
+def test_a_save_asks_three_things_where_nothing_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many coordinators and branches the run has had.  The control: more is asked, and written, where
+    something is missing.
+    """
     run = Run.open(began(job_of(tmp_path, steps=6), "branch"))
     number = [run.claim("here", "its life") for _ in range(3)][-1]
     asked = list[tuple[str, str]]()
@@ -88,8 +103,14 @@ def test_a_save_asks_three_things_where_nothing_is_missing(tmp_path: Path, monke
     assert asked == [("list", "run/owner/"), ("size", next_one), ("get", newest), ("size", "run/job.json")]
     shutil.rmtree(tmp_path / "run")
     asked.clear()
-    assert put_back(watched, number, "its life", lambda: watched.claim("here", "its life", after=number - 1)) != ""
-    assert [key for request, key in asked if request == "put_if_absent"] == ["run/job.json", f"run/owner/{number:06d}.json"]
+    assert (
+        put_back(watched, number, "its life", lambda: watched.claim("here", "its life", after=number - 1))
+        != ""
+    )
+    assert [key for request, key in asked if request == "put_if_absent"] == [
+        "run/job.json",
+        f"run/owner/{number:06d}.json",
+    ]
 
 
 def test_the_job_of_a_run_with_branches_in_the_bucket_is_not_guessed(tmp_path: Path) -> None:
@@ -102,7 +123,9 @@ def test_the_job_of_a_run_with_branches_in_the_bucket_is_not_guessed(tmp_path: P
 @pytest.mark.parametrize("anew", [True, False], ids=("anew", "the control"))
 def test_a_journal_that_begins_anew_can_be_read_without_what_was_deleted(tmp_path: Path, anew: bool) -> None:
     store, numbers = ObjectStore.open(str(tmp_path / "bucket")), itertools.count()
-    journal = Journal(store, "run", tmp_path / "local", 0, {"run": "long " * 100}, segment_s=3600.0, retry_s=0.001)
+    journal = Journal(
+        store, "run", tmp_path / "local", 0, {"run": "long " * 100}, segment_s=3600.0, retry_s=0.001
+    )
 
     def written() -> None:
         number = next(numbers)

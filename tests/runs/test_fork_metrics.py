@@ -16,8 +16,11 @@ from tests.runs.test_forks import FAST, job_of, trained
 from tests.support.job_file import to_toml
 
 
-def test_l2_the_metrics_of_a_fork_begin_with_those_of_its_origins(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """L2: with those of a fork of a fork, and of a run that went another way since.  The judge is one run of that length.
+def test_l2_the_metrics_of_a_fork_begin_with_those_of_its_origins(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """L2: with those of a fork of a fork, and of a run that went another way since.  The judge is one run of
+    that length.
 
     The report draws the same steps.  It measures time from the fork's own beginning on.
     """
@@ -35,9 +38,13 @@ def test_l2_the_metrics_of_a_fork_begin_with_those_of_its_origins(tmp_path: Path
     assert [row["loss"] for row in rows[:4]] == [row["loss"] for row in rows_of(Run.find(judge))]
 
     facts = facts_of(Run.find(last), last.keep(), 1e10)
-    assert list(facts.columns["step"]) == [*range(1, 9)] and list(facts.columns["loss"]) == [row["loss"] for row in rows]
+    assert list(facts.columns["step"]) == [*range(1, 9)] and list(facts.columns["loss"]) == [
+        row["loss"] for row in rows
+    ]
     own = rows[6:]
-    assert [at for at in facts.columns["time"] if at == at] == [row["time"] for row in own], "NaN is not equal to itself"
+    assert [at for at in facts.columns["time"] if at == at] == [row["time"] for row in own], (
+        "NaN is not equal to itself"
+    )
     spent = sum(each.seconds for each in page_of(facts).shares)
     steps_s = [row["step_s"] for row in own]
     assert spent == pytest.approx(max(own[-1]["time"] - own[0]["time"] + steps_s[0], sum(steps_s)))

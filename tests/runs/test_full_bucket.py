@@ -42,7 +42,9 @@ def test_a_save_without_room_has_all_that_may_go_removed_at_once() -> None:
 
 @pytest.mark.parametrize("good", [True, False], ids=["", "no good one"])
 def test_what_a_dead_generation_has_begun_makes_room_although_the_run_has_not_passed_it(good: bool) -> None:
-    """A run that is killed in each of its saves fills the bucket with parts.  The controls are no parts, or not those of the dead."""
+    """A run that is killed in each of its saves fills the bucket with parts.  The controls are no parts, or
+    not those of the dead.
+    """
     saved, parts = Saved(range(1, 3)), {name: Version(*each) for name, each in PARTS.items()}
     saved.save(Version(3, 2), ((1, 2), (2, 3)))
     for version in parts.values():
@@ -54,18 +56,27 @@ def test_what_a_dead_generation_has_begun_makes_room_although_the_run_has_not_pa
     left = {each.version for each in saved.run.checkpoints.versions() if not each.deleted}
     assert left == {Version(1, 1), Version(2, 1), Version(3, 2), parts["on its way"], parts["of a later one"]}
     collect(saved.run, Keep(), asked, saved.claim)
-    assert {each.version for each in saved.run.checkpoints.versions()} == left, "and they are gone in the next round"
+    assert {each.version for each in saved.run.checkpoints.versions()} == left, (
+        "and they are gone in the next round"
+    )
 
 
 class Brimful(Forwarding):
-    """Takes no byte of a note, and writes down what is read and deleted.  ``meanwhile`` happens before the first empty note is there.
+    """Takes no byte of a note, and writes down what is read and deleted.  ``meanwhile`` happens before the
+    first empty note is there.
 
     If it ``counts``, it takes no new object either, until it is emptier than it was.
     """
 
-    def __init__(self, store: ObjectStore, meanwhile: Callable[[], object] = lambda: None, *, counts: bool = False) -> None:
+    def __init__(
+        self, store: ObjectStore, meanwhile: Callable[[], object] = lambda: None, *, counts: bool = False
+    ) -> None:
         super().__init__(store)
-        self.meanwhile, self.calls, self.most = meanwhile, list[str](), len(store.list()) if counts else sys.maxsize
+        self.meanwhile, self.calls, self.most = (
+            meanwhile,
+            list[str](),
+            len(store.list()) if counts else sys.maxsize,
+        )
 
     def put_if_absent(self, key: str, data: Data) -> None:
         if key.endswith(DELETED):
@@ -85,7 +96,9 @@ class Brimful(Forwarding):
 
 
 def test_a_bucket_without_room_for_a_mark_is_freed_all_the_same() -> None:
-    """Nor is anything read but of what is new before the first byte is free, and the leavings of a killed writer go too."""
+    """Nor is anything read but of what is new before the first byte is free, and the leavings of a killed
+    writer go too.
+    """
     saved, said = Saved(range(1, 41), checkpoint={"keep_last": 39, "save_every": 1}), list[str]()
     store = Brimful(saved.run.store)
     run = Run(saved.run.job, store)
@@ -98,12 +111,16 @@ def test_a_bucket_without_room_for_a_mark_is_freed_all_the_same() -> None:
     assert rounds.round(replace(saved.asked(), at_once=True)) and not said
     assert saved.good() == list(range(4, 43)) == saved.steps()
     first = next(n for n, call in enumerate(store.calls) if call.startswith("delete"))
-    assert len({call for call in store.calls[:first] if call.startswith("get") and "/steps/" in call}) <= 12, store.calls[:first]
+    assert (
+        len({call for call in store.calls[:first] if call.startswith("get") and "/steps/" in call}) <= 12
+    ), store.calls[:first]
 
 
 @pytest.mark.parametrize("by", ["claim", "fork"])
 def test_a_full_bucket_deletes_nothing_that_somebody_began_to_need_meanwhile(by: str) -> None:
-    """Somebody claims the run, or forks it, while the empty mark is written, and has looked at the checkpoint before."""
+    """Somebody claims the run, or forks it, while the empty mark is written, and has looked at the checkpoint
+    before.
+    """
     saved = Saved(range(1, 5))
     claims = partial(saved.run.claim, "elsewhere")
     forked = partial(forks.refer, saved.run.store, Origin(saved.run.job.name, Version(2, 1)), "fork")
@@ -120,7 +137,9 @@ def test_a_full_bucket_deletes_nothing_that_somebody_began_to_need_meanwhile(by:
 
 @pytest.mark.parametrize("parts", [True, False])
 def test_no_manifest_goes_before_its_mark_is_there(parts: bool) -> None:
-    """Parts that no save completed need no mark, and make room for the marks of others.  Without them all stays."""
+    """Parts that no save completed need no mark, and make room for the marks of others.  Without them all
+    stays.
+    """
     saved, said = Saved(range(1, 5), checkpoint={"keep_last": 2}), list[str]()
     if parts:
         write(saved.run.checkpoints, Version(3, 0), STATE, 1)
@@ -136,8 +155,12 @@ def test_no_manifest_goes_before_its_mark_is_there(parts: bool) -> None:
 GC, RM = "gc --checkpoint.keep-last 2` deletes all but the newest 2", "rm --step 5` deletes the oldest"
 
 
-@pytest.mark.parametrize(("last", "saves", "fix"), [(2, 2, RM), (0, 3, GC), (3, 3, GC), (3, 2, RM), (2, 1, "ls` lists")])
-def test_a_full_bucket_of_which_nothing_may_go_names_the_command_that_frees_space(last: int, saves: int, fix: str) -> None:
+@pytest.mark.parametrize(
+    ("last", "saves", "fix"), [(2, 2, RM), (0, 3, GC), (3, 3, GC), (3, 2, RM), (2, 1, "ls` lists")]
+)
+def test_a_full_bucket_of_which_nothing_may_go_names_the_command_that_frees_space(
+    last: int, saves: int, fix: str
+) -> None:
     """The control: nothing is said where the bucket is not full."""
     saved, said = Saved(range(5, 5 + saves), checkpoint={"keep_last": last}), list[str]()
     rounds = Retention(saved.run, saved.claim, said.append)

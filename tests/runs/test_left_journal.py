@@ -1,4 +1,6 @@
-"""L2, L5: no row and no validation is lost when a run leaves its journal: it goes on in one process, is forked, or goes back."""
+"""L2, L5: no row and no validation is lost when a run leaves its journal: it goes on in one process, is
+forked, or goes back.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,8 @@ def to_step(job: Job, last: int) -> None:
 
 
 def of_cluster(folder: Path, *, knows: int = 6, **settings: Any) -> tuple[Run, list[Row]]:
-    """Returns a run that was killed with a checkpoint at step 6, whose rows after step 2 only its journal has, and the rows.
+    """Returns a run that was killed with a checkpoint at step 6, whose rows after step 2 only its journal
+    has, and the rows.
 
     The journal ends with the commit of step 6, and with the save of step ``knows``.
     """
@@ -64,22 +67,31 @@ def of_cluster(folder: Path, *, knows: int = 6, **settings: Any) -> tuple[Run, l
 
 
 def told_of(rows: list[Row]) -> list[tuple[int, int, float, float | None]]:
-    return [(int(row["step"]), int(row["generation"]), row["loss"], row.get("validation_loss")) for row in rows]
+    return [
+        (int(row["step"]), int(row["generation"]), row["loss"], row.get("validation_loss")) for row in rows
+    ]
 
 
 def measured(run: Run) -> dict[int, float]:
-    return {version.step: loss.mean for version, (_, loss) in validations.stored(run.store, run.job.name).items()}
+    return {
+        version.step: loss.mean for version, (_, loss) in validations.stored(run.store, run.job.name).items()
+    }
 
 
 @pytest.mark.parametrize("knows", [6, 2], ids=("stopped", "killed before the journal had the last saves"))
-def test_l2_what_only_the_journal_has_is_there_when_the_run_goes_on_in_one_process(tmp_path: Path, knows: int) -> None:
-    """L2: in the rows, in the validations, in a sink, and for the best.  The row of step 6 waited for its validation, which comes now.
+def test_l2_what_only_the_journal_has_is_there_when_the_run_goes_on_in_one_process(
+    tmp_path: Path, knows: int
+) -> None:
+    """L2: in the rows, in the validations, in a sink, and for the best.  The row of step 6 waited for its
+    validation, which comes now.
 
     The control: a process that stores nothing of the journal's loses these steps.
     """
     sinks = {"metrics": {"sinks": {"tests.support.sinks:Table": {"path": str(tmp_path / "table")}}}}
     run, before = of_cluster(tmp_path, knows=knows, **sinks)
-    assert [row["step"] for row in before] == [*range(1, 7)] and [*stored(run.store, "run", ((1, 6),))] == [] == [*measured(run)]
+    assert [row["step"] for row in before] == [*range(1, 7)] and [
+        *stored(run.store, "run", ((1, 6),))
+    ] == [] == [*measured(run)]
     shutil.copytree(tmp_path / "bucket", tmp_path / "other")
 
     lines: list[Line] = []
@@ -90,13 +102,19 @@ def test_l2_what_only_the_journal_has_is_there_when_the_run_goes_on_in_one_proce
     own = {line.step: line.loss for line in lines if isinstance(line, Scored)}
     assert sorted(own) == [6, 8, 10, 12]
     expected = {step: loss for step, loss in VALIDATED.items() if step < 6} | own
-    assert {step: found for step, _, _, found in told_of(rows) if found is not None} == expected == measured(run)
+    assert (
+        {step: found for step, _, _, found in told_of(rows) if found is not None} == expected == measured(run)
+    )
     best = resume.best_of(run)
-    assert best is not None and (best.version.step, best.loss) == min(expected.items(), key=lambda each: each[1])
+    assert best is not None and (best.version.step, best.loss) == min(
+        expected.items(), key=lambda each: each[1]
+    )
     assert [step for step, _ in rows_in(tmp_path / "table")] == [*range(1, 13)]
 
 
-def test_l2_the_control_of_a_process_that_does_not_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_l2_the_control_of_a_process_that_does_not_look(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run, _ = of_cluster(tmp_path)
     monkeypatch.setattr(local, "store_journaled", lambda *args: None)
     to_step(run.job, 7)
@@ -111,13 +129,21 @@ def test_l2_steps_that_are_done_again_are_not_taken_from_the_journal(tmp_path: P
     assert run_local(run.job, lines.append)[0] == "Finished"
     rows = list(rows_of(run))
     assert told_of(rows)[:3] == told_of(before)[:3] and told_of(rows)[3][:3] == told_of(before)[3][:3]
-    assert [row["step"] for row in rows] == [*range(1, 13)] and {row["generation"] for row in rows[4:]} == {rows[-1]["generation"]} != {1}
-    assert {row["step"]: row["loss"] for row in rows[4:]} == {line.step: line.loss for line in lines if isinstance(line, StepLine)}
+    assert [row["step"] for row in rows] == [*range(1, 13)] and {row["generation"] for row in rows[4:]} == {
+        rows[-1]["generation"]
+    } != {1}
+    assert {row["step"]: row["loss"] for row in rows[4:]} == {
+        line.step: line.loss for line in lines if isinstance(line, StepLine)
+    }
 
 
-def test_l5_a_validation_that_ctrl_c_ends_is_made_and_noted_by_the_next_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_l5_a_validation_that_ctrl_c_ends_is_made_and_noted_by_the_next_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """L5: a stop saves, and so the row is stored without it.  The judge is a run that nobody has stopped."""
-    jobs = [job_of(tmp_path / name, validation={"every": 2, "args": {"samples": 16}}) for name in ("judge", "run")]
+    jobs = [
+        job_of(tmp_path / name, validation={"every": 2, "args": {"samples": 16}}) for name in ("judge", "run")
+    ]
     trained(jobs[0])
 
     def ctrl_c(*args: Any) -> Validated:
@@ -139,7 +165,9 @@ def test_l5_a_validation_that_ctrl_c_ends_is_made_and_noted_by_the_next_process(
 
 
 def test_l5_what_is_validated_again_counts_as_it_was_first(tmp_path: Path) -> None:
-    """L5: each start validates its first state.  On other samples that is another number, of which one alone would count by chance."""
+    """L5: each start validates its first state.  On other samples that is another number, of which one alone
+    would count by chance.
+    """
     job = job_of(tmp_path, validation={"every": 2, "args": {"samples": 16}})
     trained(job)
     first = measured(Run.find(job))
@@ -151,21 +179,32 @@ def test_l5_what_is_validated_again_counts_as_it_was_first(tmp_path: Path) -> No
 def test_l2_a_fork_has_the_rows_that_only_its_origins_journal_has(tmp_path: Path) -> None:
     """L2: also once the origin has gone back and on under another branch, and a fork of the fork.
 
-    The controls: the rows of steps after the fork's beginning are the fork's, and what `stored` finds begins there.
+    The controls: the rows of steps after the fork's beginning are the fork's, and what `stored` finds begins
+    there.
     """
     run, before = of_cluster(tmp_path)
-    trained(fork := job_of(tmp_path / "bucket", "fork", 8, validation={"every": 4, "args": {"samples": 16}}), resume="run@4")
+    trained(
+        fork := job_of(tmp_path / "bucket", "fork", 8, validation={"every": 4, "args": {"samples": 16}}),
+        resume="run@4",
+    )
     expected = told_of(before)[:4]
-    assert told_of(list(origin_rows(Run.find(fork)))) == expected and expected[3][3] == VALIDATED[4], "a later commit told it"
+    assert told_of(list(origin_rows(Run.find(fork)))) == expected and expected[3][3] == VALIDATED[4], (
+        "a later commit told it"
+    )
     rows = list(with_origin(Run.find(fork)))
     assert [row["step"] for row in rows] == [*range(1, 9)] and {row["final"] for row in rows} == {1}
-    assert [row["step"] for row in stored(run.store, "fork", Run.find(fork).standing(0, 0.0).history.lineage)] == [*range(5, 9)]
+    assert [
+        row["step"] for row in stored(run.store, "fork", Run.find(fork).standing(0, 0.0).history.lineage)
+    ] == [*range(5, 9)]
 
-    lines = trained(last := job_of(tmp_path / "bucket", "last", 8, validation=run.job.validation), resume="fork@6")
-    own = next(line.loss for line in lines if isinstance(line, Scored) and line.step == 6)
-    assert told_of(list(with_origin(Run.find(last))))[:6] == [*told_of(rows)[:5], (*told_of(rows)[5][:3], own)], (
-        "it validates where it begins"
+    lines = trained(
+        last := job_of(tmp_path / "bucket", "last", 8, validation=run.job.validation), resume="fork@6"
     )
+    own = next(line.loss for line in lines if isinstance(line, Scored) and line.step == 6)
+    assert told_of(list(with_origin(Run.find(last))))[:6] == [
+        *told_of(rows)[:5],
+        (*told_of(rows)[5][:3], own),
+    ], "it validates where it begins"
     trained(run.job.replace(steps=6, **FAST), resume=2)
     assert [row["generation"] > 1 for row in rows_of(Run.find(run.job))] == [False] * 2 + [True] * 4
     assert told_of(list(origin_rows(Run.find(fork)))) == expected
@@ -180,7 +219,9 @@ def test_l2_the_rows_before_a_step_to_which_a_run_goes_back_are_stored(tmp_path:
     assert [row["step"] for row in rows_of(Run.find(run.job))] == [*range(1, 5)]
 
 
-def test_a_journal_that_cannot_be_read_stops_neither_the_run_nor_a_way_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_journal_that_cannot_be_read_stops_neither_the_run_nor_a_way_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An old object is damaged.  What is lost is told; the control are the tests above."""
     run, _ = of_cluster(tmp_path)
 
@@ -190,6 +231,8 @@ def test_a_journal_that_cannot_be_read_stops_neither_the_run_nor_a_way_back(tmp_
     monkeypatch.setattr(journal, "since", since)
     said: list[Line] = []
     assert run_local(run.job, said.append)[0] == "Finished"
-    assert "the metrics of earlier steps that only the journal has are lost, since it cannot be read: an object" in told(said)
+    assert (
+        "the metrics of earlier steps that only the journal has are lost, since it cannot be read: an object"
+    ) in told(said)
     resume.rewind(Run.look(run.job.replace(**FAST), branch=True), 0.0, Version(4, 1))
     assert Run.find(run.job).newest() == Version(4, 1)

@@ -45,7 +45,9 @@ def finished(tmp_path: Path) -> tuple[Job, str]:
     run = Run.open(job := job_of(tmp_path / "bucket"))
     run.claim("local")
     for step in (2, 4, 6):
-        run.commit(Version(step, 1), write(run.checkpoints, Version(step, 1), STATE, 1), ((1, step),), Layout())
+        run.commit(
+            Version(step, 1), write(run.checkpoints, Version(step, 1), STATE, 1), ((1, step),), Layout()
+        )
     (tmp_path / "job.toml").write_text(to_toml(job))
     return job, str(tmp_path / "job.toml")
 
@@ -55,7 +57,9 @@ def saved(job: Job) -> list[int]:
 
 
 def resumed(job: Job, file: str, claims: Claims) -> int:
-    """Goes on from step 2, as `train --resume 2` on a cluster does, which claims the run late.  Returns its exit code."""
+    """Goes on from step 2, as `train --resume 2` on a cluster does, which claims the run late.  Returns its
+    exit code.
+    """
     try:
         begin(StartPoint(job, at=OLDER), lambda line: print(line.text), True, claims)
     except JobError as error:
@@ -65,7 +69,9 @@ def resumed(job: Job, file: str, claims: Claims) -> int:
 
 
 def rolled_back(job: Job, file: str, claims: Claims) -> int:
-    """Rolls the run back to step 2.  The command looks at it, claims it, and begins the branch.  Returns its exit code."""
+    """Rolls the run back to step 2.  The command looks at it, claims it, and begins the branch.  Returns its
+    exit code.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Run, "claim_here", lambda run, after, **more: claims(run, after))
         return main(["rollback", file, "--to", "2"])
@@ -76,7 +82,9 @@ def rolled_back(job: Job, file: str, claims: Claims) -> int:
 def test_l4_no_branch_goes_on_from_a_checkpoint_that_was_deleted_meanwhile(
     finished: tuple[Job, str], capsys: pytest.CaptureFixture[str], goes_back: Callable[..., int], deleted: str
 ) -> None:
-    """L4: the command has found step 2, and another one deletes it before the claim.  The run stays finished, with its later steps."""
+    """L4: the command has found step 2, and another one deletes it before the claim.  The run stays finished,
+    with its later steps.
+    """
     job, file = finished
 
     def claims(run: Run, seen: int) -> int:
@@ -97,7 +105,8 @@ def test_l4_no_branch_goes_on_from_a_checkpoint_that_was_deleted_meanwhile(
 def test_l4_a_mark_that_comes_after_the_claim_of_a_branch_is_taken_back(
     finished: tuple[Job, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """L4: the claim and the look at step 2 fall between what `rm` reads and what it writes.  The branch keeps its beginning.
+    """L4: the claim and the look at step 2 fall between what `rm` reads and what it writes.  The branch keeps
+    its beginning.
 
     The control: an older claim, which `rm` knows, changes nothing.
     """
@@ -132,17 +141,26 @@ def said(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
     return code, " ".join(capsys.readouterr().out.split())
 
 
-COMMANDS = (("checkpoint", "rm", "JOB", "--step", "2"), ("checkpoint", "gc", "JOB"), ("rollback", "JOB", "--to", "2"))
+COMMANDS = (
+    ("checkpoint", "rm", "JOB", "--step", "2"),
+    ("checkpoint", "gc", "JOB"),
+    ("rollback", "JOB", "--to", "2"),
+)
 
 
 def test_l4_a_run_that_lives_on_another_machine_is_left_alone(
     tmp_path: Path, machine: Callable[[str], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """L4: commands of host B, while host A is after step 5 of 8: none does anything without --force, and the run is trained to its end.
+    """L4: commands of host B, while host A is after step 5 of 8: none does anything without --force, and the
+    run is trained to its end.
 
     The control: once it has told its end, each of them does what it is asked.
     """
-    job, file, found = job_of(tmp_path / "bucket", steps=8), str(tmp_path / "job.toml"), list[tuple[int, str]]()
+    job, file, found = (
+        job_of(tmp_path / "bucket", steps=8),
+        str(tmp_path / "job.toml"),
+        list[tuple[int, str]](),
+    )
     Path(file).write_text(to_toml(job))
     machine("host-a")
 
@@ -157,19 +175,31 @@ def test_l4_a_run_that_lives_on_another_machine_is_left_alone(
     assert [code for code, _ in found] == [2, 2, 2, 0, 2]
     for _, text in found:
         assert re.search(
-            r"run was begun with --local on host host-a at \d{4}-\S+ \S+, and has told no end; if it lives, end it there", text
+            (
+                r"run was begun with --local on host host-a at \d{4}-\S+ \S+, and has told no end; if it lives, "
+                r"end it there"
+            ),
+            text,
         )
     assert all("--force does it all the same" in text for _, text in found[:3]) and saved(job) == [2, 4, 6, 8]
     machine("host-b")
-    assert [said(capsys, *(file if word == "JOB" else word for word in words))[0] for words in COMMANDS] == [0, 0, 1]
+    assert [said(capsys, *(file if word == "JOB" else word for word in words))[0] for words in COMMANDS] == [
+        0,
+        0,
+        1,
+    ]
     assert saved(job) == [4, 6, 8], "and there is no step 2 any more"
 
 
-@pytest.mark.parametrize("how", ["Ctrl-C", "a fault of the job", "killed", "killed, and --force", "killed, on the same machine"])
+@pytest.mark.parametrize(
+    "how", ["Ctrl-C", "a fault of the job", "killed", "killed, and --force", "killed, on the same machine"]
+)
 def test_l4_a_run_that_ended_on_another_machine(
     tmp_path: Path, machine: Callable[[str], None], capsys: pytest.CaptureFixture[str], how: str
 ) -> None:
-    """L4: a process that could say so has left its end.  The controls: one that was killed has not, but its own machine knows it."""
+    """L4: a process that could say so has left its end.  The controls: one that was killed has not, but its
+    own machine knows it.
+    """
     job, file = job_of(tmp_path / "bucket", steps=8), str(tmp_path / "job.toml")
     Path(file).write_text(to_toml(job))
     machine("host-a")
@@ -189,9 +219,15 @@ def test_l4_a_run_that_ended_on_another_machine(
         shutil.rmtree(tmp_path / "bucket" / "run" / "ends")
     machine("host-a" if how.endswith("machine") else "host-b")
     _, text = said(capsys, "status", file, "--once")
-    ends = {"Ctrl-C": "it ended as Stopped (Ctrl-C; saved at step 5)", "a fault of the job": "it ended as Failed (the loss is a word)"}
+    ends = {
+        "Ctrl-C": "it ended as Stopped (Ctrl-C; saved at step 5)",
+        "a fault of the job": "it ended as Failed (the loss is a word)",
+    }
     lost = how in ("killed", "killed, and --force")
-    assert ends.get(how, "has told no end" if lost else "run is not running; newest good checkpoint: step 5") in text
+    assert (
+        ends.get(how, "has told no end" if lost else "run is not running; newest good checkpoint: step 5")
+        in text
+    )
     force = ["--force"] if how.endswith("--force") else []
     code, _ = said(capsys, "checkpoint", "rm", file, "--step", "2", *force)
     assert code == (2 if lost and not force else 0) and (2 in saved(job)) == (code == 2)
@@ -200,7 +236,9 @@ def test_l4_a_run_that_ended_on_another_machine(
 def test_l4_a_roll_back_is_no_training(
     finished: tuple[Job, str], machine: Callable[[str], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """L4: nothing lives after it, so commands of another machine need no --force.  The control: a claim of a process that trains."""
+    """L4: nothing lives after it, so commands of another machine need no --force.  The control: a claim of a
+    process that trains.
+    """
     job, file = finished
     assert said(capsys, "rollback", file, "--to", "4")[0] == 0
     machine("host-b")
@@ -210,8 +248,12 @@ def test_l4_a_roll_back_is_no_training(
     assert said(capsys, "rollback", file, "--to", "0")[0] == 2 and saved(job) == [2]
 
 
-def test_l4_a_command_that_trains_goes_past_a_process_of_another_machine(tmp_path: Path, machine: Callable[[str], None]) -> None:
-    """L4: it says so.  The first process ends before its next save, as it does beside another command of its own machine."""
+def test_l4_a_command_that_trains_goes_past_a_process_of_another_machine(
+    tmp_path: Path, machine: Callable[[str], None]
+) -> None:
+    """L4: it says so.  The first process ends before its next save, as it does beside another command of its
+    own machine.
+    """
     job, lines = job_of(tmp_path / "bucket"), list[Line]()
     machine("host-a")
 
@@ -225,15 +267,21 @@ def test_l4_a_command_that_trains_goes_past_a_process_of_another_machine(tmp_pat
     with pytest.raises(Refused, match="another command has taken this run over"):
         launch(job, local=True, show=show)
     assert len(lines) == 1 and lines[0].text.startswith("run was begun with --local on host host-a at ")
-    assert lines[0].text.endswith("if it still trains there, it saves nothing more and ends at its next save") and saved(job) == [2]
+    assert lines[0].text.endswith(
+        "if it still trains there, it saves nothing more and ends at its next save"
+    ) and saved(job) == [2]
     machine("host-b")
     assert "--local" not in told(trained(job)), "the control: one of this machine, which can be seen"
     machine("host-c")
-    assert "--local" not in told(trained(job)) and saved(job) == [2, 4, 6], "another control: it has told its end"
+    assert "--local" not in told(trained(job)) and saved(job) == [2, 4, 6], (
+        "another control: it has told its end"
+    )
 
 
 def test_l4_a_process_whose_run_was_deleted_and_begun_anew_writes_nothing_there(tmp_path: Path) -> None:
-    """L4: the new run has a claim of the same number.  The process neither saves into it nor says that it has ended."""
+    """L4: the new run has a claim of the same number.  The process neither saves into it nor says that it has
+    ended.
+    """
     job = job_of(tmp_path / "bucket")
 
     def show(line: Line) -> None:
@@ -244,16 +292,28 @@ def test_l4_a_process_whose_run_was_deleted_and_begun_anew_writes_nothing_there(
     with pytest.raises(Refused, match="another command has taken this run over"):
         launch(job, local=True, show=show)
     there = Run.find(job.replace(seed=9))
-    assert saved(job.replace(seed=9)) == [] and there.end() is None and not [*(tmp_path / "bucket").rglob("ends/*")]
+    assert (
+        saved(job.replace(seed=9)) == []
+        and there.end() is None
+        and not [*(tmp_path / "bucket").rglob("ends/*")]
+    )
 
 
-@pytest.mark.parametrize("when", ["while it writes the shard", "after its last look at the claims", "the control: never"])
+@pytest.mark.parametrize(
+    "when", ["while it writes the shard", "after its last look at the claims", "the control: never"]
+)
 def test_l4_what_a_process_of_another_machine_saves_after_a_roll_back_does_not_count(
-    tmp_path: Path, machine: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], when: str
+    tmp_path: Path,
+    machine: Callable[[str], None],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    when: str,
 ) -> None:
-    """L4: the process goes on from step 4 in a generation of which the bucket knows nothing, and is in the middle of its first save.
+    """L4: the process goes on from step 4 in a generation of which the bucket knows nothing, and is in the
+    middle of its first save.
 
-    Meanwhile another machine takes it for dead and rolls the run back to step 2, with another rate.  The run goes on from there.
+    Meanwhile another machine takes it for dead and rolls the run back to step 2, with another rate.  The run
+    goes on from there.
     """
     job, file = job_of(tmp_path / "bucket", steps=4), str(tmp_path / "job.toml")
     trained(job)
@@ -278,7 +338,13 @@ def test_l4_what_a_process_of_another_machine_saves_after_a_roll_back_does_not_c
     elif when.startswith("after"):
         monkeypatch.setattr(Run, "commit", before(commit))
     if when.startswith("while"):
-        with pytest.raises(Refused, match=r"another command has taken this run over .*: step 6 of generation 2 is not saved"):
+        with pytest.raises(
+            Refused,
+            match=(
+                r"another command has taken this run over .*: step 6 of "
+                r"generation 2 is not saved"
+            ),
+        ):
             launch(job, local=True, branch=True, show=lambda line: None)
     else:
         assert launch(job, local=True, branch=True, show=lambda line: None).step == 6
@@ -299,7 +365,9 @@ def test_l4_what_a_process_of_another_machine_saves_after_a_roll_back_does_not_c
 def test_l4_a_generation_of_a_process_that_cannot_be_seen_is_not_used_again(
     tmp_path: Path, machine: Callable[[str], None], host: str
 ) -> None:
-    """L4: both would write the same step of the same generation.  The control: a process of this machine that is not there has died."""
+    """L4: both would write the same step of the same generation.  The control: a process of this machine that
+    is not there has died.
+    """
     run = Run.open(job_of(tmp_path))
     run.commit(OLDER, write(run.checkpoints, OLDER, STATE, 1), ((1, 2),), Layout())
     machine("host-a")
@@ -312,7 +380,9 @@ def test_l4_a_generation_of_a_process_that_cannot_be_seen_is_not_used_again(
     changed = Run.look(run.job.replace(seed=9), branch=True)
     resume.rewind(changed, 0.0, OLDER, changed.claim_here(trains=False))
     after = [changed.standing(changed.claim_here(), 0.0).next_generation for _ in range(2)]
-    assert host.startswith("the control") or later[1] < after[0] < after[1], "also after a roll-back, which ends at a number of its own"
+    assert host.startswith("the control") or later[1] < after[0] < after[1], (
+        "also after a roll-back, which ends at a number of its own"
+    )
 
 
 class Counting(Forwarding):
@@ -335,9 +405,11 @@ class Counting(Forwarding):
 def test_l4_a_start_reads_no_more_claims_of_a_run_that_was_started_a_hundred_times(
     tmp_path: Path, machine: Callable[[str], None], lives: bool
 ) -> None:
-    """L4: the first forty claims are of before the last coordinator that recorded anything, which has skipped what they may use.
+    """L4: the first forty claims are of before the last coordinator that recorded anything, which has skipped
+    what they may use.
 
-    Of the sixty after it, one is of a process of another machine that may live, in the middle; the others have told their end.
+    Of the sixty after it, one is of a process of another machine that may live, in the middle; the others
+    have told their end.
     """
     run = Run.open(job_of(tmp_path))
     run.store = counting = Counting(run.store)

@@ -1,4 +1,6 @@
-"""L2: the rows of a run's metrics, from its journal and in its bucket: each step once, over restarts and fall-backs."""
+"""L2: the rows of a run's metrics, from its journal and in its bucket: each step once, over restarts and
+fall-backs.
+"""
 
 from __future__ import annotations
 
@@ -65,11 +67,15 @@ class Written(Play):
 def lines(run: Run) -> list[dict[str, Any]]:
     """Returns what anybody reads in the bucket, with nothing of ours."""
     folder = Path(run.job.bucket) / run.job.name / "metrics"
-    return [json.loads(line) for path in sorted(folder.glob("*.jsonl")) for line in path.read_text().splitlines()]
+    return [
+        json.loads(line) for path in sorted(folder.glob("*.jsonl")) for line in path.read_text().splitlines()
+    ]
 
 
 def a_story(play: Written) -> Any:
-    """Yields whenever a part of the journal is in the bucket: a save, a death with a fall-back, a save, an end."""
+    """Yields whenever a part of the journal is in the bucket: a save, a death with a fall-back, a save, an
+    end.
+    """
     play.steps(1, 5)
     play.ship()
     yield
@@ -105,7 +111,9 @@ def test_l2_each_step_once_over_restarts_and_only_when_it_is_final(tmp_path: Pat
     again = play.generation
     assert again > 1
     first, second = [(step, 1) for step in range(1, 6)], [(step, again) for step in range(6, 11)]
-    assert there == [[], first, first, first, first + second], "step 6 and 7 of generation 1 were given up and never shown"
+    assert there == [[], first, first, first, first + second], (
+        "step 6 and 7 of generation 1 were given up and never shown"
+    )
     assert [place.step for place in places(run.store, "toy")] == [5, 10]
     told = {(row["step"], row["generation"]): row["final"] for row in rows_of(run)}
     assert told == dict.fromkeys(first + second, 1) | {(11, again): 0}
@@ -129,8 +137,9 @@ class Told(Written):
 
 
 def test_l2_no_reader_needs_the_users_schedule(tmp_path: Path) -> None:
-    """L2, L13: the module of the schedule is nowhere.  The journal tells the rate of each step, 0 too; a step of an older version, which
-    does not tell it, has a row without.  A step gets 60 bytes longer at most.  The control: whoever asks the schedule gets an error.
+    """L2, L13: the module of the schedule is nowhere.  The journal tells the rate of each step, 0 too; a step
+    of an older version, which does not tell it, has a row without.  A step gets 60 bytes longer at most.  The
+    control: whoever asks the schedule gets an error.
     """
     job = toy_job(tmp_path / "bucket", steps=100, schedule={"kind": "nowhere:cosine"})
     with pytest.raises(CodeError, match="nowhere"):
@@ -148,8 +157,12 @@ def test_l2_no_reader_needs_the_users_schedule(tmp_path: Path) -> None:
     assert plain < told <= plain + 60 and "lr" not in codec.encode(play.commit(6))
 
 
-def test_l2_a_reader_goes_on_where_the_stored_rows_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """L2: a new coordinator reads no journal that it does not need.  The control is one that finds no stored rows."""
+def test_l2_a_reader_goes_on_where_the_stored_rows_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """L2: a new coordinator reads no journal that it does not need.  The control is one that finds no stored
+    rows.
+    """
     run = Run.open(toy_job(tmp_path / "bucket", steps=1000))
     play = Written(stepping(1, save_every=5, target_step=1000), run, tmp_path / "local")
     for step in range(1, 101):
@@ -164,25 +177,36 @@ def test_l2_a_reader_goes_on_where_the_stored_rows_end(tmp_path: Path, monkeypat
     objects = len(list((tmp_path / "bucket/toy/journal").rglob("*.gz")))
     read = list[str]()
     get = type(run.store).get
-    monkeypatch.setattr(type(run.store), "get", lambda self, key, *args: read.append(key) or get(self, key, *args))
+    monkeypatch.setattr(
+        type(run.store), "get", lambda self, key, *args: read.append(key) or get(self, key, *args)
+    )
     Following(run).read()
     after, read[:] = [key for key in read if "/journal/" in key], []
     for path in (tmp_path / "bucket/toy/metrics").iterdir():
         path.unlink()
     Following(run).read()
-    assert len([key for key in read if "/journal/" in key]) == objects + 1 > 2 * len(after) > 0, "one is too new, or not there"
+    assert len([key for key in read if "/journal/" in key]) == objects + 1 > 2 * len(after) > 0, (
+        "one is too new, or not there"
+    )
 
 
 def test_l2_rows_of_a_checkpoint_that_was_given_up_do_not_count(tmp_path: Path) -> None:
-    """L2: the newest checkpoint was damaged, so that steps which were stored are done again by another generation."""
+    """L2: the newest checkpoint was damaged, so that steps which were stored are done again by another
+    generation.
+    """
     run = Run.open(toy_job(tmp_path))
 
     def rows(generation: int, first: int, last: int) -> list[Row]:
-        return [row_of(0.0, Outcome(step, generation, 1.0, (1.0,), (1,), ((0,),), True), 0.1) for step in range(first, last + 1)]
+        return [
+            row_of(0.0, Outcome(step, generation, 1.0, (1.0,), (1,), ((0,),), True), 0.1)
+            for step in range(first, last + 1)
+        ]
 
     store_rows(run.store, "toy", rows(1, 1, 4))
     store_rows(run.store, "toy", rows(2, 3, 6))
-    assert [line["step"] for line in lines(run)] == [1, 2, 3, 4, 3, 4, 5, 6], "the control: somebody who reads all files"
+    assert [line["step"] for line in lines(run)] == [1, 2, 3, 4, 3, 4, 5, 6], (
+        "the control: somebody who reads all files"
+    )
     found = [(row["step"], row["generation"]) for row in stored(run.store, "toy", ((1, 2), (2, 6)))]
     assert found == [(1, 1), (2, 1), (3, 2), (4, 2), (5, 2), (6, 2)]
     assert [row["step"] for row in stored(run.store, "toy", ((1, 2), (2, 6)), after=4)] == [5, 6]
@@ -214,9 +238,17 @@ def test_l2_a_validation_is_in_the_row_of_the_step_whose_state_it_is_of(tmp_path
     assert found == {5: 1.5, 10: 1.25}
 
 
-def test_l2_a_row_waits_for_a_spare_but_not_when_the_run_ends_and_what_comes_late_is_joined_to_it(tmp_path: Path) -> None:
-    """L2: no row is lost, and readers and ``run@best`` know what was measured later.  The control: before, no reader does."""
-    spares = {"validation": {"every": 5, "by": "spares"}, "workers": {"spares": 1}, "checkpoint": {"save_every": 5}}
+def test_l2_a_row_waits_for_a_spare_but_not_when_the_run_ends_and_what_comes_late_is_joined_to_it(
+    tmp_path: Path,
+) -> None:
+    """L2: no row is lost, and readers and ``run@best`` know what was measured later.  The control: before, no
+    reader does.
+    """
+    spares = {
+        "validation": {"every": 5, "by": "spares"},
+        "workers": {"spares": 1},
+        "checkpoint": {"save_every": 5},
+    }
     run = Run.open(toy_job(tmp_path / "bucket", steps=100, **spares))
     play = Written(stepping(1, save_every=5, target_step=100), run, tmp_path / "local")
     following = Following(run)
@@ -228,12 +260,25 @@ def test_l2_a_row_waits_for_a_spare_but_not_when_the_run_ends_and_what_comes_lat
     assert [line["step"] for line in lines(run)] == [1, 2, 3, 4], "row 5 waits"
     following.store_final(closing=True)
     assert [line["step"] for line in lines(run)] == [*range(1, 11)]
-    assert resume.best_of(run) is None and not any("validation_loss" in row for row in rows_of(run)), "the control"
+    assert resume.best_of(run) is None and not any("validation_loss" in row for row in rows_of(run)), (
+        "the control"
+    )
     for step, loss in ((5, 2.0), (10, 1.0)):
-        owed.note_done(run, Debt(Version(step, 1), owed.VALIDATION), owed.validated(Validated(4 * loss, 4), ""))
-    found = {row["step"]: (row["validation_loss"], row["validation_terms"]) for row in rows_of(run) if "validation_loss" in row}
+        owed.note_done(
+            run, Debt(Version(step, 1), owed.VALIDATION), owed.validated(Validated(4 * loss, 4), "")
+        )
+    found = {
+        row["step"]: (row["validation_loss"], row["validation_terms"])
+        for row in rows_of(run)
+        if "validation_loss" in row
+    }
     assert found == {5: (2.0, 4), 10: (1.0, 4)}
-    run.commit(Version(10, 1), write(run.checkpoints, Version(10, 1), state_of(TENSORS[:1], seed=1), 1), ((1, 10),), Layout())
+    run.commit(
+        Version(10, 1),
+        write(run.checkpoints, Version(10, 1), state_of(TENSORS[:1], seed=1), 1),
+        ((1, 10),),
+        Layout(),
+    )
     assert resume.best_of(run) == (Version(10, 1), 1.0, 0)
 
 
@@ -251,28 +296,48 @@ class Counting(Forwarding):
 
 
 def of_thousands(folder: Path, every: int, name: str = "run") -> Run:
-    """Returns a run without a journal with a row for each of 3000 steps, of which each 500th was validated; the best is of step 1500."""
+    """Returns a run without a journal with a row for each of 3000 steps, of which each 500th was validated;
+    the best is of step 1500.
+    """
     validation = {"every": every, "args": {"samples": 16}} if every else {}
     run = Run.open(toy_job(folder, name=name, steps=4000, validation=validation))
     for last in range(100, 3001, 100):
-        rows: list[Row] = [{"step": step, "generation": 1, "time": 0.0, "loss": 1.0} for step in range(last - 99, last + 1)]
+        rows: list[Row] = [
+            {"step": step, "generation": 1, "time": 0.0, "loss": 1.0} for step in range(last - 99, last + 1)
+        ]
         if every and last % every == 0:
-            rows[-1] |= {"validation_loss": math.nan if last == 500 else abs(last - 1500) / 3 - 0.1, "validation_terms": 7}
+            rows[-1] |= {
+                "validation_loss": math.nan if last == 500 else abs(last - 1500) / 3 - 0.1,
+                "validation_terms": 7,
+            }
         store_rows(run.store, name, rows)
-    run.commit(Version(3000, 1), write(run.checkpoints, Version(3000, 1), state_of(TENSORS[:1], seed=1), 1), ((1, 3000),), Layout())
+    run.commit(
+        Version(3000, 1),
+        write(run.checkpoints, Version(3000, 1), state_of(TENSORS[:1], seed=1), 1),
+        ((1, 3000),),
+        Layout(),
+    )
     return run
 
 
 def test_l5_the_best_of_a_run_is_found_without_the_rows_of_its_steps(tmp_path: Path) -> None:
     """The judge is the best of all rows, of which none is read."""
     run = of_thousands(tmp_path, 500)
-    rows = {version_of(row): row["validation_loss"] for row in rows_of(run) if not math.isnan(row.get("validation_loss", math.nan))}
+    rows = {
+        version_of(row): row["validation_loss"]
+        for row in rows_of(run)
+        if not math.isnan(row.get("validation_loss", math.nan))
+    }
     expected, counting = min(rows, key=rows.__getitem__), Counting(run.store)
-    assert resume.best_of(Run(run.job, counting)) == (expected, rows[expected], 0) == (Version(1500, 1), -0.1, 0)
+    assert (
+        resume.best_of(Run(run.job, counting)) == (expected, rows[expected], 0) == (Version(1500, 1), -0.1, 0)
+    )
     assert not counting.read["metrics"]
     never = of_thousands(tmp_path, 0, "never")
     counting = Counting(never.store)
-    assert resume.best_of(Run(never.job, counting)) is None and not counting.read["metrics"], "none was due, so there is none to look for"
+    assert resume.best_of(Run(never.job, counting)) is None and not counting.read["metrics"], (
+        "none was due, so there is none to look for"
+    )
 
 
 def test_l5_the_best_is_of_the_steps_that_survived(tmp_path: Path) -> None:
@@ -289,12 +354,38 @@ def test_l2_the_numbers_of_a_row() -> None:
     """L2: by hand: 8 tokens in half a second, an eighth of it waiting, 3e9 of 2 × 0.5 × 1e10 operations."""
     usage = Usage(0.5, 0.0625, 1000, 2000)
     outcome = Outcome(
-        3, 2, 36.0, (4.0, 8.0), (4, 4), ((0,), (1,)), True, copied_through=2, usage=usage, usage_ranks=(0,) * 4, layers=(("a", 64.0),)
+        3,
+        2,
+        36.0,
+        (4.0, 8.0),
+        (4, 4),
+        ((0,), (1,)),
+        True,
+        copied_through=2,
+        usage=usage,
+        usage_ranks=(0,) * 4,
+        layers=(("a", 64.0),),
     )
     row = row_of(7.5, outcome, 0.1, Work(3e9, 2e9, 2, 1e10), 2)
     assert row == {
-        **{"step": 3, "generation": 2, "time": 7.5, "lr": 0.1, "skipped": 0, "loss": 1.5, "norm": 0.75, "tokens": 8, "world": 2},
-        **{"step_s": 0.5, "tokens_per_s": 16.0, "data_wait": 0.125, "peak_bytes": 1000, "reserved_bytes": 2000},
+        **{
+            "step": 3,
+            "generation": 2,
+            "time": 7.5,
+            "lr": 0.1,
+            "skipped": 0,
+            "loss": 1.5,
+            "norm": 0.75,
+            "tokens": 8,
+            "world": 2,
+        },
+        **{
+            "step_s": 0.5,
+            "tokens_per_s": 16.0,
+            "data_wait": 0.125,
+            "peak_bytes": 1000,
+            "reserved_bytes": 2000,
+        },
         **{"mfu": pytest.approx(0.3), "causal_mfu": pytest.approx(0.2), "copied_through": 2, "norm/a": 1.0},
     }
     table = list(csv.DictReader(io.StringIO(csv_table([row, {"step": 4, "generation": 2, "loss": 1.25}]))))
@@ -305,10 +396,21 @@ def test_l2_the_numbers_of_a_row() -> None:
 
 
 def test_l2_a_run_without_ray(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """L2: a run in one process that stops, and goes on: the commands, and the files as the standard library reads them."""
+    """L2: a run in one process that stops, and goes on: the commands, and the files as the standard library
+    reads them.
+    """
     shown = list[StepLine]()
-    held_out = {"every": 4, "samples": 21, "dataset": "tests.support.toys:Sums", "args": {"samples": 50, "seq_len": 16}}
-    settings: dict[str, Any] = {"checkpoint": {"save_every": 4}, "schedule": {"kind": "constant"}, "validation": held_out}
+    held_out = {
+        "every": 4,
+        "samples": 21,
+        "dataset": "tests.support.toys:Sums",
+        "args": {"samples": 50, "seq_len": 16},
+    }
+    settings: dict[str, Any] = {
+        "checkpoint": {"save_every": 4},
+        "schedule": {"kind": "constant"},
+        "validation": held_out,
+    }
 
     def show(line: Any) -> None:
         if isinstance(line, StepLine):
@@ -319,7 +421,9 @@ def test_l2_a_run_without_ray(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     job: Job = toy_job(tmp_path, steps=10, **settings)
     with pytest.raises(ConnectionError):
         run_local(job, show)
-    assert [line["step"] for line in lines(Run.open(job))] == [1, 2, 3, 4, 5, 6], "an error of the job's own code loses none"
+    assert [line["step"] for line in lines(Run.open(job))] == [1, 2, 3, 4, 5, 6], (
+        "an error of the job's own code loses none"
+    )
     assert run_local(job, show)[0] == "Finished"
     assert [line.step for line in shown] == [*range(1, 11)], "the control: what a terminal shows"
     there = lines(Run.open(job))
@@ -330,13 +434,19 @@ def test_l2_a_run_without_ray(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     file.write_text(f'name = "toy"\nbucket = "{tmp_path}"\n')
     capsys.readouterr()
     assert main(["metrics", str(file)]) == 0
-    assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == [line | {"final": 1} for line in there]
+    assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == [
+        line | {"final": 1} for line in there
+    ]
     assert main(["metrics", str(file), "--csv"]) == 0
     table = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
-    assert [(int(each["step"]), float(each["loss"])) for each in table] == [(line["step"], line["loss"]) for line in there]
+    assert [(int(each["step"]), float(each["loss"])) for each in table] == [
+        (line["step"], line["loss"]) for line in there
+    ]
 
 
-def test_the_metrics_of_a_run_without_a_step_are_a_table_without_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_metrics_of_a_run_without_a_step_are_a_table_without_rows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """JSON has no line, and CSV has the line with the names: a reader finds columns, and no rows."""
     Run.open(toy_job(tmp_path))
     (tmp_path / "job.toml").write_text(f'name = "toy"\nbucket = "{tmp_path}"\n')
@@ -347,7 +457,8 @@ def test_the_metrics_of_a_run_without_a_step_are_a_table_without_rows(tmp_path: 
 
 
 def test_l2_a_sink_gets_each_final_step_once(tmp_path: Path) -> None:
-    """L2: it is broken at first, and the process dies; it gets every step once, and the run is told of the failure once.
+    """L2: it is broken at first, and the process dies; it gets every step once, and the run is told of the
+    failure once.
 
     The control is a sink that says that it has nothing: its table refuses the second copy of a step.
     """
@@ -375,7 +486,11 @@ def test_l2_a_sink_gets_each_final_step_once(tmp_path: Path) -> None:
     broken.touch()
     with pytest.raises(ConnectionError):
         run_local(job, show)
-    failures = [text for text in told if text.startswith("metrics.sinks: tests.support.sinks:Table failed, and gets the rows")]
+    failures = [
+        text
+        for text in told
+        if text.startswith("metrics.sinks: tests.support.sinks:Table failed, and gets the rows")
+    ]
     assert len(failures) == 1 and "the table is broken" in failures[0]
     assert run_local(job, show)[0] == "Finished"
     losses = {line.step: line.loss for line in shown}
@@ -384,8 +499,13 @@ def test_l2_a_sink_gets_each_final_step_once(tmp_path: Path) -> None:
 
 
 def test_l2_what_goes_on_from_an_older_step_is_another_run_of_a_tracker(tmp_path: Path) -> None:
-    """L2, G2: it has each step that counts; the abandoned ones stay where they were shown.  An own branch without that is the same run."""
-    sinks, sink = {"tests.support.sinks:Titled": {"path": str(tmp_path / "steps")}}, {**TINY, "checkpoint": {"save_every": 2}}
+    """L2, G2: it has each step that counts; the abandoned ones stay where they were shown.  An own branch
+    without that is the same run.
+    """
+    sinks, sink = (
+        {"tests.support.sinks:Titled": {"path": str(tmp_path / "steps")}},
+        {**TINY, "checkpoint": {"save_every": 2}},
+    )
     run_local(toy_job(tmp_path, steps=6, metrics={"sinks": sinks}, **sink), lambda line: None)
     longer = toy_job(tmp_path, steps=8, metrics={"sinks": sinks}, **sink)
     launch(longer, local=True, branch=True, show=lambda line: None)
@@ -394,13 +514,21 @@ def test_l2_what_goes_on_from_an_older_step_is_another_run_of_a_tracker(tmp_path
     slower = longer.replace(steps=10, optim={"lr": 1e-4})
     launch(slower, local=True, resume=4, show=lambda line: None)
     second = rows_in(tmp_path / "steps-toy-branch-3")
-    assert [step for step, _ in second] == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10] and rows_in(tmp_path / "steps-toy") == first
-    assert second[:5] == first[:5] and all(one != other for one, other in zip(second[5:8], first[5:8], strict=True))
+    assert [step for step, _ in second] == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10] and rows_in(
+        tmp_path / "steps-toy"
+    ) == first
+    assert second[:5] == first[:5] and all(
+        one != other for one, other in zip(second[5:8], first[5:8], strict=True)
+    )
     assert second == [(int(row["step"]), row["loss"]) for row in rows_of(Run.find(slower))]
 
 
-def test_l2_a_sink_that_hangs_disturbs_neither_the_run_nor_another_sink(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """L2: it never returns from its first rows; the other one has all of them, and the losses are those of a run without it."""
+def test_l2_a_sink_that_hangs_disturbs_neither_the_run_nor_another_sink(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """L2: it never returns from its first rows; the other one has all of them, and the losses are those of a
+    run without it.
+    """
     monkeypatch.setattr(metrics, "CLOSE_S", 0.5)
     there, begun = tmp_path / "steps.db", tmp_path / "begun"
     sinks = {
@@ -424,7 +552,13 @@ def test_l2_a_sink_that_hangs_disturbs_neither_the_run_nor_another_sink(tmp_path
 def test_l2_a_sink_that_is_not_there_is_refused_before_any_worker_starts(tmp_path: Path) -> None:
     """L2: with a sentence that names the setting.  The control is the same job with a sink that is there."""
     job = toy_job(tmp_path, metrics={"sinks": {"tests.support.sinks:Tabel": {"path": "steps.db"}}})
-    with pytest.raises(JobError, match=r"metrics\.sinks = 'tests\.support\.sinks:Tabel': .* did you mean 'tests\.support\.sinks:Table'"):
+    with pytest.raises(
+        JobError,
+        match=(
+            r"metrics\.sinks = 'tests\.support\.sinks:Tabel': .* did you mean "
+            r"'tests\.support\.sinks:Table'"
+        ),
+    ):
         check_early(job)
     check_early(toy_job(tmp_path, metrics={"sinks": {"tests.support.sinks:Table": {"path": "steps.db"}}}))
     with pytest.raises(JobError, match=r"metrics\.sinks"):

@@ -1,4 +1,6 @@
-"""A run whose validation loss rises while its training loss falls is told to over-fit, wherever the best validation is told."""
+"""A run whose validation loss rises while its training loss falls is told to over-fit, wherever the best
+validation is told.
+"""
 
 from __future__ import annotations
 
@@ -38,25 +40,34 @@ class Noise:
         return f"noise {self.first} {self.samples}"
 
     def read(self, ids: tuple[int, ...]) -> dict[str, Tensor]:
-        drawn = [torch.randint(29, (17,), generator=torch.Generator().manual_seed(self.first + each)) for each in ids]
+        drawn = [
+            torch.randint(29, (17,), generator=torch.Generator().manual_seed(self.first + each))
+            for each in ids
+        ]
         return {"tokens": torch.stack(drawn)}
 
 
 def said_of(validation: Curve, training: Curve, last: int = 100, data: int = 1) -> str:
     """Returns what is said of a run that is validated at each 10th step up to ``last``."""
     found = {Version(step, 1): Loss(validation(step), data) for step in range(10, last + 1, 10)}
-    return over_fit(found, lambda after: ((step, training(step)) for step in range(after + 1, last + 1)), "--resume run@best")
+    return over_fit(
+        found,
+        lambda after: ((step, training(step)) for step in range(after + 1, last + 1)),
+        "--resume run@best",
+    )
 
 
 def test_the_validation_loss_that_rises_while_the_training_loss_falls() -> None:
     """The numbers are chosen by hand.
 
-    The controls: it falls, it stands still, it has risen too few times, both rise, and the samples are others.
+    The controls: it falls, it stands still, it has risen too few times, both rise, and the samples are
+    others.
     """
     falls: Curve = lambda step: 3.0 - step / 100  # noqa: E731
     rises: Curve = lambda step: 2.0 + abs(step - 50) / 100  # noqa: E731
     assert said_of(rises, falls) == (
-        "the validation loss has risen since step 50 (2 there, 2.5 now) while the training loss fell: the run over-fits; "
+        "the validation loss has risen since step 50 (2 there, 2.5 now) while the training loss fell: the "
+        "run over-fits; "
         "`--resume run@best` goes on from there"
     )
     assert said_of(falls, falls) == said_of(lambda step: 2.0 + (step == 50) * -0.01, falls) == ""
@@ -78,7 +89,10 @@ def test_a_model_that_learns_its_samples_by_heart(tmp_path: Path) -> None:
     for name, first in (("run", 1000), ("control", 0)):
         noise: dict[str, Any] = {"dataset": "tests.runs.test_over_fit:Noise"}
         held_out = {"every": 5, **noise, "args": {"samples": 16, "first": first}}
-        data, little = {**noise, "args": {"samples": 16}}, {"checkpoint": {"save_every": 20}, "optim": {"lr": 3e-2}}
+        data, little = (
+            {**noise, "args": {"samples": 16}},
+            {"checkpoint": {"save_every": 20}, "optim": {"lr": 3e-2}},
+        )
         job = job_of(tmp_path, name, 30, data=data, validation=held_out, **little)
         lines = trained(job)
         run = Run.find(job)
@@ -87,7 +101,10 @@ def test_a_model_that_learns_its_samples_by_heart(tmp_path: Path) -> None:
         best = min(validated, key=validated.__getitem__)
         mean = [fmean(rows[step]["loss"] for step in range(last - 4, last + 1)) for last in (best, 30)]
         assert mean[1] < mean[0] or best == 30
-        text = f"the validation loss has risen since step {best} ({validated[best]:.4g} there, {validated[30]:.4g} now)"
+        text = (
+            f"the validation loss has risen since step {best} ({validated[best]:.4g} there, "
+            f"{validated[30]:.4g} now)"
+        )
         places = [told(lines), Absent.of(job).said, str(page_of(facts_of(run, job.keep(), 0.0)))]
         said[name] = [text in place.lower() and f"`--resume {name}@best`" in place for place in places]
         assert not any("over-fits" in place for place in places) or name == "run"

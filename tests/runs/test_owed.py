@@ -1,4 +1,6 @@
-"""The debts of a run follow from its bucket: which there are, what settles them, and which checkpoints they keep."""
+"""The debts of a run follow from its bucket: which there are, what settles them, and which checkpoints they
+keep.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,9 @@ def listed(run: Run) -> list[str]:
 
 
 def started(run: Run, claim: int = 1, generation: int = 0, **settings: Any) -> Run:
-    """Returns the run as a command finds it that starts it with other settings; ``generation`` is the last one that the run knows."""
+    """Returns the run as a command finds it that starts it with other settings; ``generation`` is the last
+    one that the run knows.
+    """
     again = Run.open(run.job.replace(**settings))
     asked.begin(again, generation, claim)
     return again
@@ -78,7 +82,10 @@ def test_a_checkpoint_owes_at_or_after_each_multiple_and_at_the_last_step() -> N
     assert listed(run) == ["export 10", "export 21"]
     save(run, 25)
     assert listed(run) == ["export 10", "export 21", "export 25"]
-    for step, settings in ((24, {"samples": {"every": 20, "prompts": ["a"]}}), (25, {"export": {"every": 0}})):
+    for step, settings in (
+        (24, {"samples": {"every": 20, "prompts": ["a"]}}),
+        (25, {"export": {"every": 0}}),
+    ):
         other = run_of(**{"steps": 25} | settings)
         for each in (8, 10, 12, 21, step):
             save(other, each)
@@ -104,13 +111,22 @@ def test_spares_owe_validations_but_that_of_the_last_step() -> None:
     run = run_of(steps=20, export={}, validation={"every": 10, "by": "spares"}, workers={"spares": 1})
     for step in (8, 12, 20):
         save(run, step)
-    assert listed(run) == ["validation 12"] and [run.job.validates(step) for step in (10, 12, 20)] == [False, False, True]
+    assert listed(run) == ["validation 12"] and [run.job.validates(step) for step in (10, 12, 20)] == [
+        False,
+        False,
+        True,
+    ]
     (debt,) = owed.debts(run)
     assert owed.stands(run, debt) == (False, 0) and owed.untold(run, ((1, 20),)) == []
     owed.failed(run, debt, Failure("no such thing"))
     assert owed.stands(run, debt) == (False, 1)
-    assert [owed.note_done(run, debt, owed.validated(Validated(0.1, 3), HELD_OUT)) for _ in range(2)] == [True, False]
-    assert owed.stands(run, debt) == (True, 1) and listed(run) == [] and owed.untold(run, ((1, 20),)) == [debt]
+    assert [owed.note_done(run, debt, owed.validated(Validated(0.1, 3), HELD_OUT)) for _ in range(2)] == [
+        True,
+        False,
+    ]
+    assert (
+        owed.stands(run, debt) == (True, 1) and listed(run) == [] and owed.untold(run, ((1, 20),)) == [debt]
+    )
     about = owed.result(run, debt)
     assert owed.found(about) == Validated(0.1, 3) and about["held_out"] == HELD_OUT
     owed.note_told(run, debt)
@@ -119,20 +135,32 @@ def test_spares_owe_validations_but_that_of_the_last_step() -> None:
     control = run_of(steps=20, export={}, validation={"every": 10})
     for step in (8, 12, 20):
         save(control, step)
-    assert listed(control) == [] and [control.job.validates(step) for step in (10, 12, 20)] == [True, False, True]
+    assert listed(control) == [] and [control.job.validates(step) for step in (10, 12, 20)] == [
+        True,
+        False,
+        True,
+    ]
 
 
 def test_what_the_members_validated_at_an_end_is_not_owed_once_the_run_goes_on() -> None:
-    """The run ended at step 20, where its members measured, and gets more steps.  The control: a checkpoint that nobody has validated."""
+    """The run ended at step 20, where its members measured, and gets more steps.  The control: a checkpoint
+    that nobody has validated.
+    """
     run = run_of(steps=20, export={}, validation={"every": 10, "by": "spares"}, workers={"spares": 1})
     for step in (10, 12, 20):
         save(run, step)
     longer = Run(run.job.replace(steps=40), run.store)
 
     def kept() -> set[int]:
-        return {version.step for version, names in look(longer, Keep(last=1), now=0.0).verdict.kept.items() if "owed" in names}
+        return {
+            version.step
+            for version, names in look(longer, Keep(last=1), now=0.0).verdict.kept.items()
+            if "owed" in names
+        }
 
-    assert listed(run) == ["validation 10"] and listed(longer) == ["validation 10", "validation 20"], "the control"
+    assert listed(run) == ["validation 10"] and listed(longer) == ["validation 10", "validation 20"], (
+        "the control"
+    )
     assert kept() == {10, 20}
     row = {"step": 20, "generation": 1, "time": 0.0}
     store_rows(run.store, run.job.name, [{**row, "validation_loss": 0.5, "validation_terms": 3}])
@@ -141,11 +169,15 @@ def test_what_the_members_validated_at_an_end_is_not_owed_once_the_run_goes_on()
 
 
 def test_one_process_that_trains_alone_says_what_it_leaves(tmp_path: Path) -> None:
-    """Nobody validates there for the spares of a cluster.  The controls: the end of a run that owes nothing, and one that gave all up."""
+    """Nobody validates there for the spares of a cluster.  The controls: the end of a run that owes nothing,
+    and one that gave all up.
+    """
     spares: dict[str, Any] = {"validation": {"every": 2, "by": "spares"}, "workers": {"spares": 1}}
     small = {"vocab": 29, "dim": 16, "layers": 2, "heads": 2}
     run = run_of(tmp_path, steps=6, export={}, model_args=small, **spares)
-    assert launch(run.job.replace(steps=3), local=True, show=lambda line: None, branch=True).state == "Finished"
+    assert (
+        launch(run.job.replace(steps=3), local=True, show=lambda line: None, branch=True).state == "Finished"
+    )
     shutil.rmtree(tmp_path / "toy" / "validations")
     asked.begin(again := Run.look(run.job, branch=True), 0, 9)
     assert listed(again) == ["validation 2"]
@@ -187,7 +219,9 @@ def test_the_last_step_settles_nothing_before_it() -> None:
 
 
 def test_l7_the_best_stays_before_the_coordinator_knows_of_it() -> None:
-    """L7: the coordinator asks for a round with the best that it knows.  The control: a worse validation keeps nothing."""
+    """L7: the coordinator asks for a round with the best that it knows.  The control: a worse validation
+    keeps nothing.
+    """
     spares = {"validation": {"every": 10, "by": "spares"}, "workers": {"spares": 1}, "export": {"every": 0}}
     run = run_of(checkpoint={"save_every": 2, "keep_last": 2, "keep_best": True}, **spares)
     versions = [save(run, step) for step in (10, 20, 30, 36)]
@@ -195,7 +229,12 @@ def test_l7_the_best_stays_before_the_coordinator_knows_of_it() -> None:
         owed.note_done(run, Debt(version, owed.VALIDATION), owed.validated(Validated(loss, 1), HELD_OUT))
     asked = Retain(tuple(versions), ((1, 36),), versions[0], ())
     kept = judge(run, run.job.keep(), asked, run.checkpoints.versions(), 0.0).kept
-    assert {version.step: names for version, names in kept.items()} == {36: ("newest", "last"), 30: ("last",), 20: ("best",), 10: ("best",)}
+    assert {version.step: names for version, names in kept.items()} == {
+        36: ("newest", "last"),
+        30: ("last",),
+        20: ("best",),
+        10: ("best",),
+    }
 
 
 def test_l5_another_checkpoint_than_the_best_is_not_taken_in_silence() -> None:
@@ -211,7 +250,10 @@ def test_l5_another_checkpoint_than_the_best_is_not_taken_in_silence() -> None:
     run.checkpoints.remove(versions[0])
     for name, init in (("three", ""), ("four", "toy@best")):
         told = start_of(run.job.replace(name=name, init=init), LATEST if init else "toy@best").begin()
-        assert told.endswith("; the best validation was after step 10, of which there is no checkpoint") and "step 20" in told
+        assert (
+            told.endswith("; the best validation was after step 10, of which there is no checkpoint")
+            and "step 20" in told
+        )
 
 
 def test_only_one_of_two_that_do_the_same_notes_it_and_the_bytes_are_the_same() -> None:
@@ -264,7 +306,9 @@ def test_what_fails_is_counted_and_given_up_aloud(capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.parametrize("damaged", [True, False], ids=["damaged", "the control"])
-def test_a_command_that_could_not_do_what_is_owed_ends_with_1(capsys: pytest.CaptureFixture[str], tmp_path: Path, damaged: bool) -> None:
+def test_a_command_that_could_not_do_what_is_owed_ends_with_1(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, damaged: bool
+) -> None:
     """It says why; nothing is given up yet, so that the list alone is no failure."""
     run = run_of(tmp_path)
     version = save(run, 10)
@@ -276,8 +320,12 @@ def test_a_command_that_could_not_do_what_is_owed_ends_with_1(capsys: pytest.Cap
     assert owed_command.owed(run.job, pay=False) == 0
 
 
-def test_what_was_given_up_is_listed_as_long_as_its_checkpoint_exists(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Nobody can make it any more then.  The command does the rest.  The control: the same before the checkpoint is deleted."""
+def test_what_was_given_up_is_listed_as_long_as_its_checkpoint_exists(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Nobody can make it any more then.  The command does the rest.  The control: the same before the
+    checkpoint is deleted.
+    """
     run = run_of(tmp_path, steps=20, validation={"every": 10, "by": "spares"}, workers={"spares": 1})
     for step in (10, 20):
         save(run, step)
@@ -293,8 +341,12 @@ def test_what_was_given_up_is_listed_as_long_as_its_checkpoint_exists(capsys: py
     assert "export of step 20: " in (out := capsys.readouterr().out) and "validation" not in out
 
 
-def test_what_is_owed_is_what_the_run_has_recorded_whatever_the_job_file_says(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """The files ask for nothing, and for much more.  The control: what the run owes is done, and then nobody lists anything."""
+def test_what_is_owed_is_what_the_run_has_recorded_whatever_the_job_file_says(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """The files ask for nothing, and for much more.  The control: what the run owes is done, and then nobody
+    lists anything.
+    """
     run = run_of(tmp_path / "bucket", checkpoint={"save_every": 2, "keep_last": 2})
     for step in range(8, 30, 2):
         save(run, step)
@@ -303,11 +355,16 @@ def test_what_is_owed_is_what_the_run_has_recorded_whatever_the_job_file_says(ca
     more = run.job.replace(export={"every": 2}, samples={"every": 2, "prompts": ["a"]})
     for job in (nothing, more):
         assert owed_command.owed(job, pay=False) == 0
-        assert [line.split()[1] for line in capsys.readouterr().out.splitlines() if "export" in line] == ["10", "20"]
+        assert [line.split()[1] for line in capsys.readouterr().out.splitlines() if "export" in line] == [
+            "10",
+            "20",
+        ]
         assert checkpoint_commands.ls(job) == 0 and capsys.readouterr().out.count("owed") == 2
         assert checkpoint_commands.show(job, "10") == 0 and "kept by     owed" in capsys.readouterr().out
         assert checkpoint_commands.gc(job, dry_run=True, force=True) == 0
-        deleted = [int(line.split()[1]) for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
+        deleted = [
+            int(line.split()[1]) for line in capsys.readouterr().out.splitlines() if line.startswith("step ")
+        ]
         assert deleted == [8, 12, 14, 16, 18, 22, 24], "10 and 20, and the last two, stay"
         assert "owed: export of step 10, export of step 20" in Absent.of(job).said
         assert report(job, tmp_path / "page.html", None) == 0
@@ -322,12 +379,17 @@ def test_the_best_is_chosen_by_one_rule_and_what_is_no_number_is_never_the_best(
     spares = {"validation": {"every": 10, "by": "spares"}, "workers": {"spares": 1}, "export": {"every": 0}}
     run = run_of(checkpoint={"save_every": 2, "keep_last": 2, "keep_best": True}, **spares)
     versions = [save(run, step) for step in (10, 20, 30, 36)]
-    owed.note_done(run, Debt(versions[1], owed.VALIDATION), owed.validated(Validated(float("nan"), 1), HELD_OUT))
+    owed.note_done(
+        run, Debt(versions[1], owed.VALIDATION), owed.validated(Validated(float("nan"), 1), HELD_OUT)
+    )
     assert best_of(run) is None and "best" not in str(look(run, run.job.keep()).verdict.kept.get(versions[1]))
     with pytest.raises(JobError, match="no validation with a number"):
         start_of(run.job.replace(name="other"), "toy@best")
     owed.note_done(run, Debt(versions[0], owed.VALIDATION), owed.validated(Validated(3.0, 1), HELD_OUT))
-    assert best_of(run) == (versions[0], 3.0, 0) and "best" in look(run, run.job.keep()).verdict.kept[versions[0]]
+    assert (
+        best_of(run) == (versions[0], 3.0, 0)
+        and "best" in look(run, run.job.keep()).verdict.kept[versions[0]]
+    )
 
 
 def test_status_and_the_page_list_what_is_owed_and_what_was_given_up(tmp_path: Path) -> None:
@@ -350,7 +412,10 @@ def test_status_and_the_page_list_what_is_owed_and_what_was_given_up(tmp_path: P
     for number, job in enumerate((run.job, without)):
         assert report(job, tmp_path / f"{number}.html", None) == 0
         pages.append((tmp_path / f"{number}.html").read_text())
-    assert f"Exports and samples: {told}." in pages[0] and pages[0].count("an export, samples or a validation is owed") == 1
+    assert (
+        f"Exports and samples: {told}." in pages[0]
+        and pages[0].count("an export, samples or a validation is owed") == 1
+    )
     assert "Exports and samples" not in pages[1] and "a validation is owed" not in pages[1]
 
 
@@ -371,7 +436,9 @@ def rounds(run: Run, claim: int, step: int) -> list[int]:
     return [each.version.step for each in run.checkpoints.versions() if each.good]
 
 
-def test_l7_what_owes_something_is_kept_until_it_is_done_or_given_up(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_l7_what_owes_something_is_kept_until_it_is_done_or_given_up(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     """L7: the rounds of a coordinator, and the command that deletes.  The control: no export."""
     run = run_of(tmp_path, checkpoint={"save_every": 2, "keep_last": 2})
     claim = run.claim("local")
@@ -379,7 +446,12 @@ def test_l7_what_owes_something_is_kept_until_it_is_done_or_given_up(capsys: pyt
         save(run, step)
     assert rounds(run, claim, 28) == [10, 20, 26, 28]
     assert checkpoint_commands.ls(run.job) == 0 and capsys.readouterr().out.count("owed") == 2
-    assert checkpoint_commands.gc(run.job, dry_run=False, force=True) == 0 and rounds(run, claim, 28) == [10, 20, 26, 28]
+    assert checkpoint_commands.gc(run.job, dry_run=False, force=True) == 0 and rounds(run, claim, 28) == [
+        10,
+        20,
+        26,
+        28,
+    ]
     paid(run, 10)
     for _ in range(3):
         owed.failed(run, Debt(Version(20, 1), "export"), Failure("no such thing"))
@@ -401,13 +473,20 @@ def test_an_export_has_the_bytes_of_the_command(tmp_path: Path) -> None:
     pay(run, run.job, debt)
     assert checkpoint_commands.export(run.job, tmp_path / "by-hand", "10") == 0
     found = owed.result(run, debt)
-    assert [path.name for path in (tmp_path / "bucket" / "toy" / "exports").rglob("*.*")] == ["model.safetensors"], "a part is cleared"
+    assert [path.name for path in (tmp_path / "bucket" / "toy" / "exports").rglob("*.*")] == [
+        "model.safetensors"
+    ], "a part is cleared"
     there, expected = run.store.get(found["place"]), (tmp_path / "by-hand" / "model.safetensors").read_bytes()
-    assert there == expected and (found["bytes"], found["place"]) == (len(there), "toy/exports/000000000010/g1/model.safetensors")
+    assert there == expected and (found["bytes"], found["place"]) == (
+        len(there),
+        "toy/exports/000000000010/g1/model.safetensors",
+    )
 
 
 def test_an_export_that_somebody_else_has_written_counts_if_it_has_the_same_bytes() -> None:
-    """A process dies between the export and its note.  The control: other bytes in its place are an error, and stay."""
+    """A process dies between the export and its note.  The control: other bytes in its place are an error,
+    and stay.
+    """
     run = run_of()
     for step in (10, 20):
         save(run, step)
@@ -448,13 +527,19 @@ def test_progress_is_seen_and_goes_when_it_is_done() -> None:
     (debt,) = owed.debts(run)
     owed.ProgressNote(run, debt)()
     assert owed.progress(run, debt) == (0, 0.0)
-    quick = Run(run.job.model_copy(update={"deadlines": run.job.deadlines.model_copy(update={"wait_s": 0.0})}), run.store)
+    quick = Run(
+        run.job.model_copy(update={"deadlines": run.job.deadlines.model_copy(update={"wait_s": 0.0})}),
+        run.store,
+    )
     progress = owed.ProgressNote(quick, debt)
     found = [(progress(), owed.progress(run, debt)[0])[1] for _ in range(3)]
     assert found == [1, 2, 3]
     assert owed.stands(run, debt) == (False, 0) and listed(run) == ["export 10"]
     paid(run, 10)
-    assert owed.progress(run, debt) == (0, 0.0) and [key for key in run.store.list("toy/owed/") if "done" not in key] == []
+    assert (
+        owed.progress(run, debt) == (0, 0.0)
+        and [key for key in run.store.list("toy/owed/") if "done" not in key] == []
+    )
 
 
 def test_an_export_tells_of_each_part_of_its_work() -> None:
@@ -463,7 +548,9 @@ def test_an_export_tells_of_each_part_of_its_work() -> None:
     save(run, 10)
     told = list[int]()
     for _ in range(2):
-        run.checkpoints.export_model(Version(10, 1), "toy/exports/model.safetensors", lambda: told.append(len(told)))
+        run.checkpoints.export_model(
+            Version(10, 1), "toy/exports/model.safetensors", lambda: told.append(len(told))
+        )
     pieces = 1 + sum(tensor.kind == "parameter" for tensor in run.checkpoints.open(Version(10, 1)).tensors())
     assert len(told) == 2 * pieces + pieces + 1
 
@@ -485,15 +572,41 @@ def test_a_store_knows_beforehand_how_large_an_export_is() -> None:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"export": {"every": 25}}, "export.every = 25 is not a multiple of checkpoint.save_every = 10, .* the nearest are 20 and 30"),
-        ({"samples": {"every": 5, "prompts": ["a"]}}, "samples.every = 5 is not a multiple .* the nearest is 10"),
+        (
+            {"export": {"every": 25}},
+            (
+                "export.every = 25 is not a multiple of checkpoint.save_every = 10, .* "
+                "the nearest are 20 and 30"
+            ),
+        ),
+        (
+            {"samples": {"every": 5, "prompts": ["a"]}},
+            ("samples.every = 5 is not a multiple .* the nearest is 10"),
+        ),
         ({"samples": {"every": 10}}, "samples.every = 10 without samples.prompts"),
-        ({"validation": {"every": 10, "by": "spares"}}, "validation.by = 'spares' with workers.spares = 0: .* set workers.spares to 1"),
-        ({"validation": {"every": 5, "by": "spares"}, "workers": {"spares": 1}}, "validation.every = 5 is not a multiple"),
-        ({"samples": {"prompts": ["a"]}}, r"samples.every = 0 writes nothing, so samples.prompts = \('a',\) has no effect"),
+        (
+            {"validation": {"every": 10, "by": "spares"}},
+            ("validation.by = 'spares' with workers.spares = 0: .* set workers.spares to 1"),
+        ),
+        (
+            {"validation": {"every": 5, "by": "spares"}, "workers": {"spares": 1}},
+            ("validation.every = 5 is not a multiple"),
+        ),
+        (
+            {"samples": {"prompts": ["a"]}},
+            (
+                r"samples.every = 0 writes nothing, so samples.prompts = \('a',\) "
+                r"has no effect"
+            ),
+        ),
     ],
 )
 def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], said: str) -> None:
     with pytest.raises(JobError, match=said):
         toy_job("/bucket", checkpoint={"save_every": 10}, **settings)
-    assert toy_job("/bucket", checkpoint={"save_every": 10}, export={"every": 20}, samples={"every": 10, "prompts": ["a"]})
+    assert toy_job(
+        "/bucket",
+        checkpoint={"save_every": 10},
+        export={"every": 20},
+        samples={"every": 10, "prompts": ["a"]},
+    )

@@ -31,8 +31,18 @@ class Starts:
         self.run = Run.open(toy_job(f"memory://restarts-{next(_numbers)}", watch={"max_restarts": most}))
         self.folder, self.lives = folder, 0
 
-    def start(self, end: State | None = None, *, reaches: int = 0, fruitless: int = 0, saves: int = 0, again: bool = False) -> None:
-        """Starts it.  It commits step ``reaches``, saves step ``saves``, and ends as ``end``; without ``end`` nobody hears of it again."""
+    def start(
+        self,
+        end: State | None = None,
+        *,
+        reaches: int = 0,
+        fruitless: int = 0,
+        saves: int = 0,
+        again: bool = False,
+    ) -> None:
+        """Starts it.  It commits step ``reaches``, saves step ``saves``, and ends as ``end``; without ``end``
+        nobody hears of it again.
+        """
         restarts.check(self.run, again=again)
         self.lives += 1
         incarnation = self.run.claim("host:1", f"life {self.lives}", **restarts.begins(self.run))
@@ -43,10 +53,14 @@ class Starts:
         if end is not None:
             state = RunState.begin(incarnation, 0.0, generation=incarnation)
             lineage = ((incarnation, reaches),) if reaches else ()
-            state = replace(state, state=end, history=replace(state.history, lineage=lineage, fruitless=fruitless))
+            state = replace(
+                state, state=end, history=replace(state.history, lineage=lineage, fruitless=fruitless)
+            )
             before = codec.snapshot(RunState.begin(incarnation, 0.0, generation=incarnation))
             journal = self.run.journal(self.folder / str(incarnation), before)
-            record = codec.record(journal.next, 0.0, Tick(), codec.fold(before, ()), Transition(state, (), ()))
+            record = codec.record(
+                journal.next, 0.0, Tick(), codec.fold(before, ()), Transition(state, (), ())
+            )
             journal.append(record, lambda: codec.snapshot(state), durable=True)
             assert journal.ship(PATIENCE_S)
             journal.close()
@@ -58,7 +72,13 @@ def test_r23_three_restarts_without_a_later_durable_step_are_the_last(tmp_path: 
     starts = Starts(tmp_path)
     for _ in range(4):
         starts.start()
-    with pytest.raises(NoProgress, match=r"started 4 times in a row and saved no step after step 0.*max_restarts = 3.*--again") as caught:
+    with pytest.raises(
+        NoProgress,
+        match=(
+            r"started 4 times in a row and saved no step after step "
+            r"0.*max_restarts = 3.*--again"
+        ),
+    ) as caught:
         starts.start()
     assert caught.value.exit_code == 4
     starts.start(again=True)
@@ -69,7 +89,9 @@ def test_r23_three_restarts_without_a_later_durable_step_are_the_last(tmp_path: 
 
 
 def test_r23_a_step_that_is_saved_counts_anew(tmp_path: Path) -> None:
-    """The control: a run that saves something each time may be restarted for ever; and any run, if the setting says so."""
+    """The control: a run that saves something each time may be restarted for ever; and any run, if the
+    setting says so.
+    """
     starts, endless = Starts(tmp_path), Starts(tmp_path, most=0)
     for step in range(1, 10):
         starts.start(saves=step)
@@ -91,7 +113,9 @@ def test_r23_a_step_that_is_saved_counts_anew(tmp_path: Path) -> None:
     ],
 )
 def test_r23_what_counts(tmp_path: Path, end: State, more: dict[str, int], counts: bool) -> None:
-    """R23: a person mends a fault of the job and starts again; a run that waits for machines costs nothing, and may wait."""
+    """R23: a person mends a fault of the job and starts again; a run that waits for machines costs nothing,
+    and may wait.
+    """
     starts = Starts(tmp_path)
     for _ in range(4):
         starts.start(end, **more)
@@ -112,7 +136,9 @@ def test_r23_a_takeover_is_no_restart_and_older_claims_do_not_count(tmp_path: Pa
 
 
 def test_r23_a_rollback_counts_restarts_anew(tmp_path: Path) -> None:
-    """R23: its durable step is an older one, which is no restart in vain.  The control: without it the next start is refused."""
+    """R23: its durable step is an older one, which is no restart in vain.  The control: without it the next
+    start is refused.
+    """
     starts = Starts(tmp_path)
     starts.start(saves=4)
     starts.start(saves=8)

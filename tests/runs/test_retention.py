@@ -1,4 +1,6 @@
-"""L7: rounds of deletions on a run in its bucket: what is protected, who may delete, and the commands that do."""
+"""L7: rounds of deletions on a run in its bucket: what is protected, who may delete, and the commands that
+do.
+"""
 
 from __future__ import annotations
 
@@ -74,13 +76,17 @@ def test_l7_a_round_marks_and_the_next_one_removes() -> None:
 
 
 def test_l7_what_is_younger_than_the_job_says_stays() -> None:
-    """A save an hour.  A manifest without a time, as older releases wrote them, counts as written with the one after it."""
+    """A save an hour.  A manifest without a time, as older releases wrote them, counts as written with the
+    one after it.
+    """
     saved = Saved(range(1, 2))
     for step in range(2, 11):
         saved.save(Version(step, 1), ((1, step),), 3600.0 * step)
     old = saved.run.checkpoints.manifest(Version(6, 1))
     about = {name: value for name, value in old.about.items() if name != "written_at"}
-    saved.run.store.put(f"{saved.run.checkpoints.folder(Version(6, 1))}/{MANIFEST}", replace(old, about=about).to_bytes())
+    saved.run.store.put(
+        f"{saved.run.checkpoints.folder(Version(6, 1))}/{MANIFEST}", replace(old, about=about).to_bytes()
+    )
     keep, now = Keep(last=2, younger_s=4 * 3600.0), 3600.0 * 10 + 60
     for _ in range(2):
         collect(saved.run, keep, saved.asked(), saved.claim, now)
@@ -98,7 +104,10 @@ def test_l7_a_run_that_starts_again_knows_when_its_checkpoints_were_written() ->
     for step in range(2, 5):
         saved.save(Version(step, 1), ((1, step),), 100.0 * step)
     history = saved.run.standing(2, 1000.0).history
-    assert history.written[1:] == tuple((Version(step, 1), 100.0 * step) for step in (2, 3, 4)) and len(history.written) == 4
+    assert (
+        history.written[1:] == tuple((Version(step, 1), 100.0 * step) for step in (2, 3, 4))
+        and len(history.written) == 4
+    )
     control = Run(saved.run.job.replace(checkpoint={"keep_younger": ""}), saved.run.store)
     assert control.standing(2, 1000.0).history.written == ()
 
@@ -118,7 +127,9 @@ def test_a_save_made_again_at_another_time_is_the_same_save() -> None:
 
 
 def test_l7_what_is_needed_is_never_deleted() -> None:
-    """A branch, what is read or on its way, the best, what is newer than the newest good one, and all of it without a good one."""
+    """A branch, what is read or on its way, the best, what is newer than the newest good one, and all of it
+    without a good one.
+    """
     saved = Saved(range(1, 9))
     write(saved.run.checkpoints, Version(2, 1), STATE, 2)
     write(saved.run.checkpoints, Version(4, 7), STATE, 1)  # begun by a dead generation
@@ -137,7 +148,9 @@ def test_l7_what_is_needed_is_never_deleted() -> None:
 
 
 def test_l7_what_a_branch_needs_stays_off_the_line_too() -> None:
-    """The run has fallen back behind it since.  A branch may also begin between the mark and the removal.  The control is beside it."""
+    """The run has fallen back behind it since.  A branch may also begin between the mark and the removal.
+    The control is beside it.
+    """
     saved = Saved(range(1, 6))
     for step in range(3, 9):
         saved.save(Version(step, 2), ((1, 2), (2, step)))
@@ -158,7 +171,11 @@ def test_l7_what_a_fall_back_abandoned_is_collected_once_the_run_has_passed_it()
     line = extended(((1, 3),), Version(5, 2))
     saved.save(Version(5, 2), line)
     saved.rounds()
-    assert [each.version for each in saved.run.checkpoints.versions()] == [Version(3, 1), Version(5, 2), Version(6, 1)]
+    assert [each.version for each in saved.run.checkpoints.versions()] == [
+        Version(3, 1),
+        Version(5, 2),
+        Version(6, 1),
+    ]
     saved.save(Version(7, 2), extended(line, Version(7, 2)))
     saved.rounds()
     assert [each.version for each in saved.run.checkpoints.versions()] == [Version(5, 2), Version(7, 2)]
@@ -194,14 +211,21 @@ def test_a_bucket_that_refuses_is_said_once_and_tried_again() -> None:
     rounds = Retention(run, saved.claim, said.append)
     for _ in range(3):
         rounds.round(saved.asked())
-    assert len(said) == 1 and "could not be deleted" in said[0] and "503" in said[0] and saved.steps() == [1, 2, 3, 4, 5, 6]
+    assert (
+        len(said) == 1
+        and "could not be deleted" in said[0]
+        and "503" in said[0]
+        and saved.steps() == [1, 2, 3, 4, 5, 6]
+    )
     store.down = False
     rounds.round(saved.asked())
     assert saved.steps() == [5, 6] and len(said) == 1
 
 
 def test_l7_an_owner_that_dies_in_the_middle_of_a_deletion_leaves_it_to_the_next() -> None:
-    """Each call that writes or deletes is the last one of its owner; the next owner's newest one is as good, and it ends the deletion."""
+    """Each call that writes or deletes is the last one of its owner; the next owner's newest one is as good,
+    and it ends the deletion.
+    """
 
     class Dies(Forwarding):
         left = 0
@@ -248,7 +272,9 @@ def test_l7_five_hundred_saves_leave_a_bounded_bucket() -> None:
             write(saved.run.checkpoints, Version(step, 9), STATE, 3)
         collect(saved.run, Keep(last=3, every=200), saved.asked(), saved.claim)
         sizes.append(len(saved.run.store.list(f"{saved.run.job.name}/steps/")))
-    assert max(sizes[250:]) <= max(sizes[:50]) + 2 * 3, "what grows is one checkpoint of three objects in 200 steps"
+    assert max(sizes[250:]) <= max(sizes[:50]) + 2 * 3, (
+        "what grows is one checkpoint of three objects in 200 steps"
+    )
     assert saved.good() == [200, 400, 499, 500, 501]
 
 
@@ -262,7 +288,9 @@ def ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tupl
     def make(steps: int = 6, **settings: object) -> tuple[Run, list[str]]:
         run, said = Run.open(toy_job(tmp_path / "bucket", **settings)), list[str]()
         for step in range(1, steps + 1):
-            run.commit(Version(step, 1), write(run.checkpoints, Version(step, 1), STATE, 1), ((1, step),), Layout())
+            run.commit(
+                Version(step, 1), write(run.checkpoints, Version(step, 1), STATE, 1), ((1, step),), Layout()
+            )
         run.claim("local")
         monkeypatch.setattr(checkpoint_commands, "say", lambda text, *style: said.append(text))
         return run, said
@@ -273,7 +301,11 @@ def ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tupl
 def test_l7_rm_deletes_one_and_refuses_what_is_needed(ended: Callable[..., tuple[Run, list[str]]]) -> None:
     run, said = ended()
     branches.begin(run.branches, run.job.replace(steps=99), run.job, Version(3, 1), 0.0)
-    for step, why in ((6, "the newest good checkpoint"), (3, "branch 2 of toy goes on from there"), (9, "has no checkpoint of that step")):
+    for step, why in (
+        (6, "the newest good checkpoint"),
+        (3, "branch 2 of toy goes on from there"),
+        (9, "has no checkpoint of that step"),
+    ):
         with pytest.raises(JobError, match=rf"--step {step}\b.*{why}"):
             checkpoint_commands.rm(run.job, str(step), force=False)
     assert len(run.checkpoints.versions()) == 6
@@ -285,7 +317,9 @@ def test_l7_rm_deletes_one_and_refuses_what_is_needed(ended: Callable[..., tuple
 def test_rm_deletes_the_checkpoint_of_the_present_line_and_one_that_was_left_behind_when_it_is_named(
     ended: Callable[..., tuple[Run, list[str]]],
 ) -> None:
-    """A rewind to step 2 has left behind steps 3 to 6 of generation 1, and the run has made 3 and 4 again.  The judge is the folders."""
+    """A rewind to step 2 has left behind steps 3 to 6 of generation 1, and the run has made 3 and 4 again.
+    The judge is the folders.
+    """
     run, said = ended()
     branches.begin(run.branches, run.job, run.job, Version(2, 1), 0.0, until=1)
     for step in (3, 4):
@@ -298,7 +332,11 @@ def test_rm_deletes_the_checkpoint_of_the_present_line_and_one_that_was_left_beh
     assert there() == ["1.1", "2.1", "3.1", "4.1", "4.2", "5.1", "6.1"]
     told = "what toy has left behind stays: step 3 of generation 1 (--step 3.1); name one so to delete it"
     assert said == ["step 3 of generation 2 is deleted", told]
-    for named, gone in (("3.1", "step 3 of generation 1"), ("4.1", "step 4 of generation 1"), ("6.1", "step 6 of generation 1")):
+    for named, gone in (
+        ("3.1", "step 3 of generation 1"),
+        ("4.1", "step 4 of generation 1"),
+        ("6.1", "step 6 of generation 1"),
+    ):
         assert checkpoint_commands.rm(run.job, named, force=False) == 0 and said[-1] == f"{gone} is deleted"
     assert there() == ["1.1", "2.1", "4.2", "5.1"] and run.newest() == Version(4, 2)
     write(run.checkpoints, Version(9, 2), STATE, 1)
@@ -324,7 +362,12 @@ def test_a_checkpoint_that_was_left_behind_can_be_looked_at_when_it_is_named(
     run, said = ended()
     branches.begin(run.branches, run.job, run.job, Version(2, 1), 0.0, until=1)
     run.commit(Version(3, 2), write(run.checkpoints, Version(3, 2), STATE, 1), ((1, 2), (2, 3)), Layout())
-    for named, version in (("5.1", Version(5, 1)), ("3.1", Version(3, 1)), ("3", Version(3, 2)), (None, Version(3, 2))):
+    for named, version in (
+        ("5.1", Version(5, 1)),
+        ("3.1", Version(3, 1)),
+        ("3", Version(3, 2)),
+        (None, Version(3, 2)),
+    ):
         assert checkpoint_commands.show(run.job, named) == 0
         assert str(version) in said
         said.clear()
@@ -352,7 +395,9 @@ def test_ls_says_for_which_run_a_checkpoint_that_was_left_behind_stays(
     forks.make_sure(run.store, other, origin)
     assert checkpoint_commands.ls(run.job) == 0
     rows = [line.split("│") for line in capsys.readouterr().out.splitlines() if line.startswith("│")]
-    kept = {(int(row[1]), int(row[2])): " ".join(row[-2].split()) for row in rows if row[1].strip().isdecimal()}
+    kept = {
+        (int(row[1]), int(row[2])): " ".join(row[-2].split()) for row in rows if row[1].strip().isdecimal()
+    }
     assert kept[5, 1] == "run 'f'" and kept[4, 1] == kept[6, 1] == "" and "branch" in kept[2, 1]
 
 
@@ -368,7 +413,9 @@ class Refuses(Forwarding):
 def test_a_bucket_without_room_for_a_mark_names_a_folder_that_may_go(
     ended: Callable[..., tuple[Run, list[str]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The judge is the run once that folder was removed.  The control: another failure of the bucket is told as it is."""
+    """The judge is the run once that folder was removed.  The control: another failure of the bucket is told
+    as it is.
+    """
     run, _ = ended(checkpoint={"keep_last": 2})
     full, opened = Refuses(run.store), ObjectStore.open
     for command in (
@@ -382,7 +429,12 @@ def test_a_bucket_without_room_for_a_mark_names_a_folder_that_may_go(
         found = re.search(r"by hand \((.*)\)", str(refused.value))
         assert found is not None
         shutil.rmtree(found[1])
-    assert [each.version.step for each in run.checkpoints.versions()] == [3, 4, 5, 6] and run.newest() == Version(6, 1)
+    assert [each.version.step for each in run.checkpoints.versions()] == [
+        3,
+        4,
+        5,
+        6,
+    ] and run.newest() == Version(6, 1)
     full.why = Unavailable
     monkeypatch.setattr(ObjectStore, "open", lambda url: full)
     with pytest.raises(Unavailable):
@@ -394,10 +446,16 @@ def test_l7_gc_applies_the_rules_and_collects_orphans(ended: Callable[..., tuple
     write(run.checkpoints, Version(2, 8), STATE, 1)
     run.checkpoints.mark(Version(1, 1), "a round that was the last of its coordinator")
     every = checkpoint_commands.gc(run.job.replace(checkpoint={"keep_last": 0}), dry_run=True, force=False)
-    assert every == 0 and said[-1] == "2 would be deleted, 5 kept; checkpoint.keep_last = 0 keeps all that are complete"
+    assert every == 0 and said[-1] == (
+        "2 would be deleted, 5 kept; checkpoint.keep_last = 0 keeps all that are complete"
+    )
     said.clear()
     folder = Path(run.job.bucket) / run.job.name
-    dead = [folder / f"steps/{6:012d}/g1/{PARTIAL}0", folder / f"metrics/{PARTIAL}1", folder / f"steps/{7:012d}"]
+    dead = [
+        folder / f"steps/{6:012d}/g1/{PARTIAL}0",
+        folder / f"metrics/{PARTIAL}1",
+        folder / f"steps/{7:012d}",
+    ]
     for path in dead:
         path.parent.mkdir(exist_ok=True)
         path.mkdir() if path.parent.name == "steps" else path.write_bytes(b"half")
@@ -419,15 +477,22 @@ def test_l7_gc_applies_the_rules_and_collects_orphans(ended: Callable[..., tuple
 def test_l7_a_run_that_may_live_is_left_alone(ended: Callable[..., tuple[Run, list[str]]]) -> None:
     run, _ = ended(checkpoint={"keep_last": 2})
     run.claim("127.0.0.1:1", "a cluster that cannot be reached")
-    for command in (lambda force: checkpoint_commands.rm(run.job, "1", force), lambda force: checkpoint_commands.gc(run.job, False, force)):
-        with pytest.raises(PlatformGaveUp, match=r"has told no end, and its cluster on this machine.*--force"):
+    for command in (
+        lambda force: checkpoint_commands.rm(run.job, "1", force),
+        lambda force: checkpoint_commands.gc(run.job, False, force),
+    ):
+        with pytest.raises(
+            PlatformGaveUp, match=r"has told no end, and its cluster on this machine.*--force"
+        ):
             command(False)
     assert len(run.checkpoints.versions()) == 6
     assert checkpoint_commands.gc(run.job, dry_run=False, force=True) == 0
     assert len(run.checkpoints.versions()) == 2
 
 
-def test_a_command_ends_when_the_run_begins_again(ended: Callable[..., tuple[Run, list[str]]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_ends_when_the_run_begins_again(
+    ended: Callable[..., tuple[Run, list[str]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     run, _ = ended(checkpoint={"keep_last": 2})
     mark = Checkpoints.mark
 
@@ -441,19 +506,33 @@ def test_a_command_ends_when_the_run_begins_again(ended: Callable[..., tuple[Run
     assert len(run.checkpoints.versions()) == 6
 
 
-def test_ls_says_what_keeps_a_checkpoint(ended: Callable[..., tuple[Run, list[str]]], capsys: pytest.CaptureFixture[str]) -> None:
+def test_ls_says_what_keeps_a_checkpoint(
+    ended: Callable[..., tuple[Run, list[str]]], capsys: pytest.CaptureFixture[str]
+) -> None:
     run, said = ended(checkpoint={"keep_last": 2, "keep_every": 3})
     run.checkpoints.mark(Version(1, 1), "a test")
     times = {
-        str(step): str(datetime.fromtimestamp(run.checkpoints.manifest(Version(step, 1)).written_at).replace(microsecond=0))
+        str(step): str(
+            datetime.fromtimestamp(run.checkpoints.manifest(Version(step, 1)).written_at).replace(
+                microsecond=0
+            )
+        )
         for step in range(1, 7)
     }
     assert checkpoint_commands.ls(run.job) == 0
-    rows = [re.split(r" *│ *", line)[1:-1] for line in capsys.readouterr().out.splitlines() if line.startswith("│")]
+    rows = [
+        re.split(r" *│ *", line)[1:-1]
+        for line in capsys.readouterr().out.splitlines()
+        if line.startswith("│")
+    ]
     found = {row[0]: (row[6], row[7]) for row in rows}
     assert {row[0]: row[5] for row in rows} == {step: at[:16] for step, at in times.items()}
     assert checkpoint_commands.show(run.job, "2") == 0 and said[:2] == ["step 2 of generation 1", times["2"]]
-    assert found["1"] == ("being deleted", "") and found["2"] == ("complete", "") and found["3"] == ("complete", "every")
+    assert (
+        found["1"] == ("being deleted", "")
+        and found["2"] == ("complete", "")
+        and found["3"] == ("complete", "every")
+    )
     assert found["5"] == ("complete", "last") and found["6"] == ("newest complete", "last, every")
     assert ObjectStore.open(run.job.bucket).exists(f"{run.checkpoints.folder(Version(2, 1))}/MANIFEST.json")
 
@@ -464,11 +543,23 @@ def test_ls_says_what_keeps_a_checkpoint(ended: Callable[..., tuple[Run, list[st
         ({"keep_last": 1}, 0, "keep_last = 1 leaves nothing to go on from .* set it to 2 or more, or to 0"),
         ({"keep_every": 500}, 0, "keep_every = 500 with checkpoint.keep_last = 0, which keeps all"),
         ({"keep_younger": "24h"}, 0, "keep_younger = '24h' with checkpoint.keep_last = 0, which keeps all"),
-        ({"keep_last": 2, "keep_younger": "a day"}, 0, "keep_younger = 'a day'.*must be a time with its unit .*as '24h', '90m' or '7d'"),
+        (
+            {"keep_last": 2, "keep_younger": "a day"},
+            0,
+            ("keep_younger = 'a day'.*must be a time with its unit .*as '24h', '90m' or '7d'"),
+        ),
         ({"keep_last": 2, "keep_younger": "0h"}, 0, "must be a time with its unit"),
         ({"keep_best": True}, 100, "keep_best = true with checkpoint.keep_last = 0, which keeps all"),
-        ({"keep_last": 2, "keep_best": True}, 0, "keep_best = true with validation.every = 0: only what is both validated and saved"),
-        ({"keep_last": 2, "keep_best": True, "save_every": 40}, 100, "a multiple of checkpoint.save_every = 40"),
+        (
+            {"keep_last": 2, "keep_best": True},
+            0,
+            ("keep_best = true with validation.every = 0: only what is both validated and saved"),
+        ),
+        (
+            {"keep_last": 2, "keep_best": True, "save_every": 40},
+            100,
+            ("a multiple of checkpoint.save_every = 40"),
+        ),
     ],
 )
 def test_rules_that_cannot_work_are_refused(checkpoint: dict[str, object], validated: int, said: str) -> None:
@@ -476,8 +567,20 @@ def test_rules_that_cannot_work_are_refused(checkpoint: dict[str, object], valid
         toy_job("/bucket", checkpoint=checkpoint, validation={"every": validated} if validated else {})
     good = toy_job(
         "/bucket",
-        checkpoint={"save_every": 50, "keep_last": 2, "keep_every": 500, "keep_best": True, "keep_younger": "1.5h"},
+        checkpoint={
+            "save_every": 50,
+            "keep_last": 2,
+            "keep_every": 500,
+            "keep_best": True,
+            "keep_younger": "1.5h",
+        },
         validation={"every": 100},
     )
     assert good.keep() == good.rules().keep == Keep(2, 500, best=True, younger_s=5400.0), "the control"
-    assert [seconds_of(text) for text in ("", "30s", "90m", "24h", "7d")] == [0.0, 30.0, 5400.0, 86400.0, 604800.0]
+    assert [seconds_of(text) for text in ("", "30s", "90m", "24h", "7d")] == [
+        0.0,
+        30.0,
+        5400.0,
+        86400.0,
+        604800.0,
+    ]

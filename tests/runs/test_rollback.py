@@ -29,10 +29,14 @@ from tests.storage.states import write
 from tests.support.job_file import to_toml
 
 
-def test_g2_a_run_that_diverged_is_rolled_back_and_recovers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """G2: from step 12 on the rate is absurd; `--to auto` finds the last good checkpoint before it by itself, and the loss comes back.
+def test_g2_a_run_that_diverged_is_rolled_back_and_recovers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """G2: from step 12 on the rate is absurd; `--to auto` finds the last good checkpoint before it by itself,
+    and the loss comes back.
 
-    The controls: before the divergence there is nothing to find, and without the roll-back the loss does not come back.
+    The controls: before the divergence there is nothing to find, and without the roll-back the loss does not
+    come back.
     """
     settings = {"steps": 12, "optim": {"lr": 3e-3}}
     trained(job_of(tmp_path, **settings))
@@ -46,10 +50,18 @@ def test_g2_a_run_that_diverged_is_rolled_back_and_recovers(tmp_path: Path, caps
     losses = {int(row["step"]): row["loss"] for row in rows_of(run)}
     assert min(losses[step] for step in range(15, 21)) > 2 * losses[12], "it diverged, and did not come back"
     path.write_text(to_toml(job_of(tmp_path, **absurd)))
-    assert main(["rollback", str(path), "--steps", "20", "--optim.lr", "30", "--to", "auto", "--lr-scale", "1e-4"]) == 0
+    assert (
+        main(
+            ["rollback", str(path), "--steps", "20", "--optim.lr", "30", "--to", "auto", "--lr-scale", "1e-4"]
+        )
+        == 0
+    )
     out = capsys.readouterr().out
     said = " ".join(out.split())
-    assert "branch 3 of run goes on from step 12: optim.lr = 30.0 before and 0.003 now; it abandons 8 steps, 13 to 20" in said
+    assert (
+        "branch 3 of run goes on from step 12: optim.lr = 30.0 before and 0.003 now; it abandons 8 "
+        "steps, 13 to 20"
+    ) in said
     assert f"`elastic train {path} --steps 20 --optim.lr 0.003` goes on with it" in said
     assert main(["train", str(path), "--local", "--optim.lr", "0.003"]) == 0
     rows = {int(row["step"]): row for row in rows_of(run)}
@@ -59,8 +71,13 @@ def test_g2_a_run_that_diverged_is_rolled_back_and_recovers(tmp_path: Path, caps
     capsys.readouterr()
     assert main(["runs", str(path)]) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert "run: step 20 of 20, Finished" in shown and "branch 3 from step 12: optim.lr = 30.0 → 0.003, abandons 8 steps, 13 to 20" in shown
-    assert re.search(r"branch 2 from step 12: .*? → 20 ", shown), "the control: it went on from the newest step, and abandoned none"
+    assert (
+        "run: step 20 of 20, Finished" in shown
+        and ("branch 3 from step 12: optim.lr = 30.0 → 0.003, abandons 8 steps, 13 to 20") in shown
+    )
+    assert re.search(r"branch 2 from step 12: .*? → 20 ", shown), (
+        "the control: it went on from the newest step, and abandoned none"
+    )
 
 
 @pytest.mark.parametrize(
@@ -69,26 +86,50 @@ def test_g2_a_run_that_diverged_is_rolled_back_and_recovers(tmp_path: Path, caps
         (0, 1, "--to auto: the losses of fork do not diverge"),
         (23, 0, "branch 2 of fork goes on from step 21"),
         (22, 0, "branch 2 of fork goes on from step 20"),
-        (21, 0, "was forked from step 20 of generation 1 of run, and has nothing before that; if it diverges from there again, "),
-        (15, 1, "diverged before; `elastic train JOB --name OTHER --resume run@STEP` forks again, from step 13 or before"),
+        (
+            21,
+            0,
+            (
+                "was forked from step 20 of generation 1 of run, and has nothing before that; if it "
+                "diverges from there again, "
+            ),
+        ),
+        (
+            15,
+            1,
+            (
+                "diverged before; `elastic train JOB --name OTHER --resume run@STEP` forks again, from step "
+                "13 or before"
+            ),
+        ),
     ],
     ids=("never", "later", "second", "first", "in the origin"),
 )
 def test_g2_what_diverges_soon_after_a_fork_is_seen_by_the_losses_before(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], first: int, code: int, says: str
 ) -> None:
-    """G2: the steps of a fork alone are too few to say what is usual.  ``first`` is the first step with a strange loss.
+    """G2: the steps of a fork alone are too few to say what is usual.  ``first`` is the first step with a
+    strange loss.
 
-    The judge is one run of these losses: where it is rolled back to, so is the fork, if it has a checkpoint there.
+    The judge is one run of these losses: where it is rolled back to, so is the fork, if it has a checkpoint
+    there.
     """
 
     def made(name: str, last: int, generation: int, since: int, lineage: Lineage) -> Run:
         run = Run.find(job_of(tmp_path, name, 30))
-        losses = {step: 40.0 + step if 0 < first <= step else 2.0 + step % 3 / 100 for step in range(since, last + 1)}
+        losses = {
+            step: 40.0 + step if 0 < first <= step else 2.0 + step % 3 / 100
+            for step in range(since, last + 1)
+        }
         row = {"generation": generation, "time": 0.0, "norm": 1.0}
         store_rows(run.store, name, [{"step": step, "loss": loss, **row} for step, loss in losses.items()])
         for version in (Version(step, generation) for step in losses if step >= 20):
-            run.commit(version, write(run.checkpoints, version, STATE, 1), (*lineage, (generation, version.step)), Layout())
+            run.commit(
+                version,
+                write(run.checkpoints, version, STATE, 1),
+                (*lineage, (generation, version.step)),
+                Layout(),
+            )
         run.claim("local")
         return run
 
@@ -106,8 +147,11 @@ def test_g2_what_diverges_soon_after_a_fork_is_seen_by_the_losses_before(
         assert branch_commands.before_divergence(Run.find(job_of(tmp_path))).step == first - 2
 
 
-def test_g2_the_line_that_a_roll_back_prints_goes_on_with_the_branch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """G2: it has options for all in which the file and the line differ from the branch.  The control: without them `train` refuses.
+def test_g2_the_line_that_a_roll_back_prints_goes_on_with_the_branch(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """G2: it has options for all in which the file and the line differ from the branch.  The control: without
+    them `train` refuses.
 
     What no option can say is named.
     """
@@ -121,14 +165,33 @@ def test_g2_the_line_that_a_roll_back_prints_goes_on_with_the_branch(tmp_path: P
     line = re.search("`elastic (train .*)` goes on with it", capsys.readouterr().out)
     begun = Run.find(job_of(tmp_path / "bucket")).branches.job()
     assert begun["checkpoint"]["save_every"] == 2, "the free settings are those of the file"
-    assert line is not None and "--optim.lr 0.02" in line[1] and "--steps 6" in line[1] and "--steps 5" not in line[1]
-    assert main(["train", str(path), "--local"]) == 1 and "optim.lr = 0.02 there and 0.01 here" in capsys.readouterr().out
-    assert main([*shlex.split(line[1]), "--local"]) == 0 and Run.find(job_of(tmp_path / "bucket")).job.optim.betas == (0.8, 0.9)
-    path.write_text(to_toml(job_of(tmp_path / "bucket", steps=6, optim={"lr": 0.02, "betas": [0.8, 0.9]}, data={"weights": [1.0]})))
+    assert (
+        line is not None
+        and "--optim.lr 0.02" in line[1]
+        and "--steps 6" in line[1]
+        and "--steps 5" not in line[1]
+    )
+    assert (
+        main(["train", str(path), "--local"]) == 1
+        and "optim.lr = 0.02 there and 0.01 here" in capsys.readouterr().out
+    )
+    assert main([*shlex.split(line[1]), "--local"]) == 0 and Run.find(
+        job_of(tmp_path / "bucket")
+    ).job.optim.betas == (0.8, 0.9)
+    path.write_text(
+        to_toml(
+            job_of(
+                tmp_path / "bucket", steps=6, optim={"lr": 0.02, "betas": [0.8, 0.9]}, data={"weights": [1.0]}
+            )
+        )
+    )
     capsys.readouterr()
     assert main(["rollback", str(path), "--to", "2"]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert f"`elastic train {path}` goes on with it once job.toml has data.dataset = " in said and said.endswith("data.weights = []")
+    assert (
+        f"`elastic train {path}` goes on with it once job.toml has data.dataset = " in said
+        and said.endswith("data.weights = []")
+    )
 
 
 def guarded(step: int, steps: int, token: str) -> float:
@@ -159,14 +222,34 @@ def test_g2_a_roll_back_and_a_branch_show_no_secret(
         assert main(line) == code
         said += " ".join(capsys.readouterr().out.split())
     name, hidden = "schedule.args.token", "(not shown)"
-    assert f"{name} = {hidden} there and {hidden} here" in said and f"{name} = {hidden} before and {hidden} now" in said
-    assert f"{name} = {hidden} → {hidden}" in said and "optim.lr = 0.01 → 0.02" in said and "hush" not in said, said
-    hint = re.search(rf"`elastic train {path}( [^`]*)` goes on with it [(]write ([^`]*) into the job file, too[)]", said)
-    assert hint is not None and f" --{name}" in hint[1] and " --optim.lr 0.02" in hint[1] and f"{name} = {hidden}" in hint[2], said
+    assert (
+        f"{name} = {hidden} there and {hidden} here" in said
+        and (f"{name} = {hidden} before and {hidden} now") in said
+    )
+    assert (
+        f"{name} = {hidden} → {hidden}" in said and "optim.lr = 0.01 → 0.02" in said and "hush" not in said
+    ), said
+    hint = re.search(
+        (
+            rf"`elastic train {path}( [^`]*)` goes on with it [(]write ([^`]*) into the job file, "
+            r"too[)]"
+        ),
+        said,
+    )
+    assert (
+        hint is not None
+        and f" --{name}" in hint[1]
+        and " --optim.lr 0.02" in hint[1]
+        and f"{name} = {hidden}" in hint[2]
+    ), said
 
 
-def test_g2_the_run_of_a_notebook_goes_on_there_after_a_roll_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """G2: the sentence has what must be the same, also from earlier branches.  The control: with other settings `launch` refuses."""
+def test_g2_the_run_of_a_notebook_goes_on_there_after_a_roll_back(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """G2: the sentence has what must be the same, also from earlier branches.  The control: with other
+    settings `launch` refuses.
+    """
     objects = test_objects.cell()
 
     def notebook(**settings: Any) -> Job:
@@ -180,10 +263,15 @@ def test_g2_the_run_of_a_notebook_goes_on_there_after_a_roll_back(tmp_path: Path
     capsys.readouterr()
     assert main(["rollback", str(path), "--to", "4"]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "launch(Job(...)) with steps = 6 goes on with it, in the script or notebook that has its objects (object:build, " in said
+    assert (
+        "launch(Job(...)) with steps = 6 goes on with it, in the script or notebook that has its objects "
+        "(object:build, "
+    ) in said
     assert "elastic train" not in said
     begun = Run.find(notebook()).branches.job()
-    assert begun["checkpoint"]["save_every"] == 2, "the file names no free settings, so they are those of before"
+    assert begun["checkpoint"]["save_every"] == 2, (
+        "the file names no free settings, so they are those of before"
+    )
     assert main(["rollback", str(path), "--to", "2", "--lr-scale", "0.5"]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert f"launch(Job(...)) with steps = 6, optim.lr = {rate / 2!r} goes on with it" in said
@@ -201,7 +289,9 @@ def test_g2_the_run_of_a_notebook_goes_on_there_after_a_roll_back(tmp_path: Path
     ],
     ids=str,
 )
-def test_a_roll_back_that_cannot_be_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], says: str) -> None:
+def test_a_roll_back_that_cannot_be_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], says: str
+) -> None:
     run = Run.open(job_of(tmp_path))
     run.commit(Version(2, 1), write(run.checkpoints, Version(2, 1), STATE, 1), ((1, 2),), Layout())
     run.claim("local")
@@ -212,8 +302,11 @@ def test_a_roll_back_that_cannot_be_is_refused(tmp_path: Path, capsys: pytest.Ca
     assert run.branches.every() == []
 
 
-def test_what_was_abandoned_is_told_by_each_command_that_meets_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The numbers of gc add up to what ls lists, and what it advises deletes the abandoned ones and no others.
+def test_what_was_abandoned_is_told_by_each_command_that_meets_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The numbers of gc add up to what ls lists, and what it advises deletes the abandoned ones and no
+    others.
 
     The controls: before the roll-back nothing is abandoned, and `--resume STEP` says what it abandons, too.
     """
@@ -228,13 +321,21 @@ def test_what_was_abandoned_is_told_by_each_command_that_meets_it(tmp_path: Path
     said("train", "JOB", "--local")
     dry = ("checkpoint", "gc", "JOB", "--dry-run")
     assert said(*dry) == "0 would be deleted, 4 kept; checkpoint.keep_last = 0 keeps all that are complete"
-    assert "goes on from step 0: its settings stay; it abandons 8 steps, 1 to 8" in said("rollback", "JOB", "--to", "0")
-    assert "has left behind step 6 of generation 1 (--step 6.1)" in said("checkpoint", "rm", "JOB", "--step", "6", code=1)
-    assert "makes the steps 1 to 8, and its newest checkpoint is of step 0" in said("rerun", "JOB", "--step", "1000", code=1)
+    assert "goes on from step 0: its settings stay; it abandons 8 steps, 1 to 8" in said(
+        "rollback", "JOB", "--to", "0"
+    )
+    assert "has left behind step 6 of generation 1 (--step 6.1)" in said(
+        "checkpoint", "rm", "JOB", "--step", "6", code=1
+    )
+    assert "makes the steps 1 to 8, and its newest checkpoint is of step 0" in said(
+        "rerun", "JOB", "--step", "1000", code=1
+    )
     assert "no good checkpoint at step 6" in (refused := said("rollback", "JOB", "--to", "6", code=1))
     assert refused.endswith("there are: none; it has left behind 6.1"), refused
     said("train", "JOB", "--local")
-    assert "goes on from step 6: its settings stay; it abandons 2 steps, 7 to 8" in said("train", "JOB", "--local", "--resume", "6")
+    assert "goes on from step 6: its settings stay; it abandons 2 steps, 7 to 8" in said(
+        "train", "JOB", "--local", "--resume", "6"
+    )
     told = said(*dry)
     run = Run.find(job)
     good, there = [each.step for each in resume.saved(run)], len(run.checkpoints.versions())
@@ -243,19 +344,31 @@ def test_what_was_abandoned_is_told_by_each_command_that_meets_it(tmp_path: Path
     fix = f"`elastic checkpoint gc {path} --checkpoint.keep-last 4` deletes"
     assert f"of abandoned branches, of steps 2 to 8: nothing goes on from them; {fix}" in told
     said("checkpoint", "gc", "JOB", "--checkpoint.keep-last", "4")
-    assert [each.version.step for each in run.checkpoints.versions()] == good == [each.step for each in resume.saved(run)]
+    assert (
+        [each.version.step for each in run.checkpoints.versions()]
+        == good
+        == [each.step for each in resume.saved(run)]
+    )
     assert said(*dry) == "0 would be deleted, 4 kept; checkpoint.keep_last = 0 keeps all that are complete"
     said("rollback", "JOB", "--to", "2")
     told = said(*dry)
-    assert "0 would be deleted, 1 kept" in told and "besides, 2 of abandoned branches, of steps 4 to 8" in told
-    assert "besides, 1 of abandoned branches from which a later branch or a fork went on" in told, "step 6, of branch 3"
+    assert (
+        "0 would be deleted, 1 kept" in told and "besides, 2 of abandoned branches, of steps 4 to 8" in told
+    )
+    assert "besides, 1 of abandoned branches from which a later branch or a fork went on" in told, (
+        "step 6, of branch 3"
+    )
 
 
 def test_l5_the_runs_of_a_bucket_are_a_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """L5: branches below their run, forks and warm starts below the branch that they come from, and what cannot be read says so."""
+    """L5: branches below their run, forks and warm starts below the branch that they come from, and what
+    cannot be read says so.
+    """
     store, run = ObjectStore.open(str(tmp_path)), Run.open(job_of(tmp_path))
     for step in (2, 4):
-        run.commit(Version(step, 1), write(run.checkpoints, Version(step, 1), STATE, 1), ((1, step),), Layout())
+        run.commit(
+            Version(step, 1), write(run.checkpoints, Version(step, 1), STATE, 1), ((1, step),), Layout()
+        )
     branches.begin(run.branches, job_of(tmp_path, steps=9), run.job, Version(4, 1), time.time() - 7200)
     forks.begin(store, job_of(tmp_path, "fork"), Origin("run", Version(2, 1)), {})
     forks.begin(store, job_of(tmp_path, "child"), Origin("fork", Version(2, 1)), {})
@@ -284,5 +397,10 @@ def test_l5_the_runs_of_a_bucket_are_a_tree(tmp_path: Path, monkeypatch: pytest.
         said.clear()
         assert main(["runs", str(tmp_path / "job.toml"), "--name", name]) == 0 and said == one != all_
     said.clear()
-    assert main(["runs", str(tmp_path), "--name", "nobody"]) == 1 == main(["runs", str(tmp_path), "--nane", "run"]) and not said
+    assert (
+        main(["runs", str(tmp_path), "--name", "nobody"])
+        == 1
+        == main(["runs", str(tmp_path), "--nane", "run"])
+        and not said
+    )
     assert main(["runs", str(tmp_path / "empty")]) == 1

@@ -31,7 +31,9 @@ class Counted(Forwarding):
 
 
 def requests_of_rounds(checkpoints: int, **keep: object) -> list[int]:
-    """Returns the requests of two rounds, each after a save, in a run that has had so many ``checkpoints`` and a round before."""
+    """Returns the requests of two rounds, each after a save, in a run that has had so many ``checkpoints``
+    and a round before.
+    """
     saved = Saved(
         range(1, checkpoints + 1),
         checkpoint={"keep_last": checkpoints, "save_every": 1, **keep},
@@ -61,14 +63,23 @@ KEEPS = {
 
 
 @pytest.mark.parametrize("keep", KEEPS.values(), ids=KEEPS)
-def test_a_round_asks_no_more_of_a_bucket_in_which_a_thousand_checkpoints_are_kept(keep: dict[str, object]) -> None:
-    """It asked for each of them five times after each save.  The control: a round that knows nothing yet looks at all of them."""
+def test_a_round_asks_no_more_of_a_bucket_in_which_a_thousand_checkpoints_are_kept(
+    keep: dict[str, object],
+) -> None:
+    """It asked for each of them five times after each save.  The control: a round that knows nothing yet
+    looks at all of them.
+    """
     few, many = requests_of_rounds(10, **keep), requests_of_rounds(1000, **keep)
-    assert max(few) <= 36 and all(after <= before + 2 for before, after in zip(few, many, strict=True)), (few, many)
+    assert max(few) <= 36 and all(after <= before + 2 for before, after in zip(few, many, strict=True)), (
+        few,
+        many,
+    )
 
 
 def test_a_round_sees_what_other_processes_have_done_since_the_one_before() -> None:
-    """Each has its own cause, and is done behind the back of an owner that has looked at all checkpoints before."""
+    """Each has its own cause, and is done behind the back of an owner that has looked at all checkpoints
+    before.
+    """
     saved = Saved(range(1, 11), checkpoint={"keep_last": 2, "keep_every": 3})
     rounds, job = Retention(saved.run, saved.claim, pytest.fail), saved.run.job
     for _ in range(2):
@@ -79,7 +90,9 @@ def test_a_round_sees_what_other_processes_have_done_since_the_one_before() -> N
     other.mark(Version(3, 1), "another process")
     other.quarantine(Version(10, 1), "another run has read it")
     rounds.round(saved.asked())
-    assert saved.good() == [6, 9, 11] and saved.steps() == [6, 9, 10, 11], "what is marked is removed, and 9 takes the place of 10"
+    assert saved.good() == [6, 9, 11] and saved.steps() == [6, 9, 10, 11], (
+        "what is marked is removed, and 9 takes the place of 10"
+    )
     other.unmark(Version(10, 1))
     for step in (12, 13):
         saved.save(Version(step, 1), ((1, step),))
@@ -98,7 +111,9 @@ def test_what_a_killed_writer_has_left_half_written_is_removed_by_a_round(tmp_pa
     """No listing of objects shows it.  The control is what one that lives is writing."""
     run = Run.open(toy_job(tmp_path, checkpoint={"keep_last": 2}))
     for step in (2, 5):
-        run.commit(Version(step, 1), write(run.checkpoints, Version(step, 1), STATE, 1), ((1, step),), Layout())
+        run.commit(
+            Version(step, 1), write(run.checkpoints, Version(step, 1), STATE, 1), ((1, step),), Layout()
+        )
     parts = [Path(run.job.bucket, run.checkpoints.folder(Version(step, 1)), f"{PARTIAL}0") for step in (3, 6)]
     for part in parts:
         part.parent.mkdir(parents=True)

@@ -1,4 +1,6 @@
-"""A run whose coordinator has died is read back from its own disk, the keepers or the bucket, whichever reaches furthest."""
+"""A run whose coordinator has died is read back from its own disk, the keepers or the bucket, whichever
+reaches furthest.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,9 @@ class Life:
         self.play.step(step)
         known = self.play.run
         self.journal.append(
-            codec.record(self.journal.next, 0.0, Tick(), self.recorded, self.play.last), lambda: codec.snapshot(known), durable=True
+            codec.record(self.journal.next, 0.0, Tick(), self.recorded, self.play.last),
+            lambda: codec.snapshot(known),
+            durable=True,
         )
         self.recorded = known
 
@@ -77,16 +81,22 @@ class Life:
 
 def end_as(life: Life, state: State) -> None:
     life.play.run = replace(life.play.run, state=state)
-    record = codec.record(life.journal.next, 0.0, Tick(), life.recorded, replace(life.play.last, run=life.play.run))
+    record = codec.record(
+        life.journal.next, 0.0, Tick(), life.recorded, replace(life.play.last, run=life.play.run)
+    )
     life.journal.append(record, lambda: codec.snapshot(life.play.run), durable=True)
     assert life.journal.ship(PATIENCE_S)
 
 
 def recovered(life: Life, sources: list[replicas.Written]) -> RunState | None:
-    """Returns what the next coordinator of the same life knows, and checks that its journal continues from there."""
+    """Returns what the next coordinator of the same life knows, and checks that its journal continues from
+    there.
+    """
     (first, *_) = life.run.claims("one")
     incarnation = life.run.claim("here", "one")
-    assert life.run.read(first, sources) == life.run.read(first, reversed(sources)), "in whatever order they are found"
+    assert life.run.read(first, sources) == life.run.read(first, reversed(sources)), (
+        "in whatever order they are found"
+    )
     found = life.run.recover(first, replicas.folder_of(life.folder, incarnation), sources)
     if found is None:
         return None
@@ -108,7 +118,9 @@ def life(tmp_path: Path) -> Life:
 
 
 def test_who_looks_begins_nothing() -> None:
-    """Looking writes nothing, even for a job that cannot work; the first job that trains decides whose the folder is."""
+    """Looking writes nothing, even for a job that cannot work; the first job that trains decides whose the
+    folder is.
+    """
     job = a_run().job.replace(name="looked-at")
     run = Run.look(job)
     assert run.newest() is None and run.owner() is None and run.records() == []
@@ -117,7 +129,13 @@ def test_who_looks_begins_nothing() -> None:
     data.bind(Run.open(job.replace(seed=7)), "others", 64)
     with pytest.raises(JobError, match="seed = 7 there and 0 here"):
         Run.look(job)
-    with pytest.raises(JobError, match=r"the fingerprint theirs, but the run 'looked-at' in .* was begun on others"):
+    with pytest.raises(
+        JobError,
+        match=(
+            r"the fingerprint theirs, but the run 'looked-at' in .* was begun on "
+            r"others"
+        ),
+    ):
         data.check(Run.look(job.replace(seed=7)), "theirs", 64)
 
 
@@ -135,7 +153,9 @@ class Noting(Forwarding):
 
 
 def test_a_run_reads_each_of_its_documents_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The judge is the store.  Who binds a run to its samples looks at them once, as does who finds them bound."""
+    """The judge is the store.  Who binds a run to its samples looks at them once, as does who finds them
+    bound.
+    """
     job, version = a_run().job.replace(name="once"), Version(2, 1)
     store = Noting(ObjectStore.open(job.bucket))
     monkeypatch.setattr(ObjectStore, "open", classmethod(lambda cls, url: store))
@@ -148,22 +168,35 @@ def test_a_run_reads_each_of_its_documents_once(monkeypatch: pytest.MonkeyPatch)
 
     assert read(lambda: Run.open(job).checkpoints) == ["once/job.json"]
     run = Run.begun(job)
-    assert read(lambda: data.bind(run, "ours", 64)) == ["once/data.json"] == read(lambda: data.bind(run, "ours", 64))
-    run.commit(version, write(run.checkpoints, version, state_of(TENSORS[:1], seed=1), 1), ((1, 2),), Layout())
+    assert (
+        read(lambda: data.bind(run, "ours", 64))
+        == ["once/data.json"]
+        == read(lambda: data.bind(run, "ours", 64))
+    )
+    run.commit(
+        version, write(run.checkpoints, version, state_of(TENSORS[:1], seed=1), 1), ((1, 2),), Layout()
+    )
     forks.begin(store, fork, Origin("once", version), {})
     for find in (Run.begun, Run.find, Run.look):
-        assert read(lambda find=find: (find(job).newest(), find(job).origin)) == ["once/job.json"] * 2, "each run reads its own"
+        assert read(lambda find=find: (find(job).newest(), find(job).origin)) == ["once/job.json"] * 2, (
+            "each run reads its own"
+        )
         assert read(lambda find=find: find(fork).newest()) == ["forked/job.json"]
     going_on = Run.look(fork)
     with pytest.raises(JobError, match="was begun on ours"):
         data.bind(going_on, "others", 64)
     assert not store.exists("forked/data.json")
-    assert read(lambda: data.bind(going_on, "ours", 64)) == ["forked/data.json", "once/data.json"] and store.exists("forked/data.json")
+    assert read(lambda: data.bind(going_on, "ours", 64)) == [
+        "forked/data.json",
+        "once/data.json",
+    ] and store.exists("forked/data.json")
     assert read(lambda: data.bind(going_on, "ours", 64)) == ["forked/data.json"]
 
 
 def test_another_job_is_told_why_it_cannot_go_on() -> None:
-    """The class of the changed setting decides: another value changes the weights (branch), or the state does not fit it (refused)."""
+    """The class of the changed setting decides: another value changes the weights (branch), or the state does
+    not fit it (refused).
+    """
     job = a_run().job.replace(name="told", model_args={"dim": 8})
     Run.open(job)
     to_do = "; to begin at step 0 choose another name; to continue that run use its settings"
@@ -174,51 +207,80 @@ def test_another_job_is_told_why_it_cannot_go_on() -> None:
     with pytest.raises(JobError) as caught:
         Run.look(job.replace(seed=3, model_args={"dim": 9}))
     does_not_fit = "the state of that run does not fit another value of model_args.dim"
-    assert str(caught.value).endswith(f"(model_args.dim = 8 there and 9 here, seed = 0 there and 3 here); {does_not_fit}{to_do}")
+    assert str(caught.value).endswith(
+        f"(model_args.dim = 8 there and 9 here, seed = 0 there and 3 here); {does_not_fit}{to_do}"
+    )
 
 
 def test_a_run_goes_on_with_its_own_numerics() -> None:
-    """A number that the user names must be the run's.  A run of an older version is refused, also if its ``job.json`` names no number."""
+    """A number that the user names must be the run's.  A run of an older version is refused, also if its
+    ``job.json`` names no number.
+    """
     old = Job(name="old", bucket=a_run().job.bucket)
     new = Run.open(old.replace(name="new"))
-    assert new.job.numerics == NUMERICS and json.loads(new.store.get("new/job.json"))["job"]["numerics"] == NUMERICS
+    assert (
+        new.job.numerics == NUMERICS
+        and json.loads(new.store.get("new/job.json"))["job"]["numerics"] == NUMERICS
+    )
     about = json.loads(new.store.get("new/job.json"))
     about["job"]["numerics"] = 4
     new.store.put("old/job.json", json.dumps(about).encode())
     for job in (old, old.replace(steps=old.steps), old.replace(numerics=4)):
         assert (Run.open(job).job.numerics, Run.open(Run.open(job).job).job.numerics) == (4, 4)
     assert Run.open(old).job.digest == old.replace(numerics=4).digest != old.digest
-    with pytest.raises(JobError, match=r"\(numerics = 4 there and 5 here\); the state of that run does not fit another value of numerics"):
+    with pytest.raises(
+        JobError,
+        match=(
+            r"\(numerics = 4 there and 5 here\); the state of that run does not "
+            r"fit another value of numerics"
+        ),
+    ):
         Run.open(old.replace(numerics=5))
     del about["job"]["numerics"]
     new.store.put("old/job.json", json.dumps(about).encode())
     for look in (Run.open, Run.look, Run.find):
         with pytest.raises(
-            JobError, match="numerics = 1 is of a run that a version of Elastic before 2026-11-27 began; go on with that version"
+            JobError,
+            match=(
+                "numerics = 1 is of a run that a version of Elastic before 2026-11-27 began; go "
+                "on with that version"
+            ),
         ):
             look(old)
 
 
 def test_a_run_goes_on_with_its_own_recompute() -> None:
-    """A run that began before ``auto`` was there recomputes nothing; one that begins now, what its workers choose."""
+    """A run that began before ``auto`` was there recomputes nothing; one that begins now, what its workers
+    choose.
+    """
     old = Job(name="old", bucket=a_run().job.bucket)
     new = Run.open(old.replace(name="new"))
     assert new.job.recompute == "auto" and Run.open(old.replace(name="new")).job.recompute == "auto"
     about = json.loads(new.store.get("new/job.json"))
-    for stored, recompute in (({}, "none"), ({"recompute": "none"}, "none"), ({"recompute": "block"}, "block")):
+    for stored, recompute in (
+        ({}, "none"),
+        ({"recompute": "none"}, "none"),
+        ({"recompute": "block"}, "block"),
+    ):
         job = {name: value for name, value in about["job"].items() if name != "recompute"} | stored
         new.store.put("old/job.json", json.dumps({**about, "job": job}).encode())
-        assert Run.open(old).job.recompute == Run.open(old.replace(recompute="auto")).job.recompute == recompute
+        assert (
+            Run.open(old).job.recompute == Run.open(old.replace(recompute="auto")).job.recompute == recompute
+        )
     with pytest.raises(JobError, match=r"\(recompute = 'block' there and 'none' here\)"):
         Run.open(old.replace(recompute="none"))
 
 
 def test_a_run_goes_on_with_its_own_microbatch() -> None:
-    """A job with another batch is another run, whether or not the number divides it, and the sentence names the batch."""
+    """A job with another batch is another run, whether or not the number divides it, and the sentence names
+    the batch.
+    """
     named = Job(name="auto", bucket=a_run().job.bucket, microbatch=4)
     Run.open(named)
     auto = named.replace(microbatch="auto")
-    assert auto.digest != named.digest and Run.look(auto.replace(workers={"max": 9})).job.digest == named.digest
+    assert (
+        auto.digest != named.digest and Run.look(auto.replace(workers={"max": 9})).job.digest == named.digest
+    )
     assert Run.open(auto).job.microbatch == Run.find(auto).job.microbatch == 4
     for batch in (32, 18):  # of which the one is a multiple of 4, and the other is not
         with pytest.raises(JobError, match=f"global_batch = 16 there and {batch} here"):
@@ -231,7 +293,12 @@ def test_a_run_can_be_gone_on_with_when_a_setting_of_its_cluster_is_no_longer_va
     """A setting that was valid when the run began is not checked again, unless it defines the trajectory."""
     run = a_run()
     stored = json.loads(run.store.get("toy/job.json"))
-    stored["job"] |= {"deadlines": {"lease_s": -1}, "workers": "many", "copies": {"copy_every": 1, "price_per_gb": 0.01}}  # one is retired
+    # one is retired
+    stored["job"] |= {
+        "deadlines": {"lease_s": -1},
+        "workers": "many",
+        "copies": {"copy_every": 1, "price_per_gb": 0.01},
+    }
     run.store.put("toy/job.json", json.dumps(stored).encode())
     assert Run.open(run.job).job == run.job
     stored["job"]["seed"] = 7
@@ -250,7 +317,10 @@ def test_a_keeper_has_what_it_was_sent(life: Life) -> None:
 
 
 def test_whichever_reaches_furthest(life: Life) -> None:
-    assert recovered(life, [(life.keeper.by, bytes(life.keeper.data)), *replicas.local(life.folder)]) == life.play.run
+    assert (
+        recovered(life, [(life.keeper.by, bytes(life.keeper.data)), *replicas.local(life.folder)])
+        == life.play.run
+    )
 
 
 def test_the_bucket_where_nothing_else_is_left(life: Life) -> None:
@@ -276,14 +346,22 @@ def continued(tmp_path: Path) -> Life:
         if step < 5:
             assert life.journal.ship(PATIENCE_S)
     life.copy()
-    assert bytes(life.keeper.data).startswith(b'{"format":4,"continues":') and life.keeper.data.count(b"\n") == 4
+    assert (
+        bytes(life.keeper.data).startswith(b'{"format":4,"continues":') and life.keeper.data.count(b"\n") == 4
+    )
     return life
 
 
 @pytest.mark.parametrize("source", ["keeper", "disk"])
 def test_a_continuation_is_read_after_the_snapshot_in_the_bucket(continued: Life, source: str) -> None:
-    """A third coordinator reads it too, after the second has brought a part of it to the bucket in objects of its own."""
-    sources = replicas.local(continued.folder) if source == "disk" else [(continued.keeper.by, bytes(continued.keeper.data))]
+    """A third coordinator reads it too, after the second has brought a part of it to the bucket in objects of
+    its own.
+    """
+    sources = (
+        replicas.local(continued.folder)
+        if source == "disk"
+        else [(continued.keeper.by, bytes(continued.keeper.data))]
+    )
     assert recovered(continued, sources) == continued.play.run
     assert recovered(continued, sources) == continued.play.run
 
@@ -316,7 +394,9 @@ def test_nothing_was_recorded_in_this_life(tmp_path: Path) -> None:
 
 
 def test_the_second_was_the_first_to_record_anything(tmp_path: Path) -> None:
-    """The second coordinator began from the bucket, because this life had recorded nothing; its own records belong to this life."""
+    """The second coordinator began from the bucket, because this life had recorded nothing; its own records
+    belong to this life.
+    """
     run = a_run()
     run.claim("here", "one")
     play = stepping(2)
@@ -336,11 +416,15 @@ def test_who_was_followed_by_another_life_is_deposed(life: Life) -> None:
 
 
 def test_a_life_after_one_that_was_cut_off_begins_under_numbers_of_its_own(life: Life) -> None:
-    """The last records of the other life are on lost disks: a generation known only there may have written parts of a checkpoint."""
+    """The last records of the other life are on lost disks: a generation known only there may have written
+    parts of a checkpoint.
+    """
     assert life.run.standing(2, 0.0).generation == 0, "nothing is in the bucket yet"
     life.journal.ship(PATIENCE_S)
     assert life.run.standing(2, 0.0).generation == life.play.run.generation + 2 * UNREAD
-    assert life.run.standing(0, 0.0).generation == life.play.run.generation, "who takes over, or only looks, counts by itself"
+    assert life.run.standing(0, 0.0).generation == life.play.run.generation, (
+        "who takes over, or only looks, counts by itself"
+    )
 
 
 def test_a_life_after_another_says_what_is_done_again(life: Life) -> None:
@@ -424,7 +508,8 @@ def test_parts_of_a_future_that_was_given_up_do_not_push_out_those_of_now() -> N
 
 
 def test_a_manifest_that_is_there_already_counts_whichever_world_wrote_it() -> None:
-    """The coordinator that wrote it died before it could report it, and the next world saved the same step in other parts.
+    """The coordinator that wrote it died before it could report it, and the next world saved the same step in
+    other parts.
 
     The control: a manifest of another line does not count.
     """
@@ -432,13 +517,18 @@ def test_a_manifest_that_is_there_already_counts_whichever_world_wrote_it() -> N
     one, two = (write(run.checkpoints, version, state_of(TENSORS, seed=1), shards) for shards in (1, 2))
     digest = run.commit(version, one, line, Layout(1, 1))
     assert run.commit(version, two, line, Layout(1, 2)) == digest
-    assert run.checkpoints.manifest(version).layout == {"dp_replicate": 1, "dp_shard": 1} and run.checkpoints.verify(version).problems == ()
+    assert (
+        run.checkpoints.manifest(version).layout == {"dp_replicate": 1, "dp_shard": 1}
+        and run.checkpoints.verify(version).problems == ()
+    )
     with pytest.raises(Exists):
         run.commit(version, two, ((1, 5), (2, 6)), Layout(1, 2))
 
 
 def test_a_run_is_begun_only_after_what_its_command_has_seen(tmp_path: Path) -> None:
-    """R19: another life may have claimed it in between, also at the last moment.  A coordinator of the same life begins nothing."""
+    """R19: another life may have claimed it in between, also at the last moment.  A coordinator of the same
+    life begins nothing.
+    """
     run = Run.open(toy_job(tmp_path))
     assert run.follows(0) == 0
     seen = run.claim("10.0.0.1:6379", "first")
@@ -450,4 +540,6 @@ def test_a_run_is_begun_only_after_what_its_command_has_seen(tmp_path: Path) -> 
         run.claim("10.0.0.3:6379", "third", after=later)
     with pytest.raises(Exists, match=f"owner/{later + 1:06d}"):
         run.follows(later)
-    assert run.claim("10.0.0.3:6379", "third") == later + 2, "the control: who has seen nothing takes the next"
+    assert run.claim("10.0.0.3:6379", "third") == later + 2, (
+        "the control: who has seen nothing takes the next"
+    )

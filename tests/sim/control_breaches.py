@@ -1,4 +1,6 @@
-"""The broken rules of elastic.control, by families: which generations there are, what became of a step, and what is kept of it."""
+"""The broken rules of elastic.control, by families: which generations there are, what became of a step, and
+what is kept of it.
+"""
 
 from __future__ import annotations
 
@@ -13,35 +15,54 @@ ON_ITS_WAY = "has been on its way for"
 COVERED = "live = newest_covered(held, run.members.classes)"
 JOURNALED = "Form | Go | Settle | StartWorkers"
 ABORTS = "__import__('elastic.protocol.actions', fromlist=['Settle']).Settle(plan.generation, pending, None)"
-FENCES = '    if pending:\n        decision.do(Fence(plan.generation, pending))\n    decision.say(f"{cause}: stop'
+FENCES = (
+    '    if pending:\n        decision.do(Fence(plan.generation, pending))\n    decision.say(f"{cause}: stop'
+)
 EVIDENCE = "settle(plan, answers, newest((run.history.last,), plan.generation))"
-NEXT_STEP = "run.history.last and __import__('dataclasses').replace(run.history.last, step=run.history.last.step + 1)"
+NEXT_STEP = (
+    "run.history.last and __import__('dataclasses').replace(run.history.last, step=run.history.last.step + 1)"
+)
 RETAINS = "    if decision.rules.keep.last:\n        retain(decision)\n"
 SAID_FAILED = '    decision.say(f"the checkpoint of {version} failed'
 UNREPORTED = "(version.generation == run.copies.unreported > 0 and version.step > run.step)"
-GUESSED = "lineage.extended(run.history.lineage, plan.version) if plan.version > run.version else plan.lineage"
+GUESSED = (
+    "lineage.extended(run.history.lineage, plan.version) if plan.version > run.version else plan.lineage"
+)
 
 CONTROL: dict[str, tuple[Breach, ...]] = {
-    # The coordinator forms the next world once everybody of the last one has answered its fence or is expelled.
+    # The coordinator forms the next world once everybody of the last one has answered its fence or is
+    # expelled.
     "the coordinator's fence": (
         Breach(
             "it does not wait for the answers to the fence",
             UNANSWERED,
             ("drawn", 42),
-            Edit("stopping", "if state.pending or not _certain(decision, state)", "if not _certain(decision, state)"),
+            Edit(
+                "stopping",
+                "if state.pending or not _certain(decision, state)",
+                ("if not _certain(decision, state)"),
+            ),
         ),
         Breach(
             "it takes answers to older fences",
             UNANSWERED,
             ("drawn", 0),
-            Edit("admission", "if event.generation != run.generation:", "if event.generation > run.generation:"),
+            Edit(
+                "admission",
+                "if event.generation != run.generation:",
+                ("if event.generation > run.generation:"),
+            ),
             Edit("stopping", "if event.generation < state.plan.generation:", "if False:"),
         ),
         Breach(
             "it aborts before the fence",
             UNANSWERED,
             ("drawn", 42),
-            Edit("edges", FENCES, FENCES.replace("decision.do(Fence", f"decision.do({ABORTS})\n        decision.do(Fence")),
+            Edit(
+                "edges",
+                FENCES,
+                FENCES.replace("decision.do(Fence", (f"decision.do({ABORTS})\n        decision.do(Fence")),
+            ),
         ),
         Breach(
             "it does not tell a later world that a loop has ended the run",
@@ -53,7 +74,11 @@ CONTROL: dict[str, tuple[Breach, ...]] = {
             "it leaves a world unsettled",
             "was not settled",
             ("drawn", 0),
-            Edit("stopping", "        decision.do(Settle(plan.generation, survivors, settlement.outcome))", "        pass"),
+            Edit(
+                "stopping",
+                "        decision.do(Settle(plan.generation, survivors, settlement.outcome))",
+                "        pass",
+            ),
         ),
         Breach(
             "it never expels the silent",
@@ -80,7 +105,9 @@ CONTROL: dict[str, tuple[Breach, ...]] = {
             "those of a silent world are forgotten",
             RUNS,
             ("isolation", 40),
-            Edit("stopping", "bool(state.answers or state.lost) or decision.due(run.watch.lease_until)", "True"),
+            Edit(
+                "stopping", "bool(state.answers or state.lost) or decision.due(run.watch.lease_until)", "True"
+            ),
         ),
         # The rule is kept for the first loss that is heard of, and for later ones.
         Breach(
@@ -94,28 +121,45 @@ CONTROL: dict[str, tuple[Breach, ...]] = {
             "a member's clock is never slower",
             RUNS,
             ("skewed", 5),
-            Edit("machine", "decision.now + decision.rules.lease_over_s", "decision.now + decision.rules.lease_s"),
+            Edit(
+                "machine",
+                "decision.now + decision.rules.lease_over_s",
+                ("decision.now + decision.rules.lease_s"),
+            ),
         ),
         Breach(
             "they are too short",
             RUNS,
             ("isolation", 5),
-            Edit("machine", "decision.now + decision.rules.lease_over_s", "decision.now + 0.5 * decision.rules.lease_s"),
+            Edit(
+                "machine",
+                "decision.now + decision.rules.lease_over_s",
+                ("decision.now + 0.5 * decision.rules.lease_s"),
+            ),
         ),
         Breach(
             "those that a dead coordinator granted are forgotten",
             RUNS,
             ("isolated_interregnum", 2),
-            Edit("takeover", "lease_until = now + rules.coordinator_lease_over_s + rules.lease_over_s if run", "lease_until = 0.0 if run"),
+            Edit(
+                "takeover",
+                "lease_until = now + rules.coordinator_lease_over_s + rules.lease_over_s if run",
+                "lease_until = 0.0 if run",
+            ),
         ),
         Breach(
             "those of an unknown world are forgotten",
             RUNS,
             ("abandoned", 41),
-            Edit("takeover", "skipped = decision.now + decision.rules.lease_over_s, UNREAD", "skipped = 0.0, UNREAD"),
+            Edit(
+                "takeover",
+                "skipped = decision.now + decision.rules.lease_over_s, UNREAD",
+                "skipped = 0.0, UNREAD",
+            ),
         ),
     ),
-    # A step is settled by what is known of it: as committed if anybody saw that, as dropped if nobody can have.
+    # A step is settled by what is known of it: as committed if anybody saw that, as dropped if nobody can
+    # have.
     "evidence": (
         Breach(
             "a step is dropped in spite of evidence",
@@ -136,8 +180,14 @@ CONTROL: dict[str, tuple[Breach, ...]] = {
             ("drawn", 8),
             Edit("commits", "    if outcome.generation != plan.generation:\n        return\n", ""),
         ),
-        Breach("the lineage is not cut", HAPPENED, ("drawn", 33), Edit("edges", "lineage=plan.lineage,\n", "lineage=line,\n")),
-        # The steps since the journal's end are taken for those of the generation that committed the plan's version.
+        Breach(
+            "the lineage is not cut",
+            HAPPENED,
+            ("drawn", 33),
+            Edit("edges", "lineage=plan.lineage,\n", "lineage=line,\n"),
+        ),
+        # The steps since the journal's end are taken for those of the generation that committed the plan's
+        # version.
         Breach(
             "the committed steps of a generation that no journal tells of are guessed",
             HAPPENED,
@@ -145,13 +195,18 @@ CONTROL: dict[str, tuple[Breach, ...]] = {
             Edit("edges", "lineage=plan.lineage, saved=saved", f"lineage={GUESSED}, saved=saved"),
         ),
     ),
-    # The next world begins with the newest version of which every slice is held, and where there is room for it.
+    # The next world begins with the newest version of which every slice is held, and where there is room for
+    # it.
     "seating": (
         Breach(
             "a node's copies need no room",
             ROOM,
             ("drawn", 42),
-            Edit("seating", "at_least(max(least_shard(members, there), copied))", "at_least(least_shard(members, there))"),
+            Edit(
+                "seating",
+                "at_least(max(least_shard(members, there), copied))",
+                "at_least(least_shard(members, there))",
+            ),
         ),
         Breach(
             "a version that is held in part is taken",
@@ -167,32 +222,59 @@ CONTROL: dict[str, tuple[Breach, ...]] = {
             Edit("seating", "tuple(each for each in holders if each.version == version)", "tuple(holders)"),
         ),
         Breach(
-            "what needs room is rounded down", ROOM, ("drawn", 42), Edit("seating", "ceil(number / room[node])", "int(number / room[node])")
+            "what needs room is rounded down",
+            ROOM,
+            ("drawn", 42),
+            Edit("seating", "ceil(number / room[node])", "int(number / room[node])"),
         ),
     ),
     # The next coordinator knows all that the one before has acted on.
     "the journal": (
         Breach(
-            "it has no generations", f"{FOLLOWED} Form(", ("interregnum", 17), Edit("decision", JOURNALED, "Go | Settle | StartWorkers")
+            "it has no generations",
+            f"{FOLLOWED} Form(",
+            ("interregnum", 17),
+            Edit("decision", JOURNALED, "Go | Settle | StartWorkers"),
         ),
-        Breach("it has no outcomes", f"{FOLLOWED} Settle(", ("interregnum", 69), Edit("decision", JOURNALED, "Form | Go | StartWorkers")),
+        Breach(
+            "it has no outcomes",
+            f"{FOLLOWED} Settle(",
+            ("interregnum", 69),
+            Edit("decision", JOURNALED, "Form | Go | StartWorkers"),
+        ),
         # Names are durable before there are processes of that name, and a stranger's name is passed over.
         Breach(
             "it has no names",
             TWICE,
             ("usurpers", 0),
             Edit("decision", JOURNALED, "Form | Go | Settle"),
-            Edit("admission", '        decision.know("members", next_worker=membership.number_of(event.worker) + 1)\n', ""),
+            Edit(
+                "admission",
+                ('        decision.know("members", next_worker=membership.number_of(event.worker) + 1)\n'),
+                "",
+            ),
         ),
-        Breach("it has no checkpoints", HELD, ("interregnum", 6163), Edit("saves", f"    decision.durable = True\n{RETAINS}", RETAINS)),
+        Breach(
+            "it has no checkpoints",
+            HELD,
+            ("interregnum", 6163),
+            Edit("saves", f"    decision.durable = True\n{RETAINS}", RETAINS),
+        ),
         Breach(
             "what was folded from it is thrown away",
             HAPPENED,
             ("interregnum", 16),
-            Edit("takeover", "    _say_again(decision)\n", '    decision.know("history", lineage=())\n    _say_again(decision)\n'),
+            Edit(
+                "takeover",
+                "    _say_again(decision)\n",
+                ('    decision.know("history", lineage=())\n    _say_again(decision)\n'),
+            ),
         ),
         Breach(
-            "a number that may be taken is taken", "is begun twice", ("severed", 18), Edit("takeover", "UNREAD = 100\n", "UNREAD = 0\n")
+            "a number that may be taken is taken",
+            "is begun twice",
+            ("severed", 18),
+            Edit("takeover", "UNREAD = 100\n", "UNREAD = 0\n"),
         ),
     ),
     # A member that a world left out, since it was out of reach, may hold what the next world needs.
@@ -209,7 +291,8 @@ CONTROL: dict[str, tuple[Breach, ...]] = {
             ("left_out", 161),
             Edit("admission", "isinstance(event, Fenced) and _left_out(run, event, now)", "False"),
         ),
-        # Such a member was expelled before the fence reached it, lives on, and is heard after a member of the later generation.
+        # Such a member was expelled before the fence reached it, lives on, and is heard after a member of the
+        # later generation.
         Breach(
             "whom a later generation left out is not fenced",
             HELD,
@@ -238,7 +321,11 @@ CONTROL: dict[str, tuple[Breach, ...]] = {
             "a part that is being written does not count",
             "does not wait for its last save",
             ("widowed", 3),
-            Edit("saves", "return max(deadline, run.watch.uploaded_at + rules.stop_s, *until)", "return max(deadline, deadline, *until)"),
+            Edit(
+                "saves",
+                "return max(deadline, run.watch.uploaded_at + rules.stop_s, *until)",
+                "return max(deadline, deadline, *until)",
+            ),
         ),
         # If nothing but saves is copied, the end then waits for the last save anew.
         Breach(
@@ -251,13 +338,21 @@ CONTROL: dict[str, tuple[Breach, ...]] = {
             "a bucket that is down at the end is not waited for",
             "does not wait for the bucket",
             ("outage", 3),
-            Edit("saves", "until = refused_until(rules, run.saves.pending) + manifests_until", "until = manifests_until"),
+            Edit(
+                "saves",
+                "until = refused_until(rules, run.saves.pending) + manifests_until",
+                "until = manifests_until",
+            ),
         ),
         Breach(
             "parts that nobody can report any more are waited for",
             ON_ITS_WAY,
             ("widowed", 22),
-            Edit("takeover", "    saves.without_keepers(decision, [node for node in writers if node not in nodes])\n", ""),
+            Edit(
+                "takeover",
+                ("    saves.without_keepers(decision, [node for node in writers if node not in nodes])\n"),
+                "",
+            ),
         ),
         Breach(
             "a manifest that nobody can write any more is waited for",
@@ -272,31 +367,44 @@ CONTROL: dict[str, tuple[Breach, ...]] = {
             Edit("saves", "if event.again:", "if event.again or event.manifest:"),
         ),
     ),
-    # The coordinator asks keepers for the copies of the dead, believes what is on the lineage, and releases what nobody needs.
+    # The coordinator asks keepers for the copies of the dead, believes what is on the lineage, and releases
+    # what nobody needs.
     "copies, as the coordinator knows them": (
         Breach(
             "nobody says what is to be protected",
             "protects None, and keepers have all of",
             ("drawn", 18),
-            Edit("seating", "protected=newest_covered(kept, run.members.classes) or copied", "protected=None"),
+            Edit(
+                "seating", "protected=newest_covered(kept, run.members.classes) or copied", "protected=None"
+            ),
         ),
         Breach(
             "keepers are not asked",
             HELD,
             ("drawn", 33),
-            Edit("copy_inventory", "        decision.do(ListCopies(run.generation, run.cluster.keepers))\n", ""),
+            Edit(
+                "copy_inventory", "        decision.do(ListCopies(run.generation, run.cluster.keepers))\n", ""
+            ),
         ),
         Breach(
             "the answers of keepers are not waited for",
             HELD,
             ("drawn", 8),
-            Edit("copy_inventory", "    return () if decision.due(copies.answers_until) else missing", "    return ()"),
+            Edit(
+                "copy_inventory",
+                "    return () if decision.due(copies.answers_until) else missing",
+                "    return ()",
+            ),
         ),
         Breach(
             "copies are ignored",
             HELD,
             ("drawn", 33),
-            Edit("seating", "host = newest_covered([*held, *kept], run.members.classes) if kept else live", "host = live"),
+            Edit(
+                "seating",
+                "host = newest_covered([*held, *kept], run.members.classes) if kept else live",
+                "host = live",
+            ),
         ),
         Breach(
             "a copy that is not on the lineage is taken",
@@ -304,7 +412,12 @@ CONTROL: dict[str, tuple[Breach, ...]] = {
             ("drawn", 21),
             Edit("copy_inventory", f"return run.history.contains(version) or {UNREPORTED}", "return True"),
         ),
-        Breach("the copies of a silent world are not believed", HELD, ("darkness", 5), Edit("copy_inventory", f" or {UNREPORTED}", "")),
+        Breach(
+            "the copies of a silent world are not believed",
+            HELD,
+            ("darkness", 5),
+            Edit("copy_inventory", f" or {UNREPORTED}", ""),
+        ),
         Breach(
             "copies of a step that was dropped are believed",
             GIVEN_UP,
@@ -316,14 +429,26 @@ CONTROL: dict[str, tuple[Breach, ...]] = {
             "copies are taken from a keeper that is lost",
             "takes copies from",
             ("drawn", 23),
-            Edit("membership", "hosts={keeper: host for keeper, host in run.copies.hosts.items() if keeper != node}", ""),
-            Edit("copy_inventory", "for node in run.cluster.keepers if node in copies.hosts and", "for node in copies.hosts if"),
+            Edit(
+                "membership",
+                ("hosts={keeper: host for keeper, host in run.copies.hosts.items() if keeper != node}"),
+                "",
+            ),
+            Edit(
+                "copy_inventory",
+                "for node in run.cluster.keepers if node in copies.hosts and",
+                "for node in copies.hosts if",
+            ),
         ),
         Breach(
             "copies are released too early",
             "are freed, and",
             ("drawn", 8),
-            Edit("copy_inventory", "safe = _safe(plan, copied, buddied)", "safe = Version(outcome.step, outcome.generation)"),
+            Edit(
+                "copy_inventory",
+                "safe = _safe(plan, copied, buddied)",
+                ("safe = Version(outcome.step, outcome.generation)"),
+            ),
         ),
         Breach(
             "what buddies do not have yet is released",

@@ -1,7 +1,8 @@
 """Copies of the product with one rule broken, to see that the simulator notices.
 
-A mutant is a substitution in the source of one module, or several where a rule is kept in several places.  The text must be there exactly
-once: when the product changes, the mutant must be thought about again, and until then its test fails.
+A mutant is a substitution in the source of one module, or several where a rule is kept in several places.
+The text must be there exactly once: when the product changes, the mutant must be thought about again, and
+until then its test fails.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ PACKAGE, COPY = "elastic.control", "mutant_control"
 SHARED = frozenset({"rules", "run"})
 """Modules of elastic.control that are not copied: vocabulary that the simulator uses too."""
 PROTOCOL = {"authority": authority, "member": member, "uploads": uploads}
-"""The modules of elastic.protocol that may be broken.  The simulator uses their values itself; those of elastic.control it only calls."""
+"""The modules of elastic.protocol that may be broken.  The simulator uses their values itself; those of
+elastic.control it only calls.
+"""
 
 GIVEN_UP, TWICE = "which was given up", "is given twice"
 FOLLOWED, OVERWRITTEN = "that was followed by another performs", "was overwritten before it was in the bucket"
@@ -34,7 +37,9 @@ FOLLOWED, OVERWRITTEN = "that was followed by another performs", "was overwritte
 
 @dataclass(frozen=True)
 class Edit:
-    """An edit replaces the text ``old`` by ``new`` in ``module`` of elastic.control, or in one of ``PROTOCOL``."""
+    """An edit replaces the text ``old`` by ``new`` in ``module`` of elastic.control, or in one of
+    ``PROTOCOL``.
+    """
 
     module: str
     old: str
@@ -48,7 +53,13 @@ class Edit:
 
     def applies(self) -> bool:
         """Returns True, or raises :class:`LookupError`."""
-        return bool(self.applied(inspect.getsource(PROTOCOL.get(self.module) or importlib.import_module(f"{PACKAGE}.{self.module}"))))
+        return bool(
+            self.applied(
+                inspect.getsource(
+                    PROTOCOL.get(self.module) or importlib.import_module(f"{PACKAGE}.{self.module}")
+                )
+            )
+        )
 
 
 Patch = Callable[[pytest.MonkeyPatch], object]
@@ -57,8 +68,9 @@ Patch = Callable[[pytest.MonkeyPatch], object]
 class Breach:
     """A rule that is broken: by edits, more than one where the rule is kept in several places, or by a patch.
 
-    The simulator must say ``notices`` of the first seed that breaks a promise.  ``at`` is the scenario, and the seed that is tried before
-    its other seeds.  If the product changes and this seed breaks no promise any more, the test takes longer, and proves the same.
+    The simulator must say ``notices`` of the first seed that breaks a promise.  ``at`` is the scenario, and
+    the seed that is tried before its other seeds.  If the product changes and this seed breaks no promise any
+    more, the test takes longer, and proves the same.
     """
 
     def __init__(self, name: str, notices: str, at: tuple[str, int], *how: Edit | Patch) -> None:
@@ -69,9 +81,11 @@ class Breach:
 
 @contextmanager
 def mutant(*edits: Edit) -> Iterator[Advance]:
-    """Gives ``advance`` of a copy of elastic.control, and lets the simulator use copies of ``PROTOCOL``, until the context ends.
+    """Gives ``advance`` of a copy of elastic.control, and lets the simulator use copies of ``PROTOCOL``,
+    until the context ends.
 
-    The copies have ``edits``; without any, they are the control of all mutants.  Raises :class:`LookupError` if one no longer applies.
+    The copies have ``edits``; without any, they are the control of all mutants.  Raises :class:`LookupError`
+    if one no longer applies.
     """
     with pytest.MonkeyPatch.context() as patch:
         for name, module in PROTOCOL.items():
@@ -83,7 +97,9 @@ def mutant(*edits: Edit) -> Iterator[Advance]:
 
 
 def mutated(*edits: Edit) -> Advance:
-    """Returns ``advance`` of a copy of elastic.control with ``edits``.  Raises :class:`LookupError` if one no longer applies."""
+    """Returns ``advance`` of a copy of elastic.control with ``edits``.  Raises :class:`LookupError` if one no
+    longer applies.
+    """
     for stale in [name for name in sys.modules if name.split(".")[0] == COPY]:  # of the mutant before
         del sys.modules[stale]
     sys.modules[COPY] = ModuleType(COPY)
@@ -115,7 +131,11 @@ def _control(name: str, edits: Sequence[Edit]) -> ModuleType:
 def _imports(source: str) -> list[str]:
     """Returns the modules of elastic.control that ``source`` imports."""
     found = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom) and node.module]
-    modules = [node.module.rpartition(".")[2] for node in found if node.module and node.module.startswith(f"{PACKAGE}.")]
+    modules = [
+        node.module.rpartition(".")[2]
+        for node in found
+        if node.module and node.module.startswith(f"{PACKAGE}.")
+    ]
     return modules + [alias.name for node in found if node.module == PACKAGE for alias in node.names]
 
 

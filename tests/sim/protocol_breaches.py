@@ -1,6 +1,7 @@
 """The broken rules of elastic.protocol, which members, keepers and coordinators keep themselves, by families.
 
-Some are broken in the model that the simulator has of a member or a keeper: what such a patch does is the rule of production.
+Some are broken in the model that the simulator has of a member or a keeper: what such a patch does is the
+rule of production.
 """
 
 from __future__ import annotations
@@ -32,14 +33,20 @@ def coordinators_lease_without_end(patch: pytest.MonkeyPatch) -> None:
 def lease_from_the_answer(patch: pytest.MonkeyPatch) -> None:
     """An answer may be long under way, or wait in a process that stood still."""
     renewed = Worker.renewed
-    patch.setattr(Worker, "renewed", lambda worker, generation, _, *rest: renewed(worker, generation, worker.now, *rest))
+    patch.setattr(
+        Worker, "renewed", lambda worker, generation, _, *rest: renewed(worker, generation, worker.now, *rest)
+    )
 
 
 def slot_of_the_complete_copy(patch: pytest.MonkeyPatch) -> None:
     """The copy that is complete everywhere makes room for the next one."""
 
     def slot(copies: CopySchedule, slots: list[Copy | None]) -> int | None:
-        held = [(copy is not None and copy == copies.copied, n) for n, copy in enumerate(slots) if copy not in copies.saving]
+        held = [
+            (copy is not None and copy == copies.copied, n)
+            for n, copy in enumerate(slots)
+            if copy not in copies.saving
+        ]
         if not held:
             raise NoRoom
         return None if copies.begun in slots else max(held)[1]
@@ -54,7 +61,9 @@ def slot_of_a_save(patch: pytest.MonkeyPatch) -> None:
 
 
 def copies_at_once(patch: pytest.MonkeyPatch) -> None:
-    """The next copy is begun before the one before is known to be complete everywhere, and takes the place of the last that was."""
+    """The next copy is begun before the one before is known to be complete everywhere, and takes the place of
+    the last that was.
+    """
     after = CopySchedule.after
 
     def at_once(copies: CopySchedule, outcome: Outcome) -> CopySchedule:
@@ -69,7 +78,10 @@ def copies_that_each_member_skips(patch: pytest.MonkeyPatch) -> None:
     rng, after = random.Random(0), CopySchedule.after
 
     def alone(copies: CopySchedule, outcome: Outcome) -> CopySchedule:
-        return after(replace(copies, begun=copies._of(outcome.copied_through) if rng.random() < 0.5 else copies.begun), outcome)
+        return after(
+            replace(copies, begun=copies._of(outcome.copied_through) if rng.random() < 0.5 else copies.begun),
+            outcome,
+        )
 
     patch.setattr(CopySchedule, "after", alone)
 
@@ -80,7 +92,12 @@ def torn_copies(patch: pytest.MonkeyPatch) -> None:
     def held(sim: Cluster, node: NodeId) -> tuple[Holding, ...]:
         shelf = sim.shelf(node)
         left = [] if shelf is None else list(shelf.left.items())
-        return tuple(Holding(name, *slot.copy, keeper=node) for name, slots in left for slot in slots if slot is not None)
+        return tuple(
+            Holding(name, *slot.copy, keeper=node)
+            for name, slots in left
+            for slot in slots
+            if slot is not None
+        )
 
     patch.setattr(cluster, "held_at", held)
 
@@ -129,7 +146,12 @@ PROTOCOL: dict[str, tuple[Breach, ...]] = {
                 '        if False:\n            raise FencedOff(f"step',
             ),
         ),
-        Breach("a fenced member applies", LATE, ("drawn", 6), Edit("member", "if not settled and self.barred:", "if False:")),
+        Breach(
+            "a fenced member applies",
+            LATE,
+            ("drawn", 6),
+            Edit("member", ("if not settled and self.barred:"), "if False:"),
+        ),
         Breach(
             "a fenced member believes what it was sent",
             "steps on garbage",
@@ -145,7 +167,12 @@ PROTOCOL: dict[str, tuple[Breach, ...]] = {
     ),
     # A member whose lease has run out applies nothing.
     "leases, as the member counts them": (
-        Breach("a lease has no end", RAN_OUT, ("isolation", 5), Edit("member", "self.ready_at + self.lease_s\n", "float('inf')\n")),
+        Breach(
+            "a lease has no end",
+            RAN_OUT,
+            ("isolation", 5),
+            Edit("member", ("self.ready_at + self.lease_s\n"), "float('inf')\n"),
+        ),
         Breach(
             "a lease is honoured too long",
             RAN_OUT,
@@ -154,7 +181,8 @@ PROTOCOL: dict[str, tuple[Breach, ...]] = {
         ),
         Breach("a lease counts from the answer", RAN_OUT, ("isolation", 2), lease_from_the_answer),
     ),
-    # A member keeps the commits that nobody has recorded, applies what is settled, and holds what it says that it holds.
+    # A member keeps the commits that nobody has recorded, applies what is settled, and holds what it says
+    # that it holds.
     "what a member knows": (
         Breach(
             "an outcome is applied though not prepared",
@@ -192,9 +220,15 @@ PROTOCOL: dict[str, tuple[Breach, ...]] = {
             ("drawn", 33),
             Edit("member", f"{LOSES}{{}}, False, None, None\n", f"{LOSES}{HARMED}, False, None, None\n"),
         ),
-        Breach("older layouts are held after go", HOLDS, ("drawn", 2072), Edit("member", "        self.held = {newest: memory}\n", "")),
+        Breach(
+            "older layouts are held after go",
+            HOLDS,
+            ("drawn", 2072),
+            Edit("member", "        self.held = {newest: memory}\n", ""),
+        ),
     ),
-    # One coordinator acts for the run: with a majority of the keepers, or the bucket, behind it, and for as long as its lease holds.
+    # One coordinator acts for the run: with a majority of the keepers, or the bucket, behind it, and for as
+    # long as its lease holds.
     "authority": (
         Breach(
             "workers obey an older coordinator, and keepers record such orders",
@@ -223,7 +257,11 @@ PROTOCOL: dict[str, tuple[Breach, ...]] = {
             "only the newest list of keepers counts",
             UNREAD,
             ("divided", 31),
-            Edit("authority", "for _, keepers in self._lists if keepers", "for _, keepers in self._lists[-1:] if keepers"),
+            Edit(
+                "authority",
+                "for _, keepers in self._lists if keepers",
+                ("for _, keepers in self._lists[-1:] if keepers"),
+            ),
         ),
         Breach(
             "the lease is honoured for five more seconds",
@@ -238,11 +276,25 @@ PROTOCOL: dict[str, tuple[Breach, ...]] = {
             Edit("authority", "end <= self._safe_end and self.holds(now)", "end <= self._safe_end"),
         ),
         Breach("the lease never ends", FOLLOWED, ("severed", 19), coordinators_lease_without_end),
-        Breach("the bucket counts, and prolongs the lease, although somebody has claimed the run", FOLLOWED, ("severed", 0), CLAIMED),
         Breach(
-            "nobody heeds that it was deposed", FOLLOWED, ("unshipped", 18), Edit("authority", "if held == DEPOSED:", "if False:"), CLAIMED
+            "the bucket counts, and prolongs the lease, although somebody has claimed the run",
+            FOLLOWED,
+            ("severed", 0),
+            CLAIMED,
         ),
-        Breach("a keeper accepts an older coordinator", FOLLOWED, ("interregnum", 17), Edit("authority", f"{HEEDS}False", f"{HEEDS}True")),
+        Breach(
+            "nobody heeds that it was deposed",
+            FOLLOWED,
+            ("unshipped", 18),
+            Edit("authority", "if held == DEPOSED:", "if False:"),
+            CLAIMED,
+        ),
+        Breach(
+            "a keeper accepts an older coordinator",
+            FOLLOWED,
+            ("interregnum", 17),
+            Edit("authority", f"{HEEDS}False", f"{HEEDS}True"),
+        ),
         Breach(
             "a third of a list is enough for a follower",
             FOLLOWED,

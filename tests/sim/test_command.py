@@ -1,4 +1,6 @@
-"""``elastic simulate``: seeds, scripts and traces; a violation comes with the smallest schedule that shows it."""
+"""``elastic simulate``: seeds, scripts and traces; a violation comes with the smallest schedule that shows
+it.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +24,17 @@ def test_it_needs_no_ray(tmp_path: Path) -> None:
     """Two processes find what one process finds."""
     program = "import sys; sys.modules['ray'] = None; from elastic.__main__ import main; sys.exit(main())"
     line = [sys.executable, "-c", program, "simulate", "--seeds", "600..606", "--jobs"]
-    told = [subprocess.run([*line, jobs], capture_output=True, text=True, check=True).stdout for jobs in ("1", "2")]
+    told = [
+        subprocess.run([*line, jobs], capture_output=True, text=True, check=True).stdout
+        for jobs in ("1", "2")
+    ]
     assert re.sub(r"in \d+ s by \d", "", told[0]) == re.sub(r"in \d+ s by \d", "", told[1])
     assert "6 seeds, " in told[0] and "(judged from 20000 seeds on)" in told[0]
 
 
-def test_a_pair_that_never_met_fails_the_command_where_there_were_seeds_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pair_that_never_met_fails_the_command_where_there_were_seeds_enough(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     said: list[str] = []
     monkeypatch.setattr(command, "JUDGED_FROM", 6)
     assert command.simulate_seeds(range(5), 1, said.append) == 0
@@ -35,7 +42,9 @@ def test_a_pair_that_never_met_fails_the_command_where_there_were_seeds_enough(m
     assert "pairs never met: " in said[-1]
 
 
-def test_what_is_recorded_goes_on_from_where_it_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_what_is_recorded_goes_on_from_where_it_ended(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(schedules, "RESULT", tmp_path / "schedules.json")
     assert schedules.load() == (coverage.Coverage(), 0.0)
     seen, _ = coverage.run_many(range(5))
@@ -44,24 +53,36 @@ def test_what_is_recorded_goes_on_from_where_it_ended(monkeypatch: pytest.Monkey
 
 
 def test_a_violation_is_explained_by_as_few_faults_as_show_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The coordinator does not wait until leases have run out; of the faults only cuts and lost kills are left."""
+    """The coordinator does not wait until leases have run out; of the faults only cuts and lost kills are
+    left.
+    """
     monkeypatch.setattr(Rules, "lease_over_s", property(lambda rules: 0.5 * rules.lease_s))
     said: list[str] = []
     assert command.simulate_seeds(range(82, 90), 1, said.append) == 1
     script = from_json(said[-1])
     found = re.search(r"(\d+) of (\d+) faults are enough: simulate --seeds (\d+)", said[-2])
     assert found and int(found[1]) == len(script) < int(found[2])
-    assert "may still commit" in said[-3] and {fault.kind for fault in script} <= {Kind.PARTITION, Kind.KILL_LOST, Kind.PARTITION_FROM}
+    assert "may still commit" in said[-3] and {fault.kind for fault in script} <= {
+        Kind.PARTITION,
+        Kind.KILL_LOST,
+        Kind.PARTITION_FROM,
+    }
 
 
 def test_a_script_is_performed_on_the_cluster_of_each_seed(tmp_path: Path) -> None:
     script, said = tmp_path / "faults.json", list[str]()
-    script.write_text(to_json([Fault(5.0, Kind.NODE_KILL, duration_s=3.0), Fault(5.5, Kind.COORDINATOR_KILL, duration_s=2.0)]))
+    script.write_text(
+        to_json(
+            [Fault(5.0, Kind.NODE_KILL, duration_s=3.0), Fault(5.5, Kind.COORDINATOR_KILL, duration_s=2.0)]
+        )
+    )
     assert command.simulate_script(script, range(5, 8), said.append) == 0
     assert len(said) == 3 and all(" after " in line for line in said)
 
 
-@pytest.mark.parametrize(("name", "pace", "nodes", "removals"), [("parcae_ll_10_11", 10.0, 18, 4), ("aws_g4dn_2020", 60.0, 1, 74)])
+@pytest.mark.parametrize(
+    ("name", "pace", "nodes", "removals"), [("parcae_ll_10_11", 10.0, 18, 4), ("aws_g4dn_2020", 60.0, 1, 74)]
+)
 def test_a_spot_trace_is_survived(name: str, pace: float, nodes: int, removals: int) -> None:
     """Whole groups of machines come and go as recorded in the trace."""
     text = (TRACES / f"{name}.csv").read_text(encoding="utf-8")

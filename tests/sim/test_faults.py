@@ -7,7 +7,19 @@ from hashlib import sha256
 import pytest
 
 from elastic.protocol import faults
-from elastic.protocol.faults import AMOUNTS, FATAL, LASTING, OWN_KINDS, SIMULATED_POINTS, VICTIM, Fault, Kind, draw, from_json, to_json
+from elastic.protocol.faults import (
+    AMOUNTS,
+    FATAL,
+    LASTING,
+    OWN_KINDS,
+    SIMULATED_POINTS,
+    VICTIM,
+    Fault,
+    Kind,
+    draw,
+    from_json,
+    to_json,
+)
 
 pytestmark = pytest.mark.fast
 
@@ -16,7 +28,10 @@ def test_a_schedule_is_a_function_of_its_arguments_and_sorted() -> None:
     drawn = draw(7, 200, 60.0, points=SIMULATED_POINTS)
     assert drawn == draw(7, 200, 60.0, points=SIMULATED_POINTS) != draw(8, 200, 60.0, points=SIMULATED_POINTS)
     assert [each.at for each in drawn] == sorted(each.at for each in drawn)
-    assert {each.kind for each in drawn} == set(Kind) and {each.point for each in drawn} == {None, *SIMULATED_POINTS}
+    assert {each.kind for each in drawn} == set(Kind) and {each.point for each in drawn} == {
+        None,
+        *SIMULATED_POINTS,
+    }
     assert {each.state for each in drawn} == {"", *faults.STATES}
 
 
@@ -56,5 +71,10 @@ def test_every_kind_has_a_victim_and_what_lasts_ends() -> None:
 
 def test_a_seed_means_the_same_schedule_as_ever() -> None:
     """Recorded seeds stay what they were: the order of kinds, their spans and amounts are part of it."""
-    drawn = to_json(draw(7, 500, 60.0, points=SIMULATED_POINTS) + draw(8, 100, 60.0, OWN_KINDS, points=SIMULATED_POINTS))
-    assert sha256(drawn.encode()).hexdigest() == "588188b69febc2b55a4dbc75a009b7863d96d741ea3f6471dc9821db06cef3c0"
+    drawn = to_json(
+        draw(7, 500, 60.0, points=SIMULATED_POINTS) + draw(8, 100, 60.0, OWN_KINDS, points=SIMULATED_POINTS)
+    )
+    assert (
+        sha256(drawn.encode()).hexdigest()
+        == "588188b69febc2b55a4dbc75a009b7863d96d741ea3f6471dc9821db06cef3c0"
+    )

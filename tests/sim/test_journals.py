@@ -1,4 +1,6 @@
-"""Simulated coordinators write journals as production does, and this version decides every record of them again, with the same result."""
+"""Simulated coordinators write journals as production does, and this version decides every record of them
+again, with the same result.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +25,16 @@ CODE = "this version"
 
 
 class Scribe:
-    """An ``advance`` that keeps the journal of each coordinator, which it knows by the run that its last decision left."""
+    """An ``advance`` that keeps the journal of each coordinator, which it knows by the run that its last
+    decision left.
+    """
 
     def __init__(self, *, meanwhile: bool = True) -> None:
         self.meanwhile = meanwhile
         self.journals: list[tuple[dict[str, Any], list[dict[str, Any]]]] = []
         self._open: dict[int, tuple[RunState, RunState, int]] = {}
-        """Each entry, by the identity of a run, is (the run, what is recorded of it, number of its journal)."""
+        """Each entry, by the identity of a run, is (the run, what is recorded of it, number of its journal).
+        """
 
     def __call__(self, run: RunState, event: Event, now: float, rules: Rules) -> Transition:
         transition = machine.advance(run, event, now, rules)
@@ -38,14 +43,17 @@ class Scribe:
             self.journals.append((codec.snapshot(run, CODE, rules), []))
         if codec.worth_recording(event, run, transition):
             records = self.journals[number][1]
-            records.append(codec.record(len(records), now, event, run, transition, recorded if self.meanwhile else None))
+            records.append(
+                codec.record(len(records), now, event, run, transition, recorded if self.meanwhile else None)
+            )
             recorded = codec.known_after(event, run, transition.run)
         self._open[id(transition.run)] = (transition.run, recorded, number)
         return transition
 
     def differences(self) -> list[Mismatch]:
         found = list[Mismatch]()
-        with contextlib.suppress(*(() if self.meanwhile else (Misfit,))):  # what was left out may be what a delta changes
+        # what was left out may be what a delta changes
+        with contextlib.suppress(*(() if self.meanwhile else (Misfit,))):
             found.extend(differences(json.loads(json.dumps(self.journals)), CODE))
         return found
 

@@ -1,4 +1,6 @@
-"""A failing list of faults is made small in few runs; the runner, simulated or real, decides whether it still fails."""
+"""A failing list of faults is made small in few runs; the runner, simulated or real, decides whether it still
+fails.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ def test_only_what_matters_is_left() -> None:
         guilty = tuple(fault for number, fault in enumerate(faults) if number in culprits)
         runs: list[tuple[Fault, ...]] = []
 
-        def fails(part: tuple[Fault, ...], guilty: tuple[Fault, ...] = guilty, runs: list[tuple[Fault, ...]] = runs) -> bool:
+        def fails(
+            part: tuple[Fault, ...], guilty: tuple[Fault, ...] = guilty, runs: list[tuple[Fault, ...]] = runs
+        ) -> bool:
             runs.append(part)
             return set(guilty) <= set(part)
 
@@ -43,4 +47,6 @@ def test_no_single_one_can_be_left_out() -> None:
         return len(part) >= 3
 
     left = minimised(faults, fails)
-    assert fails(left) and not any(fails((*left[:number], *left[number + 1 :])) for number in range(len(left)))
+    assert fails(left) and not any(
+        fails((*left[:number], *left[number + 1 :])) for number in range(len(left))
+    )

@@ -1,8 +1,10 @@
-"""A green simulator proves nothing until mutants go red: each rule of the product that it runs, broken, must be noticed.
+"""A green simulator proves nothing until mutants go red: each rule of the product that it runs, broken, must
+be noticed.
 
-The broken rules are listed by families: a family has the rules that keep one promise on one side.  Much the same notices them: a check of
-the oracle, and the faults that lead to it.  So the suite breaks the first rule of each family, which is noticed the soonest, and
-``pytest -m full`` breaks all the others.  Unbroken copies of the product pass the seeds that were taken.
+The broken rules are listed by families: a family has the rules that keep one promise on one side.  Much the
+same notices them: a check of the oracle, and the faults that lead to it.  So the suite breaks the first rule
+of each family, which is noticed the soonest, and ``pytest -m full`` breaks all the others.  Unbroken copies
+of the product pass the seeds that were taken.
 """
 
 from __future__ import annotations
@@ -40,7 +42,9 @@ def first_violation(decide: Advance, scenario: str, seeds: Iterable[int]) -> str
 
 
 CASES = [
-    pytest.param(breach, id=f"{family}: {breach.name}".replace(" ", "-"), marks=[pytest.mark.full] if number else [])
+    pytest.param(
+        breach, id=f"{family}: {breach.name}".replace(" ", "-"), marks=[pytest.mark.full] if number else []
+    )
     for family, breaches in FAMILIES.items()
     for number, breach in enumerate(breaches)
 ]
@@ -60,7 +64,9 @@ def test_a_broken_rule_is_noticed(monkeypatch: pytest.MonkeyPatch, breach: Breac
 
 
 def test_every_edit_still_applies() -> None:
-    """The product's text that a mutant of ``full`` replaces is there: who changes it thinks about the mutant again."""
+    """The product's text that a mutant of ``full`` replaces is there: who changes it thinks about the mutant
+    again.
+    """
     assert all(edit.applies() for breach in BREACHES for edit in breach.edits)
 
 
@@ -87,7 +93,9 @@ def worlds(decide: Advance, stay_s: float) -> tuple[int, float]:
 
 
 def test_taking_in_a_machine_that_comes_and_goes_each_time_is_noticed() -> None:
-    """R4: each stay costs two worlds and does not pay, so the runs take longer.  The control: stays that do pay are not declined."""
+    """R4: each stay costs two worlds and does not pay, so the runs take longer.  The control: stays that do
+    pay are not declined.
+    """
     with mutant(Edit("growth", "pays = brings_s >= costs_s", "pays = True")) as eager:
         (many, slow_s), (few, quick_s) = worlds(eager, 6.0), worlds(advance, 6.0)
         assert many > 2 * few and slow_s > 1.1 * quick_s

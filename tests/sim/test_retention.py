@@ -1,4 +1,6 @@
-"""L7: what no rule keeps is deleted at once in simulated runs in which everything goes wrong, and every promise holds."""
+"""L7: what no rule keeps is deleted at once in simulated runs in which everything goes wrong, and every
+promise holds.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ pytestmark = pytest.mark.fast
 
 
 def deletions(seeds: range, keep: Keep) -> tuple[int, int]:
-    """Returns how many of the runs delete checkpoints, and how many of these also begin worlds from the bucket."""
+    """Returns how many of the runs delete checkpoints, and how many of these also begin worlds from the
+    bucket.
+    """
     found = []
     for seed in seeds:
         drawn = Scenario.drawn(seed)

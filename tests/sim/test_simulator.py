@@ -1,4 +1,6 @@
-"""Some hundred simulated clusters in which everything goes wrong: promises 2 to 4 hold in each, and each run ends (R8, R14)."""
+"""Some hundred simulated clusters in which everything goes wrong: promises 2 to 4 hold in each, and each run
+ends (R8, R14).
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,9 @@ OCCASIONS = (
     "steps are abandoned",
     "workers' messages are taken together",
 )
-"""Occasions that the seeds of the suite must meet; promises are judged on the way, so each occasion is shown to be harmless."""
+"""Occasions that the seeds of the suite must meet; promises are judged on the way, so each occasion is shown
+to be harmless.
+"""
 
 
 def test_no_promise_is_broken_and_every_run_ends(seen: Coverage) -> None:
@@ -70,7 +74,9 @@ def test_no_promise_is_broken_and_every_run_ends(seen: Coverage) -> None:
 
 
 def test_every_event_met_every_state(seen: Coverage) -> None:
-    """Only events are checked here; pairs of faults take more seeds, which the long version and the test of second faults have."""
+    """Only events are checked here; pairs of faults take more seeds, which the long version and the test of
+    second faults have.
+    """
     assert [pair for pair in missing(seen) if pair.split()[0] in EVENTS] == []
 
 
@@ -79,11 +85,16 @@ def test_what_is_rare_did_happen(seen: Coverage) -> None:
 
 
 def test_what_a_spare_has_validated_decides_nothing_in_any_state() -> None:
-    """A second decision, by a validation, is made beside each of these runs, and compared with one by the time alone."""
+    """A second decision, by a validation, is made beside each of these runs, and compared with one by the
+    time alone.
+    """
     met = Counter[str]()
 
     def watched(run: RunState, event: Any, now: float, rules: Any, *more: Any) -> Transition:
-        told, time_alone = (advance(run, each, now, rules, *more) for each in (Evaluated(run.version, Validated(1.0, 2)), Tick()))
+        told, time_alone = (
+            advance(run, each, now, rules, *more)
+            for each in (Evaluated(run.version, Validated(1.0, 2)), Tick())
+        )
         met[type(run.state).__name__] += 1
         history = told.run.history
         if run.over:
@@ -125,21 +136,33 @@ def test_the_tables_have_a_row_and_a_column_for_each(seen: Coverage) -> None:
 
 def test_a_pair_that_never_met_is_missing(seen: Coverage) -> None:
     """The control: pairs that are taken out are missing."""
-    poorer = replace(seen, visited=seen.visited.copy(), struck=seen.struck.copy(), overlaps=seen.overlaps.copy())
-    del poorer.visited["Running", "Fenced"], poorer.struck[Kind.NODE_KILL, "Forming"], poorer.overlaps[Kind.LOSS, Kind.SIGKILL]
+    poorer = replace(
+        seen, visited=seen.visited.copy(), struck=seen.struck.copy(), overlaps=seen.overlaps.copy()
+    )
+    del (
+        poorer.visited["Running", "Fenced"],
+        poorer.struck[Kind.NODE_KILL, "Forming"],
+        poorer.overlaps[Kind.LOSS, Kind.SIGKILL],
+    )
     added = set(missing(poorer)) - set(missing(seen))
     assert added == {"Fenced in Running", "node_kill in Forming", "SIGKILL upon loss"}
 
 
 def test_in_calm_weather_nothing_is_lost() -> None:
-    """The control of all the others: without faults no step is dropped or abandoned, and worlds change only to grow."""
+    """The control of all the others: without faults no step is dropped or abandoned, and worlds change only
+    to grow.
+    """
     for seed in range(5):
         report = simulate(seed, CALM)
         assert report.end == "Finished"
-        assert not report.occasions["a prepared step is dropped"] and not report.occasions["steps are abandoned"]
+        assert (
+            not report.occasions["a prepared step is dropped"] and not report.occasions["steps are abandoned"]
+        )
         assert report.generations <= 3
         left = {"its process ended: exit", "its process dies: exit"}
-        assert {event.reason for _, event, _ in report.lines if isinstance(event, Lost)} <= left, "nobody but who is told to"
+        assert {event.reason for _, event, _ in report.lines if isinstance(event, Lost)} <= left, (
+            "nobody but who is told to"
+        )
 
 
 def test_an_error_that_is_the_jobs_own_fails_after_one_retry() -> None:
@@ -155,7 +178,9 @@ def test_an_error_that_does_not_come_back_is_recovered_from() -> None:
 
 
 def test_a_node_on_which_no_world_forms_is_refused_and_the_run_goes_on() -> None:
-    """R8: in calm weather two worlds at most do not form, and no worker of another node is replaced.  In any weather the promises hold."""
+    """R8: in calm weather two worlds at most do not form, and no worker of another node is replaced.  In any
+    weather the promises hold.
+    """
     calm = simulate(3, replace(CALM, misset=(NodeId("n2"),)))
     broken = [event for _, event, _ in calm.lines if isinstance(event, Broken)]
     assert calm.end == "Finished" and "node n2 is refused" in calm.story()
@@ -166,7 +191,9 @@ def test_a_node_on_which_no_world_forms_is_refused_and_the_run_goes_on() -> None
         ends[report.end] += 1
         told += any(isinstance(event, Broken) and event.cause == "setup" for _, event, _ in report.lines)
         refused = {
-            reason.partition("node ")[2][:2] for _, _, reason in report.lines if "is refused" in reason and "no world forms with" in reason
+            reason.partition("node ")[2][:2]
+            for _, _, reason in report.lines
+            if "is refused" in reason and "no world forms with" in reason
         }
         assert refused <= {"n2"}, report.story()
     assert told > 4 and ends["Finished"] > 5, ends
@@ -174,7 +201,9 @@ def test_a_node_on_which_no_world_forms_is_refused_and_the_run_goes_on() -> None
 
 def test_data_that_never_comes_ends_the_run() -> None:
     """Each worker is replaced by another, which begins from the checkpoint and gets no further."""
-    rules = replace(CALM.rules, min_workers=1, max_workers=1, save_every=3, layout=replace(CALM.rules.layout, min_shard=1))
+    rules = replace(
+        CALM.rules, min_workers=1, max_workers=1, save_every=3, layout=replace(CALM.rules.layout, min_shard=1)
+    )
     for seed in range(3):
         report = simulate(seed, replace(CALM, rules=rules, dry_step=6))
         assert report.end == "Failed" and report.occasions["a world starts from tier bucket"] > 2
@@ -198,7 +227,8 @@ def test_a_stopped_run_is_resumed_by_the_next_incarnation() -> None:
 
 
 def test_a_worker_that_outlived_its_run_makes_room_for_the_next_one() -> None:
-    """R9, R21: a coordinator that is cut off cannot kill a worker that it gives up; the resumed run does not know it, and needs its place.
+    """R9, R21: a coordinator that is cut off cannot kill a worker that it gives up; the resumed run does not
+    know it, and needs its place.
 
     Found as seed 166,389, which waited for ever; the times were moved when seats began to know nodes.
     """
@@ -219,21 +249,33 @@ def test_a_fault_at_every_point_is_survived(point: Point) -> None:
     kinds = (Kind.SIGKILL, Kind.SIGSTOP, Kind.EXCEPTION)
     struck: Counter[tuple[str, str]] = Counter()
     for seed in range(3, 8):
-        report = simulate(seed, replace(CALM, faults=draw(seed, 6, 20.0, kinds, points=(point,), doubles=0.0)))
+        report = simulate(
+            seed, replace(CALM, faults=draw(seed, 6, 20.0, kinds, points=(point,), doubles=0.0))
+        )
         assert report.end == "Finished"
-        assert all(f" at {point} " in what for _, event, what in report.lines if event is None and what.startswith("fault"))
+        assert all(
+            f" at {point} " in what
+            for _, event, what in report.lines
+            if event is None and what.startswith("fault")
+        )
         struck.update(report.struck)
     assert {kind for kind, _ in struck} == set(kinds)
 
 
 @pytest.mark.parametrize("state", STATES_WITH_FAULTS)
 def test_a_second_fault_in_every_state_is_survived(state: str) -> None:
-    """R8: a fault brings the run into a state, in which every kind strikes: three in one run, where it has workers."""
+    """R8: a fault brings the run into a state, in which every kind strikes: three in one run, where it has
+    workers.
+    """
     saving, second = replace(CALM, rules=replace(CALM.rules, save_every=1)), Counter[str]()
-    blows = [replace(draw(n, 1, 1.0, (kind,))[0], at=6.5, state=state, target=n) for n, kind in enumerate(Kind)]
+    blows = [
+        replace(draw(n, 1, 1.0, (kind,))[0], at=6.5, state=state, target=n) for n, kind in enumerate(Kind)
+    ]
     together = 1 if state == "Waiting" else 3
     for number in range(0, len(blows), together):
-        first = [Fault(6.5 + 0.02 * number + 0.01 * i, Kind.SIGKILL) for i in range(3 if state == "Waiting" else 1)]
+        first = [
+            Fault(6.5 + 0.02 * number + 0.01 * i, Kind.SIGKILL) for i in range(3 if state == "Waiting" else 1)
+        ]
         report = simulate(number, replace(saving, faults=(*first, *blows[number : number + together])))
         assert report.end == "Finished"
         second.update(what for (what, where), times in report.struck.items() if where == state and times)
@@ -256,7 +298,9 @@ def test_the_story_does_not_depend_on_the_hash_seed() -> None:
     """Each Python draws a hash seed, and the other process has one of its own."""
     here = hashlib.sha256("".join(simulate(seed).story() for seed in range(4)).encode()).hexdigest()
     command = [sys.executable, "-c", STORIES]
-    there = subprocess.run(command, env={**os.environ, "PYTHONHASHSEED": "4242"}, capture_output=True, text=True, check=True)
+    there = subprocess.run(
+        command, env={**os.environ, "PYTHONHASHSEED": "4242"}, capture_output=True, text=True, check=True
+    )
     assert there.stdout.strip() == here
 
 
@@ -268,7 +312,10 @@ def test_the_next_coordinators_clock_does_not_say_whether_a_keeper_answered_in_t
         Fault(8.702, Kind.SIGTERM, target=7, point=Point.FORWARD),
     )
     report = simulate(181_228, replace(Scenario.drawn(181_228), faults=faults, slow_starts=0.0))
-    assert report.occasions["a keeper's answer does not come in time"] and report.occasions["steps are abandoned"]
+    assert (
+        report.occasions["a keeper's answer does not come in time"]
+        and report.occasions["steps are abandoned"]
+    )
 
 
 def test_a_violation_names_seed_and_time_and_tells_the_end_of_the_story() -> None:
@@ -278,10 +325,15 @@ def test_a_violation_names_seed_and_time_and_tells_the_end_of_the_story() -> Non
 
 
 @given(
-    shards=st.lists(st.integers(1, 5).flatmap(lambda count: st.tuples(st.just(count), st.integers(0, count - 1))), max_size=5),
+    shards=st.lists(
+        st.integers(1, 5).flatmap(lambda count: st.tuples(st.just(count), st.integers(0, count - 1))),
+        max_size=5,
+    ),
     rows=st.sampled_from(ROWS),
 )
-def test_the_oracle_and_the_product_agree_on_coverage(shards: list[tuple[int, int]], rows: tuple[int, ...]) -> None:
+def test_the_oracle_and_the_product_agree_on_coverage(
+    shards: list[tuple[int, int]], rows: tuple[int, ...]
+) -> None:
     """The product's interval arithmetic agrees with the simple function of the oracle."""
     cells = [cell(*shard) for shard in shards]
     holdings = [Holding(f"w{i}", Version(1, 1), each) for i, each in enumerate(cells)]
@@ -291,7 +343,9 @@ def test_the_oracle_and_the_product_agree_on_coverage(shards: list[tuple[int, in
 @pytest.mark.full
 @pytest.mark.timeout(1800)
 def test_twenty_thousand_seeds_cover_every_pair() -> None:
-    """R8: the long version covers all pairs, also of two faults of which one comes upon the other; 6,000 harder scenarios follow."""
+    """R8: the long version covers all pairs, also of two faults of which one comes upon the other; 6,000
+    harder scenarios follow.
+    """
     coverage, broken = run_in_processes(range(20_000), 2)
     assert broken is None
     print(coverage_table(coverage))
@@ -313,12 +367,22 @@ def test_a_coordinator_that_stood_still_for_long_handles_all_that_came_meanwhile
     assert sim.coordinators.events == 1000
 
 
-def test_one_that_has_left_says_to_the_next_coordinator_what_it_was_in_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The real worker does so too, since its generation may have no record; it also answers its fence once more."""
+def test_one_that_has_left_says_to_the_next_coordinator_what_it_was_in_last(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The real worker does so too, since its generation may have no record; it also answers its fence once
+    more.
+    """
     said: list[Event] = []
     sim = Simulation(0, CALM, advance)
     sim.coordinators.present.tick()
-    while not (busy := [each for each in sim.cluster.workers.values() if each.phase is Phase.COMPUTING and each.newest is not None]):
+    while not (
+        busy := [
+            each
+            for each in sim.cluster.workers.values()
+            if each.phase is Phase.COMPUTING and each.newest is not None
+        ]
+    ):
         sim.clock.step()
     sim.coordinators.present.alive = False  # and nobody follows it
     worker = busy[0]
@@ -331,7 +395,9 @@ def test_one_that_has_left_says_to_the_next_coordinator_what_it_was_in_last(monk
         sim.clock.step()
     said.clear()
     worker.attached()
-    assert [type(each) for each in said[:2]] == [Joined, Attached] and said[1] == Attached(worker.name, worker.member.plan)
+    assert [type(each) for each in said[:2]] == [Joined, Attached] and said[1] == Attached(
+        worker.name, worker.member.plan
+    )
     assert worker.member.plan is not None
     answer = next(each for each in said if isinstance(each, Fenced))
     assert (answer.generation, {each.version for each in answer.held}) == (generation, {worker.version})
@@ -341,10 +407,14 @@ def test_one_that_has_left_says_to_the_next_coordinator_what_it_was_in_last(monk
 
 
 def test_a_step_that_only_a_followed_coordinator_heard_of_was_told() -> None:
-    """It and the keepers beside it had the record; its follower could not read the record, and built upon the step all the same."""
+    """It and the keepers beside it had the record; its follower could not read the record, and built upon the
+    step all the same.
+    """
     assert simulate(423, unshipped(423)).end == "Finished"
 
 
 def test_a_member_whose_joining_nobody_read_of_may_be_on_a_silent_node() -> None:
-    """Its coordinator was cut off, and the next one knew only that the member was to start: ``advance`` once raised KeyError."""
+    """Its coordinator was cut off, and the next one knew only that the member was to start: ``advance`` once
+    raised KeyError.
+    """
     assert simulate(193, severed(193)).end == "Finished"

@@ -1,4 +1,6 @@
-"""Keepers' stores and workers' snapshots in one process, over a state of a few tensors, for tests of the copies between them."""
+"""Keepers' stores and workers' snapshots in one process, over a state of a few tensors, for tests of the
+copies between them.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,8 @@ def truth(version: Version) -> dict[Tensor, torch.Tensor]:
     """Returns the whole state at ``version``; each version has other bits."""
     generator = torch.Generator().manual_seed(version.step * 1000 + version.generation)
     return {
-        tensor: torch.randint(0, 10_000, tensor.shape, generator=generator).to(DTYPES[tensor.dtype]) / (1 if tensor.dtype == "I64" else 7)
+        tensor: torch.randint(0, 10_000, tensor.shape, generator=generator).to(DTYPES[tensor.dtype])
+        / (1 if tensor.dtype == "I64" else 7)
         for tensor in TENSORS
     }
 
@@ -59,7 +62,9 @@ def shard_of(version: Version, count: int, index: int) -> Shard:
 
 def empty(version: Version, count: int, index: int) -> Shard:
     shard = shard_of(version, count, index)
-    return Shard(version, cell(count, index), {key: torch.full_like(value, -1) for key, value in shard.values.items()})
+    return Shard(
+        version, cell(count, index), {key: torch.full_like(value, -1) for key, value in shard.values.items()}
+    )
 
 
 def equal(one: Shard, other: Shard) -> bool:
@@ -67,7 +72,9 @@ def equal(one: Shard, other: Shard) -> bool:
 
 
 def outcome(step: int, copied: int = -1, buddied: int = -1) -> Outcome:
-    return Outcome(step, AT.generation, 1.0, (1.0,), (1,), ((0,),), True, copied_through=copied, buddied_through=buddied)
+    return Outcome(
+        step, AT.generation, 1.0, (1.0,), (1,), ((0,),), True, copied_through=copied, buddied_through=buddied
+    )
 
 
 @dataclass
@@ -78,8 +85,11 @@ class Node:
 
 
 @contextmanager
-def cluster(layout: Layout, per_node: int, slots: int = 2, folder: str = "") -> Iterator[tuple[Plan, list[Node]]]:
-    """Yields the plan of a world that begins at AT, and its nodes: ``per_node`` workers on each, whose regions its keeper holds.
+def cluster(
+    layout: Layout, per_node: int, slots: int = 2, folder: str = ""
+) -> Iterator[tuple[Plan, list[Node]]]:
+    """Yields the plan of a world that begins at AT, and its nodes: ``per_node`` workers on each, whose
+    regions its keeper holds.
 
     With ``folder`` all copies are in files there.
     """
@@ -88,7 +98,10 @@ def cluster(layout: Layout, per_node: int, slots: int = 2, folder: str = "") -> 
     plan = Plan(1, AT.generation, layout, members, AT, "init", (), nodes[0], tuple(nodes), copy_every=1)
     largest = frame(TENSORS, cell(1, 0))
     with ExitStack() as stack:
-        found = {name: Node(name, KeeperStore(name, "127.0.0.1", SECRET, folder=folder), {}) for name in dict.fromkeys(nodes)}
+        found = {
+            name: Node(name, KeeperStore(name, "127.0.0.1", SECRET, folder=folder), {})
+            for name in dict.fromkeys(nodes)
+        }
         for rank, member in enumerate(members):
             region = Region.create(slots, largest.bytes, largest.blocks, TENSORS, folder)
             node = found[nodes[rank]]
@@ -104,7 +117,9 @@ def enter(plan: Plan, nodes: Sequence[Node]) -> None:
     for node in nodes:
         for worker, snapshots in node.workers.items():
             rank = plan.world_rank(worker)
-            snapshots.enter(plan, worker, shard_of(AT, plan.layout.dp_shard, plan.layout.coordinates(rank)["dp_shard"]))
+            snapshots.enter(
+                plan, worker, shard_of(AT, plan.layout.dp_shard, plan.layout.coordinates(rank)["dp_shard"])
+            )
             assert snapshots.settle()[:2] == (AT.step, NEVER)
 
 
@@ -114,14 +129,31 @@ def pair(nodes: Sequence[Node]) -> None:
         nodes[one].store.pair(nodes[other].store.address)
 
 
-def later(plan: Plan, layout: Layout, homes: Sequence[tuple[WorkerId, NodeId]], nodes: Sequence[Node], holders: Sequence[Holding]) -> Plan:
+def later(
+    plan: Plan,
+    layout: Layout,
+    homes: Sequence[tuple[WorkerId, NodeId]],
+    nodes: Sequence[Node],
+    holders: Sequence[Holding],
+) -> Plan:
     members, places = zip(*homes, strict=True)
     hosts = tuple((node.name, node.store.address) for node in nodes)
-    new = replace(plan, generation=3, layout=layout, members=members, nodes=places, tier="host", holders=tuple(holders), hosts=hosts)
+    new = replace(
+        plan,
+        generation=3,
+        layout=layout,
+        members=members,
+        nodes=places,
+        tier="host",
+        holders=tuple(holders),
+        hosts=hosts,
+    )
     return replace(new, version=holders[0].version)
 
 
-def heal(plan: Plan, worker: WorkerId, streams: int = STREAMS, hook: Callable[[], None] = nothing) -> tuple[Shard, int]:
+def heal(
+    plan: Plan, worker: WorkerId, streams: int = STREAMS, hook: Callable[[], None] = nothing
+) -> tuple[Shard, int]:
     index = plan.layout.coordinates(plan.world_rank(worker))["dp_shard"]
     shard = empty(plan.version, plan.layout.dp_shard, index)
     todo = moves(TENSORS, plan.holders, plan.layout, plan.members, plan.nodes)
@@ -130,4 +162,7 @@ def heal(plan: Plan, worker: WorkerId, streams: int = STREAMS, hook: Callable[[]
 
 
 def await_buddied(copiers: Sequence[Snapshots], step: int) -> None:
-    until(lambda: all(snapshots.settle()[:2] == (step, step) for snapshots in copiers), what=f"not all copies of step {step} are there")
+    until(
+        lambda: all(snapshots.settle()[:2] == (step, step) for snapshots in copiers),
+        what=f"not all copies of step {step} are there",
+    )

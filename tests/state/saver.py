@@ -26,7 +26,8 @@ SAVED = Version(5, AT.generation)
 def save(how: str, pipe: Connection) -> None:
     """Says where its memory is, waits for a word, and copies the state after step 5 as a save.
 
-    "whole": it says so once the copy is complete, and waits to be killed.  "torn": it kills itself (SIGKILL) while it copies.
+    "whole": it says so once the copy is complete, and waits to be killed.  "torn": it kills itself (SIGKILL)
+    while it copies.
     """
     largest = frame(TENSORS, cell(1, 0))
     region = Region.create(3, largest.bytes, largest.blocks, TENSORS)

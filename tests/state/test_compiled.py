@@ -1,4 +1,6 @@
-"""Compiled code that goes to another node arrives whole or not at all, is what was sent, and comes from a node of the same key only."""
+"""Compiled code that goes to another node arrives whole or not at all, is what was sent, and comes from a
+node of the same key only.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,12 @@ from tests.support.patience import PATIENCE_S, until
 
 pytestmark = pytest.mark.fast
 SECRET, KEY, OTHER = b"s" * 32, "0f" * 16, "1e" * 16
-CODE = {"ab/one.so": b"\x7fELF" + bytes(range(256)) * 9, "fxgraph/x/two": b"2" * 5000, "triton/K/three.cubin": b"", "four.py": b"pass\n"}
+CODE = {
+    "ab/one.so": b"\x7fELF" + bytes(range(256)) * 9,
+    "fxgraph/x/two": b"2" * 5000,
+    "triton/K/three.cubin": b"",
+    "four.py": b"pass\n",
+}
 
 OWN = {"own/five": b"5" * 50}
 Change = Callable[[dict[str, Any], list[bytes]], tuple[dict[str, Any], list[bytes]]]
@@ -36,7 +43,9 @@ Change = Callable[[dict[str, Any], list[bytes]], tuple[dict[str, Any], list[byte
 
 def tree(folder: Path) -> dict[str, bytes]:
     """Returns the content of every file below ``folder``."""
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()
+    }
 
 
 def write(folder: Path, files: dict[str, bytes] | None = None) -> None:
@@ -70,8 +79,12 @@ class New:
         self.root, self.told = root, list[str]()
         self.code = Compiled(root, key, self.told.append)
 
-    def start(self, *peers: str, makes: dict[str, bytes] | None = None, dies: bool = False) -> dict[str, bytes]:
-        """Starts a worker that compiles ``makes``.  Returns what the compilers find when it begins to compile."""
+    def start(
+        self, *peers: str, makes: dict[str, bytes] | None = None, dies: bool = False
+    ) -> dict[str, bytes]:
+        """Starts a worker that compiles ``makes``.  Returns what the compilers find when it begins to
+        compile.
+        """
         with self.code.kept(peers, SECRET):
             found = tree(self.code.folder)
             write(self.code.folder, makes or {})
@@ -80,14 +93,22 @@ class New:
             return found
 
 
-def test_a_new_node_gets_all_code_before_it_compiles_and_hands_it_on(tmp_path: Path, there: tuple[Path, str]) -> None:
+def test_a_new_node_gets_all_code_before_it_compiles_and_hands_it_on(
+    tmp_path: Path, there: tuple[Path, str]
+) -> None:
     """The third node gets it from the second.  Locks stay at home."""
     second, third = New(tmp_path / "second"), New(tmp_path / "third")
-    assert second.start(there[1]) == CODE and second.told[0].startswith(f"compiled code came from {there[1]}: 4 files, ")
+    assert second.start(there[1]) == CODE and second.told[0].startswith(
+        f"compiled code came from {there[1]}: 4 files, "
+    )
     with closing(KeeperStore(NodeId("second"), "127.0.0.1", SECRET, compiled_at=second.root)) as store:
         assert third.start(store.address) == CODE
-    assert sorted(os.listdir(third.root)) == [KEY, f"{KEY}.fetch", f"{KEY}.json", f"{KEY}.lock"], "nothing else is left"
-    assert third.root.stat().st_mode & 0o077 == third.code.folder.stat().st_mode & 0o077 == 0, "other users cannot put code there"
+    assert sorted(os.listdir(third.root)) == [KEY, f"{KEY}.fetch", f"{KEY}.json", f"{KEY}.lock"], (
+        "nothing else is left"
+    )
+    assert third.root.stat().st_mode & 0o077 == third.code.folder.stat().st_mode & 0o077 == 0, (
+        "other users cannot put code there"
+    )
 
 
 def test_code_of_another_key_is_not_there(tmp_path: Path, there: tuple[Path, str]) -> None:
@@ -103,18 +124,26 @@ def test_a_node_with_code_asks_nobody(tmp_path: Path, there: tuple[Path, str]) -
 
 
 @pytest.mark.parametrize("makes", [{}, OWN], ids=["nothing", "a part"])
-def test_a_later_worker_fetches_what_the_first_one_could_not(tmp_path: Path, there: tuple[Path, str], makes: dict[str, bytes]) -> None:
-    """The first worker of the node finds no peer, or one that is gone, and dies while it compiles.  What it has made stays."""
+def test_a_later_worker_fetches_what_the_first_one_could_not(
+    tmp_path: Path, there: tuple[Path, str], makes: dict[str, bytes]
+) -> None:
+    """The first worker of the node finds no peer, or one that is gone, and dies while it compiles.  What it
+    has made stays.
+    """
     for number, peers in enumerate(((), ("127.0.0.1:1",))):
         new = New(tmp_path / f"new{number}")
         with pytest.raises(MemoryError):
             new.start(*peers, makes=makes, dies=True)
         assert new.start(there[1]) == {**makes, **CODE}
         with closing(KeeperStore(NodeId("new"), "127.0.0.1", SECRET, compiled_at=new.root)) as store:
-            assert New(tmp_path / f"next{number}").start(store.address) == {**makes, **CODE}, "the index has all that is here"
+            assert New(tmp_path / f"next{number}").start(store.address) == {**makes, **CODE}, (
+                "the index has all that is here"
+            )
 
 
-def test_a_first_worker_that_makes_nothing_hinders_no_later_one(tmp_path: Path, there: tuple[Path, str]) -> None:
+def test_a_first_worker_that_makes_nothing_hinders_no_later_one(
+    tmp_path: Path, there: tuple[Path, str]
+) -> None:
     for makes in ({}, {"locks/one.lock": b""}):
         new = New(tmp_path / f"new{len(makes)}")
         assert new.start(makes=makes) == {} and new.start(there[1]) == {**CODE, **makes}
@@ -123,7 +152,9 @@ def test_a_first_worker_that_makes_nothing_hinders_no_later_one(tmp_path: Path, 
 
 
 def test_a_worker_fetches_while_another_one_compiles(tmp_path: Path, there: tuple[Path, str]) -> None:
-    """The first worker of the node found no peer.  The later one does not wait for it, and what both have is offered."""
+    """The first worker of the node found no peer.  The later one does not wait for it, and what both have is
+    offered.
+    """
     first, later = New(tmp_path / "new"), New(tmp_path / "new")
     with first.code.kept((), SECRET):
         (first.code.folder / "own").mkdir(parents=True)
@@ -158,12 +189,18 @@ def lead_out(root: Path) -> str:
 
 
 @pytest.mark.parametrize("harm", [damage, cut, remove, lead_out])
-def test_damaged_code_is_refused_in_one_sentence(tmp_path: Path, there: tuple[Path, str], harm: Callable[[Path], str]) -> None:
-    """Nothing of it is used.  Another node that has the code is asked next; the control is the order of the two."""
+def test_damaged_code_is_refused_in_one_sentence(
+    tmp_path: Path, there: tuple[Path, str], harm: Callable[[Path], str]
+) -> None:
+    """Nothing of it is used.  Another node that has the code is asked next; the control is the order of the
+    two.
+    """
     why, new = harm(there[0]), New(tmp_path / "new")
     assert new.start(there[1]) == {}
     (sentence,) = new.told
-    assert sentence.startswith(f"compiled code at {there[1]} is not used, and this worker compiles unless another node has it: ")
+    assert sentence.startswith(
+        f"compiled code at {there[1]} is not used, and this worker compiles unless another node has it: "
+    )
     assert why in sentence and tree(new.code.folder) == {}
     with node(tmp_path / "sound") as sound:
         later = New(tmp_path / "later")
@@ -195,7 +232,9 @@ def test_what_a_keeper_would_never_send_is_refused(tmp_path: Path, files: Any, w
 
 
 def relay(asked: socket.socket, keeper: str, change: Change) -> None:
-    """Stands on the way of one connection: passes the handshake on, then lets ``change`` alter what is asked and what is answered."""
+    """Stands on the way of one connection: passes the handshake on, then lets ``change`` alter what is asked
+    and what is answered.
+    """
     host, _, port = keeper.rpartition(":")
     with asked, socket.create_connection((host, int(port))) as answering:
         client, server = Wire(asked), Wire(answering)
@@ -224,7 +263,10 @@ def other_key(answer: dict[str, Any], code: list[bytes]) -> tuple[dict[str, Any]
 def another_file(answer: dict[str, Any], code: list[bytes]) -> tuple[dict[str, Any], list[bytes]]:
     """Puts in a file of its own under the name of the first one, with the sum that belongs to it."""
     evil = b"evil"
-    return {**answer, "files": [[answer["files"][0][0], len(evil), sha256(evil).hexdigest()], *answer["files"][1:]]}, [evil, *code[1:]]
+    return {
+        **answer,
+        "files": [[answer["files"][0][0], len(evil), sha256(evil).hexdigest()], *answer["files"][1:]],
+    }, [evil, *code[1:]]
 
 
 def no_proof(answer: dict[str, Any], code: list[bytes]) -> tuple[dict[str, Any], list[bytes]]:
@@ -251,13 +293,17 @@ def test_nobody_on_the_way_can_put_code_in(tmp_path: Path, there: tuple[Path, st
         found = new.start(f"127.0.0.1:{middle.getsockname()[1]}")
         way.join(PATIENCE_S)
     assert found == (CODE if change is nothing else {})
-    assert len(new.told) == 1 and new.told[0].endswith("its index is not proven by the secret of this run") == (change is not nothing)
+    assert len(new.told) == 1 and new.told[0].endswith(
+        "its index is not proven by the secret of this run"
+    ) == (change is not nothing)
 
 
 def test_what_another_worker_puts_in_place_of_a_file_that_came_is_offered(
     tmp_path: Path, there: tuple[Path, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It has the size of the file that came, and is older than the name of the index, whose sum for it is another one."""
+    """It has the size of the file that came, and is older than the name of the index, whose sum for it is
+    another one.
+    """
     first, later = New(tmp_path / "new"), New(tmp_path / "new")
 
     def overtaken(path: Path, target: Path, real: Callable[[Path, Path], Path] = Path.replace) -> Path:
@@ -275,9 +321,14 @@ def test_what_another_worker_puts_in_place_of_a_file_that_came_is_offered(
 
 
 def test_code_that_nobody_has_used_for_two_weeks_is_removed(tmp_path: Path, there: tuple[Path, str]) -> None:
-    """Used is what a worker starts with, what goes to another node, and what a worker still compiles, however old.  Strangers stay."""
+    """Used is what a worker starts with, what goes to another node, and what a worker still compiles, however
+    old.  Strangers stay.
+    """
     root, day = there[0], 86400.0
-    keys = {name: f"{number:032x}" for number, name in enumerate(("old", "young", "compiling", "served", "started"))}
+    keys = {
+        name: f"{number:032x}"
+        for number, name in enumerate(("old", "young", "compiling", "served", "started"))
+    }
 
     def age(key: str, days: float) -> None:
         os.utime(root / f"{key}.lock", (time.time() - days * day,) * 2)
@@ -302,8 +353,12 @@ def test_code_that_nobody_has_used_for_two_weeks_is_removed(tmp_path: Path, ther
         assert tree(root / keys[name]).items() >= CODE.items(), name
 
 
-def test_the_index_reads_only_what_is_new(tmp_path: Path, there: tuple[Path, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file that has changed without changing its size is new, and so is one in a folder of which no index is known."""
+def test_the_index_reads_only_what_is_new(
+    tmp_path: Path, there: tuple[Path, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file that has changed without changing its size is new, and so is one in a folder of which no index
+    is known.
+    """
     here, read = Compiled(there[0], KEY), list[str]()
 
     def noted(path: Path, real: Callable[[Path], bytes] = Path.read_bytes) -> bytes:
@@ -367,14 +422,18 @@ def test_a_sender_that_dies_in_the_middle_leaves_nothing(tmp_path: Path) -> None
     assert found == [{}] and len(new.told) == 1 and not list(new.root.glob(f"{KEY}-*"))
 
 
-def test_what_a_worker_left_that_died_while_it_fetched_is_removed(tmp_path: Path, there: tuple[Path, str]) -> None:
+def test_what_a_worker_left_that_died_while_it_fetched_is_removed(
+    tmp_path: Path, there: tuple[Path, str]
+) -> None:
     new = New(tmp_path / "new")
     write(new.root / f"{KEY}-torn")
     assert new.start(there[1]) == CODE and not list(new.root.glob(f"{KEY}-*"))
 
 
 def test_workers_that_start_together_fetch_once(tmp_path: Path, there: tuple[Path, str]) -> None:
-    """All of them find the code when they begin to compile, and the index is written when the last one has ended."""
+    """All of them find the code when they begin to compile, and the index is written when the last one has
+    ended.
+    """
     asked = list[str]()
 
     def counted(wire: Wire, head: dict[str, Any]) -> None:
@@ -398,13 +457,18 @@ def test_workers_that_start_together_fetch_once(tmp_path: Path, there: tuple[Pat
 
 
 def test_workers_that_start_together_ask_in_vain_once(tmp_path: Path) -> None:
-    """A peer that does not answer costs seconds, so those who waited meanwhile compile at once.  The control: a later worker asks again."""
+    """A peer that does not answer costs seconds, so those who waited meanwhile compile at once.  The control:
+    a later worker asks again.
+    """
     asked, workers = list[str](), [New(tmp_path / "new") for _ in range(6)]
 
     def waiting() -> int:
         """Returns how many workers have opened the lock for fetching."""
         links = [Path(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")]
-        return sum(link.is_symlink() and str(link.readlink()) == str(tmp_path / "new" / f"{KEY}.fetch") for link in links)
+        return sum(
+            link.is_symlink() and str(link.readlink()) == str(tmp_path / "new" / f"{KEY}.fetch")
+            for link in links
+        )
 
     def late(wire: Wire, head: dict[str, Any]) -> None:
         asked.append(head["key"])
@@ -424,7 +488,9 @@ def test_workers_that_start_together_ask_in_vain_once(tmp_path: Path) -> None:
 
 
 def test_files_that_another_worker_still_writes_are_not_offered(tmp_path: Path) -> None:
-    """The last of two workers writes the index; until then, another node gets nothing.  The control is the index after that."""
+    """The last of two workers writes the index; until then, another node gets nothing.  The control is the
+    index after that.
+    """
     root = tmp_path / "there"
     one, other = Compiled(root, KEY), Compiled(root, KEY)
     with closing(KeeperStore(NodeId("n"), "127.0.0.1", SECRET, compiled_at=root)) as store:

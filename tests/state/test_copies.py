@@ -1,4 +1,6 @@
-"""A shard's way: from the device into a slot, to a buddy, and into the shards of a world of another size; no damaged copy is used."""
+"""A shard's way: from the device into a slot, to a buddy, and into the shards of a world of another size; no
+damaged copy is used.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +38,11 @@ from tests.support.patience import PATIENCE_S
 @pytest.mark.parametrize("new", [Layout(1, 1), Layout(1, 3), Layout(2, 2), Layout(1, 4)], ids=str)
 @pytest.mark.parametrize("per_node", [1, 2, 4])
 @pytest.mark.parametrize("stage", [BLOCK, STAGE])
-def test_any_world_is_filled_from_copies_alone(monkeypatch: pytest.MonkeyPatch, new: Layout, per_node: int, stage: int) -> None:
-    """All workers of 1×4 on one, two or four nodes have died; newcomers read from their own node's memory and over sockets.
+def test_any_world_is_filled_from_copies_alone(
+    monkeypatch: pytest.MonkeyPatch, new: Layout, per_node: int, stage: int
+) -> None:
+    """All workers of 1×4 on one, two or four nodes have died; newcomers read from their own node's memory and
+    over sockets.
 
     They read pieces of one block, or a whole tensor at once.
     """
@@ -55,8 +60,12 @@ def test_any_world_is_filled_from_copies_alone(monkeypatch: pytest.MonkeyPatch, 
 
 
 @pytest.mark.parametrize("before, turn, streams", [(2, TURN, 2), (2, TURN, 1), (1, BLOCK, 2), (1, TURN, 2)])
-def test_as_many_read_at_once_as_there_are_streams(monkeypatch: pytest.MonkeyPatch, before: int, turn: int, streams: int) -> None:
-    """Two threads of a healing meet if there are two copies, or one copy of several turns; a single reader waits in vain."""
+def test_as_many_read_at_once_as_there_are_streams(
+    monkeypatch: pytest.MonkeyPatch, before: int, turn: int, streams: int
+) -> None:
+    """Two threads of a healing meet if there are two copies, or one copy of several turns; a single reader
+    waits in vain.
+    """
     monkeypatch.setattr(hosts, "TURN", turn)
     meets = streams == 2 and (before == 2 or turn < TURN)
     together = threading.Barrier(2)
@@ -69,7 +78,13 @@ def test_as_many_read_at_once_as_there_are_streams(monkeypatch: pytest.MonkeyPat
 
     with cluster(Layout(1, before), 1) as (plan, nodes):
         enter(plan, nodes)
-        there = later(plan, Layout(1, 1), [(WorkerId("n"), nodes[0].name)], nodes, [each for node in nodes for each in node.store.held()])
+        there = later(
+            plan,
+            Layout(1, 1),
+            [(WorkerId("n"), nodes[0].name)],
+            nodes,
+            [each for node in nodes for each in node.store.held()],
+        )
         if meets:
             assert equal(heal(there, WorkerId("n"), streams, meet)[0], shard_of(AT, 1, 0))
         else:
@@ -78,7 +93,9 @@ def test_as_many_read_at_once_as_there_are_streams(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("which", [0, 1])
-@pytest.mark.parametrize("error", [CopyLost("lost", NodeId("n")), FencedOff("fenced")], ids=["lost", "fenced"])
+@pytest.mark.parametrize(
+    "error", [CopyLost("lost", NodeId("n")), FencedOff("fenced")], ids=["lost", "fenced"]
+)
 def test_who_fails_stops_the_others_and_leaves_when_nobody_writes_any_more(
     monkeypatch: pytest.MonkeyPatch, error: Exception, which: int
 ) -> None:
@@ -97,7 +114,13 @@ def test_who_fails_stops_the_others_and_leaves_when_nobody_writes_any_more(
 
     with cluster(Layout(1, 2), 1) as (plan, nodes):
         enter(plan, nodes)
-        there = later(plan, Layout(1, 1), [(WorkerId("n"), nodes[0].name)], nodes, [each for node in nodes for each in node.store.held()])
+        there = later(
+            plan,
+            Layout(1, 1),
+            [(WorkerId("n"), nodes[0].name)],
+            nodes,
+            [each for node in nodes for each in node.store.held()],
+        )
         with pytest.raises(type(error), match=str(error)):
             heal(there, WorkerId("n"), 2, hook)
         assert ended.is_set() and list(calls.values()) == [2, 2]
@@ -115,7 +138,13 @@ def test_of_two_failures_the_lost_copy_is_told() -> None:
 
     with cluster(Layout(1, 2), 1) as (plan, nodes):
         enter(plan, nodes)
-        there = later(plan, Layout(1, 1), [(WorkerId("n"), nodes[0].name)], nodes, [each for node in nodes for each in node.store.held()])
+        there = later(
+            plan,
+            Layout(1, 1),
+            [(WorkerId("n"), nodes[0].name)],
+            nodes,
+            [each for node in nodes for each in node.store.held()],
+        )
         for _ in range(5):
             with pytest.raises(CopyLost):
                 heal(there, WorkerId("n"), 2, hook)
@@ -123,10 +152,14 @@ def test_of_two_failures_the_lost_copy_is_told() -> None:
 
 
 @pytest.mark.parametrize("turn, most", [(TURN, 1), (BLOCK, 20)])
-def test_each_copy_is_asked_for_once_a_turn_by_whoever_reads_any(monkeypatch: pytest.MonkeyPatch, turn: int, most: int) -> None:
+def test_each_copy_is_asked_for_once_a_turn_by_whoever_reads_any(
+    monkeypatch: pytest.MonkeyPatch, turn: int, most: int
+) -> None:
     asked = list[str]()
     connect = Wire.connect
-    monkeypatch.setattr(Wire, "connect", lambda address, secret: (asked.append(address), connect(address, secret))[1])
+    monkeypatch.setattr(
+        Wire, "connect", lambda address, secret: (asked.append(address), connect(address, secret))[1]
+    )
     monkeypatch.setattr(hosts, "TURN", turn)
     with cluster(Layout(1, 4), 2) as (plan, nodes):
         enter(plan, nodes)
@@ -143,13 +176,18 @@ def test_each_copy_is_asked_for_once_a_turn_by_whoever_reads_any(monkeypatch: py
         assert not reads_copies(todo, WorkerId("w0"))
 
 
-def test_the_end_of_a_world_does_not_wait_for_a_copy_and_the_next_one_begins_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The copy still reads the old world's state; the time it takes does not count as a copy of the next world.
+def test_the_end_of_a_world_does_not_wait_for_a_copy_and_the_next_one_begins_after_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The copy still reads the old world's state; the time it takes does not count as a copy of the next
+    world.
 
     The clock stands still, except that this copy takes 100 s.
     """
     now, lasts, goes_on = [1000.0], [100.0], threading.Event()
-    monkeypatch.setattr("elastic.state.snapshot.time", SimpleNamespace(monotonic=lambda: now[0], sleep=time.sleep))
+    monkeypatch.setattr(
+        "elastic.state.snapshot.time", SimpleNamespace(monotonic=lambda: now[0], sleep=time.sleep)
+    )
 
     def held_up(data: memoryview, out: memoryview) -> None:
         assert goes_on.wait(PATIENCE_S)
@@ -164,15 +202,26 @@ def test_the_end_of_a_world_does_not_wait_for_a_copy_and_the_next_one_begins_aft
             snapshots.committed(outcome(5, copied=4), shard_of(Version(5, 2), 1, 0))
             assert snapshots.region.find(Copy(Version(5, 2), cell(1, 0))) is None
             threading.Timer(0.2, goes_on.set).start()
-            snapshots.enter(replace(plan, generation=3, version=Version(5, 2)), WorkerId("w0"), shard_of(Version(5, 2), 1, 0))
+            snapshots.enter(
+                replace(plan, generation=3, version=Version(5, 2)),
+                WorkerId("w0"),
+                shard_of(Version(5, 2), 1, 0),
+            )
         assert goes_on.is_set() and snapshots.settle().copied_through == 5
-        assert {held for held in snapshots.region.all_held() if held} == {Copy(AT, cell(1, 0)), Copy(Version(5, 2), cell(1, 0))}
+        assert {held for held in snapshots.region.all_held() if held} == {
+            Copy(AT, cell(1, 0)),
+            Copy(Version(5, 2), cell(1, 0)),
+        }
         snapshots.committed(replace(outcome(6, copied=5), generation=3), shard_of(Version(6, 3), 1, 0))
         assert now == [1100.0] and max(snapshots.pace._copies_s) == snapshots.pace.step_s == 0
 
 
-def test_a_step_is_not_committed_while_the_copy_of_the_one_before_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The update after the commit writes the memory that the copy reads.  So the copy has the bits of its version, and no later ones."""
+def test_a_step_is_not_committed_while_the_copy_of_the_one_before_is_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The update after the commit writes the memory that the copy reads.  So the copy has the bits of its
+    version, and no later ones.
+    """
     with cluster(Layout(1, 1), 1) as (plan, nodes):
         enter(plan, nodes)
         (snapshots,) = nodes[0].workers.values()
@@ -180,7 +229,10 @@ def test_a_step_is_not_committed_while_the_copy_of_the_one_before_is_read(monkey
         goes_on, version = threading.Event(), Version(5, 2)
         shard = shard_of(version, 1, 0)
         with monkeypatch.context() as at:
-            at.setattr("elastic.state.snapshot.digests", lambda data, out: (goes_on.wait(PATIENCE_S), digests(data, out)))
+            at.setattr(
+                "elastic.state.snapshot.digests",
+                lambda data, out: (goes_on.wait(PATIENCE_S), digests(data, out)),
+            )
             snapshots.committed(outcome(5, copied=4), shard)
             settling = threading.Thread(target=snapshots.settle)
             settling.start()
@@ -197,8 +249,12 @@ def test_a_step_is_not_committed_while_the_copy_of_the_one_before_is_read(monkey
 
 
 @pytest.mark.parametrize("failures", [1, 2])
-def test_a_copy_that_fails_is_tried_once_more(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], failures: int) -> None:
-    """The retry matters: otherwise this world would begin no other copy, and state that only one member holds would be unprotected."""
+def test_a_copy_that_fails_is_tried_once_more(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], failures: int
+) -> None:
+    """The retry matters: otherwise this world would begin no other copy, and state that only one member holds
+    would be unprotected.
+    """
     with cluster(Layout(1, 1), 1) as (plan, nodes):
         enter(plan, nodes)
         (snapshots,) = nodes[0].workers.values()
@@ -226,12 +282,20 @@ def test_two_versions_are_there_and_the_older_one_is_read_when_it_is_wanted() ->
         held = nodes[0].store.held()
         assert sorted({each.version.step for each in held}) == [4, 5] and len(held) == 4
         for version in (AT, Version(5, 2)):
-            there = later(plan, Layout(1, 1), [(WorkerId("n"), nodes[0].name)], nodes, [each for each in held if each.version == version])
+            there = later(
+                plan,
+                Layout(1, 1),
+                [(WorkerId("n"), nodes[0].name)],
+                nodes,
+                [each for each in held if each.version == version],
+            )
             assert equal(heal(there, WorkerId("n"))[0], shard_of(version, 1, 0))
 
 
 def test_a_copy_that_is_not_complete_everywhere_is_never_the_only_one() -> None:
-    """The next copy is begun only when all members have the one before, which one of the two slots therefore always holds."""
+    """The next copy is begun only when all members have the one before, which one of the two slots therefore
+    always holds.
+    """
     with cluster(Layout(1, 1), 1) as (plan, nodes):
         enter(plan, nodes)
         snapshots, region = nodes[0].workers[WorkerId("w0")], nodes[0].workers[WorkerId("w0")].region
@@ -239,7 +303,9 @@ def test_a_copy_that_is_not_complete_everywhere_is_never_the_only_one() -> None:
         assert snapshots.settle().copied_through == 4, "somebody else has not finished"
         snapshots.committed(outcome(6, copied=4), shard_of(Version(6, 2), 1, 0))
         snapshots.committed(outcome(7, copied=4), shard_of(Version(7, 2), 1, 0))
-        assert snapshots.settle().copied_through == 6 and {copy.version.step for copy in region.all_held() if copy} == {4, 6}
+        assert snapshots.settle().copied_through == 6 and {
+            copy.version.step for copy in region.all_held() if copy
+        } == {4, 6}
         snapshots.committed(outcome(8, copied=6), shard_of(Version(8, 2), 1, 0))
         snapshots.settle()
         assert {copy.version.step for copy in region.all_held() if copy} == {6, 8}
@@ -263,7 +329,11 @@ def test_a_bent_byte_is_noticed_and_the_copy_counts_no_more(
         region.data(slot)[BLOCK + 100] ^= 1
         with pytest.raises(CopyLost, match="digests differ") as lost:
             heal(there, WorkerId("n"))
-        assert lost.value.keeper == nodes[1].name and nodes[1].store.held() == () and len(nodes[0].store.held()) == 1
+        assert (
+            lost.value.keeper == nodes[1].name
+            and nodes[1].store.held() == ()
+            and len(nodes[0].store.held()) == 1
+        )
         assert "the copy of w1 at step 4 of generation 2 is damaged" in capfd.readouterr().out
 
 
@@ -272,7 +342,13 @@ def test_a_copy_that_is_overwritten_or_gone_is_an_error_that_names_its_keeper() 
         enter(plan, nodes)
         holders = [holding for node in nodes for holding in node.store.held()]
         for home in (nodes[0].name, nodes[1].name):
-            there = later(plan, Layout(1, 1), [(WorkerId("n"), home)], nodes, [replace(each, version=Version(9, 2)) for each in holders])
+            there = later(
+                plan,
+                Layout(1, 1),
+                [(WorkerId("n"), home)],
+                nodes,
+                [replace(each, version=Version(9, 2)) for each in holders],
+            )
             with pytest.raises(CopyLost, match="not there any more"):
                 heal(there, WorkerId("n"))
         there = later(plan, Layout(1, 1), [(WorkerId("n"), nodes[0].name)], nodes, holders)
@@ -284,9 +360,11 @@ def test_a_copy_that_is_overwritten_or_gone_is_an_error_that_names_its_keeper() 
 
 @pytest.mark.parametrize("where", ["here", "remote"])
 @pytest.mark.parametrize("overwritten", [True, False], ids=["overwritten", "control"])
-def test_a_copy_that_is_overwritten_while_it_is_read_is_lost(monkeypatch: pytest.MonkeyPatch, where: str, overwritten: bool) -> None:
-    """Its worker goes on with two steps before the bytes are sent, or here once the first of them were read.  What comes then is of
-    another version, with the right digests."""
+def test_a_copy_that_is_overwritten_while_it_is_read_is_lost(
+    monkeypatch: pytest.MonkeyPatch, where: str, overwritten: bool
+) -> None:
+    """Its worker goes on with two steps before the bytes are sent, or here once the first of them were read.
+    What comes then is of another version, with the right digests."""
     with cluster(Layout(1, 1), 1) as (plan, nodes):
         enter(plan, nodes)
         (snapshots,) = nodes[0].workers.values()
@@ -302,7 +380,9 @@ def test_a_copy_that_is_overwritten_while_it_is_read_is_lost(monkeypatch: pytest
 
         if where == "remote":
             find = KeeperStore._find
-            monkeypatch.setattr(KeeperStore, "_find", lambda store, *arguments: (find(store, *arguments), goes_on())[0])
+            monkeypatch.setattr(
+                KeeperStore, "_find", lambda store, *arguments: (find(store, *arguments), goes_on())[0]
+            )
         calls = itertools.count()
 
         def hook() -> None:

@@ -1,4 +1,6 @@
-"""Healing from live members between any two worlds: nothing moves that is there already, nothing is harmed, the bits go on."""
+"""Healing from live members between any two worlds: nothing moves that is there already, nothing is harmed,
+the bits go on.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def first_world(ranks: Ranks, job: Job, layout: Layout, last: int = BROKE_AT) -> Version:
-    """Makes ``last`` steps in ``layout`` and returns the version; the members keep the state, and the bucket has it for comparison."""
+    """Makes ``last`` steps in ``layout`` and returns the version; the members keep the state, and the bucket
+    has it for comparison.
+    """
     begun: list[Begun] = ranks.run(layout, begin, job, last)
     finish(job, layout, [each.receipt for each in begun], begun[0].version)
     return begun[0].version
@@ -81,11 +85,15 @@ WORLDS = [
     (Layout(4, 1), (0, 1, 2)),
     (Layout(1, 3), (0, 1, 2)),
 ]
-"""Worlds one after the other, and the members of the world before that are still there; the first one follows on a world of 3×1."""
+"""Worlds one after the other, and the members of the world before that are still there; the first one follows
+on a world of 3×1.
+"""
 
 
 def test_any_world_heals_from_any_other(ranks: Ranks, tmp_path: Path) -> None:
-    """Promise 4: every slice has the old state's bits, only the bytes that a member lacked are sent, and the hash is undisturbed."""
+    """Promise 4: every slice has the old state's bits, only the bytes that a member lacked are sent, and the
+    hash is undisturbed.
+    """
     job, old = small_job(tmp_path), Layout(3, 1)
     version = first_world(ranks, job, old, 1)
     for step, (new, left) in enumerate(WORLDS, 2):
@@ -98,13 +106,21 @@ def test_any_world_heals_from_any_other(ranks: Ranks, tmp_path: Path) -> None:
 
 
 def test_a_buffer_that_the_model_does_not_save_is_state_too(ranks: Ranks, tmp_path: Path) -> None:
-    """Its memory holds nothing in a new world, so it must be filled; that no export contains it is another matter."""
+    """Its memory holds nothing in a new world, so it must be filled; that no export contains it is another
+    matter.
+    """
     job = small_job(tmp_path, model="tests.support.toys:own", model_args={})
-    constants = [tensor.name for tensor in tensors_of(build_model(job, builder_of(job)), ADAMW) if tensor.kind == "constant"]
+    constants = [
+        tensor.name
+        for tensor in tensors_of(build_model(job, builder_of(job)), ADAMW)
+        if tensor.kind == "constant"
+    ]
     assert constants == ["scale"]
     alone = train_here(job.replace(name="alone"), STEPS)
     version = first_world(ranks, job, Layout(1, 2))
-    members: list[Healed] = ranks.run(Layout(1, 3), go_on, job, holdings(Layout(1, 2), version, range(2)), STEPS)
+    members: list[Healed] = ranks.run(
+        Layout(1, 3), go_on, job, holdings(Layout(1, 2), version, range(2)), STEPS
+    )
     assert_healed(members)
     assert ended(job, Layout(1, 3), members) == alone.hash
 
@@ -135,7 +151,13 @@ def complex_numbers() -> nn.Module:
 
 def test_what_no_checkpoint_can_hold_is_refused(tmp_path: Path) -> None:
     job = toy_job(tmp_path, model="tests.state.test_heal:complex_numbers", model_args={})
-    with pytest.raises(ModelError, match=r"'turns' of 'tests\.state\.test_heal:complex_numbers' is torch\.complex64, .*view_as_real"):
+    with pytest.raises(
+        ModelError,
+        match=(
+            r"'turns' of 'tests\.state\.test_heal:complex_numbers' is "
+            r"torch\.complex64, .*view_as_real"
+        ),
+    ):
         build_model(job, builder_of(job))
 
 
@@ -148,7 +170,11 @@ def empty() -> nn.Module:
 def test_a_parameter_without_elements_is_refused(tmp_path: Path) -> None:
     job = toy_job(tmp_path, model="tests.state.test_heal:empty", model_args={})
     with pytest.raises(
-        ModelError, match=r"'nothing' of 'tests\.state\.test_heal:empty' has no elements \(shape \[1, 0\]\); correct model_a"
+        ModelError,
+        match=(
+            r"'nothing' of 'tests\.state\.test_heal:empty' has no elements \(shape \[1, "
+            r"0\]\); correct model_a"
+        ),
     ):
         build_model(job, builder_of(job))
 
@@ -175,13 +201,20 @@ class Rebinding(Own):
 
 
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view")
-@pytest.mark.parametrize(("model", "refused"), [("Normalising", "norm.running_mean"), ("Rebinding", "scale"), ("own", "")])
+@pytest.mark.parametrize(
+    ("model", "refused"), [("Normalising", "norm.running_mean"), ("Rebinding", "scale"), ("own", "")]
+)
 def test_a_buffer_that_forward_changes_is_refused(tmp_path: Path, model: str, refused: str) -> None:
-    """Another layout would give the buffer another value.  The control, ``own``, changes none; BatchNorm is in ``test_batch_norm.py``."""
+    """Another layout would give the buffer another value.  The control, ``own``, changes none; BatchNorm is
+    in ``test_batch_norm.py``.
+    """
     job = toy_job(tmp_path, model=f"tests.state.test_heal:{model}", model_args={})
     world = World.alone(torch.device("cpu"))
     try:
-        with member(world, job, Version(0, 0)) as me, pytest.raises(ModelError) if refused else nullcontext() as error:
+        with (
+            member(world, job, Version(0, 0)) as me,
+            pytest.raises(ModelError) if refused else nullcontext() as error,
+        ):
             me.step()
     finally:
         world.close()
@@ -206,17 +239,31 @@ def test_who_is_left_while_slices_are_exchanged_blames_its_peer(ranks: Ranks) ->
     assert ranks.run(Layout(2, 1), half_healed) == [("peer", ""), None]
 
 
-@pytest.mark.parametrize("there", [(BROKE_AT + 1, BROKE_AT), (BROKE_AT + 1,), ()], ids=["both", "another version", "none"])
+@pytest.mark.parametrize(
+    "there", [(BROKE_AT + 1, BROKE_AT), (BROKE_AT + 1,), ()], ids=["both", "another version", "none"]
+)
 def test_only_the_version_of_the_plan_is_taken(tmp_path: Path, there: tuple[int, ...]) -> None:
-    """A worker may still hold another version in the same layout, as one that applied a step which is dropped."""
+    """A worker may still hold another version in the same layout, as one that applied a step which is
+    dropped.
+    """
     job, worker = small_job(tmp_path), WorkerId("w0")
     world = World.alone(torch.device("cpu"))
     try:
         with member(world, job, Version(0, 0), prefetch=0) as me:
             state, version = me.state, Version(BROKE_AT, 1)
-            cell, wanted = state.shard.cell, {key: torch.full_like(value, BROKE_AT) for key, value in state.shard.values.items()}
-            held = [Shard(Version(step, 1), cell, {key: torch.full_like(each, step) for key, each in wanted.items()}) for step in there]
-            plan = Plan(1, 2, Layout(1, 1), (worker,), version, "live", (Holding(worker, version, cell),), NodeId("n"))
+            cell, wanted = (
+                state.shard.cell,
+                {key: torch.full_like(value, BROKE_AT) for key, value in state.shard.values.items()},
+            )
+            held = [
+                Shard(
+                    Version(step, 1), cell, {key: torch.full_like(each, step) for key, each in wanted.items()}
+                )
+                for step in there
+            ]
+            plan = Plan(
+                1, 2, Layout(1, 1), (worker,), version, "live", (Holding(worker, version, cell),), NodeId("n")
+            )
             todo = moves(state.tensors, plan.holders, plan.layout, plan.members, plan.nodes)
             if BROKE_AT not in there:
                 with pytest.raises(StateMissing, match="which does not hold it"):
@@ -238,7 +285,9 @@ def test_half_way_comes_for_those_too_who_exchange_nothing() -> None:
 
 
 def fenced_between_two_rounds(world: World) -> tuple[int, str]:
-    """Returns how often world rank 0 launched operations, and why it left; it does not wait for a member out of reach."""
+    """Returns how often world rank 0 launched operations, and why it left; it does not wait for a member out
+    of reach.
+    """
     launched, hooks = [], []
     launch = world.exchange
 
@@ -292,19 +341,40 @@ def of_several_widths(world: World) -> bool:
 
 
 def test_a_message_holds_whole_rows_in_order() -> None:
-    """A message has at most ``MESSAGE`` bytes, or one row; small parts share a message, and nothing is left out."""
-    parts = [torch.arange(6.0), torch.tensor(1.0), torch.arange(200.0).view(4, 50), torch.empty(0), torch.arange(3.0)]
+    """A message has at most ``MESSAGE`` bytes, or one row; small parts share a message, and nothing is left
+    out.
+    """
+    parts = [
+        torch.arange(6.0),
+        torch.tensor(1.0),
+        torch.arange(200.0).view(4, 50),
+        torch.empty(0),
+        torch.arange(3.0),
+    ]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(heal, "MESSAGE", 64)
         messages = heal._messages(parts)
-    assert [[piece.numel() for piece in message] for message in messages] == [[6, 1], [50], [50], [50], [50], [0, 3]]
+    assert [[piece.numel() for piece in message] for message in messages] == [
+        [6, 1],
+        [50],
+        [50],
+        [50],
+        [50],
+        [0, 3],
+    ]
     flat = torch.cat([piece.flatten() for message in messages for piece in message])
     assert torch.equal(flat, torch.cat([part.flatten() for part in parts]))
-    assert all(piece.untyped_storage().data_ptr() in {part.untyped_storage().data_ptr() for part in parts} for m in messages for piece in m)
+    assert all(
+        piece.untyped_storage().data_ptr() in {part.untyped_storage().data_ptr() for part in parts}
+        for m in messages
+        for piece in m
+    )
 
 
 def test_what_several_hold_is_sent_by_all_of_them(ranks: Ranks, tmp_path: Path) -> None:
-    """Layout 3×1 becomes 4×1: a newcomer takes a third of the state from each replica, give or take one tensor."""
+    """Layout 3×1 becomes 4×1: a newcomer takes a third of the state from each replica, give or take one
+    tensor.
+    """
     job = small_job(tmp_path)
     version = first_world(ranks, job, Layout(3, 1), 1)
     members: list[Healed] = ranks.run(Layout(4, 1), go_on, job, holdings(Layout(3, 1), version, range(3)), 1)
@@ -323,7 +393,8 @@ def in_small_messages(world: World, *arguments: Any) -> Healed:
 
 
 def test_a_world_that_broke_while_it_healed(ranks: Ranks, undisturbed: str, tmp_path: Path) -> None:
-    """Layout 1×3 becomes 2×2, which makes no step, and then 1×4; shards of both older layouts are held, and each serves.
+    """Layout 1×3 becomes 2×2, which makes no step, and then 1×4; shards of both older layouts are held, and
+    each serves.
 
     The staged bytes are bounded for any size of a shard: many messages bring what one does.
     """
@@ -341,13 +412,19 @@ def test_one_bit_wrong_in_what_is_held(ranks: Ranks, undisturbed: str, tmp_path:
     """Negative control: the comparison names the tensor, and the hash at the end is another."""
     job = small_job(tmp_path)
     version = first_world(ranks, job, Layout(1, 2))
-    members: list[Healed] = ranks.run(Layout(2, 1), go_on, job, holdings(Layout(1, 2), version, range(2)), STEPS, 1)
+    members: list[Healed] = ranks.run(
+        Layout(2, 1), go_on, job, holdings(Layout(1, 2), version, range(2)), STEPS, 1
+    )
     assert [len(each.wrong) for each in members] == [1, 1] and members[0].wrong == members[1].wrong
     assert ended(job, Layout(2, 1), members) != undisturbed
 
 
-def seen_on_the_way(world: World, job: Job, version: Version) -> tuple[list[tuple[str, int]], tuple[str, int]]:
-    """Heals from the bucket, or initialises.  Returns the operation and the progress that a keeper would see at each piece, and after."""
+def seen_on_the_way(
+    world: World, job: Job, version: Version
+) -> tuple[list[tuple[str, int]], tuple[str, int]]:
+    """Heals from the bucket, or initialises.  Returns the operation and the progress that a keeper would see
+    at each piece, and after.
+    """
     seen, plain = list[tuple[str, int]](), heal.Healing._got_further
 
     def now(session: Session) -> tuple[str, int]:
@@ -366,7 +443,9 @@ def seen_on_the_way(world: World, job: Job, version: Version) -> tuple[list[tupl
 
 
 def test_a_member_that_heals_is_seen_to_get_further(ranks: Ranks, tmp_path: Path) -> None:
-    """Piece by piece, so the world gets more time as long as its bucket brings something.  The control: who initialises does not heal."""
+    """Piece by piece, so the world gets more time as long as its bucket brings something.  The control: who
+    initialises does not heal.
+    """
     job = small_job(tmp_path)
     version = first_world(ranks, job, Layout(1, 2), 1)
     (healed, after), *_ = ranks.run(Layout(1, 1), seen_on_the_way, job, version)

@@ -1,4 +1,6 @@
-"""Slots in which shards live: an update never writes to one that somebody still needs, and there always is another one."""
+"""Slots in which shards live: an update never writes to one that somebody still needs, and there always is
+another one.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,11 @@ from tests.state.nodes import outcome
 from tests.support.cells import cell
 
 WORKER = WorkerId("w0")
-TENSORS = (Tensor("w", "parameter", "F32", (7, 3)), Tensor("w", "moment.exp_avg", "F32", (7, 3)), Tensor("updates", "scalar", "F32", ()))
+TENSORS = (
+    Tensor("w", "parameter", "F32", (7, 3)),
+    Tensor("w", "moment.exp_avg", "F32", (7, 3)),
+    Tensor("updates", "scalar", "F32", ()),
+)
 LAYOUTS = (Layout(1, 1), Layout(1, 2), Layout(1, 3))
 SEEDS = range(40)
 LARGEST = frame(TENSORS, cell(1, 0))
@@ -35,7 +41,19 @@ def snapshots_of(slots: int) -> Snapshots:
 def plan_of(generation: int, layout: Layout, version: Version, buddy_every: int) -> Plan:
     members = tuple(WorkerId(f"w{rank}") for rank in range(layout.world))
     line = ((version.generation, version.step),)
-    return Plan(1, generation, layout, members, version, "host", (), NodeId("n"), copy_every=1, buddy_every=buddy_every, lineage=line)
+    return Plan(
+        1,
+        generation,
+        layout,
+        members,
+        version,
+        "host",
+        (),
+        NodeId("n"),
+        copy_every=1,
+        buddy_every=buddy_every,
+        lineage=line,
+    )
 
 
 def fill(home: ShardHome, version: Version, count: int) -> Shard:
@@ -50,19 +68,29 @@ def _number(version: Version) -> int:
 
 
 def live(seed: int, slots: int, buddy_every: int) -> str:
-    """Lives through a few worlds in which members and keepers are late at random.  Returns what was lost, or ""."""
+    """Lives through a few worlds in which members and keepers are late at random.  Returns what was lost, or
+    "".
+    """
     rng, snapshots = random.Random(seed), snapshots_of(slots)
     version, held, generation = Version(0, 0), list[Shard](), 0
     try:
         for _ in range(6):
             generation += 1
             layout = rng.choice(LAYOUTS)
-            plan, own = plan_of(generation, layout, version, buddy_every), Copy(version, cell(layout.dp_shard, 0))
+            plan, own = (
+                plan_of(generation, layout, version, buddy_every),
+                Copy(version, cell(layout.dp_shard, 0)),
+            )
             try:
                 home = snapshots.home(own, held, adopt=True)
-            except NoMemory:  # several worlds in a row broke before they stepped; the worker then gives up what it holds
+            # several worlds in a row broke before they stepped; the worker then gives up what it holds
+            except NoMemory:
                 home = snapshots.home(own, [], adopt=True)
-            shard = Shard(version, own.cell, dict(home.values), home) if home.whole else fill(home, version, layout.dp_shard)
+            shard = (
+                Shard(version, own.cell, dict(home.values), home)
+                if home.whole
+                else fill(home, version, layout.dp_shard)
+            )
             if not home.whole:
                 snapshots.moved_in(shard, version)
             if any((value != _number(version)).any() for value in shard.values.values()):
@@ -79,10 +107,18 @@ def live(seed: int, slots: int, buddy_every: int) -> str:
                 copied = rng.choice([-1, step - 1, step - 1])
                 buddied = rng.choice([-1, copies.sent.version.step]) if copies.sent and buddy_every else -1
                 saves = copies.asks > 0 and not snapshots.region.saving
-                seen = replace(outcome(step, copied, buddied), generation=generation, saves=saves, behind=snapshots.region.saving)
+                seen = replace(
+                    outcome(step, copied, buddied),
+                    generation=generation,
+                    saves=saves,
+                    behind=snapshots.region.saving,
+                )
                 version = Version(step, generation)
                 home, shard = shard.home, fill(following, version, layout.dp_shard)
-                if snapshots.region.held(home.slot) != Copy(Version(step - 1, generation), own.cell) and step > plan.version.step + 1:
+                if (
+                    snapshots.region.held(home.slot) != Copy(Version(step - 1, generation), own.cell)
+                    and step > plan.version.step + 1
+                ):
                     return f"step {step - 1} while step {step} was written"
                 snapshots.moved_in(shard, version)
                 held = [shard]
@@ -92,7 +128,11 @@ def live(seed: int, slots: int, buddy_every: int) -> str:
                 if snapshots.copies.begun != Copy(version, own.cell) or snapshots.made != version:
                     return f"step {step} is not taken for a copy"
                 for kept in (snapshots.copies.copied, snapshots.copies.buddied, *snapshots.copies.saving):
-                    if kept is not None and kept.version.generation == generation and snapshots.region.find(kept) is None:
+                    if (
+                        kept is not None
+                        and kept.version.generation == generation
+                        and snapshots.region.find(kept) is None
+                    ):
                         return f"the copy of {kept.version} at step {step}"
             if rng.random() < 0.5 and snapshots.copies is not None and snapshots.copies.copied is not None:
                 version = snapshots.copies.copied.version  # a member died before it had a later one
@@ -103,14 +143,21 @@ def live(seed: int, slots: int, buddy_every: int) -> str:
 
 @pytest.mark.parametrize("buddy_every", [0, 1])
 def test_there_is_always_a_slot_that_nobody_needs(buddy_every: int) -> None:
-    """There are saves on their way, keepers that are away, other layouts, and versions given up; with and without buddies."""
-    assert [live(seed, slots_for(1, buddy_every, offload=True), buddy_every) for seed in SEEDS] == [""] * len(SEEDS)
+    """There are saves on their way, keepers that are away, other layouts, and versions given up; with and
+    without buddies.
+    """
+    assert [live(seed, slots_for(1, buddy_every, offload=True), buddy_every) for seed in SEEDS] == [""] * len(
+        SEEDS
+    )
 
 
 @pytest.mark.parametrize("buddy_every", [0, 1])
 def test_with_one_slot_less_there_is_not(buddy_every: int) -> None:
     """Control: so many slots are enough for copies of a state that lives elsewhere."""
-    assert any("slots holds state that is still needed" in live(seed, slots_for(1, buddy_every), buddy_every) for seed in SEEDS)
+    assert any(
+        "slots holds state that is still needed" in live(seed, slots_for(1, buddy_every), buddy_every)
+        for seed in SEEDS
+    )
 
 
 def test_who_waits_for_the_copy_before_skips_versions(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,7 +168,9 @@ def test_who_waits_for_the_copy_before_skips_versions(monkeypatch: pytest.Monkey
 
 
 def test_a_shard_that_its_region_holds_stays_where_it_is() -> None:
-    """A member that keeps its cell takes its slot again.  The controls: another version, another cell, and a slot that is torn."""
+    """A member that keeps its cell takes its slot again.  The controls: another version, another cell, and a
+    slot that is torn.
+    """
     snapshots, version = snapshots_of(4), Version(3, 1)
     shard = fill(snapshots.home(Copy(version, cell(2, 0)), [], adopt=True), version, 2)
     assert shard.home is not None and not shard.home.whole

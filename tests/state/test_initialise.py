@@ -1,4 +1,6 @@
-"""Every member initialises its own slices, and in every layout they are what plain torch makes of the model on one device."""
+"""Every member initialises its own slices, and in every layout they are what plain torch makes of the model
+on one device.
+"""
 
 from __future__ import annotations
 
@@ -44,10 +46,14 @@ def small() -> Odd:
 
 
 def pieces(world: World, job: Job) -> tuple[Pieces, Pieces]:
-    """Returns, by name, this member's boxes of parameters and buffers with their values, and those of the moments."""
+    """Returns, by name, this member's boxes of parameters and buffers with their values, and those of the
+    moments.
+    """
     found: tuple[Pieces, Pieces] = ({}, {})
     with member(world, job, Version(0, 0)) as me:
-        assert me.session.counters["collective"] == 0, "the time of the newest operation must not count as a collective"
+        assert me.session.counters["collective"] == 0, (
+            "the time of the newest operation must not count as a collective"
+        )
         for tensor in me.state.tensors:
             for box in held(tensor, me.state.shard.cell).boxes:
                 place = tuple(slice(a, b) for a, b in zip(box.slice.start, box.slice.stop, strict=True))
@@ -66,7 +72,9 @@ def refused(world: World, job: Job) -> str:
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Lets the judge use one thread, as the members do: with more of them, factorisations of matrices on a CPU round differently."""
+    """Lets the judge use one thread, as the members do: with more of them, factorisations of matrices on a
+    CPU round differently.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -101,9 +109,18 @@ def test_the_slices_are_those_of_plain_torch(ranks: Ranks, tmp_path: Path, layou
     assert not any(value.any() for _, moments in members for each in moments.values() for _, value in each)
 
 
-def test_values_that_differ_between_workers_are_refused_or_taken_from_the_first(ranks: Ranks, tmp_path: Path) -> None:
-    """A reproducible run cannot have them.  Any other run begins with the values of one worker, as it always did."""
+def test_values_that_differ_between_workers_are_refused_or_taken_from_the_first(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    """A reproducible run cannot have them.  Any other run begins with the values of one worker, as it always
+    did.
+    """
     said = ranks.run(Layout(2, 1), refused, job_of(tmp_path, "chance"))
-    assert all("gives other values for 'mix.weight' on some workers than on the first one (and 0 more)" in each for each in said), said
-    (first, _), (second, _) = ranks.run(Layout(2, 1), pieces, job_of(tmp_path, "chance", reproducible=False, name="free"))
+    assert all(
+        "gives other values for 'mix.weight' on some workers than on the first one (and 0 more)" in each
+        for each in said
+    ), said
+    (first, _), (second, _) = ranks.run(
+        Layout(2, 1), pieces, job_of(tmp_path, "chance", reproducible=False, name="free")
+    )
     assert torch.equal(first["mix.weight"][0][1], second["mix.weight"][0][1])

@@ -1,4 +1,6 @@
-"""A node's memory for copies: nobody dies for lack of it, dead workers do not fill it, smaller copies give back what larger ones took."""
+"""A node's memory for copies: nobody dies for lack of it, dead workers do not fill it, smaller copies give
+back what larger ones took.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ def limit(monkeypatch: pytest.MonkeyPatch, free: Callable[[], int]) -> None:
 
 @pytest.mark.parametrize("same", [True, False])
 def test_deaths_in_a_row_do_not_fill_the_node(same: bool) -> None:
-    """Five workers die by SIGKILL, each with one complete copy and one torn: the torn ones are given back, equal ones kept once."""
+    """Five workers die by SIGKILL, each with one complete copy and one torn: the torn ones are given back,
+    equal ones kept once.
+    """
     store = KeeperStore(NodeId("n"), "127.0.0.1", SECRET)
     for number in range(5):
         command = [sys.executable, "-c", WORKER, "0" if same else str(number % 2)]
@@ -59,19 +63,25 @@ def test_deaths_in_a_row_do_not_fill_the_node(same: bool) -> None:
         store.adopt(WorkerId(f"w{number}"), process.pid, int(process.stdout.readline()))
         process.kill()
         process.communicate()
-        assert sum(taken(region) for _, region in store.regions()) >= 16 * MIB, "the control: SIGKILL alone gives nothing back"
+        assert sum(taken(region) for _, region in store.regions()) >= 16 * MIB, (
+            "the control: SIGKILL alone gives nothing back"
+        )
         store.ended(WorkerId(f"w{number}"))
         assert store.region(WorkerId(f"w{number}"))[0]["wanted"] == 0, "nobody writes to it any more"  # type: ignore[index]
     copies = 1 if same else 2
     assert copies * 8 * MIB <= sum(taken(region) for _, region in store.regions()) <= (copies * 8 + 1) * MIB
     assert len(store.held()) == copies
     found = store._find(WorkerId("w4"), {"step": 4, "generation": 2, "cell": cell(2, 0)})
-    assert found is not None and set(found[0].data(found[1])) == {7}, "whoever still asks the last one for it is given the first one's"
+    assert found is not None and set(found[0].data(found[1])) == {7}, (
+        "whoever still asks the last one for it is given the first one's"
+    )
     store.close()
 
 
 def test_a_node_without_memory_skips_copies_and_goes_on_with_a_save(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is written where there is no room; the keeper says so, saves wait, and the first save with room brings copies back."""
+    """Nothing is written where there is no room; the keeper says so, saves wait, and the first save with room
+    brings copies back.
+    """
     free, said = [2**40], list[str]()
     limit(monkeypatch, lambda: free[0])
     with cluster(Layout(1, 1), 1, slots=3) as (plan, nodes):
@@ -95,7 +105,9 @@ def test_a_node_without_memory_skips_copies_and_goes_on_with_a_save(monkeypatch:
 
 
 def test_slots_that_nobody_needs_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A region of three slots goes on with memory for two copies, since the unprotected slot gives its memory back."""
+    """A region of three slots goes on with memory for two copies, since the unprotected slot gives its memory
+    back.
+    """
     with cluster(Layout(1, 1), 1, slots=3) as (plan, nodes):
         (snapshots,) = nodes[0].workers.values()
         one = -(-frame(TENSORS, cell(1, 0)).bytes // 4096) * 4096
@@ -115,13 +127,27 @@ def test_a_smaller_copy_gives_back_what_a_larger_one_took() -> None:
         snapshots.settle()
         large = taken(snapshots.region)
         members = tuple(WorkerId(f"w{rank}") for rank in range(4))
-        small = replace(plan, generation=3, version=Version(5, 2), layout=Layout(1, 4), members=members, nodes=(nodes[0].name,) * 4)
+        small = replace(
+            plan,
+            generation=3,
+            version=Version(5, 2),
+            layout=Layout(1, 4),
+            members=members,
+            nodes=(nodes[0].name,) * 4,
+        )
         assert snapshots.region["wanted"] == 2 * frame(TENSORS, cell(1, 0)).bytes
         snapshots.enter(small, WorkerId("w0"), shard_of(Version(5, 2), 4, 0))
-        assert snapshots.region["wanted"] == 2 * frame(TENSORS, cell(4, 0)).bytes, "what other workers must leave for it"
+        assert snapshots.region["wanted"] == 2 * frame(TENSORS, cell(4, 0)).bytes, (
+            "what other workers must leave for it"
+        )
         snapshots.settle()
-        kept = snapshots.region.find(Copy(AT, cell(1, 0))), snapshots.region.find(Copy(Version(5, 2), cell(1, 0)))
-        assert sum(each is not None for each in kept) == 1, "the protected copy of the layout before stays whole"
+        kept = (
+            snapshots.region.find(Copy(AT, cell(1, 0))),
+            snapshots.region.find(Copy(Version(5, 2), cell(1, 0))),
+        )
+        assert sum(each is not None for each in kept) == 1, (
+            "the protected copy of the layout before stays whole"
+        )
         snapshots.committed(replace(outcome(6, copied=5), generation=3), shard_of(Version(6, 3), 4, 0))
         snapshots.settle()
         assert taken(snapshots.region) < large / 2
@@ -136,7 +162,9 @@ def test_a_buddy_without_memory_refuses_the_copy_and_says_so(monkeypatch: pytest
         pair(nodes)
         for node in nodes:
             for worker, snapshots in node.workers.items():
-                snapshots.enter(replace(plan, buddy_every=1), worker, shard_of(AT, 2, plan.world_rank(worker)))
+                snapshots.enter(
+                    replace(plan, buddy_every=1), worker, shard_of(AT, 2, plan.world_rank(worker))
+                )
         snapshots = nodes[0].workers[WorkerId("w0")]
         until = patiently()
         while not any("no memory for a copy of w0, which lives on another node" in each for each in said):
@@ -168,20 +196,30 @@ def patiently() -> Callable[[], None]:
     ],
 )
 @pytest.mark.parametrize("group", ["own", "own/inner"])
-def test_the_limit_that_is_reached_first_counts(tmp_path: Path, group: str, allowed: str, free: int, limit: str) -> None:
+def test_the_limit_that_is_reached_first_counts(
+    tmp_path: Path, group: str, allowed: str, free: int, limit: str
+) -> None:
     """A limit that a group above sets counts, too."""
     (tmp_path / "meminfo").write_text("MemTotal: 8000 kB\nMemAvailable: 4000 kB\n")
     (tmp_path / "cgroup").write_text(f"0::/{group}\n")
     folder = tmp_path / "groups" / "own"
     (folder / "inner").mkdir(parents=True)
-    for name, text in (("memory.max", allowed), ("memory.current", "1000000"), ("memory.stat", "anon 5\ninactive_file 200000\n")):
+    for name, text in (
+        ("memory.max", allowed),
+        ("memory.current", "1000000"),
+        ("memory.stat", "anon 5\ninactive_file 200000\n"),
+    ):
         (folder / name).write_text(f"{text}\n")
     places = tmp_path / "meminfo", tmp_path / "groups", tmp_path / "cgroup"
     assert node_memory.free_memory(*places) == (free, limit)
-    assert node_memory.whole_memory(*places) == min(8_192_000, int(allowed) if allowed.isdigit() else 8_192_000)
+    assert node_memory.whole_memory(*places) == min(
+        8_192_000, int(allowed) if allowed.isdigit() else 8_192_000
+    )
 
 
-def test_only_one_process_of_a_node_counts_on_its_free_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_one_process_of_a_node_counts_on_its_free_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A second one waits for the first, but not for ever."""
     monkeypatch.setattr(node_memory, "FOLDER", tmp_path)
     entered = threading.Event()

@@ -1,4 +1,5 @@
-"""Slots have as much pinned memory as the world needs: who pins is a stand-in that notes what it was asked for, the memory is real.
+"""Slots have as much pinned memory as the world needs: who pins is a stand-in that notes what it was asked
+for, the memory is real.
 
 ``tests/gpu/test_copies.py`` has the same with CUDA.
 """
@@ -34,7 +35,9 @@ class Driver:
 
     def register(self, memory: torch.Tensor) -> Callable[[], object] | None:
         place, size = memory.data_ptr(), len(memory)
-        assert all(place + size <= other or other + length <= place for other, length in self.pinned.items()), "pinned twice"
+        assert all(
+            place + size <= other or other + length <= place for other, length in self.pinned.items()
+        ), "pinned twice"
         if not self.able:
             return None
         self.pinned[place] = size
@@ -51,7 +54,9 @@ def free(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def pinned_slots(driver: Driver) -> Pins:
-    """Returns the pins of three slots for a state of which this worker has half; one worker alone would have all of it."""
+    """Returns the pins of three slots for a state of which this worker has half; one worker alone would have
+    all of it.
+    """
     region = Region.create(3, WHOLE, 1)
     made = Pins(region, torch.frombuffer(region.memory, dtype=torch.uint8), driver.register)
     made.begin(3, HALF)
@@ -64,7 +69,9 @@ def taken(region: Region) -> int:
 
 
 def test_slots_follow_the_world_and_the_memory_of_the_node(free: list[int]) -> None:
-    """N11: what a copy needs; what the next world needs too, while the node has room for one worker more; no more where it has none."""
+    """N11: what a copy needs; what the next world needs too, while the node has room for one worker more; no
+    more where it has none.
+    """
     driver = Driver()
     made = pinned_slots(driver)
 
@@ -97,7 +104,9 @@ def test_a_copy_for_which_there_is_no_memory_is_refused_and_costs_nothing(free: 
 
 
 def test_the_first_copies_do_not_wait_for_later_slots(free: list[int]) -> None:
-    """Memory comes at gigabytes a second, so that of later slots comes beside the first steps.  The control: another slot is waited for."""
+    """Memory comes at gigabytes a second, so that of later slots comes beside the first steps.  The control:
+    another slot is waited for.
+    """
     driver, third, go_on = Driver(), threading.Event(), threading.Event()
 
     def register(memory: torch.Tensor) -> Callable[[], object] | None:
@@ -111,7 +120,11 @@ def test_the_first_copies_do_not_wait_for_later_slots(free: list[int]) -> None:
     made.begin(3, HALF)
     made.ready()
     assert third.wait(PATIENCE_S)
-    assert [made.fit(slot, HALF, 0) for slot in (0, 1)] == ["", ""] and made.sizes() == [HALF, HALF, 0] and made.usable() == 2
+    assert (
+        [made.fit(slot, HALF, 0) for slot in (0, 1)] == ["", ""]
+        and made.sizes() == [HALF, HALF, 0]
+        and made.usable() == 2
+    )
     with ThreadPoolExecutor(1) as pool:
         later = pool.submit(made.fit, 2, HALF, 0)
         with pytest.raises(TimeoutError):
@@ -148,15 +161,21 @@ def test_what_is_foreseen_is_left_where_it_does_not_fit(free: list[int]) -> None
 
 
 @pytest.mark.parametrize("room", [0.0, 1.5, 4.0, 9.0, 20.0, 40.0])
-def test_the_workers_of_a_node_agree_and_come_to_rest(free: list[int], monkeypatch: pytest.MonkeyPatch, room: float) -> None:
-    """Six workers, whose commits make them look at the same moment.  The node has ``room`` halves more than they need now.
+def test_the_workers_of_a_node_agree_and_come_to_rest(
+    free: list[int], monkeypatch: pytest.MonkeyPatch, room: float
+) -> None:
+    """Six workers, whose commits make them look at the same moment.  The node has ``room`` halves more than
+    they need now.
 
-    No slot is pinned anew once all have had their say, and room for one worker more is left, unless there never was as much.
+    No slot is pinned anew once all have had their say, and room for one worker more is left, unless there
+    never was as much.
     """
     workers = [pinned_slots(Driver()) for _ in range(6)]
     node = sum(sum(each.sizes()) for each in workers) + int(room * HALF) + node_memory.SPARE
     for module in (node_memory, pins):
-        monkeypatch.setattr(module, "free_memory", lambda: (node - sum(taken(each.region) for each in workers), "the node"))
+        monkeypatch.setattr(
+            module, "free_memory", lambda: (node - sum(taken(each.region) for each in workers), "the node")
+        )
     history = []
     for _ in range(4):
         with ThreadPoolExecutor(len(workers)) as pool:
@@ -166,7 +185,9 @@ def test_the_workers_of_a_node_agree_and_come_to_rest(free: list[int], monkeypat
     assert history[1] == history[2] == history[3], "nothing is pinned again and again"
     left = node - sum(taken(each.region) for each in workers) - node_memory.SPARE
     assert left >= min(room, 3 + BUDDY_SLOTS) * HALF - MIB
-    assert (sum(map(sum, history[-1])) > 18 * HALF) == (room > 3 + BUDDY_SLOTS), "headroom is taken where there is room for it"
+    assert (sum(map(sum, history[-1])) > 18 * HALF) == (room > 3 + BUDDY_SLOTS), (
+        "headroom is taken where there is room for it"
+    )
 
 
 def test_what_cannot_be_pinned_is_used_all_the_same() -> None:
@@ -178,7 +199,9 @@ def test_what_cannot_be_pinned_is_used_all_the_same() -> None:
 
 
 class Runtime:
-    """Stands in for CUDA's runtime, in which a call that fails leaves its error to the thread's next launch until somebody asks for it."""
+    """Stands in for CUDA's runtime, in which a call that fails leaves its error to the thread's next launch
+    until somebody asks for it.
+    """
 
     def __init__(self) -> None:
         self.refuses = 0
@@ -193,7 +216,9 @@ class Runtime:
 
 
 def test_a_call_that_fails_leaves_no_error_to_the_next_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """``tests/gpu/test_copies.py`` has the same with CUDA.  An error that another call has left stays, for whoever made that call."""
+    """``tests/gpu/test_copies.py`` has the same with CUDA.  An error that another call has left stays, for
+    whoever made that call.
+    """
     cuda, memory = Runtime(), torch.zeros(8, dtype=torch.uint8)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda)
     monkeypatch.setattr(pins, "forget_error", lambda: setattr(cuda, "last", 0))

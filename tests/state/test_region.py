@@ -39,9 +39,13 @@ input()
 @pytest.mark.parametrize("medium", ["memory", "file"])
 @pytest.mark.parametrize("how", ["whole", "torn"])
 def test_what_was_written_outlives_the_writer(tmp_path: Path, how: str, medium: str) -> None:
-    """The region is opened while its writer lives and read after the SIGKILL; a slot with a copy under way holds nothing."""
+    """The region is opened while its writer lives and read after the SIGKILL; a slot with a copy under way
+    holds nothing.
+    """
     folder = str(tmp_path) if medium == "file" else ""
-    writer = subprocess.Popen([sys.executable, "-c", WRITER, how, folder], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    writer = subprocess.Popen(
+        [sys.executable, "-c", WRITER, how, folder], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
     assert writer.stdout is not None
     region = Region.of_process(writer.pid, int(writer.stdout.readline()))
     writer.kill()
@@ -50,7 +54,10 @@ def test_what_was_written_outlives_the_writer(tmp_path: Path, how: str, medium: 
     assert region.held(0) is None
     assert region.held(1) == (HELD if how == "whole" else None)
     assert bytes(region.data(1)) == bytes(range(250)) * 20 and region.digests(1)[0] == 42
-    assert region.find(HELD) == (1 if how == "whole" else None) and region.find(HELD._replace(cell=cell(4, 2))) is None
+    assert (
+        region.find(HELD) == (1 if how == "whole" else None)
+        and region.find(HELD._replace(cell=cell(4, 2))) is None
+    )
 
 
 def test_memory_is_taken_beforehand_and_what_is_in_it_stays() -> None:
@@ -83,7 +90,11 @@ def test_memory_that_is_given_back_is_free_for_others(tmp_path: Path, medium: st
     assert taken() >= 16 * mib
     region.give_back(0, mib)
     assert 9 * mib <= taken() <= 10 * mib and region.lacks(0, 8 * mib) == 7 * mib
-    assert bytes(region.data(0)[:mib]) == bytes([1]) * mib and not any(region.data(0)[mib:]) and region.data(1)[-1] == 2
+    assert (
+        bytes(region.data(0)[:mib]) == bytes([1]) * mib
+        and not any(region.data(0)[mib:])
+        and region.data(1)[-1] == 2
+    )
 
 
 def test_a_process_that_reads_a_file_in_pieces_has_one_of_them_in_memory(tmp_path: Path) -> None:
@@ -123,7 +134,10 @@ def test_slots_do_not_touch_each_other() -> None:
     region.set_copy("safe", Copy(Version(4, 2), cell(3, 1)))
     assert region.copy("safe") == Copy(Version(4, 2), cell(3, 1)) and region.copy("send") is None
     region.send(Copy(Version(5, 2), cell(3, 1)))
-    assert region.copy("send") == Copy(Version(5, 2), cell(3, 1)) and (region["asked"], region["brought"]) == (1, 0)
+    assert region.copy("send") == Copy(Version(5, 2), cell(3, 1)) and (
+        region["asked"],
+        region["brought"],
+    ) == (1, 0)
     region.send(None)
     assert region.copy("send") is None and region["asked"] == 2
 
@@ -136,13 +150,22 @@ def test_what_is_no_region_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_frame_has_every_byte_of_the_shard_once() -> None:
-    tensors = (Tensor("a", "parameter", "F32", (10, 3)), Tensor("b", "parameter", "BF16", (BLOCK, 5)), Tensor("n", "scalar", "F32", ()))
+    tensors = (
+        Tensor("a", "parameter", "F32", (10, 3)),
+        Tensor("b", "parameter", "BF16", (BLOCK, 5)),
+        Tensor("n", "scalar", "F32", ()),
+    )
     whole, shards = frame(tensors, cell(1, 0)), [frame(tensors, cell(4, index)) for index in range(4)]
     for tensor in tensors[:2]:
         assert sum(shard.places[tensor].bytes for shard in shards) == whole.places[tensor].bytes
     assert all(shard.places[tensors[2]].bytes == 4 for shard in shards), "a scalar is whole in every shard"
     for shape in (whole, *shards):
         ends = [0, *(place.offset + place.bytes for place in shape.places.values())]
-        assert all(place.offset >= end and place.offset % ALIGNED == 0 for place, end in zip(shape.places.values(), ends, strict=False))
-        assert shape.bytes >= ends[-1] and shape.blocks == sum(place.blocks for place in shape.places.values())
+        assert all(
+            place.offset >= end and place.offset % ALIGNED == 0
+            for place, end in zip(shape.places.values(), ends, strict=False)
+        )
+        assert shape.bytes >= ends[-1] and shape.blocks == sum(
+            place.blocks for place in shape.places.values()
+        )
     assert whole.bytes >= max(shard.bytes for shard in shards) and whole.blocks >= shards[0].blocks

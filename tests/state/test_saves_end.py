@@ -32,7 +32,9 @@ def lapse() -> Callable[[], bool]:
 
 
 def test_a_save_is_not_overwritten_before_its_keeper_says_that_it_is_over(tmp_path: Path) -> None:
-    """Copies go on beside it, and no other save begins; a save of a world that is left is over once the keeper is told of a later world."""
+    """Copies go on beside it, and no other save begins; a save of a world that is left is over once the
+    keeper is told of a later world.
+    """
     with copied() as (node, snapshots):
         region = snapshots.region
         with uploading(node.store, tmp_path) as (uploads, told):
@@ -44,11 +46,16 @@ def test_a_save_is_not_overwritten_before_its_keeper_says_that_it_is_over(tmp_pa
             for step in range(7, 20):
                 said = snapshots.settle()
                 assert (said.save, said.behind) == (DUE if step > 7 else NO_SAVE, 1)
-                snapshots.committed(replace(outcome(step, copied=step - 1), behind=True, saves=False), shard_of(Version(step, 2), 1, 0))
+                snapshots.committed(
+                    replace(outcome(step, copied=step - 1), behind=True, saves=False),
+                    shard_of(Version(step, 2), 1, 0),
+                )
             assert region.find(Copy(Version(6, 2), WHOLE)) is not None
             save = Save(Version(6, 2), 2, Layout(1, 1), (WorkerId("w0"),), (node.name,))
             uploads.obey((1, 2), (save,), 2, Version(18, 2))
-            assert isinstance(told.next()[0], ShardSaved) and snapshots.settle().behind == 1, "the manifest is not written yet"
+            assert isinstance(told.next()[0], ShardSaved) and snapshots.settle().behind == 1, (
+                "the manifest is not written yet"
+            )
             uploads.obey((1, 1), (), 2, Version(19, 2))
             assert snapshots.settle().behind == 1, "this was said before"
             uploads.obey((1, 3), (), 2, Version(5, 2))
@@ -65,7 +72,10 @@ def test_a_save_stays_protected_when_only_the_next_one_is_given_up(tmp_path: Pat
     with copied() as (node, snapshots):
         region = snapshots.region
         for step in (6, 7):
-            snapshots.committed(replace(outcome(step, copied=step - 2), saves=True, behind=step == 7), shard_of(Version(step, 2), 1, 0))
+            snapshots.committed(
+                replace(outcome(step, copied=step - 2), saves=True, behind=step == 7),
+                shard_of(Version(step, 2), 1, 0),
+            )
             snapshots.settle()
         before = Save(Version(6, 2), 2, Layout(1, 1), (WorkerId("w0"),), (node.name,))
         with uploading(node.store, tmp_path) as (uploads, told):
@@ -79,27 +89,39 @@ def test_a_save_stays_protected_when_only_the_next_one_is_given_up(tmp_path: Pat
             plan = replace(PLAN, generation=3, version=Version(7, 2), nodes=(node.name,), lineage=((2, 7),))
             snapshots.enter(plan, WorkerId("w0"), shard_of(Version(7, 2), 1, 0))
             assert snapshots.copies is not None
-            assert snapshots.copies.saving == ((Copy(Version(6, 2), WHOLE), Copy(Version(7, 2), WHOLE)) if under_way else ())
+            assert snapshots.copies.saving == (
+                (Copy(Version(6, 2), WHOLE), Copy(Version(7, 2), WHOLE)) if under_way else ()
+            )
             uploads.obey((1, 2), (), 3, Version(7, 2))
             until(lambda: not region.saving)
 
 
 @pytest.mark.parametrize("under_way", [True, False])
 def test_a_dead_worker_leaves_its_part_of_each_save_under_way(tmp_path: Path, under_way: bool) -> None:
-    """Two replicas die that have begun two saves: of equal copies the keeper keeps one, but each uploads its own slices of a save.  The
-    control: the older save is over."""
+    """Two replicas die that have begun two saves: of equal copies the keeper keeps one, but each uploads its
+    own slices of a save.  The control: the older save is over."""
     with cluster(Layout(2, 1), 2, slots=3) as (plan, (node,)):
         enter(plan, [node])
         for step in (6, 7):
             for snapshots in node.workers.values():
-                snapshots.committed(replace(outcome(step, copied=step - 2), saves=True), shard_of(Version(step, 2), 1, 0))
+                snapshots.committed(
+                    replace(outcome(step, copied=step - 2), saves=True), shard_of(Version(step, 2), 1, 0)
+                )
                 snapshots.settle()
         versions = [Version(6, 2), Version(7, 2)] if under_way else [Version(7, 2)]
         with uploading(node.store, tmp_path) as (uploads, told):
-            uploads.obey((1, 1), [Save(version, 2, plan.layout, plan.members, plan.nodes) for version in versions], 2, Version(7, 2))
+            uploads.obey(
+                (1, 1),
+                [Save(version, 2, plan.layout, plan.members, plan.nodes) for version in versions],
+                2,
+                Version(7, 2),
+            )
             for worker in plan.members:
                 node.store.ended(worker)
-            left = [{copy.version for copy in node.workers[worker].region.all_held() if copy} for worker in plan.members]
+            left = [
+                {copy.version for copy in node.workers[worker].region.all_held() if copy}
+                for worker in plan.members
+            ]
             assert left == [{AT, Version(6, 2), Version(7, 2)}, set(versions)]
             assert all(isinstance(told.next()[0], ShardSaved) for _ in versions for _ in plan.members)
 
@@ -109,8 +131,12 @@ def test_a_save_that_was_waited_for_in_vain_is_waited_for_no_more() -> None:
     with copied() as (_, snapshots):
         snapshots.patience_s = 0.3
         for step in (5, 6):
-            snapshots.committed(replace(outcome(step, copied=step - 1), saves=step == 6), shard_of(Version(step, 2), 1, 0))
-        snapshots.committed(replace(outcome(7, copied=6), behind=True, saves=False), shard_of(Version(7, 2), 1, 0))
+            snapshots.committed(
+                replace(outcome(step, copied=step - 1), saves=step == 6), shard_of(Version(step, 2), 1, 0)
+            )
+        snapshots.committed(
+            replace(outcome(7, copied=6), behind=True, saves=False), shard_of(Version(7, 2), 1, 0)
+        )
         began = time.monotonic()
         assert snapshots.settle().behind == 1 and time.monotonic() - began > 0.3
         snapshots.patience_s = 3600.0
@@ -124,7 +150,9 @@ def test_saves_that_are_slower_than_they_become_due_hold_up_one_step_only() -> N
         snapshots.committed(outcome(step, copied=step - 1), shard_of(Version(step, 2), 1, 0))
 
         def save(patience_s: float, *, over: bool) -> bool:
-            """Begins a save, makes the next one due, and returns whether that one found the first over; ``over`` says if it is by then."""
+            """Begins a save, makes the next one due, and returns whether that one found the first over;
+            ``over`` says if it is by then.
+            """
             nonlocal step
             region["saves_over"] = region["saves"]
             for saves in (True, False):
@@ -169,7 +197,9 @@ def test_where_nothing_else_is_copied_the_last_save_waits_for_the_one_before(tmp
 
 @pytest.mark.parametrize("slots", [1, 3])
 def test_what_a_dead_worker_left_is_freed_once_its_save_is_over(tmp_path: Path, slots: int) -> None:
-    """The keeper frees it if only saves are copied; otherwise the coordinator releases it when newer copies exist."""
+    """The keeper frees it if only saves are copied; otherwise the coordinator releases it when newer copies
+    exist.
+    """
     with copied(slots, copy_every=int(slots > 1)) as (node, snapshots):
         snapshots.committed(replace(outcome(6, copied=4), saves=True), shard_of(Version(6, 2), 1, 0))
         snapshots.settle()
@@ -196,15 +226,20 @@ def test_what_a_dead_worker_left_is_freed_once_its_save_is_over(tmp_path: Path, 
 def test_a_copy_that_a_later_world_begins_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: Version, knows: bool
 ) -> None:
-    """Its member heard of the commit when the world was over, and begins no copy then.  The next world begins with a copy, which may be the
-    one that the save lacks: then it stays until the save is over.  If it is another one, or the member did not hear of the save and would
-    overwrite it, the save fails once that copy has ended."""
+    """Its member heard of the commit when the world was over, and begins no copy then.  The next world begins
+    with a copy, which may be the one that the save lacks: then it stays until the save is over.  If it is
+    another one, or the member did not hear of the save and would overwrite it, the save fails once that copy
+    has ended."""
     goes_on = threading.Event()
     with copied() as (node, snapshots), uploading(node.store, tmp_path) as (uploads, told):
-        monkeypatch.setattr("elastic.state.snapshot.digests", lambda data, out: (goes_on.wait(PATIENCE_S), digests(data, out)))
+        monkeypatch.setattr(
+            "elastic.state.snapshot.digests", lambda data, out: (goes_on.wait(PATIENCE_S), digests(data, out))
+        )
         if knows:
             snapshots.committed(replace(outcome(6), saves=True), None)
-        uploads.obey((1, 1), (Save(Version(6, 2), 2, Layout(1, 1), (WorkerId("w0"),), (node.name,)),), 2, Version(6, 2))
+        uploads.obey(
+            (1, 1), (Save(Version(6, 2), 2, Layout(1, 1), (WorkerId("w0"),), (node.name,)),), 2, Version(6, 2)
+        )
         turned(uploads)
         assert told.events.empty(), "it may still come"
         plan = replace(PLAN, generation=3, version=version, nodes=(node.name,), lineage=((2, version.step),))
@@ -226,17 +261,22 @@ def test_a_copy_that_a_later_world_begins_is_waited_for(
 
 
 def test_the_last_save_gets_the_slot_of_the_one_before_after_a_settled_step(tmp_path: Path) -> None:
-    """There is one slot if nothing but saves is copied.  The member applied the last step when its world was over, and the save before
-    was on its way: the next world saves the last step once that one is in the bucket."""
+    """There is one slot if nothing but saves is copied.  The member applied the last step when its world was
+    over, and the save before was on its way: the next world saves the last step once that one is in the
+    bucket."""
     rule, last = SaveRule(2, 7), Version(7, 2)
-    with copied(slots=1, copy_every=0) as (node, snapshots), uploading(node.store, tmp_path) as (uploads, told):
+    with (
+        copied(slots=1, copy_every=0) as (node, snapshots),
+        uploading(node.store, tmp_path) as (uploads, told),
+    ):
         assert snapshots.copies is not None
         snapshots.saves, snapshots.copies = rule, replace(snapshots.copies, rule=rule)
         snapshots.committed(replace(outcome(6), saves=True), shard_of(Version(6, 2), 1, 0))
         snapshots.settle()
         snapshots.committed(replace(outcome(7), behind=True, saves=True), None)
         saves = [
-            Save(version, by, Layout(1, 1), (WorkerId("w0"),), (node.name,)) for version, by in ((Version(6, 2), 2), (last, 2), (last, 3))
+            Save(version, by, Layout(1, 1), (WorkerId("w0"),), (node.name,))
+            for version, by in ((Version(6, 2), 2), (last, 2), (last, 3))
         ]
         uploads.obey((1, 1), saves[:2], 2, last)
         assert told.next()[0] == ShardSaved(WorkerId("w0"), Version(6, 2), by=2)
@@ -247,7 +287,9 @@ def test_the_last_save_gets_the_slot_of_the_one_before_after_a_settled_step(tmp_
         assert told.next()[0] == ShardSaved(WorkerId("w0"), last, by=3)
 
 
-def test_a_copy_that_becomes_complete_while_the_keeper_looks_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_that_becomes_complete_while_the_keeper_looks_is_no_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The keeper has just not found it when it becomes complete and the worker goes on."""
     find, goes_on, wanted = Region.find, threading.Event(), Copy(Version(6, 2), WHOLE)
 
@@ -259,20 +301,36 @@ def test_a_copy_that_becomes_complete_while_the_keeper_looks_is_no_failure(tmp_p
         return found
 
     with copied() as (node, snapshots), uploading(node.store, tmp_path) as (uploads, told):
-        monkeypatch.setattr("elastic.state.snapshot.digests", lambda data, out: (goes_on.wait(PATIENCE_S), digests(data, out)))
+        monkeypatch.setattr(
+            "elastic.state.snapshot.digests", lambda data, out: (goes_on.wait(PATIENCE_S), digests(data, out))
+        )
         snapshots.committed(replace(outcome(6), saves=True), None)
-        plan = replace(PLAN, generation=3, version=wanted.version, nodes=(node.name,), lineage=((2, wanted.version.step),))
+        plan = replace(
+            PLAN,
+            generation=3,
+            version=wanted.version,
+            nodes=(node.name,),
+            lineage=((2, wanted.version.step),),
+        )
         snapshots.enter(plan, WorkerId("w0"), shard_of(wanted.version, 1, 0))
         monkeypatch.setattr(Region, "find", find_too_early)
-        uploads.obey((1, 1), (Save(wanted.version, 2, Layout(1, 1), (WorkerId("w0"),), (node.name,)),), 3, wanted.version)
+        uploads.obey(
+            (1, 1),
+            (Save(wanted.version, 2, Layout(1, 1), (WorkerId("w0"),), (node.name,)),),
+            3,
+            wanted.version,
+        )
         snapshots.settle()
         assert isinstance(told.next()[0], ShardSaved) and goes_on.is_set()
 
 
 @pytest.mark.parametrize("wanted", [6, 4])
-def test_the_failure_of_one_save_is_not_taken_for_that_of_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wanted: int) -> None:
-    """The worker begins the save of step 6 while the keeper looks for the failure of a save.  If 6 is wanted, it is the save before that
-    has failed; if 4 is wanted, it is the one after.  The control: a failure of the wanted save is told."""
+def test_the_failure_of_one_save_is_not_taken_for_that_of_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wanted: int
+) -> None:
+    """The worker begins the save of step 6 while the keeper looks for the failure of a save.  If 6 is wanted,
+    it is the save before that has failed; if 4 is wanted, it is the one after.  The control: a failure of the
+    wanted save is told."""
     find, named, looks = Region.find, Region.copy, list[int]()
 
     def find_and_arm(region: Region, copy: Copy) -> int | None:
@@ -297,7 +355,9 @@ def test_the_failure_of_one_save_is_not_taken_for_that_of_another(tmp_path: Path
         region["save_failed"] = int(wanted == 6)
         monkeypatch.setattr(Region, "find", find_and_arm)
         monkeypatch.setattr(Region, "copy", begin_between)
-        uploads.obey((1, 1), (Save(copy.version, 2, Layout(1, 1), (WorkerId("w0"),), (node.name,)),), 2, copy.version)
+        uploads.obey(
+            (1, 1), (Save(copy.version, 2, Layout(1, 1), (WorkerId("w0"),), (node.name,)),), 2, copy.version
+        )
         until(lambda: looks == [1, 2])
         turned(uploads)
         assert told.events.empty()
@@ -309,13 +369,18 @@ def test_the_failure_of_one_save_is_not_taken_for_that_of_another(tmp_path: Path
 
 @pytest.mark.parametrize("by", [2, 3])
 def test_a_failure_in_the_world_before_does_not_end_the_save_of_this_world(tmp_path: Path, by: int) -> None:
-    """The last save failed, and a world is formed to begin it again; its keeper hears of that before its worker.  The control: of the world
-    in which it failed."""
+    """The last save failed, and a world is formed to begin it again; its keeper hears of that before its
+    worker.  The control: of the world in which it failed."""
     with copied() as (node, snapshots), uploading(node.store, tmp_path) as (uploads, told):
         snapshots.saves = SaveRule(2, 6)
         snapshots.region.begin_save(Copy(Version(6, 2), WHOLE))
         snapshots.region["save_failed"] = 1
-        uploads.obey((1, 1), (Save(Version(6, 2), by, Layout(1, 1), (WorkerId("w0"),), (node.name,)),), by, Version(6, 2))
+        uploads.obey(
+            (1, 1),
+            (Save(Version(6, 2), by, Layout(1, 1), (WorkerId("w0"),), (node.name,)),),
+            by,
+            Version(6, 2),
+        )
         if by == 2:
             event, _ = told.next()
             assert isinstance(event, SaveFailed) and "the copy failed" in event.reason
@@ -323,6 +388,8 @@ def test_a_failure_in_the_world_before_does_not_end_the_save_of_this_world(tmp_p
         turned(uploads)
         assert told.events.empty()
         snapshots.enter(
-            replace(PLAN, generation=3, version=Version(6, 2), nodes=(node.name,)), WorkerId("w0"), shard_of(Version(6, 2), 1, 0)
+            replace(PLAN, generation=3, version=Version(6, 2), nodes=(node.name,)),
+            WorkerId("w0"),
+            shard_of(Version(6, 2), 1, 0),
         )
         assert isinstance(told.next()[0], ShardSaved)

@@ -1,6 +1,8 @@
-"""Axes that only tests have go through all that moves state: exchange, host copies, checkpoints, resuming, export.
+"""Axes that only tests have go through all that moves state: exchange, host copies, checkpoints, resuming,
+export.
 
-What each member must end with is cut by numpy (``toy_axes.local``).  The product's only part in these axes is a row of its table.
+What each member must end with is cut by numpy (``toy_axes.local``).  The product's only part in these axes is
+a row of its table.
 """
 
 from __future__ import annotations
@@ -101,7 +103,11 @@ def plan_of(layout: Layout, holders: Sequence[Holding], tier: str) -> Plan:
 
 
 def live(layout: Layout, without: int | None = None) -> list[Holding]:
-    return [Holding(WorkerId(f"w{rank}"), AT, placement.cell_of(layout, rank)) for rank in range(layout.world) if rank != without]
+    return [
+        Holding(WorkerId(f"w{rank}"), AT, placement.cell_of(layout, rank))
+        for rank in range(layout.world)
+        if rank != without
+    ]
 
 
 # ---- in real processes
@@ -123,8 +129,12 @@ def heal_in_turn(world: World, layouts: Sequence[Layout], stale: bool) -> None:
 
 
 def test_any_layout_heals_into_any_other(ranks: Ranks) -> None:
-    """R17, along axes of dimension 1, of half the tensors, of moments alone and of fused tensors, in random orders."""
-    ranks.run_each(Layout(4), heal_in_turn, [(random.Random(seed).sample(FOUR, len(FOUR)), False) for seed in range(3)])
+    """R17, along axes of dimension 1, of half the tensors, of moments alone and of fused tensors, in random
+    orders.
+    """
+    ranks.run_each(
+        Layout(4), heal_in_turn, [(random.Random(seed).sample(FOUR, len(FOUR)), False) for seed in range(3)]
+    )
 
 
 def test_one_stale_slice_is_seen(ranks: Ranks) -> None:
@@ -142,15 +152,21 @@ def save(state: Bare, checkpoints: Checkpoints) -> ShardReceipt:
     snapshots = Snapshots(region, TENSORS, torch.device("cpu"), CopyRule())
     snapshots.enter(plan, plan.members[world.rank], state.shard)
     snapshots.settle()
-    return upload(checkpoints, region, SavePart(1, os.getpid(), region.descriptor, AT, world.layout, world.rank))
+    return upload(
+        checkpoints, region, SavePart(1, os.getpid(), region.descriptor, AT, world.layout, world.rank)
+    )
 
 
 def save_and_resume(world: World, folder: str, before: Layout, after: Layout, lost: int | None) -> str | None:
-    """Saves in one layout, and begins again in another with what the members that are left hold, and the rest from the bucket."""
+    """Saves in one layout, and begins again in another with what the members that are left hold, and the rest
+    from the bucket.
+    """
     with toy_axes.registered():
         checkpoints = Checkpoints(ObjectStore.open(folder), "toys")
         shard = shard_of(before, world.rank)
-        receipts = gather(world, save(Bare(TENSORS, shard, replace(world, layout=before), JOB), checkpoints).to_json())
+        receipts = gather(
+            world, save(Bare(TENSORS, shard, replace(world, layout=before), JOB), checkpoints).to_json()
+        )
         if world.rank == 0:
             checkpoints.commit(AT, map(ShardReceipt.from_json, receipts), {})
         gather(world, "committed")
@@ -179,10 +195,15 @@ def test_a_checkpoint_of_any_layout_is_resumed_in_another(ranks: Ranks, tmp_path
     cases: list[tuple[str, Layout, Layout, int | None]] = []
     for number, before in enumerate(FOUR):
         at = (number * 5 + 3) % len(FOUR)
-        cases += [(str(tmp_path / f"{number}-all"), before, LAYOUTS[at], None), (str(tmp_path / f"{number}-one"), before, FOUR[at], 1)]
+        cases += [
+            (str(tmp_path / f"{number}-all"), before, LAYOUTS[at], None),
+            (str(tmp_path / f"{number}-one"), before, FOUR[at], 1),
+        ]
     ranks.run_each(Layout(4), save_and_resume, cases)
     number = FOUR.index(Layout(1, 1, (("stages", 2), ("columns", 2))))
-    files = Checkpoints(ObjectStore.open(str(tmp_path / f"{number}-all")), "toys").export(AT, tmp_path / "out")
+    files = Checkpoints(ObjectStore.open(str(tmp_path / f"{number}-all")), "toys").export(
+        AT, tmp_path / "out"
+    )
     found = {name: value for file in files for name, value in load_file(file).items()}
     for tensor in TENSORS:
         if tensor.kind in ("parameter", "buffer"):
@@ -194,12 +215,18 @@ def test_a_checkpoint_of_any_layout_is_resumed_in_another(ranks: Ranks, tmp_path
 
 def test_a_slot_has_room_for_each_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One stage has a large matrix, and most bytes; the other has many small tensors, and most blocks."""
-    layout, small_ones = Layout(1, 1, (("stages", 2),)), [Tensor(f"b{number:04d}", "parameter", "F32", (8,)) for number in range(100)]
+    layout, small_ones = (
+        Layout(1, 1, (("stages", 2),)),
+        [Tensor(f"b{number:04d}", "parameter", "F32", (8,)) for number in range(100)],
+    )
     tensors = (Tensor("ee", "parameter", "F32", (512, 1024)), *small_ones)
     monkeypatch.setattr("elastic.job.table", lambda rule, most, least: [(2, layout)])
     with toy_axes.registered():
         cells = [placement.cell_of(layout, rank) for rank in range(layout.world)]
-        (large, small), counters = (frame(tensors, cell) for cell in cells), Counters(tmp_path / "counters", create=True)
+        (large, small), counters = (
+            (frame(tensors, cell) for cell in cells),
+            Counters(tmp_path / "counters", create=True),
+        )
         assert large.bytes > small.bytes and large.blocks < small.blocks == len(small_ones)
         region = make_snapshots(JOB, tensors, torch.device("cpu"), counters, Faults(())).region
     assert (region.slot_bytes, region.slot_blocks) == (large.bytes, small.blocks)
@@ -220,15 +247,30 @@ def test_copies_of_any_layout_heal_any_other(before: Layout) -> None:
             snapshots.enter(plan, worker, shard_of(before, rank))
             assert snapshots.settle().copied_through == AT.step
         held = store.held()
-        assert {each.cell for each in held} == {placement.cell_of(before, rank) for rank in range(before.world)}
+        assert {each.cell for each in held} == {
+            placement.cell_of(before, rank) for rank in range(before.world)
+        }
         for number, after in enumerate(LAYOUTS):
             members = tuple(WorkerId(f"new{rank}") for rank in range(after.world))
             nodes = (NodeId("far" if (number + LAYOUTS.index(before)) % 2 else "n"),) * after.world
-            there = replace(plan_of(after, held, "host"), members=members, nodes=nodes, hosts=((NodeId("n"), store.address),))
+            there = replace(
+                plan_of(after, held, "host"),
+                members=members,
+                nodes=nodes,
+                hosts=((NodeId("n"), store.address),),
+            )
             for rank, me in enumerate(members):
                 shard = empty(after, rank)
                 todo = moves(TENSORS, held, after, members, nodes, of=me)
                 assert all(move.keeper for move in todo)
-                read(shard, TENSORS, there, Access(me, SECRET), todo, [StagingStream(torch.device("cpu"))], lambda: None)
+                read(
+                    shard,
+                    TENSORS,
+                    there,
+                    Access(me, SECRET),
+                    todo,
+                    [StagingStream(torch.device("cpu"))],
+                    lambda: None,
+                )
                 check(shard, after, rank)
         store.close()

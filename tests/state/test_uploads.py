@@ -1,4 +1,6 @@
-"""A save goes from a worker's slot to the bucket, by its keeper and the uploader process, whoever dies on the way (R1, R11, H1)."""
+"""A save goes from a worker's slot to the bucket, by its keeper and the uploader process, whoever dies on the
+way (R1, R11, H1).
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,9 @@ class Told:
     """This queue collects what a keeper reports to the coordinator."""
 
     def __init__(self) -> None:
-        self.events: queue.SimpleQueue[tuple[ShardSaved | SaveFailed, ShardReceipt | None]] = queue.SimpleQueue()
+        self.events: queue.SimpleQueue[tuple[ShardSaved | SaveFailed, ShardReceipt | None]] = (
+            queue.SimpleQueue()
+        )
 
     def __call__(self, save: Save, event: ShardSaved | SaveFailed, receipt: ShardReceipt | None) -> None:
         self.events.put((event, receipt))
@@ -104,7 +108,9 @@ def test_a_part_of_a_layout_with_other_axes_arrives_as_it_was_sent() -> None:
 
 @pytest.mark.parametrize("layout", [Layout(1, 3), Layout(2, 2), Layout(3, 1)], ids=str)
 def test_a_save_is_uploaded_by_the_keepers_each_slice_once(tmp_path: Path, layout: Layout) -> None:
-    """The manifest would be refused unless the parts were the whole state, each element once; read again, the state is what was copied."""
+    """The manifest would be refused unless the parts were the whole state, each element once; read again, the
+    state is what was copied.
+    """
     told = []
     with cluster(layout, 2) as (plan, nodes):
         enter(plan, nodes)
@@ -116,7 +122,9 @@ def test_a_save_is_uploaded_by_the_keepers_each_slice_once(tmp_path: Path, layou
             with uploading(node.store, tmp_path) as (uploads, heard):
                 uploads.obey((1, 1), (save,), AT.generation, AT)
                 told += [heard.next() for _ in node.workers]
-    assert sorted(event.worker for event, _ in told if isinstance(event, ShardSaved)) == sorted(plan.members), told
+    assert sorted(event.worker for event, _ in told if isinstance(event, ShardSaved)) == sorted(
+        plan.members
+    ), told
     assert {event.by for event, _ in told} == {AT.generation}
     receipts = [receipt for _, receipt in told if receipt is not None]
     found = checkpoints(tmp_path)
@@ -135,7 +143,9 @@ def test_a_save_is_uploaded_by_the_keepers_each_slice_once(tmp_path: Path, layou
 
 @contextmanager
 def saving(how: str) -> Iterator[KeeperStore]:
-    """A worker in a process of its own copies a save, and is killed; yields the keeper's store that holds its memory."""
+    """A worker in a process of its own copies a save, and is killed; yields the keeper's store that holds its
+    memory.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*MODULES, "tests.state.saver"])
     pipe, theirs = context.Pipe()
@@ -164,26 +174,44 @@ SAVE = Save(SAVED, SAVED.generation, PLAN.layout, PLAN.members, PLAN.nodes)
 
 @pytest.mark.parametrize("how", ["whole", "torn"])
 def test_a_worker_that_dies_after_its_copy_does_not_end_the_save(tmp_path: Path, how: str) -> None:
-    """It is killed (SIGKILL) before a byte was uploaded.  The control: a worker that dies while it copies ends the save at once."""
+    """It is killed (SIGKILL) before a byte was uploaded.  The control: a worker that dies while it copies
+    ends the save at once.
+    """
     with saving(how) as store, uploading(store, tmp_path) as (uploads, told):
         uploads.obey((1, 1), (SAVE,), SAVED.generation, SAVED)
         event, receipt = told.next()
     if how == "torn":
-        assert isinstance(event, SaveFailed) and "w0 (shard-00000-of-00001): it ended before its copy was complete" in event.reason
+        assert (
+            isinstance(event, SaveFailed)
+            and ("w0 (shard-00000-of-00001): it ended before its copy was complete") in event.reason
+        )
         return
     assert event == ShardSaved(WORKER, SAVED, by=SAVED.generation) and receipt is not None
     checkpoints(tmp_path).commit(SAVED, [receipt], {})
     assert checkpoints(tmp_path).verify(SAVED).good
 
 
-def test_a_part_for_which_there_is_no_room_is_written_once_there_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """R11: the coordinator is told that a deletion helps.  The control is the next test: another refusal is told without that."""
+def test_a_part_for_which_there_is_no_room_is_written_once_there_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """R11: the coordinator is told that a deletion helps.  The control is the next test: another refusal is
+    told without that.
+    """
     monkeypatch.setattr("elastic.state.uploads.AGAIN_S", 0.1)
-    with small_disk(tmp_path / "disk", 2**26) as disk, saving("whole") as store, uploading(store, disk) as (uploads, told):
+    with (
+        small_disk(tmp_path / "disk", 2**26) as disk,
+        saving("whole") as store,
+        uploading(store, disk) as (uploads, told),
+    ):
         (disk / "other").write_bytes(bytes(2**26 - 2**16))
         uploads.obey((1, 1), (SAVE,), SAVED.generation, SAVED)
         event, receipt = told.next()
-        assert isinstance(event, SaveFailed) and event.again and event.full and "No space left on device" in event.reason
+        assert (
+            isinstance(event, SaveFailed)
+            and event.again
+            and event.full
+            and "No space left on device" in event.reason
+        )
         (disk / "other").unlink()
         while isinstance(event, SaveFailed):  # it may have been refused again meanwhile
             event, receipt = told.next()
@@ -191,8 +219,11 @@ def test_a_part_for_which_there_is_no_room_is_written_once_there_is(tmp_path: Pa
 
 
 @pytest.mark.parametrize("back", [True, False])
-def test_a_part_that_the_bucket_refuses_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, back: bool) -> None:
-    """R11: the worker is dead, the copy is the only one, and a file lies where the bucket should be.  The coordinator is told once.
+def test_a_part_that_the_bucket_refuses_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, back: bool
+) -> None:
+    """R11: the worker is dead, the copy is the only one, and a file lies where the bucket should be.  The
+    coordinator is told once.
 
     The control: as long as the file is there, nothing else is reported, and nothing is said to be under way.
     """
@@ -202,7 +233,11 @@ def test_a_part_that_the_bucket_refuses_is_tried_again(tmp_path: Path, monkeypat
     with saving("whole") as store, uploading(store, bucket) as (uploads, told):
         uploads.obey((1, 1), (SAVE,), SAVED.generation, SAVED)
         event, _ = told.next()
-        assert isinstance(event, SaveFailed) and event.again and "no part of w0 (shard-00000-of-00001) yet" in event.reason
+        assert (
+            isinstance(event, SaveFailed)
+            and event.again
+            and "no part of w0 (shard-00000-of-00001) yet" in event.reason
+        )
         assert not event.full and uploads.uploading() == ()
         if not back:
             with pytest.raises(queue.Empty):
@@ -215,13 +250,18 @@ def test_a_part_that_the_bucket_refuses_is_tried_again(tmp_path: Path, monkeypat
     assert checkpoints(bucket).verify(SAVED).good
 
 
-TORN = "import os, sys; sys.stdin.readline(); print('{\"number\": 1, \"rec', end='', flush=True); os.kill(os.getpid(), 9)"
+TORN = (
+    "import os, sys; sys.stdin.readline(); print('{\"number\": 1, \"rec', end='', flush=True); "
+    "os.kill(os.getpid(), 9)"
+)
 """Program of an uploader that dies in the middle of its answer."""
 
 
 @pytest.mark.parametrize("torn", [False, True], ids=["silent", "in the middle of its answer"])
 def test_an_uploader_that_is_killed_is_followed_by_another(tmp_path: Path, torn: bool) -> None:
-    """The uploader has the part in hand when it is killed (SIGKILL); the worker, which could copy again, is dead."""
+    """The uploader has the part in hand when it is killed (SIGKILL); the worker, which could copy again, is
+    dead.
+    """
     with saving("whole") as store, uploading(store, tmp_path) as (uploads, told):
         uploads.command = [sys.executable, "-c", TORN] if torn else uploads.command
         uploads.start()
@@ -242,14 +282,18 @@ def test_an_uploader_that_is_killed_is_followed_by_another(tmp_path: Path, torn:
 def test_a_part_that_kills_uploaders_is_given_up(tmp_path: Path) -> None:
     with saving("whole") as store:
         told = Told()
-        uploads = Uploads(store, [sys.executable, "-c", "import sys; sys.stdin.readline(); sys.exit(7)"], told)
+        uploads = Uploads(
+            store, [sys.executable, "-c", "import sys; sys.stdin.readline(); sys.exit(7)"], told
+        )
         uploads.obey((1, 1), (SAVE,), SAVED.generation, SAVED)
         event, _ = told.next()
         uploads.close()
     assert isinstance(event, SaveFailed) and "3 uploaders died" in event.reason
 
 
-def test_an_uploader_that_hangs_is_followed_by_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_uploader_that_hangs_is_followed_by_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """SIGSTOP: it neither dies nor answers."""
     with saving("whole") as store, uploading(store, tmp_path) as (uploads, told):
         uploads.start()
@@ -263,10 +307,15 @@ def test_an_uploader_that_hangs_is_followed_by_another(tmp_path: Path, monkeypat
         assert isinstance(told.next()[0], ShardSaved)
 
 
-def test_an_uploader_that_goes_on_is_not_taken_for_hung(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_uploader_that_goes_on_is_not_taken_for_hung(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A whole part takes longer than ``HUNG_S``, but the uploader says again and again that it goes on."""
     monkeypatch.setattr("elastic.state.uploads.HUNG_S", 3.0)
-    slow = 'import sys, time; n = sys.stdin.readline()\nwhile 1: print(\'{"number": 1, "slices": 0}\', flush=True); time.sleep(0.1)'
+    slow = (
+        'import sys, time; n = sys.stdin.readline()\nwhile 1: print(\'{"number": 1, "slices": 0}\', '
+        "flush=True); time.sleep(0.1)"
+    )
     with saving("whole") as store, uploading(store, tmp_path) as (uploads, told):
         uploads.command = [sys.executable, "-S", "-c", slow]
         uploads.obey((1, 1), (SAVE,), SAVED.generation, SAVED)
@@ -301,9 +350,11 @@ for attempt, line in enumerate(sys.stdin):
 
 
 @pytest.mark.parametrize("refusals", [1, 1 + REFUSALS])
-def test_a_part_that_the_bucket_takes_again_is_being_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusals: int) -> None:
-    """R11: the first attempt is refused before a byte is written, the others in their midst.  A part that is refused there again and again
-    counts no more: otherwise nothing would end the wait for it."""
+def test_a_part_that_the_bucket_takes_again_is_being_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusals: int
+) -> None:
+    """R11: the first attempt is refused before a byte is written, the others in their midst.  A part that is
+    refused there again and again counts no more: otherwise nothing would end the wait for it."""
     monkeypatch.setattr("elastic.state.uploads.AGAIN_S", 0.1)
     with saving("whole") as store, uploading(store, tmp_path) as (uploads, told):
         uploads.command = [sys.executable, "-S", "-c", REFUSED, str(refusals)]
@@ -324,19 +375,28 @@ FILLED = """for n in range(1, 9):
     input(), print('{"number":', n, ', "refused": "no", "full":', n // 3, '}', flush=True)"""
 
 
-def test_a_bucket_that_is_full_after_it_was_down_is_told_to_be_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """R11: the coordinator deletes what may go once it hears of want of room.  Each is told once, of four and more refusals."""
+def test_a_bucket_that_is_full_after_it_was_down_is_told_to_be_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """R11: the coordinator deletes what may go once it hears of want of room.  Each is told once, of four and
+    more refusals.
+    """
     monkeypatch.setattr("elastic.state.uploads.AGAIN_S", 0.01)
     with saving("whole") as store, uploading(store, tmp_path) as (uploads, told):
         uploads.command = [sys.executable, "-S", "-c", FILLED]
         uploads.obey((1, 1), (SAVE,), SAVED.generation, SAVED)
-        assert [isinstance(event := told.next()[0], SaveFailed) and bool(event.full) for _ in range(2)] == [False, True]
+        assert [isinstance(event := told.next()[0], SaveFailed) and bool(event.full) for _ in range(2)] == [
+            False,
+            True,
+        ]
         until(lambda: next(iter(uploads._tasks.values())).number > 4)
         assert told.events.empty()
 
 
 def test_an_uploader_that_cannot_be_started_is_tried_again_a_second_later(tmp_path: Path) -> None:
-    """The keeper looks for copies fifty times a second, but tries, and says the reason, only every ``RETRY_S`` seconds."""
+    """The keeper looks for copies fifty times a second, but tries, and says the reason, only every
+    ``RETRY_S`` seconds.
+    """
     said: list[str] = []
     with saving("whole") as store, uploading(store, tmp_path) as (uploads, told):
         uploads.say, uploads.command = said.append, [str(tmp_path / "missing")]
@@ -348,8 +408,12 @@ def test_an_uploader_that_cannot_be_started_is_tried_again_a_second_later(tmp_pa
         assert isinstance(told.next()[0], ShardSaved)
 
 
-def test_at_the_limit_of_threads_no_uploader_is_left_to_which_nobody_listens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python raises this error where the system has no thread left; the process, which had been started before, ends."""
+def test_at_the_limit_of_threads_no_uploader_is_left_to_which_nobody_listens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python raises this error where the system has no thread left; the process, which had been started
+    before, ends.
+    """
     said, processes, start = list[str](), list[subprocess.Popen[str]](), threading.Thread.start
     popen = subprocess.Popen[str].__init__
 
@@ -372,7 +436,9 @@ def test_at_the_limit_of_threads_no_uploader_is_left_to_which_nobody_listens(tmp
     assert len(processes) == 2 and processes[0].returncode == -signal.SIGKILL
 
 
-def test_a_look_that_fails_is_told_and_is_not_the_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_look_that_fails_is_told_and_is_not_the_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The thread goes on after any error, since it is the only one that hands parts to the uploader."""
     said, errors, find = list[str](), [MemoryError("once"), KeyError("twice")], Region.find
 
@@ -400,7 +466,13 @@ def test_an_uploader_ends_with_its_keeper(tmp_path: Path) -> None:
         print(uploads._process.pid, flush=True)
         sys.stdin.read()
     """
-    keeper = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY)
+    keeper = subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=REPOSITORY,
+    )
     assert keeper.stdout is not None
     uploader = os.pidfd_open(int(keeper.stdout.readline()))
     keeper.kill()
@@ -437,7 +509,10 @@ def test_what_memory_has_bent_does_not_get_into_the_bucket(tmp_path: Path, bent:
                 upload(checkpoints(tmp_path), region, part(region))
             assert not ObjectStore.open(str(tmp_path)).list()
         else:
-            assert upload(checkpoints(tmp_path), region, part(region)).file.name == f"{name_of(Layout(1, 1), 0)}.safetensors"
+            assert (
+                upload(checkpoints(tmp_path), region, part(region)).file.name
+                == f"{name_of(Layout(1, 1), 0)}.safetensors"
+            )
 
 
 class Interrupted(Folder):
@@ -458,9 +533,11 @@ class Interrupted(Folder):
 
 @pytest.mark.parametrize("at", range(1, len(TENSORS) + 1))
 @pytest.mark.parametrize("by", ["another copy", "nothing"])
-def test_a_copy_that_is_overwritten_while_it_is_written_is_no_part_of_a_checkpoint(tmp_path: Path, by: str, at: int) -> None:
-    """The slot changes after the look at its digests, before each tensor in turn.  A later attempt finds the copy again, and the torn
-    object does not stand in its way.  The control: nothing overwrites the slot."""
+def test_a_copy_that_is_overwritten_while_it_is_written_is_no_part_of_a_checkpoint(
+    tmp_path: Path, by: str, at: int
+) -> None:
+    """The slot changes after the look at its digests, before each tensor in turn.  A later attempt finds the
+    copy again, and the torn object does not stand in its way.  The control: nothing overwrites the slot."""
     with copied() as (_, snapshots):
         region = snapshots.region
         slot = region.find(Copy(AT, WHOLE))

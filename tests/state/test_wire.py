@@ -49,7 +49,9 @@ def test_messages_and_bytes_come_back(listener: Listener) -> None:
 
 
 def test_what_takes_long_is_not_silence(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One part takes more than four seconds, and some of it moves all the time; the deadline is three seconds in which nothing moves."""
+    """One part takes more than four seconds, and some of it moves all the time; the deadline is three seconds
+    in which nothing moves.
+    """
     monkeypatch.setattr(wire, "SILENCE_S", 3.0)
 
     def slowly(connection: Wire, head: dict[str, Any]) -> None:
@@ -58,7 +60,10 @@ def test_what_takes_long_is_not_silence(monkeypatch: pytest.MonkeyPatch) -> None
             connection.receive(1 << 20)
         connection.send({})
 
-    with Listener("127.0.0.1", SECRET, slowly) as listener, contextlib.closing(Wire.connect(listener.address, SECRET)) as connection:
+    with (
+        Listener("127.0.0.1", SECRET, slowly) as listener,
+        contextlib.closing(Wire.connect(listener.address, SECRET)) as connection,
+    ):
         began = time.monotonic()
         connection.send({"parts": 60}, [bytes(60 << 20)])
         assert connection.head() == {} and time.monotonic() - began > 4.0
@@ -83,7 +88,9 @@ def test_a_stranger_is_refused_and_named(listener: Listener, capfd: pytest.Captu
 
 
 def test_what_is_no_message_ends_the_conversation_and_nothing_else(listener: Listener) -> None:
-    """A side that has lost count sends bytes where a head should be: this is a broken wire, not an error in the reader's code."""
+    """A side that has lost count sends bytes where a head should be: this is a broken wire, not an error in
+    the reader's code.
+    """
     no_message = wire.LENGTH.pack(4) + b"\xff{]x"
     with contextlib.closing(Wire.connect(listener.address, SECRET)) as lost:
         lost.send_raw([no_message])
@@ -93,7 +100,10 @@ def test_what_is_no_message_ends_the_conversation_and_nothing_else(listener: Lis
     def babble(connection: Wire, head: dict[str, Any]) -> None:
         connection.send_raw([no_message])
 
-    with Listener("127.0.0.1", SECRET, babble) as babbler, contextlib.closing(Wire.connect(babbler.address, SECRET)) as reader:
+    with (
+        Listener("127.0.0.1", SECRET, babble) as babbler,
+        contextlib.closing(Wire.connect(babbler.address, SECRET)) as reader,
+    ):
         reader.send({})
         with pytest.raises(WireError, match="the head of a message is not JSON"):
             reader.head()
@@ -108,8 +118,12 @@ def test_an_impostor_does_not_learn_what_it_would_need() -> None:
 ANSWERS: dict[str, Callable[[bytes, bytes, bytes], bytes]] = {
     "zeros": lambda ours, theirs, proof: bytes(wire.NONCE),
     "their own proof": lambda ours, theirs, proof: proof,
-    "the proof of a client": lambda ours, theirs, proof: hmac.digest(b"another" * 5, b"client" + ours + theirs, "sha256"),
-    "another secret": lambda ours, theirs, proof: hmac.digest(b"another" * 5, b"server" + ours + theirs, "sha256"),
+    "the proof of a client": lambda ours, theirs, proof: hmac.digest(
+        b"another" * 5, b"client" + ours + theirs, "sha256"
+    ),
+    "another secret": lambda ours, theirs, proof: hmac.digest(
+        b"another" * 5, b"server" + ours + theirs, "sha256"
+    ),
     "control": lambda ours, theirs, proof: hmac.digest(SECRET, b"server" + ours + theirs, "sha256"),
 }
 """The answer of a server in plain sockets, computed from the nonces of both sides and the client's proof."""
@@ -117,7 +131,9 @@ ANSWERS: dict[str, Callable[[bytes, bytes, bytes], bytes]] = {
 
 @pytest.mark.parametrize("answer", ANSWERS)
 def test_a_server_that_welcomes_everybody_is_noticed(answer: str) -> None:
-    """It is none of our listeners: it refuses nobody, and answers what it can.  The control knows the secret, and is told the message."""
+    """It is none of our listeners: it refuses nobody, and answers what it can.  The control knows the secret,
+    and is told the message.
+    """
     told: list[bytes] = []
 
     def welcome(server: socket.socket) -> None:

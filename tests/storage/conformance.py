@@ -1,4 +1,6 @@
-"""This suite says what every object store must do; a test class for each implementation inherits it and gives a ``store`` fixture."""
+"""This suite says what every object store must do; a test class for each implementation inherits it and gives
+a ``store`` fixture.
+"""
 
 from __future__ import annotations
 
@@ -93,7 +95,18 @@ class Conformance(Writes):
     def test_ranges_are_those_of_a_python_slice(self, store: ObjectStore) -> None:
         store.put("a", b"0123456789")
         store.put("empty", b"")
-        for start, stop in [(None, None), (0, 4), (3, 7), (9, 10), (8, 99), (4, 4), (None, 2), (7, None), (10, 20), (12, None)]:
+        for start, stop in [
+            (None, None),
+            (0, 4),
+            (3, 7),
+            (9, 10),
+            (8, 99),
+            (4, 4),
+            (None, 2),
+            (7, None),
+            (10, 20),
+            (12, None),
+        ]:
             assert store.get("a", start, stop) == b"0123456789"[start:stop], (start, stop)
             assert store.get("empty", start, stop) == b"", (start, stop)
 
@@ -159,7 +172,9 @@ class Conformance(Writes):
 
 
 def race(store: ObjectStore, key: str, contents: list[bytes]) -> list[bytes]:
-    """One thread for each of ``contents`` creates ``key``, all at once; returns the contents of those that were told that they won."""
+    """One thread for each of ``contents`` creates ``key``, all at once; returns the contents of those that
+    were told that they won.
+    """
     barrier, winners = threading.Barrier(len(contents)), list[bytes]()
 
     def create(content: bytes) -> None:

@@ -1,8 +1,10 @@
-"""Save a checkpoint in one process after another, each killed (SIGKILL, for real) one step later than the one before.
+"""Save a checkpoint in one process after another, each killed (SIGKILL, for real) one step later than the one
+before.
 
-``python killed_commit.py FOLDER``: forks a child for each boundary into its own bucket ``FOLDER/<n>``.  A boundary is anything
-that the child asks of the operating system in its bucket (open, link, rename, remove a file; make a folder), and each call of the
-hook between two slices.  Ends with the first child that is not killed.  Prints ``[[n, signal], …]``, as the system reports it.
+``python killed_commit.py FOLDER``: forks a child for each boundary into its own bucket ``FOLDER/<n>``.  A
+boundary is anything that the child asks of the operating system in its bucket (open, link, rename, remove a
+file; make a folder), and each call of the hook between two slices.  Ends with the first child that is not
+killed.  Prints ``[[n, signal], …]``, as the system reports it.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ class Countdown:
         self.left, self.folder = left, folder
 
     def audit(self, event: str, arguments: tuple[Any, ...]) -> None:
-        if event in ("open", "os.link", "os.rename", "os.remove", "os.mkdir") and str(arguments[0]).startswith(self.folder):
+        if event in ("open", "os.link", "os.rename", "os.remove", "os.mkdir") and str(
+            arguments[0]
+        ).startswith(self.folder):
             self.tick()
 
     def tick(self) -> None:
@@ -41,8 +45,12 @@ def child(boundary: int, folder: str) -> None:
     save(checkpoints, BEFORE, state_of(TENSORS, seed=1), 1)
     state, countdown = state_of(TENSORS, seed=2), Countdown(boundary, folder)
     sys.addaudithook(countdown.audit)
-    halves = [[part_of(state, tensor, tensor.whole()) for tensor in half] for half in (TENSORS[::2], TENSORS[1::2])]
-    receipts = [checkpoints.write_shard(DURING, f"{n}", half, hook=countdown.tick) for n, half in enumerate(halves)]
+    halves = [
+        [part_of(state, tensor, tensor.whole()) for tensor in half] for half in (TENSORS[::2], TENSORS[1::2])
+    ]
+    receipts = [
+        checkpoints.write_shard(DURING, f"{n}", half, hook=countdown.tick) for n, half in enumerate(halves)
+    ]
     checkpoints.commit(DURING, receipts, {})
 
 

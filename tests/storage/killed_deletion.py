@@ -1,7 +1,8 @@
-"""Delete a checkpoint in one process after another, each killed (SIGKILL, for real) one step later than the one before.
+"""Delete a checkpoint in one process after another, each killed (SIGKILL, for real) one step later than the
+one before.
 
-``python killed_deletion.py FOLDER``: like ``killed_commit.py``; each bucket has three checkpoints and what was begun of a fourth, and the
-oldest checkpoint and the one that was begun are marked and removed.
+``python killed_deletion.py FOLDER``: like ``killed_commit.py``; each bucket has three checkpoints and what
+was begun of a fourth, and the oldest checkpoint and the one that was begun are marked and removed.
 """
 
 from __future__ import annotations

@@ -36,7 +36,9 @@ def cut(state: State, tensor: Tensor, part: Slice) -> bytes:
     """Returns the bytes of ``part`` the simple way: numpy slices the whole tensor, element by element."""
     raw, size = state[tensor], ITEM_BYTES[tensor.dtype]
     whole = np.array([raw[at : at + size] for at in range(0, len(raw), size)], dtype=object)
-    chosen = whole.reshape(tensor.shape)[tuple(slice(a, b) for a, b in zip(part.start, part.stop, strict=True))]
+    chosen = whole.reshape(tensor.shape)[
+        tuple(slice(a, b) for a, b in zip(part.start, part.stop, strict=True))
+    ]
     return b"".join(np.asarray(chosen, dtype=object).reshape(-1).tolist())
 
 
@@ -51,7 +53,11 @@ def save(checkpoints: Checkpoints, version: Version, state: State, shards: int, 
 
 def slices_of(receipt: ShardReceipt) -> list[tuple[Tensor, Slice]]:
     """Returns the slices that the receipt names."""
-    return [(t, Slice(t.name, t.kind, cut.start, cut.stop)) for cut in receipt.cuts for t in tensors_of(cut.tensors)]
+    return [
+        (t, Slice(t.name, t.kind, cut.start, cut.stop))
+        for cut in receipt.cuts
+        for t in tensors_of(cut.tensors)
+    ]
 
 
 def write(checkpoints: Checkpoints, version: Version, state: State, shards: int) -> list[ShardReceipt]:
@@ -60,5 +66,9 @@ def write(checkpoints: Checkpoints, version: Version, state: State, shards: int)
         parts = [(tensor, shard_slice(tensor, shards, index)) for tensor in state]
         mine = [(t, part) for t, part in parts if part.count and (index == 0 or part != t.whole())]
         name = f"shard-{index:05d}-of-{shards:05d}"
-        receipts.append(checkpoints.write_shard(version, name, [part_of(state, t, part) for t, part in mine], state=list(state)))
+        receipts.append(
+            checkpoints.write_shard(
+                version, name, [part_of(state, t, part) for t, part in mine], state=list(state)
+            )
+        )
     return receipts

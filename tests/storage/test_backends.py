@@ -1,4 +1,6 @@
-"""A storage backend is one file: a toy that the product does not know passes the common suite, and a job trains and resumes on it."""
+"""A storage backend is one file: a toy that the product does not know passes the common suite, and a job
+trains and resumes on it.
+"""
 
 from __future__ import annotations
 
@@ -100,30 +102,50 @@ def python(folder: Path, site: Path | None, *arguments: str) -> tuple[int, str]:
 def test_a_job_trains_resumes_and_exports_on_a_backend_that_a_package_brings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The job is killed before the commit of step 4, resumes from step 3, and equals the same job in a folder bit for bit."""
+    """The job is killed before the commit of step 4, resumes from step 3, and equals the same job in a folder
+    bit for bit.
+    """
     install(tmp_path / "site")
     folder, bucket = f"{tmp_path}/bucket", f"toy://{tmp_path}/objects.db/bucket"
     killed = [{"point": "before_commit", "step": 4}]
     for name, place, faults in (("killed", bucket, killed), ("toy", bucket, []), ("folder", folder, [])):
         job = toy_job(folder, steps=6, checkpoint={"save_every": 3}, faults=faults, **TINY)
-        (tmp_path / f"{name}.toml").write_text(to_toml(job).replace(folder, place))  # this process does not know the scheme
+        # this process does not know the scheme
+        (tmp_path / f"{name}.toml").write_text(to_toml(job).replace(folder, place))
 
-    code, shown = python(tmp_path, None, f"from storage.objects import ObjectStore; ObjectStore.open({bucket!r})")
-    assert code != 0 and "has an unknown scheme" in shown, "the control: without the package nobody knows toy://"
+    code, shown = python(
+        tmp_path, None, (f"from storage.objects import ObjectStore; ObjectStore.open({bucket!r})")
+    )
+    assert code != 0 and "has an unknown scheme" in shown, (
+        "the control: without the package nobody knows toy://"
+    )
     code, shown = python(tmp_path, tmp_path / "site", COMMANDS, "train killed.toml --local")
     assert code < 0, shown
 
     def export(name: str, step: str) -> list[str]:
-        return ["checkpoint", "export", f"{name}.toml", "--step", step, "--to", str(tmp_path / f"{name}-{step}")]
+        return [
+            "checkpoint",
+            "export",
+            f"{name}.toml",
+            "--step",
+            step,
+            "--to",
+            str(tmp_path / f"{name}-{step}"),
+        ]
 
-    code, shown = python(tmp_path, tmp_path / "site", COMMANDS, "train toy.toml --local", " ".join(export("toy", "6")))
+    code, shown = python(
+        tmp_path, tmp_path / "site", COMMANDS, "train toy.toml --local", " ".join(export("toy", "6"))
+    )
     assert code == 0 and re.findall(r"step +(\d+)/6  loss", shown) == ["4", "5", "6"], shown
     monkeypatch.chdir(tmp_path)
     assert main(["train", "folder.toml", "--local"]) == 0
     shown = capsys.readouterr().out
     assert re.findall(r"step +(\d+)/6  loss", shown) == ["1", "2", "3", "4", "5", "6"], shown
     assert [main(export("folder", step)) for step in "36"] == [0, 0]
-    toy, early, late = (state_hash(sorted((tmp_path / name).glob("*.safetensors"))) for name in ("toy-6", "folder-3", "folder-6"))
+    toy, early, late = (
+        state_hash(sorted((tmp_path / name).glob("*.safetensors")))
+        for name in ("toy-6", "folder-3", "folder-6")
+    )
     assert toy == late != early
     assert not list(tmp_path.glob("toy:*")), "nothing was taken for a folder"
 
@@ -136,9 +158,11 @@ Numbered.numbers = lambda self: [int(PurePosixPath(key).stem) for key in self.st
 
 
 def test_a_run_on_a_bucket_that_lists_objects_late_is_the_run_in_a_folder(tmp_path: Path) -> None:
-    """Its listings are 2 s old.  The run is killed, resumes, exports each checkpoint, deletes old ones and tells a sink all steps.
+    """Its listings are 2 s old.  The run is killed, resumes, exports each checkpoint, deletes old ones and
+    tells a sink all steps.
 
-    The bits and the names of all objects are those in a folder.  The control believes the listing of claims, and does not save.
+    The bits and the names of all objects are those in a folder.  The control believes the listing of claims,
+    and does not save.
     """
     pytest.importorskip("tensorboard")
     install(tmp_path / "site")
@@ -176,7 +200,9 @@ def test_a_run_on_a_bucket_that_lists_objects_late_is_the_run_in_a_folder(tmp_pa
 class Disturbed(Toy):
     """Runs ``before`` ahead of every write and read, and ``after`` after every write."""
 
-    def __init__(self, before: Callable[[], None] = lambda: None, after: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, before: Callable[[], None] = lambda: None, after: Callable[[], None] = lambda: None
+    ) -> None:
         super().__init__()
         self.before, self.after = before, after
 
@@ -205,14 +231,19 @@ class Busy(Exception):
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize("error", [Busy("503 slow down"), ConnectionResetError("reset"), TimeoutError("timed out")])
+@pytest.mark.parametrize(
+    "error", [Busy("503 slow down"), ConnectionResetError("reset"), TimeoutError("timed out")]
+)
 def test_what_may_pass_is_tried_again(toy: Fsspec, error: Exception) -> None:
     toy.filesystem = Disturbed(failing(2, error))
     toy.put_if_absent("a", b"1")
     toy.filesystem = Disturbed(failing(2, error))
     assert toy.get("a") == b"1"
     toy.filesystem = Disturbed(failing(3, error))
-    with pytest.raises(Unavailable, match=f"objects.db/prefix/a cannot .* gave up after 3 attempts .* {type(error).__name__}: {error}"):
+    with pytest.raises(
+        Unavailable,
+        match=(f"objects.db/prefix/a cannot .* gave up after 3 attempts .* {type(error).__name__}: {error}"),
+    ):
         toy.get("a")
 
 

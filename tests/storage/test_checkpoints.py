@@ -55,7 +55,10 @@ def fresh() -> Checkpoints:
 @st.composite
 def tensors(draw: st.DrawFn) -> Tensor:
     shape = draw(st.lists(st.integers(0, 5), max_size=3).map(tuple))
-    kind, dtype = draw(st.sampled_from(["parameter", "moment.exp_avg", "buffer"])), draw(st.sampled_from(sorted(ITEM_BYTES)))
+    kind, dtype = (
+        draw(st.sampled_from(["parameter", "moment.exp_avg", "buffer"])),
+        draw(st.sampled_from(sorted(ITEM_BYTES))),
+    )
     return Tensor("w", kind, dtype, shape)
 
 
@@ -63,7 +66,9 @@ def tensors(draw: st.DrawFn) -> Tensor:
 @given(st.data())
 def test_any_boxes_written_any_boxes_read(data: st.DataObject) -> None:
     """Writers and readers cut each tensor into random boxes; the twin slices the whole tensor with numpy."""
-    state = state_of(data.draw(st.lists(tensors(), min_size=1, max_size=4, unique_by=lambda t: t.kind)), seed=1)
+    state = state_of(
+        data.draw(st.lists(tensors(), min_size=1, max_size=4, unique_by=lambda t: t.kind)), seed=1
+    )
     writers: list[list[tuple[Tensor, Slice]]] = [[] for _ in range(data.draw(st.integers(1, 3)))]
     for tensor in state:
         for tile in data.draw(tilings(tensor.shape)):
@@ -72,14 +77,19 @@ def test_any_boxes_written_any_boxes_read(data: st.DataObject) -> None:
                 writers[data.draw(st.integers(0, len(writers) - 1))].append((tensor, part))
     checkpoints = fresh()
     writers = [sorted(set(parts)) for parts in writers]
-    receipts = [checkpoints.write_shard(V, f"{n}", [part_of(state, *part) for part in parts]) for n, parts in enumerate(writers)]
+    receipts = [
+        checkpoints.write_shard(V, f"{n}", [part_of(state, *part) for part in parts])
+        for n, parts in enumerate(writers)
+    ]
     checkpoints.commit(V, [ShardReceipt.unpacked(receipt.packed()) for receipt in receipts], {})
     reader = checkpoints.open(V)
     assert set(reader.tensors()) == set(state)
     wanted = [(tensor, data.draw(boxes(tensor.shape))) for tensor in state for _ in range(2)]
     asked = [Slice(tensor.name, tensor.kind, box.start, box.stop) for tensor, box in wanted]
     found = sorted((part, bytes(raw)) for part, raw in reader.read(asked))
-    assert found == sorted((part, cut(state, tensor, part)) for (tensor, _), part in zip(wanted, asked, strict=True))
+    assert found == sorted(
+        (part, cut(state, tensor, part)) for (tensor, _), part in zip(wanted, asked, strict=True)
+    )
     needed = {row for row in reader.rows for part in asked if row.slice.intersect(part)}
     assert reader.bytes_read == sum(row.last - row.first for row in needed)
     assert checkpoints.verify(V).good
@@ -103,7 +113,9 @@ def test_reading_in_the_saved_layout_reads_nothing_twice(checkpoints: Checkpoint
 def test_several_requests_are_under_way_of_as_many_bytes_as_there_is_room_for(
     monkeypatch: pytest.MonkeyPatch, room: int, together: int, comes: bool
 ) -> None:
-    """The store answers only once ``together`` requests have come, which never happens if there is room for fewer."""
+    """The store answers only once ``together`` requests have come, which never happens if there is room for
+    fewer.
+    """
     barrier = threading.Barrier(together)
 
     class Together(Forwarding):
@@ -144,7 +156,8 @@ def test_neighbours_are_fetched_together(checkpoints: Checkpoints) -> None:
     reader = Checkpoints(counting, "run").open(V)
     counting.requests.clear()
     assert len(dict(reader.read([tensor.whole() for tensor in TENSORS]))) == len(TENSORS)
-    assert len(counting.requests) == 4  # a header and all slices of each of two files, not one request a slice
+    # a header and all slices of each of two files, not one request a slice
+    assert len(counting.requests) == 4
 
 
 def test_every_slice_is_aligned_as_its_type_wants(checkpoints: Checkpoints) -> None:
@@ -157,7 +170,10 @@ def test_every_slice_is_aligned_as_its_type_wants(checkpoints: Checkpoints) -> N
 def test_what_is_not_there_cannot_be_read(checkpoints: Checkpoints) -> None:
     save(checkpoints, V, state_of(TENSORS[:1], seed=1), 2)
     reader = checkpoints.open(V)
-    for wanted in (Slice("nosuch", "parameter", (0,), (1,)), Slice("embed.weight", "parameter", (6, 0), (8, 3))):
+    for wanted in (
+        Slice("nosuch", "parameter", (0,), (1,)),
+        Slice("embed.weight", "parameter", (6, 0), (8, 3)),
+    ):
         with pytest.raises(Incomplete, match=wanted.name):
             list(reader.read([wanted]))
 
@@ -180,14 +196,22 @@ def test_any_tool_reads_shards_index_and_exports(tmp_path: Path) -> None:
         assert bytes(entry["data"]) == cut(state, row.tensor, row.slice)
     assert not shards
     groups = [json.loads(line) for line in (folder / "index.jsonl").read_text().splitlines()][1:]
-    assert sum(len(group["tensors"]) * len(group["boxes"]) for group in groups) == len(checkpoints.open(V).rows)
+    assert sum(len(group["tensors"]) * len(group["boxes"]) for group in groups) == len(
+        checkpoints.open(V).rows
+    )
     model, optimizer = checkpoints.export(V, tmp_path / "export")
     found = {
-        path.name: {name: bytes(entry["data"]) for name, entry in safetensors.deserialize(path.read_bytes())} for path in (model, optimizer)
+        path.name: {name: bytes(entry["data"]) for name, entry in safetensors.deserialize(path.read_bytes())}
+        for path in (model, optimizer)
     }
     embed, moment, half, steps, mask, _, updates = TENSORS  # no export has a constant
     assert found == {
-        "model.safetensors": {"embed.weight": state[embed], "half": state[half], "steps": state[steps], "mask": state[mask]},
+        "model.safetensors": {
+            "embed.weight": state[embed],
+            "half": state[half],
+            "steps": state[steps],
+            "mask": state[mask],
+        },
         "optimizer.safetensors": {"exp_avg/embed.weight": state[moment], "updates": state[updates]},
     }
     with safetensors.safe_open(model, framework="numpy") as file:
@@ -220,7 +244,9 @@ def test_a_manifest_says_what_it_was_told(checkpoints: Checkpoints) -> None:
     assert manifest.about == ABOUT
     assert manifest.lineage == ((1, 4), (2, 10))
     assert manifest.layout == ABOUT["layout"]
-    assert {file.name for file in manifest.files} == {receipt.file.name for receipt in receipts} | {"index.jsonl"}
+    assert {file.name for file in manifest.files} == {receipt.file.name for receipt in receipts} | {
+        "index.jsonl"
+    }
     with pytest.raises(ValueError, match="no entry hobby"):
         checkpoints.commit(V, receipts, {"hobby": 1})
 
@@ -263,8 +289,12 @@ def test_no_manifest_for_what_is_not_in_the_bucket(checkpoints: Checkpoints) -> 
 
 
 @pytest.mark.parametrize("at_once", [1, 4])
-def test_a_commit_asks_once_for_each_shard_and_for_as_many_at_a_time_as_the_store_takes(checkpoints: Checkpoints, at_once: int) -> None:
-    """The store answers only once ``together`` requests have come.  A store that takes one at a time is the control."""
+def test_a_commit_asks_once_for_each_shard_and_for_as_many_at_a_time_as_the_store_takes(
+    checkpoints: Checkpoints, at_once: int
+) -> None:
+    """The store answers only once ``together`` requests have come.  A store that takes one at a time is the
+    control.
+    """
 
     class Together(Forwarding):
         def size(self, key: str) -> int:
@@ -303,7 +333,9 @@ def test_a_commit_that_meets_a_store_that_is_down_asks_for_no_more(checkpoints: 
 
 
 def test_two_committers(checkpoints: Checkpoints) -> None:
-    """Create-only: the same bytes again are success, other bytes are refused, and nothing that was committed changes."""
+    """Create-only: the same bytes again are success, other bytes are refused, and nothing that was committed
+    changes.
+    """
     receipts = write(checkpoints, V, state_of(TENSORS, seed=1), 2)
     digest = checkpoints.commit(V, receipts, ABOUT)
     assert checkpoints.commit(V, receipts[::-1], ABOUT) == digest
@@ -316,7 +348,9 @@ def test_two_committers(checkpoints: Checkpoints) -> None:
 
 
 def test_an_attempt_that_came_to_nothing_is_not_in_the_way(checkpoints: Checkpoints) -> None:
-    """A world with as many members in another layout left the same names with other bytes; neither is overwritten."""
+    """A world with as many members in another layout left the same names with other bytes; neither is
+    overwritten.
+    """
     old, new = state_of(TENSORS, seed=1), state_of(TENSORS, seed=2)
     write(checkpoints, V, old, 2)
     checkpoints.store.put(f"{checkpoints.folder(V)}/index.jsonl", b"left behind")
@@ -326,12 +360,16 @@ def test_an_attempt_that_came_to_nothing_is_not_in_the_way(checkpoints: Checkpoi
     whole = dict(checkpoints.open(V).read([TENSORS[0].whole()]))
     assert whole == {TENSORS[0].whole(): new[TENSORS[0]]}
     again = write(checkpoints, V, new, 2)
-    assert [receipt.file for receipt in again] == [f for f in checkpoints.manifest(V).files if f.name.startswith("shard")]
+    assert [receipt.file for receipt in again] == [
+        f for f in checkpoints.manifest(V).files if f.name.startswith("shard")
+    ]
     assert not {receipt.file for receipt in zombie} & {receipt.file for receipt in again}
 
 
 def test_finding_ones_own_shard_again_takes_the_memory_of_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A shard may be larger than the memory that is left.  The control: one bit at its end makes it another one."""
+    """A shard may be larger than the memory that is left.  The control: one bit at its end makes it another
+    one.
+    """
     sizes: list[int] = []
 
     class Measuring(Forwarding):
@@ -362,7 +400,13 @@ def test_the_hook_runs_before_each_slice(checkpoints: Checkpoints) -> None:
 
 
 def test_bytes_that_do_not_fit_the_slice_are_a_mistake(checkpoints: Checkpoints) -> None:
-    with pytest.raises(ValueError, match=r"parameter/embed\.weight@0,0-7,3 as F32 has 84 bytes; 83 were given"):
+    with pytest.raises(
+        ValueError,
+        match=(
+            r"parameter/embed\.weight@0,0-7,3 as F32 has 84 bytes; 83 were "
+            r"given"
+        ),
+    ):
         checkpoints.write_shard(V, "a", [(TENSORS[0], TENSORS[0].whole(), memoryview(bytes(83)))])
 
 
@@ -378,13 +422,21 @@ def test_latest_good(checkpoints: Checkpoints) -> None:
     checkpoints.quarantine(Version(8, 3), "a flipped byte")
     checkpoints.quarantine(Version(8, 3), "said twice")
     assert checkpoints.latest_good() == Version(6, 2)
-    assert [each.damaged for each in checkpoints.versions() if each.version == Version(8, 3)] == ["a flipped byte"]
+    assert [each.damaged for each in checkpoints.versions() if each.version == Version(8, 3)] == [
+        "a flipped byte"
+    ]
 
 
 def test_a_newer_format_is_refused_by_its_number(checkpoints: Checkpoints) -> None:
     checkpoints.store.put(f"{checkpoints.folder(V)}/{MANIFEST}", seal({"format": 3, "step": 10}))
     for look in (lambda: checkpoints.open(V), checkpoints.versions, checkpoints.latest_good):
-        with pytest.raises(BadFormat, match=r"MANIFEST.json has format 3, but this release reads formats up to 2: install a newer release"):
+        with pytest.raises(
+            BadFormat,
+            match=(
+                r"MANIFEST.json has format 3, but this release reads formats up "
+                r"to 2: install a newer release"
+            ),
+        ):
             look()
 
 

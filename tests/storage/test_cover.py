@@ -37,7 +37,10 @@ def tilings(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Slice]:
         at = draw(st.integers(part.start[dim], part.stop[dim]))
         middle_stop = (*part.stop[:dim], at, *part.stop[dim + 1 :])
         middle_start = (*part.start[:dim], at, *part.start[dim + 1 :])
-        parts += [Slice("w", "parameter", part.start, middle_stop), Slice("w", "parameter", middle_start, part.stop)]
+        parts += [
+            Slice("w", "parameter", part.start, middle_stop),
+            Slice("w", "parameter", middle_start, part.stop),
+        ]
     return parts
 
 
@@ -45,13 +48,18 @@ def elements(part: Slice) -> list[tuple[int, ...]]:
     return list(itertools.product(*(range(a, b) for a, b in zip(part.start, part.stop, strict=True))))
 
 
-@given(SIZES.flatmap(lambda shape: st.tuples(st.just(shape), tilings(shape), boxes(shape), st.integers(0, 9))))
-def test_covering_finds_each_wanted_element_once(case: tuple[tuple[int, ...], list[Slice], Slice, int]) -> None:
+@given(
+    SIZES.flatmap(lambda shape: st.tuples(st.just(shape), tilings(shape), boxes(shape), st.integers(0, 9)))
+)
+def test_covering_finds_each_wanted_element_once(
+    case: tuple[tuple[int, ...], list[Slice], Slice, int],
+) -> None:
     shape, stored, wanted, dropped = case
     kept = [part for number, part in enumerate(stored) if number != dropped]
     there = {index for part in kept for index in elements(part)}
     group = TensorGroup(
-        (Tensor("w", "parameter", "F32", shape),), tuple((f"file {n}", (part.start, part.stop)) for n, part in enumerate(kept))
+        (Tensor("w", "parameter", "F32", shape),),
+        tuple((f"file {n}", (part.start, part.stop)) for n, part in enumerate(kept)),
     )
     index = Index((group,), {})
     if there >= set(elements(wanted)):
@@ -63,7 +71,11 @@ def test_covering_finds_each_wanted_element_once(case: tuple[tuple[int, ...], li
             index.covering(wanted)
 
 
-@given(SIZES.flatmap(lambda shape: st.tuples(st.just(shape), st.one_of(tilings(shape), st.lists(boxes(shape), max_size=5)))))
+@given(
+    SIZES.flatmap(
+        lambda shape: st.tuples(st.just(shape), st.one_of(tilings(shape), st.lists(boxes(shape), max_size=5)))
+    )
+)
 def test_exact_cover_is_each_element_once(case: tuple[tuple[int, ...], list[Slice]]) -> None:
     shape, parts = case
     tensor = Tensor("w", "parameter", "F32", shape)

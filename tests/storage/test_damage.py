@@ -19,7 +19,12 @@ from tests.storage.states import TENSORS, save, state_of
 pytestmark = pytest.mark.fast
 V = Version(3, 1)
 STATE = state_of(TENSORS, seed=7)
-OBJECTS = ("MANIFEST.json", "index.jsonl", "shard-00000-of-00002.safetensors", "shard-00001-of-00002.safetensors")
+OBJECTS = (
+    "MANIFEST.json",
+    "index.jsonl",
+    "shard-00000-of-00002.safetensors",
+    "shard-00001-of-00002.safetensors",
+)
 _numbers = itertools.count()
 
 
@@ -56,8 +61,12 @@ def test_undamaged(checkpoints: Checkpoints) -> None:
 
 
 @pytest.mark.parametrize("index", range(len(TENSORS)))
-def test_a_flipped_bit_in_a_header_is_noticed_by_whoever_reads_from_that_file(checkpoints: Checkpoints, index: int) -> None:
-    """The damage is noticed even if the slice read does not follow the header; a file that is not read is not judged."""
+def test_a_flipped_bit_in_a_header_is_noticed_by_whoever_reads_from_that_file(
+    checkpoints: Checkpoints, index: int
+) -> None:
+    """The damage is noticed even if the slice read does not follow the header; a file that is not read is not
+    judged.
+    """
     wanted, file = TENSORS[index].whole(), OBJECTS[2]
     key = f"{checkpoints.folder(V)}/{file}"
     bad = bytearray(checkpoints.store.get(key))
@@ -109,7 +118,9 @@ def test_the_object_of_another_checkpoint(checkpoints: Checkpoints, name: str) -
     """The object is intact, but not the one that was written here."""
     other = Version(5, 1)
     save(checkpoints, other, state_of(TENSORS, seed=8), 2)
-    checkpoints.store.put(f"{checkpoints.folder(V)}/{name}", checkpoints.store.get(f"{checkpoints.folder(other)}/{name}"))
+    checkpoints.store.put(
+        f"{checkpoints.folder(V)}/{name}", checkpoints.store.get(f"{checkpoints.folder(other)}/{name}")
+    )
     noticed(checkpoints, name)
 
 
@@ -132,19 +143,38 @@ WRONG: dict[str, Callable[[dict[str, Any]], Any]] = {
     "a step in words": lambda known: {**known, "step": "three"},
     "no files": lambda known: {**known, "files": []},
     "files by name": lambda known: {**known, "files": [file["name"] for file in known["files"]]},
-    "a size in words": lambda known: {**known, "files": [{**file, "size": "many"} for file in known["files"]]},
+    "a size in words": lambda known: {
+        **known,
+        "files": [{**file, "size": "many"} for file in known["files"]],
+    },
     "a layout in words": lambda known: {**known, "layout": "2x1"},
     "a line of numbers": lambda known: {**known, "lineage": [1, 2]},
     "a time in words": lambda known: {**known, "written_at": "today"},
     **{
-        f"a file {name!r}": lambda known, name=name: {**known, "files": [{**known["files"][0], "name": name}, *known["files"][1:]]}
-        for name in ("../g2/shard.safetensors", "/etc/passwd", "a/../../b", ".", "", "a//b", "a\0b", ".partial-x", None, 7)
+        f"a file {name!r}": lambda known, name=name: {
+            **known,
+            "files": [{**known["files"][0], "name": name}, *known["files"][1:]],
+        }
+        for name in (
+            "../g2/shard.safetensors",
+            "/etc/passwd",
+            "a/../../b",
+            ".",
+            "",
+            "a//b",
+            "a\0b",
+            ".partial-x",
+            None,
+            7,
+        )
     },
 }
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_a_manifest_of_a_wrong_shape_is_damaged_although_its_digest_is_right(checkpoints: Checkpoints, what: str) -> None:
+def test_a_manifest_of_a_wrong_shape_is_damaged_although_its_digest_is_right(
+    checkpoints: Checkpoints, what: str
+) -> None:
     key = f"{checkpoints.folder(V)}/MANIFEST.json"
     known, wrong = unseal(checkpoints.store.get(key), key, 2), WRONG[what]
     checkpoints.store.put(key, seal(known))
@@ -152,7 +182,10 @@ def test_a_manifest_of_a_wrong_shape_is_damaged_although_its_digest_is_right(che
     changed = wrong(known)
     checkpoints.store.put(key, seal(changed) if isinstance(changed, dict) else json.dumps(changed).encode())
     noticed(checkpoints, "MANIFEST.json")
-    assert checkpoints.latest_good() == Version(2, 1) and "MANIFEST.json is damaged" in checkpoints.versions()[-1].damaged
+    assert (
+        checkpoints.latest_good() == Version(2, 1)
+        and "MANIFEST.json is damaged" in checkpoints.versions()[-1].damaged
+    )
 
 
 @pytest.mark.parametrize(
@@ -167,7 +200,9 @@ def test_a_manifest_of_a_wrong_shape_is_damaged_although_its_digest_is_right(che
         ["HEAD", '{"shape": [4], "tensors": [["w", "parameter", "F32"]], "boxes": [[0, "a", [4]]]}'],
     ],
 )
-def test_an_index_of_a_wrong_shape_is_damaged_although_its_digest_is_right(checkpoints: Checkpoints, lines: list[str]) -> None:
+def test_an_index_of_a_wrong_shape_is_damaged_although_its_digest_is_right(
+    checkpoints: Checkpoints, lines: list[str]
+) -> None:
     folder = checkpoints.folder(V)
     head = checkpoints.store.get(f"{folder}/index.jsonl").splitlines()[0].decode()
     raw = "\n".join([head if line == "HEAD" else line for line in lines]).encode()

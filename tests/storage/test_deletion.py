@@ -27,7 +27,9 @@ def checkpoints() -> Checkpoints:
 
 
 class Breaks(Forwarding):
-    """Fails at the write or deletion ``at``, and at all after it: before it is done, or (``after``) when it is done."""
+    """Fails at the write or deletion ``at``, and at all after it: before it is done, or (``after``) when it
+    is done.
+    """
 
     def __init__(self, store: ObjectStore, at: int, after: bool) -> None:
         super().__init__(store)
@@ -66,11 +68,17 @@ def sound(checkpoints: Checkpoints) -> None:
 
 
 def break_off(checkpoints: Checkpoints, calls: Iterable[int], *, after: bool) -> int:
-    """Breaks a deletion off at each of ``calls``, until one is not reached, and ends it by another round.  Returns the last."""
+    """Breaks a deletion off at each of ``calls``, until one is not reached, and ends it by another round.
+    Returns the last.
+    """
     store = checkpoints.store
     prepare(checkpoints)
     whole = {key: store.get(key) for key in store.list()}
-    kept = {key for key in whole if any(key.startswith(f"{checkpoints.folder(version)}/") for version in (BEFORE, NEWEST))}
+    kept = {
+        key
+        for key in whole
+        if any(key.startswith(f"{checkpoints.folder(version)}/") for version in (BEFORE, NEWEST))
+    }
     for at in calls:
         for key in whole.keys() - set(store.list()):
             store.put(key, whole[key])
@@ -79,7 +87,10 @@ def break_off(checkpoints: Checkpoints, calls: Iterable[int], *, after: bool) ->
             delete(Checkpoints(broken, "run"), OLD, BEGUN)
         except Unavailable:
             sound(checkpoints)
-            delete(checkpoints, *(each.version for each in checkpoints.versions() if each.version in (OLD, BEGUN)))
+            delete(
+                checkpoints,
+                *(each.version for each in checkpoints.versions() if each.version in (OLD, BEGUN)),
+            )
         sound(checkpoints)
         assert set(store.list()) == kept, f"call {at}"
         if broken.left > 0:
@@ -88,8 +99,12 @@ def break_off(checkpoints: Checkpoints, calls: Iterable[int], *, after: bool) ->
 
 
 @pytest.mark.parametrize("after", [False, True])
-def test_l7_a_deletion_that_breaks_off_at_each_call_is_ended_by_the_next(checkpoints: Checkpoints, after: bool) -> None:
-    assert break_off(checkpoints, itertools.count(1), after=after) > 10, "the control: there were that many calls to break"
+def test_l7_a_deletion_that_breaks_off_at_each_call_is_ended_by_the_next(
+    checkpoints: Checkpoints, after: bool
+) -> None:
+    assert break_off(checkpoints, itertools.count(1), after=after) > 10, (
+        "the control: there were that many calls to break"
+    )
 
 
 @pytest.mark.parametrize("wrong", ["shards first", "no note"])
@@ -118,7 +133,9 @@ def test_what_is_marked_is_not_good_and_what_is_not_marked_is_not_removed(checkp
     assert checkpoints.verify(OLD).good, "whoever reads it still can"
     checkpoints.remove(OLD)
     checkpoints.remove(OLD)
-    assert not checkpoints.at(OLD.step) and not checkpoints.store.exists(f"{checkpoints.folder(OLD)}/{DELETED}")
+    assert not checkpoints.at(OLD.step) and not checkpoints.store.exists(
+        f"{checkpoints.folder(OLD)}/{DELETED}"
+    )
 
 
 def test_a_late_part_of_a_dead_writer_is_seen_and_collected(checkpoints: Checkpoints) -> None:
@@ -137,10 +154,14 @@ def test_l7_killed_at_every_boundary_of_a_deletion(tmp_path: Path) -> None:
     for boundary in (*killed, undisturbed):
         checkpoints = Checkpoints(ObjectStore.open(str(tmp_path / str(boundary))), "run")
         sound(checkpoints)
-        delete(checkpoints, *(each.version for each in checkpoints.versions() if each.version in (OLD, BEGUN)))
+        delete(
+            checkpoints, *(each.version for each in checkpoints.versions() if each.version in (OLD, BEGUN))
+        )
         sound(checkpoints)
         left = sorted(path.name for path in (tmp_path / str(boundary) / "run" / "steps").iterdir())
-        assert left == [f"{version.step:012d}" for version in (BEFORE, NEWEST)], "no folder and no partial file is left"
+        assert left == [f"{version.step:012d}" for version in (BEFORE, NEWEST)], (
+            "no folder and no partial file is left"
+        )
     sound(Checkpoints(ObjectStore.open(str(tmp_path / str(undisturbed))), "run"))
 
 

@@ -1,4 +1,6 @@
-"""The index of a checkpoint (N8): a committer and a reader do little however many slices there are, and read only what they need."""
+"""The index of a checkpoint (N8): a committer and a reader do little however many slices there are, and read
+only what they need.
+"""
 
 from __future__ import annotations
 
@@ -33,10 +35,14 @@ def fresh() -> Checkpoints:
 
 
 def test_a_member_that_heals_reads_the_header_and_the_slices_of_its_own_file_alone() -> None:
-    """N8: four requests: the manifest, the index, the header, the slices.  No other member's file exists, so the control finds none."""
+    """N8: four requests: the manifest, the index, the header, the slices.  No other member's file exists, so
+    the control finds none.
+    """
     checkpoints, store, tensors, receipts = saved(64, layers=4)
     commit(checkpoints, receipts)
-    assert store.requests <= 64 + 3 + 1, "one for each part, the index, the manifest, and the real part that was written before"
+    assert store.requests <= 64 + 3 + 1, (
+        "one for each part, the index, the manifest, and the real part that was written before"
+    )
     manifest = checkpoints.manifest(V)
     mine = manifest.files[64 // 5]
     store.requests = store.bytes = 0
@@ -76,7 +82,9 @@ CUT = st.tuples(st.sampled_from("abc"), st.sampled_from("uvwxyz"), BOXES)
 
 
 @given(st.sets(CUT, max_size=20))
-def test_groups_are_the_tensors_with_the_same_boxes_in_the_same_files(cuts: set[tuple[str, str, tuple[tuple[int], tuple[int]]]]) -> None:
+def test_groups_are_the_tensors_with_the_same_boxes_in_the_same_files(
+    cuts: set[tuple[str, str, tuple[tuple[int], tuple[int]]]],
+) -> None:
     """The simple way compares every tensor's own list."""
     tensors = {name: Tensor(name, "parameter", "F32", (4,)) for _, name, _ in cuts}
     lists: dict[Tensor, set[tuple[str, object]]] = defaultdict(set)
@@ -99,10 +107,16 @@ def test_boxes_that_overlap_or_leave_a_gap_cover_nothing() -> None:
     rows = tensor.shape[0]
 
     def part(first: int, last: int) -> Slice:
-        return Slice(tensor.name, tensor.kind, (first, *tensor.whole().start[1:]), (last, *tensor.whole().stop[1:]))
+        return Slice(
+            tensor.name, tensor.kind, (first, *tensor.whole().start[1:]), (last, *tensor.whole().stop[1:])
+        )
 
     for second in (rows - 2, rows):
-        cuts = [(file, cut) for file, box in (("a", part(0, rows - 1)), ("b", part(second, rows))) for cut in cuts_of([(tensor, box)])]
+        cuts = [
+            (file, cut)
+            for file, box in (("a", part(0, rows - 1)), ("b", part(second, rows)))
+            for cut in cuts_of([(tensor, box)])
+        ]
         index = Index(grouped(cuts), {})
         assert [file for file, _, _ in index.covering(part(0, rows - 2))] == ["a"]
         with pytest.raises(Incomplete, match=r"\d+ of \d+ elements are stored"):
@@ -126,7 +140,9 @@ def test_verify_and_every_reader_judge_a_header_alike() -> None:
             with pytest.raises(Damaged, match=file):
                 list(checkpoints.open(V).read([part]))
         checkpoints.store.put(key, good)
-        assert checkpoints.verify(V).good and len(list(checkpoints.open(V).read([part]))) == 1, "the control: nothing is damaged"
+        assert checkpoints.verify(V).good and len(list(checkpoints.open(V).read([part]))) == 1, (
+            "the control: nothing is damaged"
+        )
 
 
 def test_a_damaged_index_opens_nothing() -> None:
@@ -147,9 +163,14 @@ def test_a_checkpoint_of_an_older_format_is_refused() -> None:
     checkpoints = Checkpoints(ObjectStore.open(f"memory://index-{next(_numbers)}"), "run")
     save(checkpoints, V, state_of(TENSORS, seed=1), 3)
     key = f"{checkpoints.folder(V)}/MANIFEST.json"
-    content = {name: value for name, value in json.loads(checkpoints.store.get(key)).items() if name != "blake3"}
+    content = {
+        name: value for name, value in json.loads(checkpoints.store.get(key)).items() if name != "blake3"
+    }
     checkpoints.store.put(key, seal(content | {"format": 1}))
-    with pytest.raises(BadFormat, match="has format 1, and this release reads formats from 2 on: read it by an older release"):
+    with pytest.raises(
+        BadFormat,
+        match=("has format 1, and this release reads formats from 2 on: read it by an older release"),
+    ):
         checkpoints.manifest(V)
 
 
@@ -177,7 +198,9 @@ class Noting(Counting):
 
 
 def test_the_newest_checkpoint_is_found_by_a_bounded_number_of_requests() -> None:
-    """A run has many checkpoints, and only the newest are looked at; if all of these are damaged, those before them."""
+    """A run has many checkpoints, and only the newest are looked at; if all of these are damaged, those
+    before them.
+    """
     store = Noting(ObjectStore.open(f"memory://index-{next(_numbers)}"))
     checkpoints, number, state = Checkpoints(store, "run"), 2 * RECENT + 5, state_of(TENSORS[:1], seed=1)
     for step in range(1, number + 1):
@@ -186,7 +209,9 @@ def test_the_newest_checkpoint_is_found_by_a_bounded_number_of_requests() -> Non
     assert checkpoints.latest_good() == Version(number, 1)
     assert store.manifests == RECENT and store.listed == RECENT + 1
     store.manifests = 0
-    assert len(checkpoints.versions()) == store.manifests == number, "the control: who wants all of them reads all of them"
+    assert len(checkpoints.versions()) == store.manifests == number, (
+        "the control: who wants all of them reads all of them"
+    )
     for step in range(number - RECENT, number + 1):
         checkpoints.quarantine(Version(step, 1), "damaged")
     assert checkpoints.latest_good() == Version(number - RECENT - 1, 1)

@@ -13,7 +13,19 @@ from pathlib import Path
 import pytest
 
 from storage.errors import Damaged, Deposed, Unavailable
-from storage.journal import CONTINUATIONS, RECORDS, SEGMENT_RECORDS, Journal, Newest, newest, parse, read, records, replicas, since
+from storage.journal import (
+    CONTINUATIONS,
+    RECORDS,
+    SEGMENT_RECORDS,
+    Journal,
+    Newest,
+    newest,
+    parse,
+    read,
+    records,
+    replicas,
+    since,
+)
 from storage.journal import objects as objects_of
 from storage.journal.objects import key_of, packed, unpacked
 from storage.objects import Data, ObjectStore
@@ -119,8 +131,12 @@ def test_the_disk_holds_what_the_bucket_lacks_and_little_more(store: Moody, tmp_
     assert [record["n"] for record in records(store, "run")] == list(range(23 * SEGMENT_RECORDS))
 
 
-def test_a_segment_ends_when_its_records_are_twice_as_long_as_its_snapshot(store: Moody, start: Callable[..., Journal]) -> None:
-    """Snapshots are at most a third of the journal, however long they are; one every 256 records would be most of the journal."""
+def test_a_segment_ends_when_its_records_are_twice_as_long_as_its_snapshot(
+    store: Moody, start: Callable[..., Journal]
+) -> None:
+    """Snapshots are at most a third of the journal, however long they are; one every 256 records would be
+    most of the journal.
+    """
     journal, known = start(), {"sum": 0, "workers": "w" * 100_000}
     for n in range(SEGMENT_RECORDS * 80):
         journal.append({"n": n, "said": "x" * 10}, lambda: known, durable=False)
@@ -137,10 +153,14 @@ KNOWN = "w" * 100_000
 
 
 def objects(journal: Journal, count: int, length: int = 10) -> None:
-    """Ships ``count`` objects of one record each, as if time ended them; a snapshot says how many records came before."""
+    """Ships ``count`` objects of one record each, as if time ended them; a snapshot says how many records
+    came before.
+    """
     for _ in range(count):
         n = journal.next
-        journal.append({"n": n, "said": "x" * length}, lambda n=n: {"run": n + 1, "known": KNOWN}, durable=False)  # type: ignore[misc]
+        journal.append(
+            {"n": n, "said": "x" * length}, lambda n=n: {"run": n + 1, "known": KNOWN}, durable=False
+        )  # type: ignore[misc]
         assert journal.ship(PATIENCE_S)
 
 
@@ -149,7 +169,9 @@ def lengths(store: Moody) -> list[int]:
     return [len(unpacked(store.get(key), key)) for key in store.list("run/journal/")]
 
 
-def test_objects_that_end_by_time_do_not_repeat_a_snapshot_longer_than_their_records(store: Moody, start: Callable[..., Journal]) -> None:
+def test_objects_that_end_by_time_do_not_repeat_a_snapshot_longer_than_their_records(
+    store: Moody, start: Callable[..., Journal]
+) -> None:
     """If each of the 200 objects began with a snapshot, 95 % of the journal would be snapshots."""
     journal = start()
     objects(journal, 200, length=5_000)
@@ -158,7 +180,9 @@ def test_objects_that_end_by_time_do_not_repeat_a_snapshot_longer_than_their_rec
     assert recorded > 1e6 and 3 < sum(length > len(KNOWN) for length in lengths(store)) < 8
     assert sum(lengths(store)) < 1.8 * recorded and snapshots < 0.8 * recorded
     segments = read(store, "run")
-    assert [snapshot["run"] for snapshot, _ in segments[1:]] == [found[0]["n"] for _, found in segments[1:]], "each is what was known there"
+    assert [snapshot["run"] for snapshot, _ in segments[1:]] == [
+        found[0]["n"] for _, found in segments[1:]
+    ], "each is what was known there"
     assert newest(store, "run") == segments[-1]
     journal.close()
 
@@ -175,9 +199,9 @@ def test_a_takeover_reads_a_snapshot_and_records_of_twice_its_length_in_a_bounde
         assert segment is not None and segment[1][-1]["n"] == n - 1
         got = list(store.got)
         read_bytes = sum(len(unpacked(store.get(key), key)) for key in got)
-        assert len(got) == len(set(got)) <= 1 + CONTINUATIONS and read_bytes <= (1 + RECORDS) * len(KNOWN) + length + 100 * (
-            1 + CONTINUATIONS
-        )
+        assert len(got) == len(set(got)) <= 1 + CONTINUATIONS and read_bytes <= (1 + RECORDS) * len(
+            KNOWN
+        ) + length + 100 * (1 + CONTINUATIONS)
         most = max(most, len(got))
     assert most == {10: 1 + CONTINUATIONS, 10_000: 20, 250_000: 1}[length]
     journal.close()
@@ -185,12 +209,17 @@ def test_a_takeover_reads_a_snapshot_and_records_of_twice_its_length_in_a_bounde
 
 @pytest.fixture
 def continued(store: Moody, start: Callable[..., Journal]) -> list[str]:
-    """Two snapshots with continuations.  Returns the keys of the second one and of what continues it, with a record each."""
+    """Two snapshots with continuations.  Returns the keys of the second one and of what continues it, with a
+    record each.
+    """
     journal = start()
     objects(journal, 2 + CONTINUATIONS + 4)
     journal.close()
     keys = store.list("run/journal/")
-    assert [index for index, length in enumerate(lengths(store)) if length > len(KNOWN)] == [1, 2 + CONTINUATIONS]
+    assert [index for index, length in enumerate(lengths(store)) if length > len(KNOWN)] == [
+        1,
+        2 + CONTINUATIONS,
+    ]
     return keys[2 + CONTINUATIONS :]
 
 
@@ -210,7 +239,9 @@ def test_a_continuation_without_its_snapshot_is_damage(store: Moody, continued: 
     assert newest(store, "run") == read(store, "run")[-1]
 
 
-def test_where_the_oldest_objects_are_gone_the_journal_begins_with_the_first_snapshot_there_is(store: Moody, continued: list[str]) -> None:
+def test_where_the_oldest_objects_are_gone_the_journal_begins_with_the_first_snapshot_there_is(
+    store: Moody, continued: list[str]
+) -> None:
     whole = read(store, "run")
     for key in store.list("run/journal/")[:5]:
         store.delete(key)
@@ -222,11 +253,19 @@ def test_copies_of_objects_are_joined_as_the_bucket_joins_them(store: Moody, con
     assert parse(b"".join(copies)) == read(store, "run")[-1:]
     with pytest.raises(Damaged, match=r"line 1 .* the object of record 34 before it, which it continues"):
         parse(copies[1])
-    with pytest.raises(Damaged, match=r"the object of record 34 before it, which it continues.* the snapshot is that of record 1"):
+    with pytest.raises(
+        Damaged,
+        match=(
+            r"the object of record 34 before it, which it continues.* the "
+            r"snapshot is that of record 1"
+        ),
+    ):
         parse(unpacked(store.get(key_of("run", 1)), "") + copies[1])
 
 
-def test_who_loses_the_create_of_a_continuation_is_deposed(store: Moody, start: Callable[..., Journal]) -> None:
+def test_who_loses_the_create_of_a_continuation_is_deposed(
+    store: Moody, start: Callable[..., Journal]
+) -> None:
     old, new = start(), start(first=3, snapshot=3)
     objects(old, 3)
     write(new, 1)
@@ -259,8 +298,12 @@ def say(journal: Journal, what: str) -> None:
 
 @pytest.mark.parametrize("before", [0, 2])
 @pytest.mark.parametrize("room", [0, 5, 25, 60])
-def test_a_record_that_a_full_disk_refuses_leaves_no_trace(store: Moody, tmp_path: Path, before: int, room: int) -> None:
-    """Its number is free for the next one; disk, keepers and bucket tell the same.  The first record of a file fails with its head."""
+def test_a_record_that_a_full_disk_refuses_leaves_no_trace(
+    store: Moody, tmp_path: Path, before: int, room: int
+) -> None:
+    """Its number is free for the next one; disk, keepers and bucket tell the same.  The first record of a
+    file fails with its head.
+    """
     local = replicas.folder_of(tmp_path, 1)
     journal = Journal(store, "run", local, 0, {"run": 0}, segment_s=3600.0, retry_s=0.001)
     told = ["a", "b"][:before]
@@ -277,13 +320,21 @@ def test_a_record_that_a_full_disk_refuses_leaves_no_trace(store: Moody, tmp_pat
         told.append(what)
     (written,) = replicas.local(tmp_path)
     assert written[1] == journal.tail(0)[2]
-    assert [each["what"] for _, found in replicas.segments_of(written[1]) for each in found] == [what * 40 for what in told]
+    assert [each["what"] for _, found in replicas.segments_of(written[1]) for each in found] == [
+        what * 40 for what in told
+    ]
     journal.close()
-    assert [(each["n"], each["what"]) for each in records(store, "run")] == [(n, what * 40) for n, what in enumerate(told)]
+    assert [(each["n"], each["what"]) for each in records(store, "run")] == [
+        (n, what * 40) for n, what in enumerate(told)
+    ]
 
 
-def test_a_record_that_the_disk_does_not_keep_leaves_no_trace(store: Moody, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Written whole, but not on the disk: whoever reads the disk must not find it beside the record that took its number."""
+def test_a_record_that_the_disk_does_not_keep_leaves_no_trace(
+    store: Moody, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Written whole, but not on the disk: whoever reads the disk must not find it beside the record that took
+    its number.
+    """
     local = replicas.folder_of(tmp_path, 1)
     journal = Journal(store, "run", local, 0, {"run": 0}, segment_s=3600.0, retry_s=0.001)
     say(journal, "a")
@@ -303,7 +354,9 @@ def test_a_record_that_the_disk_does_not_keep_leaves_no_trace(store: Moody, tmp_
 
 
 def test_a_sealed_object_that_cannot_be_read_is_damage(store: Moody, three_segments: list[str]) -> None:
-    """Its digest is right: whoever sealed it had wrong lines.  The control: the right lines, sealed by the same function."""
+    """Its digest is right: whoever sealed it had wrong lines.  The control: the right lines, sealed by the
+    same function.
+    """
     key = three_segments[1]
     lines = unpacked(store.get(key), key).splitlines(keepends=True)
     torn, foreign = b"".join(lines)[:-5] + b"\n", lines[0] + b'{"m": 2}\n'
@@ -411,7 +464,9 @@ def test_old_segments_may_be_gone(store: Moody, three_segments: list[str]) -> No
     assert read(store, "run")[0][0] == {"sum": 1}
 
 
-def test_a_record_twice_is_noticed(store: Moody, start: Callable[..., Journal], three_segments: list[str]) -> None:
+def test_a_record_twice_is_noticed(
+    store: Moody, start: Callable[..., Journal], three_segments: list[str]
+) -> None:
     journal = start(first=5)
     write(journal, 1)
     journal.close()
@@ -437,7 +492,9 @@ def test_any_flipped_or_missing_byte_is_noticed(store: Moody, three_segments: li
     assert len(records(store, "run")) == 6
 
 
-def test_what_was_appended_is_shipped_at_once_where_that_is_asked_for(store: Moody, start: Callable[..., Journal]) -> None:
+def test_what_was_appended_is_shipped_at_once_where_that_is_asked_for(
+    store: Moody, start: Callable[..., Journal]
+) -> None:
     """Shipping does not wait an hour for the segment to become old enough."""
     journal = start()
     assert journal.ship(0.0), "there is nothing yet"
@@ -474,15 +531,25 @@ def test_files_of_others_are_no_objects_of_a_journal(store: Moody, three_segment
 def test_the_newest_object_without_content_says_what_to_do(store: Moody, three_segments: list[str]) -> None:
     before = read(store, "run")[:-1]
     store.put(three_segments[-1], b"")
-    with pytest.raises(Damaged, match=r"000000000004.* found 0 bytes that do not; .*remove it: the run goes on from its newest checkpoint"):
+    with pytest.raises(
+        Damaged,
+        match=(
+            r"000000000004.* found 0 bytes that do not; .*remove it: the run goes "
+            r"on from its newest checkpoint"
+        ),
+    ):
         newest(store, "run")
     store.delete(three_segments[-1])
     assert read(store, "run") == before and newest(store, "run") == before[-1], "so it does"
 
 
 @pytest.mark.parametrize("listed", [0, 1, 3, 40])
-def test_objects_that_a_bucket_does_not_list_yet_are_read(store: Moody, start: Callable[..., Journal], listed: int) -> None:
-    """The bucket lists the first ones of 45 objects.  The last snapshot may be among the others, and a reader may have read before."""
+def test_objects_that_a_bucket_does_not_list_yet_are_read(
+    store: Moody, start: Callable[..., Journal], listed: int
+) -> None:
+    """The bucket lists the first ones of 45 objects.  The last snapshot may be among the others, and a reader
+    may have read before.
+    """
     journal = start()
     objects(journal, listed)
     stale = Stale(store)
@@ -491,7 +558,9 @@ def test_objects_that_a_bucket_does_not_list_yet_are_read(store: Moody, start: C
     for more in (1, 44 - listed):
         objects(journal, more)
         assert reader.segment() == newest(store, "run") == newest(stale, "run")
-    assert read(stale, "run") == read(store, "run") and list(objects_of(stale, "run")) == list(objects_of(store, "run"))
+    assert read(stale, "run") == read(store, "run") and list(objects_of(stale, "run")) == list(
+        objects_of(store, "run")
+    )
     for first in (0, 2, 41, 44, 45):
         assert since(stale, "run", first) == since(store, "run", first)
     tail = [(json.loads(json.dumps(head)), found) for head, found in list(objects_of(store, "run"))[-1:]]

@@ -30,9 +30,23 @@ def seen(folder: Path) -> bool:
 
 
 def boundaries(program: str, folder: Path) -> list[int]:
-    """Runs ``program`` of this folder.  Returns its boundaries: at all but the last, a child was killed (SIGKILL, as the system says)."""
-    command = [sys.executable, "-W", "ignore::DeprecationWarning", str(ROOT / "tests/storage" / program), str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    """Runs ``program`` of this folder.  Returns its boundaries: at all but the last, a child was killed
+    (SIGKILL, as the system says).
+    """
+    command = [
+        sys.executable,
+        "-W",
+        "ignore::DeprecationWarning",
+        str(ROOT / "tests/storage" / program),
+        str(folder),
+    ]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
     assert done.returncode == 0, done.stderr
     *killed, undisturbed = json.loads(done.stdout)
     assert undisturbed[1] == 0

@@ -1,4 +1,6 @@
-"""N10: a run of any age.  What its journal keeps on the disk, and what is read to find its end, does not grow."""
+"""N10: a run of any age.  What its journal keeps on the disk, and what is read to find its end, does not
+grow.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ class Listings(Moody):
 
 
 def test_the_end_of_a_journal_of_any_age_is_found_by_five_short_listings(tmp_path: Path) -> None:
-    """N10: 3,000 objects of one record, with numbers about a million.  The control: a listing of all has 3,000 names."""
+    """N10: 3,000 objects of one record, with numbers about a million.  The control: a listing of all has
+    3,000 names.
+    """
     store = Listings(f"memory://long-journal-{next(_numbers)}")
     first, count = 998_500, 3_000
     for n in range(first, first + count):
@@ -59,20 +63,27 @@ def test_the_end_of_a_journal_of_any_age_is_found_by_five_short_listings(tmp_pat
         journal.append({"n": journal.next}, lambda: {"run": 7, "known": KNOWN}, durable=False)
         assert journal.ship(PATIENCE_S)
     journal.close()
-    assert newest(store, "run") == ({"run": 7, "known": KNOWN}, [{"n": first + count + 1}, {"n": first + count + 2}])
+    assert newest(store, "run") == (
+        {"run": 7, "known": KNOWN},
+        [{"n": first + count + 1}, {"n": first + count + 2}],
+    )
     assert store.listings <= 5 and store.names <= 1_600
     assert len(store.store.list("run/journal/")) > count
 
 
 def test_an_object_is_parsed_once_however_often_the_end_is_read(store: Moody, tmp_path: Path) -> None:
-    """A coordinator that takes over looks again and again while an earlier coordinator may still write; only what is new is read."""
+    """A coordinator that takes over looks again and again while an earlier coordinator may still write; only
+    what is new is read.
+    """
     journal, end = begun(store, tmp_path), Newest(store, "run")
     for n in range(1, 10):
         objects(journal, 1)
         store.got.clear()
         found = end.segment()
         assert found is not None and found == newest(store, "run") and found[1][-1]["n"] == n - 1
-        assert store.got[0] == key_of("run", n - 1) and store.got.count(key_of("run", 1)) <= 2, "one of both was the control"
+        assert store.got[0] == key_of("run", n - 1) and store.got.count(key_of("run", 1)) <= 2, (
+            "one of both was the control"
+        )
         store.got.clear()
         assert end.segment() == found and store.got == []
     journal.close()
@@ -105,14 +116,18 @@ def test_whenever_a_writer_dies_its_disk_and_the_bucket_have_every_record(
         if n % 4 == 3:
             journal.ship(PATIENCE_S)
         left = parse(b"".join(path.read_bytes() for path in sorted(local.iterdir())), tail=True)
-        there = {record["n"] for record in records(store, "run")} | {record["n"] for _, some in left for record in some}
+        there = {record["n"] for record in records(store, "run")} | {
+            record["n"] for _, some in left for record in some
+        }
         lost += sorted(set(range(n + 1)) - there)
         assert len(list(local.iterdir())) <= 2
     journal.close()
     assert bool(lost) == too_early
 
 
-def test_the_names_of_a_journal_s_files_are_put_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_names_of_a_journal_s_files_are_put_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A power cut could otherwise leave a coordinator's node without the file that has its newest records."""
     synced = noted(monkeypatch)
     journal = Journal(ObjectStore.open("memory://names"), "run", tmp_path, 0, {"run": 0}, segment_s=3600.0)
@@ -122,7 +137,9 @@ def test_the_names_of_a_journal_s_files_are_put_on_the_disk(tmp_path: Path, monk
 
 
 @pytest.mark.parametrize("byte", [b"\n", b"a", b"["])
-def test_what_a_small_object_holds_takes_little_memory(store: Moody, monkeypatch: pytest.MonkeyPatch, byte: bytes) -> None:
+def test_what_a_small_object_holds_takes_little_memory(
+    store: Moody, monkeypatch: pytest.MonkeyPatch, byte: bytes
+) -> None:
     """A takeover does not take 64 MB for 64 kB that hold them.  The control is zlib without a limit."""
     limit, size = 2**20, 2**26
     monkeypatch.setattr("storage.documents.INFLATED_BYTES", limit)
@@ -132,7 +149,9 @@ def test_what_a_small_object_holds_takes_little_memory(store: Moody, monkeypatch
 
     def refused() -> None:
         for read_it in (lambda: newest(store, "run"), lambda: ShardReceipt.unpacked(receipt)):
-            with pytest.raises(Damaged, match=f"expected at most {limit} bytes in .* compressed ones, found more"):
+            with pytest.raises(
+                Damaged, match=(f"expected at most {limit} bytes in .* compressed ones, found more")
+            ):
                 read_it()
 
     assert len(object) < size / 500 and peak_of(lambda: zlib.decompress(object, 31)) > size
@@ -152,7 +171,9 @@ def peak_of(call: Callable[[], object]) -> int:
         tracemalloc.stop()
 
 
-def test_a_long_object_ends_before_its_time(store: Moody, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_object_ends_before_its_time(
+    store: Moody, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """No writer makes an object that no reader takes, although no snapshot is due."""
     monkeypatch.setattr("storage.journal.journal.OBJECT_BYTES", 10_000)
     journal = begun(store, tmp_path)

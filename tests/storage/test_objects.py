@@ -31,11 +31,15 @@ class TestFolder(Conformance):
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize(("number", "listed"), [(errno.ESTALE, None), (errno.EACCES, None), (errno.ENOENT, ["a/1"])])
+@pytest.mark.parametrize(
+    ("number", "listed"), [(errno.ESTALE, None), (errno.EACCES, None), (errno.ENOENT, ["a/1"])]
+)
 def test_a_folder_that_cannot_be_read_is_no_empty_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, listed: list[str] | None
 ) -> None:
-    """R11: a run whose network folder failed for a moment began again at step 0.  The control: a folder that is gone meanwhile is empty."""
+    """R11: a run whose network folder failed for a moment began again at step 0.  The control: a folder that
+    is gone meanwhile is empty.
+    """
     store = ObjectStore.open(str(tmp_path))
     store.put("a/1", b"")
     store.put("b/2", b"")
@@ -81,7 +85,10 @@ def test_of_many_processes_one_creates(tmp_path: Path) -> None:
     )
     command = [sys.executable, "-c", script, str(tmp_path)]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    writers = [subprocess.Popen([*command, me], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env) for me in "abc"]
+    writers = [
+        subprocess.Popen([*command, me], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
+        for me in "abc"
+    ]
     for writer in writers:  # all are told to begin before any is waited for
         assert writer.stdin is not None
         writer.stdin.write("go\n")
@@ -144,8 +151,12 @@ def test_a_store_that_cannot_be_used_says_so(tmp_path: Path) -> None:
 
 @pytest.mark.fast
 @pytest.mark.parametrize("put", ["put", "put_if_absent"])
-def test_the_names_of_an_object_and_of_its_folders_are_put_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, put: str) -> None:
+def test_the_names_of_an_object_and_of_its_folders_are_put_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, put: str
+) -> None:
     """A power cut could otherwise leave a manifest without the shards that it names."""
     store, synced = ObjectStore.open(str(tmp_path)), noted(monkeypatch)
     getattr(store, put)("a/b/c", b"1")
-    assert synced[-3:] == [f"{tmp_path}/a/b", f"{tmp_path}/a", f"{tmp_path}"] and len(synced) > 3, "its bytes come first"
+    assert synced[-3:] == [f"{tmp_path}/a/b", f"{tmp_path}/a", f"{tmp_path}"] and len(synced) > 3, (
+        "its bytes come first"
+    )

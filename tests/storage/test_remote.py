@@ -60,7 +60,13 @@ def test_jitter_is_full(policy: RemotePolicy, clock: Clock) -> None:
 
 
 def test_when_attempts_are_spent_it_says_everything(policy: RemotePolicy, clock: Clock) -> None:
-    with pytest.raises(Unavailable, match=r"s3://b/k cannot .*: gave up after 6 attempts in 17\.0 s; the last error: 503 number 6"):
+    with pytest.raises(
+        Unavailable,
+        match=(
+            r"s3://b/k cannot .*: gave up after 6 attempts in 17\.0 s; the "
+            r"last error: 503 number 6"
+        ),
+    ):
         policy.call("s3://b/k", Store(clock, failures=99))
 
 

@@ -1,4 +1,6 @@
-"""The end of a journal, read back from a file that its writer left in the middle of a line, or from a keeper's copy of it."""
+"""The end of a journal, read back from a file that its writer left in the middle of a line, or from a
+keeper's copy of it.
+"""
 
 from __future__ import annotations
 
@@ -36,9 +38,13 @@ def numbers(found: list[Segment]) -> list[int]:
 
 
 def furthest_of(end: int, tails: list[Written]) -> list[Segment]:
-    """Returns the records that a follower reads from the tails of the first coordinator, after which nobody else wrote."""
+    """Returns the records that a follower reads from the tails of the first coordinator, after which nobody
+    else wrote.
+    """
     parsed = [(by, segments_of(data)) for by, data in tails]
-    found = furthest(end, 1, [JournalCopy(by, first_of(each), last_of(each), each) for by, each in parsed if each])
+    found = furthest(
+        end, 1, [JournalCopy(by, first_of(each), last_of(each), each) for by, each in parsed if each]
+    )
     return found.records if found is not None else []
 
 

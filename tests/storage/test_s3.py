@@ -18,7 +18,20 @@ from storage.objects.remote import RemotePolicy, Retryable
 from storage.objects.s3 import PART_BYTES, PARTS, S3, UPLOADS, sizes_of
 from tests.storage.conformance import Conformance, Writes
 from tests.support.buckets import below
-from tests.support.unruly import App, Environ, Fault, Start, Unruly, dripping, lost_answer, reset, says, silent, truncated, without_mark
+from tests.support.unruly import (
+    App,
+    Environ,
+    Fault,
+    Start,
+    Unruly,
+    dripping,
+    lost_answer,
+    reset,
+    says,
+    silent,
+    truncated,
+    without_mark,
+)
 
 
 class TestSwift(Conformance):
@@ -88,7 +101,8 @@ def test_what_passes_is_tried_again(unruly: Unruly, store: S3, verb: str, fault:
     unruly.when(".", FAULTS[fault], times=2)
     call, expected = VERBS[verb]
     assert call(store) == expected
-    assert unruly.asked(".") >= 3 or fault in ("reset", "lost answer")  # those two the HTTP client may have tried again by itself
+    # those two the HTTP client may have tried again by itself
+    assert unruly.asked(".") >= 3 or fault in ("reset", "lost answer")
     if verb.startswith("put"):
         assert store.get("b") == b"new"
 
@@ -103,17 +117,24 @@ def test_half_a_body_is_no_answer(unruly: Unruly, store: S3, verb: str) -> None:
 
 
 @pytest.mark.parametrize("kind", [silent, dripping])
-def test_a_deadline_is_more_than_a_socket_timeout(unruly: Unruly, store: S3, kind: Callable[[threading.Event], Fault]) -> None:
+def test_a_deadline_is_more_than_a_socket_timeout(
+    unruly: Unruly, store: S3, kind: Callable[[threading.Event], Fault]
+) -> None:
     """R11: nothing comes, or a byte now and then for ever: both are cut off."""
     over = threading.Event()
     store.put("long", bytes(100_000))
     unruly.when("GET", kind(over), times=1)
-    store.policy = replace(QUICK, attempt_s=2.0, slowest_bytes_s=1e6)  # a server that is only slow has answered by then
+    # a server that is only slow has answered by then
+    store.policy = replace(QUICK, attempt_s=2.0, slowest_bytes_s=1e6)
     assert store.get("long") == bytes(100_000)
     store.policy = replace(store.policy, attempt_s=0.3)
     unruly.when("GET", kind(over), times=99)
     with pytest.raises(
-        Unavailable, match=r"/long cannot .*: gave up after 4 attempts in \d\.\d s; the last error: no answer within 0.3 s"
+        Unavailable,
+        match=(
+            r"/long cannot .*: gave up after 4 attempts in \d\.\d s; the last error: no "
+            r"answer within 0.3 s"
+        ),
     ) as caught:
         store.get("long")
     assert isinstance(caught.value.__cause__, Retryable)
@@ -125,7 +146,13 @@ def test_when_attempts_are_spent(unruly: Unruly, store: S3) -> None:
     unruly.when(".", FAULTS["503"], times=99)
     for call, _ in VERBS.values():
         unruly.requests.clear()
-        with pytest.raises(Unavailable, match=r"gave up after 4 attempts in .* s; the last error: 503( SlowDown: as the test wants it)?"):
+        with pytest.raises(
+            Unavailable,
+            match=(
+                r"gave up after 4 attempts in .* s; the last error: 503( "
+                r"SlowDown: as the test wants it)?"
+            ),
+        ):
             call(store)
         assert unruly.asked(".") == 4
 
@@ -144,7 +171,9 @@ def test_when_attempts_are_spent(unruly: Unruly, store: S3) -> None:
     ],
 )
 @pytest.mark.parametrize("verb", ["put_if_absent", "get", "list"])
-def test_what_does_not_pass_is_asked_once(unruly: Unruly, store: S3, verb: str, answer: Fault, advice: str) -> None:
+def test_what_does_not_pass_is_asked_once(
+    unruly: Unruly, store: S3, verb: str, answer: Fault, advice: str
+) -> None:
     unruly.behave()
     unruly.when(".", answer, times=99)
     with pytest.raises(Unavailable, match=advice):
@@ -172,7 +201,11 @@ class TestACreateWhoseAnswerIsLost:
 
     def test_by_oneself(self, unruly: Unruly, store: S3, single: int | None) -> None:
         store.single_bytes = store.single_bytes if single is None else single
-        for after in (None, says("412 PRECONDITION FAILED", "PreconditionFailed"), says("404 NOT FOUND", "NoSuchUpload")):
+        for after in (
+            None,
+            says("412 PRECONDITION FAILED", "PreconditionFailed"),
+            says("404 NOT FOUND", "NoSuchUpload"),
+        ):
             unruly.when(self.DECIDES, lost_answer)
             if after is not None and single == 0:  # what stores say to the second completion differs
                 unruly.when(self.DECIDES, after)
@@ -196,7 +229,9 @@ class TestACreateWhoseAnswerIsLost:
         assert store.get("k") == theirs
         assert uploads(store) == []
 
-    def test_a_store_that_forgets_who_wrote_is_not_believed(self, unruly: Unruly, store: S3, single: int | None) -> None:
+    def test_a_store_that_forgets_who_wrote_is_not_believed(
+        self, unruly: Unruly, store: S3, single: int | None
+    ) -> None:
         """The negative control: without the mark, a writer's own first try looks like a rival's."""
         store.single_bytes = store.single_bytes if single is None else single
         unruly.when(self.DECIDES, lost_answer)
@@ -206,8 +241,12 @@ class TestACreateWhoseAnswerIsLost:
             store.put_if_absent("k", b"mine")
 
 
-@pytest.mark.parametrize("fault", [("507 INSUFFICIENT STORAGE", "XMinioStorageFull"), ("403 FORBIDDEN", "QuotaExceeded")])
-def test_a_bucket_without_room_is_told_from_one_that_is_down(unruly: Unruly, moto_bucket: S3, fault: tuple[str, str]) -> None:
+@pytest.mark.parametrize(
+    "fault", [("507 INSUFFICIENT STORAGE", "XMinioStorageFull"), ("403 FORBIDDEN", "QuotaExceeded")]
+)
+def test_a_bucket_without_room_is_told_from_one_that_is_down(
+    unruly: Unruly, moto_bucket: S3, fault: tuple[str, str]
+) -> None:
     """It is not asked again: only a deletion helps.  The control is a bucket that is down."""
     store = below(moto_bucket, policy=QUICK)
     unruly.when("PUT", says(*fault))
@@ -227,7 +266,9 @@ MIB5 = 5 * 2**20
 
 @pytest.fixture(params=["moto", "swift"])
 def large(request: pytest.FixtureRequest) -> S3:
-    """A store whose parts are as small as S3 allows.  It is patient: an upload whose begin is answered late is begun twice."""
+    """A store whose parts are as small as S3 allows.  It is patient: an upload whose begin is answered late
+    is begun twice.
+    """
     return below(request.getfixturevalue(f"{request.param}_bucket"), part_bytes=MIB5)
 
 
@@ -250,7 +291,9 @@ def test_a_large_object_goes_up_in_parts_and_comes_back_by_ranges(large: S3) -> 
 
 
 def test_an_object_has_as_many_bytes_as_s3_allows_in_as_many_parts() -> None:
-    """Parts of one size were 312 GiB, and all were sent before the object was found to be too large.  Of smaller objects they stay so."""
+    """Parts of one size were 312 GiB, and all were sent before the object was found to be too large.  Of
+    smaller objects they stay so.
+    """
     sizes = list(islice(sizes_of(PART_BYTES), PARTS))
     assert sum(sizes) >= 5 * 2**40 and max(sizes) <= 5 * 2**30
     assert set(sizes[: PARTS // 2]) == {PART_BYTES} and sizes == sorted(sizes)
@@ -261,12 +304,16 @@ def test_parts_of_an_object_of_known_size_are_equal_and_no_more_than_are_allowed
     for size in (1, 159 * 2**30, 10_000 * PART_BYTES, 10_000 * PART_BYTES + 1, 5 * 2**40):
         sizes = list(islice(sizes_of(PART_BYTES, size), PARTS))
         assert (
-            sum(sizes) >= size and len(set(sizes)) == 1 and sizes[0] == (PART_BYTES if size <= 10_000 * PART_BYTES else -(-size // 10_000))
+            sum(sizes) >= size
+            and len(set(sizes)) == 1
+            and sizes[0] == (PART_BYTES if size <= 10_000 * PART_BYTES else -(-size // 10_000))
         )
 
 
 @pytest.mark.parametrize("kind", ["pieces", "sized", "whole"])
-def test_an_object_of_more_parts_than_are_allowed_goes_up_in_larger_ones(large: S3, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+def test_an_object_of_more_parts_than_are_allowed_goes_up_in_larger_ones(
+    large: S3, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
     """They are equal, as some stores demand, unless nobody says before how large the object is."""
     monkeypatch.setattr("storage.objects.s3.PARTS", 4)
     data, sent, call = random.Random(2).randbytes(6 * MIB5 + 3), dict[int, int](), large._call
@@ -278,7 +325,9 @@ def test_an_object_of_more_parts_than_are_allowed_goes_up_in_larger_ones(large: 
         return call(key, verb, arguments, extra_s)
 
     monkeypatch.setattr(large, "_call", counted)
-    large.put_if_absent("a", iter(pieces) if kind == "pieces" else Sized(len(data), iter(pieces)) if kind == "sized" else data)
+    large.put_if_absent(
+        "a", iter(pieces) if kind == "pieces" else Sized(len(data), iter(pieces)) if kind == "sized" else data
+    )
     assert large.size("a") == len(data) and large.get("a") == data and uploads(large) == []
     *first, last = (sent[number] for number in sorted(sent))
     assert ({*first} == {-(-len(data) // 4)} and last <= first[0]) is (kind != "pieces")

@@ -1,4 +1,6 @@
-"""H3, R11: checkpoints, journal, claims and datasets in a bucket, on a real server, through its death, and on a server that misbehaves."""
+"""H3, R11: checkpoints, journal, claims and datasets in a bucket, on a real server, through its death, and on
+a server that misbehaves.
+"""
 
 from __future__ import annotations
 
@@ -88,7 +90,9 @@ def test_a_bit_that_flips_on_its_way_back_is_noticed(unruly: Unruly, unsafe: Che
     assert whole(unsafe, BEFORE) == expected()  # the negative control: nothing was wrong with the object
 
 
-def test_a_bit_that_flips_on_its_way_there_is_noticed_and_the_one_before_is_used(unruly: Unruly, unsafe: Checkpoints) -> None:
+def test_a_bit_that_flips_on_its_way_there_is_noticed_and_the_one_before_is_used(
+    unruly: Unruly, unsafe: Checkpoints
+) -> None:
     unruly.when("PUT .*00001-of-00002.safetensors", flipped_upload)
     save(unsafe, V, STATE, 2)
     assert unsafe.latest_good() == V  # nobody has looked yet
@@ -101,9 +105,13 @@ def test_a_bit_that_flips_on_its_way_there_is_noticed_and_the_one_before_is_used
 
 
 @pytest.mark.parametrize(
-    "fault", [says("503 SERVICE UNAVAILABLE", "SlowDown"), reset, lost_answer, truncated], ids=["503", "reset", "lost", "cut"]
+    "fault",
+    [says("503 SERVICE UNAVAILABLE", "SlowDown"), reset, lost_answer, truncated],
+    ids=["503", "reset", "lost", "cut"],
 )
-def test_a_save_goes_through_a_bad_hour(unruly: Unruly, unsafe: Checkpoints, fault: Callable[..., Iterable[bytes]]) -> None:
+def test_a_save_goes_through_a_bad_hour(
+    unruly: Unruly, unsafe: Checkpoints, fault: Callable[..., Iterable[bytes]]
+) -> None:
     """R11: every third request fails, and nothing is torn."""
     for number in range(0, 60, 3):
         unruly.when(".", fault)
@@ -117,7 +125,9 @@ def test_a_save_goes_through_a_bad_hour(unruly: Unruly, unsafe: Checkpoints, fau
 
 def test_while_the_store_is_down_nothing_half_is_seen(unruly: Unruly, unsafe: Checkpoints) -> None:
     unruly.when("PUT .*MANIFEST", says("503 SERVICE UNAVAILABLE", "SlowDown"), times=99)
-    with pytest.raises(StorageError, match=f"{MANIFEST} cannot be reached or written: gave up after 4 attempts"):
+    with pytest.raises(
+        StorageError, match=(f"{MANIFEST} cannot be reached or written: gave up after 4 attempts")
+    ):
         save(unsafe, V, STATE, 2)
     assert unsafe.latest_good() == BEFORE
     unruly.behave()
@@ -139,7 +149,9 @@ def test_of_many_committers_one_writes_the_manifest(swift_bucket: S3) -> None:
 
 
 def test_a_save_survives_the_servers_death(swift: Swift, swift_bucket: S3) -> None:
-    """H3, R11: every server is killed (SIGKILL) between two shards of a save, and comes back while the second is being tried."""
+    """H3, R11: every server is killed (SIGKILL) between two shards of a save, and comes back while the second
+    is being tried.
+    """
     died = threading.Event()
 
     def wait(seconds: float) -> None:
@@ -165,12 +177,15 @@ def test_a_save_survives_the_servers_death(swift: Swift, swift_bucket: S3) -> No
     assert receipts[0].file in checkpoints.manifest(V).files
 
 
-def test_a_writer_killed_in_the_middle_of_an_upload_leaves_nothing_to_be_seen(swift: Swift, swift_bucket: S3) -> None:
+def test_a_writer_killed_in_the_middle_of_an_upload_leaves_nothing_to_be_seen(
+    swift: Swift, swift_bucket: S3
+) -> None:
     """R11: the writer gets SIGKILL in the middle of an upload in parts; a later writer can write the object."""
     store = below(swift_bucket, part_bytes=MIB5)
     script = (
         "import sys, threading; from storage.objects import ObjectStore; from storage.objects.s3 import S3\n"
-        "whole = ObjectStore.open(sys.argv[1]); store = S3(whole.filesystem, whole.root, part_bytes=5 * 2**20)\n"
+        "whole = ObjectStore.open(sys.argv[1]); store = S3(whole.filesystem, whole.root, part_bytes=5 * "
+        "2**20)\n"
         "def pieces():\n"
         "    for _ in range(4): yield bytes(5 * 2**20)\n"
         "    print('half way', flush=True)\n"
@@ -180,7 +195,9 @@ def test_a_writer_killed_in_the_middle_of_an_upload_leaves_nothing_to_be_seen(sw
     with pytest.MonkeyPatch.context() as patch:
         enter(patch, swift)
         patch.setenv("PYTHONPATH", str(ROOT))
-        writer = subprocess.Popen([sys.executable, "-c", script, store.url], stdout=subprocess.PIPE, text=True)
+        writer = subprocess.Popen(
+            [sys.executable, "-c", script, store.url], stdout=subprocess.PIPE, text=True
+        )
     assert writer.stdout is not None
     with writer.stdout:
         assert writer.stdout.readline() == "half way\n"
@@ -215,18 +232,27 @@ def test_a_journal_and_its_claims(swift_bucket: S3, tmp_path: Path) -> None:
 def test_a_dataset_is_read_by_ranges(unruly: Unruly, moto_bucket: S3) -> None:
     store = below(moto_bucket)
     tokens = np.random.default_rng(1).integers(0, 256, 10_000, dtype=np.uint16)
-    write_dataset(store, [("a", tokens[:3000]), ("b", tokens[3000:])], Coding("bytes", 256, 255), shard_tokens=4096, block_bytes=1024)
+    write_dataset(
+        store,
+        [("a", tokens[:3000]), ("b", tokens[3000:])],
+        Coding("bytes", 256, 255),
+        shard_tokens=4096,
+        block_bytes=1024,
+    )
     files = TokenFiles(store)
     unruly.behave()
     for first, last in [(0, 10), (500, 530), (4090, 4100), (9999, 10_000), (3, 7)]:
         assert np.array_equal(files.read(first, last), tokens[first:last])
-    assert unruly.asked("GET .*bin") == 5  # blocks 0 and 1, the last of one file, the first of the next, and the end
+    # blocks 0 and 1, the last of one file, the first of the next, and the end
+    assert unruly.asked("GET .*bin") == 5
     assert unruly.asked("HEAD") == 0
     unruly.when("GET .*bin", truncated, times=2)
     assert np.array_equal(files.read(6000, 6010), tokens[6000:6010])
 
 
-def test_a_job_reads_its_tokens_from_s3(unruly: Unruly, moto_bucket: S3, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_job_reads_its_tokens_from_s3(
+    unruly: Unruly, moto_bucket: S3, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """``data.args.path = "s3://…"``: the same samples and fingerprint as from a folder."""
     enter(monkeypatch, unruly)
     store, folder = below(moto_bucket), ObjectStore.open(str(tmp_path))
@@ -245,11 +271,23 @@ def test_a_job_reads_its_tokens_from_s3(unruly: Unruly, moto_bucket: S3, monkeyp
 # ---- what people get wrong
 
 WRONG = {
-    "secret": ({"AWS_SECRET_ACCESS_KEY": "hunter2-wrong"}, "credentials are refused: set AWS_PROFILE, or AWS_ACCESS_KEY_ID"),
-    "key": ({"AWS_ACCESS_KEY_ID": "hunter2-nobody"}, "credentials are refused: set AWS_PROFILE, or AWS_ACCESS_KEY_ID"),
-    "endpoint": ({"AWS_ENDPOINT_URL_S3": "localhost:nowhere"}, "correct AWS_ENDPOINT_URL_S3 or AWS_ENDPOINT_URL: http"),
+    "secret": (
+        {"AWS_SECRET_ACCESS_KEY": "hunter2-wrong"},
+        ("credentials are refused: set AWS_PROFILE, or AWS_ACCESS_KEY_ID"),
+    ),
+    "key": (
+        {"AWS_ACCESS_KEY_ID": "hunter2-nobody"},
+        ("credentials are refused: set AWS_PROFILE, or AWS_ACCESS_KEY_ID"),
+    ),
+    "endpoint": (
+        {"AWS_ENDPOINT_URL_S3": "localhost:nowhere"},
+        ("correct AWS_ENDPOINT_URL_S3 or AWS_ENDPOINT_URL: http"),
+    ),
     "profile": ({"AWS_PROFILE": "nobody"}, "correct AWS_PROFILE"),
-    "nothing": ({"AWS_ACCESS_KEY_ID": "", "AWS_SECRET_ACCESS_KEY": ""}, "set AWS_PROFILE, or AWS_ACCESS_KEY_ID"),
+    "nothing": (
+        {"AWS_ACCESS_KEY_ID": "", "AWS_SECRET_ACCESS_KEY": ""},
+        ("set AWS_PROFILE, or AWS_ACCESS_KEY_ID"),
+    ),
     "half": ({"AWS_SECRET_ACCESS_KEY": ""}, "set AWS_PROFILE, or AWS_ACCESS_KEY_ID"),
 }
 
@@ -272,11 +310,18 @@ def test_wrong_settings_are_named_with_the_fix(
     with pytest.raises(StorageError, match=advice) as caught:
         store.put_if_absent("a", b"")
     assert f"s3://{swift_bucket.bucket}/run/a" in str(caught.value)
-    assert not any(secret in str(caught.value) for secret in (os.environ.get("AWS_SECRET_ACCESS_KEY", "testing"), "hunter2"))
+    assert not any(
+        secret in str(caught.value)
+        for secret in (os.environ.get("AWS_SECRET_ACCESS_KEY", "testing"), "hunter2")
+    )
 
 
-def test_a_wrong_region_is_followed_to_the_right_one(swift: Swift, swift_bucket: S3, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The store names the right region; a store that does not answers AuthorizationHeaderMalformed, with the setting to change."""
+def test_a_wrong_region_is_followed_to_the_right_one(
+    swift: Swift, swift_bucket: S3, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store names the right region; a store that does not answers AuthorizationHeaderMalformed, with the
+    setting to change.
+    """
     enter(monkeypatch, swift)
     monkeypatch.setenv("AWS_REGION", "eu-north-1")
     store = S3.connect(below(swift_bucket).url, QUICK)
@@ -288,7 +333,13 @@ def test_a_bucket_that_is_not_there(swift: Swift, monkeypatch: pytest.MonkeyPatc
     enter(monkeypatch, swift)
     store = S3.connect("s3://no-such-bucket/run", QUICK)
     for call in (lambda: store.put_if_absent("a", b""), lambda: store.get("a"), store.list):
-        with pytest.raises(StorageError, match=r"s3://no-such-bucket/run.* there is no such bucket: create it, or correct"):
+        with pytest.raises(
+            StorageError,
+            match=(
+                r"s3://no-such-bucket/run.* there is no such bucket: create "
+                r"it, or correct"
+            ),
+        ):
             call()
 
 

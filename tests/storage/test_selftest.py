@@ -1,4 +1,6 @@
-"""The start-up self-test finds each way in which a bucket may not keep its promises, and leaves nothing in it."""
+"""The start-up self-test finds each way in which a bucket may not keep its promises, and leaves nothing in
+it.
+"""
 
 from __future__ import annotations
 
@@ -49,14 +51,23 @@ def test_memory_passes_and_a_folder_is_believed(tmp_path: Path) -> None:
             without("HTTP_IF_NONE_MATCH"),
             r"a create-only PUT .* replaced what was there; .* honours it",
         ),
-        ("POST .*uploadId", without("HTTP_IF_NONE_MATCH"), r"a create-only upload in parts .* replaced what was there"),
+        (
+            "POST .*uploadId",
+            without("HTTP_IF_NONE_MATCH"),
+            (
+                r"a create-only upload in parts .* replaced what "
+                r"was there"
+            ),
+        ),
         ("GET .*selftest", without("HTTP_RANGE"), "Range"),
         ("PUT", framed, "frame of a checksum trailer inside the object"),
         ("PUT", flipped_upload, "256 bytes were written and 256 others came back"),
         ("GET .*selftest", flipped, "256 bytes were written and 256 others came back"),
     ],
 )
-def test_a_store_that_misbehaves_is_refused_by_name(unruly: Unruly, moto_bucket: S3, requests: str, fault: Fault, found: str) -> None:
+def test_a_store_that_misbehaves_is_refused_by_name(
+    unruly: Unruly, moto_bucket: S3, requests: str, fault: Fault, found: str
+) -> None:
     store = below(moto_bucket)
     unruly.when(requests, fault, times=99)
     with pytest.raises(Unavailable, match=found) as caught:
@@ -67,9 +78,17 @@ def test_a_store_that_misbehaves_is_refused_by_name(unruly: Unruly, moto_bucket:
 
 
 def test_a_store_that_looks_first_and_writes_then_is_refused(swift_bucket: S3) -> None:
-    """Unchanged Swift refuses a single create-only write of an object that exists; of several at the same time, all may win."""
+    """Unchanged Swift refuses a single create-only write of an object that exists; of several at the same
+    time, all may win.
+    """
     store = S3(swift_bucket.filesystem, f"{below(swift_bucket).root}/{UNCHANGED}")
-    with pytest.raises(Unavailable, match=r"\d of 8 create-only writes .* were told that they won; use one that decides them one by one"):
+    with pytest.raises(
+        Unavailable,
+        match=(
+            r"\d of 8 create-only writes .* were told that they won; use one "
+            r"that decides them one by one"
+        ),
+    ):
         for _ in range(20):
             check(store, "run")
     assert store.list() == []
@@ -82,7 +101,9 @@ def test_it_costs_some_thirty_requests(unruly: Unruly, moto_bucket: S3) -> None:
     assert unruly.asked(".") <= 36
 
 
-def test_a_job_is_checked_before_anything_starts(unruly: Unruly, moto_bucket: S3, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_is_checked_before_anything_starts(
+    unruly: Unruly, moto_bucket: S3, monkeypatch: pytest.MonkeyPatch
+) -> None:
     enter(monkeypatch, unruly)
     unruly.when("POST .*uploadId", without("HTTP_IF_NONE_MATCH"), times=99)
     store = below(moto_bucket)
@@ -98,7 +119,9 @@ def test_a_job_is_checked_before_anything_starts(unruly: Unruly, moto_bucket: S3
 # ---- the file system of a folder
 
 
-def unable(monkeypatch: pytest.MonkeyPatch, call: str, error: int, only: Callable[[object], bool] = lambda what: True) -> None:
+def unable(
+    monkeypatch: pytest.MonkeyPatch, call: str, error: int, only: Callable[[object], bool] = lambda what: True
+) -> None:
     """Makes a call of the kernel fail as a file system does that lacks it."""
     able = getattr(os, call)
 
@@ -113,14 +136,30 @@ def unable(monkeypatch: pytest.MonkeyPatch, call: str, error: int, only: Callabl
 @pytest.mark.parametrize(
     ("call", "error", "code", "said"),
     [
-        ("link", errno.EOPNOTSUPP, 1, "cannot hold objects (FOLDER): its file system has no hard links (Operation not supported)"),
-        ("link", errno.EPERM, 1, "cannot hold objects (FOLDER): its file system has no hard links (Operation not permitted)"),
+        (
+            "link",
+            errno.EOPNOTSUPP,
+            1,
+            ("cannot hold objects (FOLDER): its file system has no hard links (Operation not supported)"),
+        ),
+        (
+            "link",
+            errno.EPERM,
+            1,
+            ("cannot hold objects (FOLDER): its file system has no hard links (Operation not permitted)"),
+        ),
         ("replace", errno.ENOSYS, 1, "cannot hold objects (FOLDER): [Errno 38] Function not implemented"),
         ("link", errno.ENOSPC, 2, "No space left on device"),
     ],
 )
 def test_a_file_system_that_cannot_hold_objects_is_refused_before_anything_is_written(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, call: str, error: int, code: int, said: str
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    call: str,
+    error: int,
+    code: int,
+    said: str,
 ) -> None:
     """The last row is the control: a full disk says nothing against the job."""
     job = toy_job(tmp_path / "mounted" / "bucket", steps=4, checkpoint={"save_every": 2}, **LIGHT)
@@ -128,7 +167,9 @@ def test_a_file_system_that_cannot_hold_objects_is_refused_before_anything_is_wr
     unable(monkeypatch, call, error)
     assert main(["train", str(tmp_path / "toy.toml"), "--local"]) == code
     shown = capsys.readouterr().out
-    assert said.replace("FOLDER", str(tmp_path)) in shown and ("(s3://bucket/prefix)" in shown) == (call == "link" and code == 1), shown
+    assert said.replace("FOLDER", str(tmp_path)) in shown and ("(s3://bucket/prefix)" in shown) == (
+        call == "link" and code == 1
+    ), shown
     assert os.listdir(tmp_path) == ["toy.toml"]
 
 
@@ -142,7 +183,10 @@ def test_a_folder_that_cannot_be_synced_is_used_and_said(
     def is_folder(what: object) -> bool:
         return isinstance(what, int) and stat.S_ISDIR(os.fstat(what).st_mode)
 
-    for error, code, said in ((errno.EIO, 2, "Input/output error"), (errno.EINVAL, 0, "its file system cannot sync a folder")):
+    for error, code, said in (
+        (errno.EIO, 2, "Input/output error"),
+        (errno.EINVAL, 0, "its file system cannot sync a folder"),
+    ):
         with monkeypatch.context() as patch:
             unable(patch, "fsync", error, is_folder)
             assert main(["train", str(tmp_path / "toy.toml"), "--local"]) == code
@@ -152,10 +196,18 @@ def test_a_folder_that_cannot_be_synced_is_used_and_said(
 
 
 @pytest.mark.fast
-def test_a_dataset_is_not_prepared_for_a_folder_that_cannot_hold_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dataset_is_not_prepared_for_a_folder_that_cannot_hold_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It would be found at the end of hours."""
     unable(monkeypatch, "link", errno.EOPNOTSUPP)
     documents = iter([("a", np.arange(8))])
-    with pytest.raises(Unavailable, match=r"has no hard links .* of a mounted bucket give the URL \(s3://bucket/prefix\)"):
+    with pytest.raises(
+        Unavailable,
+        match=(
+            r"has no hard links .* of a mounted bucket give the URL "
+            r"\(s3://bucket/prefix\)"
+        ),
+    ):
         write_dataset(ObjectStore.open(str(tmp_path)), documents, Coding("bytes", 256, 0))
     assert next(documents)[0] == "a" and os.listdir(tmp_path) == []

@@ -45,7 +45,9 @@ def test_a_folder_is_one_and_a_url_is_none(place: str, folder: str | None) -> No
         ("zzzz://bucket", "has an unknown scheme; use a folder, or a URL such as s3://bucket/prefix"),
     ],
 )
-def test_what_only_looks_like_a_url_is_refused(place: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_only_looks_like_a_url_is_refused(
+    place: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Both the parser and the store refuse it; otherwise a store would take it for a folder and write there."""
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError) as caught:

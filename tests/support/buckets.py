@@ -46,7 +46,9 @@ def unruly(_moto: Unruly) -> Iterator[Unruly]:
 
 @pytest.fixture(scope="session")
 def aws_config(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns the path at which the nodes of the tests' cluster look for endpoint and credentials.  It does not exist yet."""
+    """Returns the path at which the nodes of the tests' cluster look for endpoint and credentials.  It does
+    not exist yet.
+    """
     return tmp_path_factory.mktemp("node") / "aws-config"
 
 
@@ -66,7 +68,9 @@ def moto_bucket(_moto_bucket: S3, unruly: Unruly) -> S3:
 
 
 def new_bucket(server: Server) -> S3:
-    """Creates a bucket on the server and returns it.  It keeps the server's credentials, however the environment changes later."""
+    """Creates a bucket on the server and returns it.  It keeps the server's credentials, however the
+    environment changes later.
+    """
     with pytest.MonkeyPatch.context() as patch:
         enter(patch, server)
         store = ObjectStore.open(f"s3://bucket-{uuid.uuid4().hex}")
@@ -83,7 +87,10 @@ def below(bucket: S3, **options: object) -> S3:
 def allow(config: Path, server: Server) -> None:
     """Makes everybody who reads ``config`` use the server from now on."""
     names = {"AWS_ENDPOINT_URL_S3": "endpoint_url", "AWS_EC2_METADATA_DISABLED": ""}
-    settings = [(names.get(name, name.lower().replace("aws_region", "region")), value) for name, value in server.environment.items()]
+    settings = [
+        (names.get(name, name.lower().replace("aws_region", "region")), value)
+        for name, value in server.environment.items()
+    ]
     config.write_text("[default]\n" + "".join(f"{name} = {value}\n" for name, value in settings if name))
 
 

@@ -1,7 +1,9 @@
-"""Limits what the tests of a folder may start, so that whoever adds a test pays for it with another one, or says here why not.
+"""Limits what the tests of a folder may start, so that whoever adds a test pays for it with another one, or
+says here why not.
 
-Seconds differ between machines, and are never asserted; numbers do not.  They are counted in a run of all tests by default, and the run
-fails above a budget.  Parts of the tests raise the audit events of Python that are counted, by ``sys.audit``.
+Seconds differ between machines, and are never asserted; numbers do not.  They are counted in a run of all
+tests by default, and the run fails above a budget.  Parts of the tests raise the audit events of Python that
+are counted, by ``sys.audit``.
 """
 
 from __future__ import annotations
@@ -15,9 +17,13 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 WORLD, ACTOR = "elastic.tests.world", "elastic.tests.actor"
-"""Audit events of a world of real processes that forms without Ray, and of an actor of Ray; its argument is the actor's name."""
+"""Audit events of a world of real processes that forms without Ray, and of an actor of Ray; its argument is
+the actor's name.
+"""
 LINE = "$ "
-"""The mark of a command line that was started, beside the numbers: who is above a budget is told which they were."""
+"""The mark of a command line that was started, beside the numbers: who is above a budget is told which they
+were.
+"""
 
 
 @dataclass(frozen=True)
@@ -37,45 +43,75 @@ class Budget:
 
 BUDGETS: Mapping[str, Budget] = {
     "tests/actors": Budget(
-        runs=88, processes=470, why="each recovery is of a run on Ray: its coordinator, keepers and workers, and what kills them"
+        runs=88,
+        processes=470,
+        why=("each recovery is of a run on Ray: its coordinator, keepers and workers, and what kills them"),
     ),
-    "tests/architecture": Budget(processes=4, why="what a package imports shows in a process that imports nothing else"),
+    "tests/architecture": Budget(
+        processes=4, why=("what a package imports shows in a process that imports nothing else")
+    ),
     "tests/data": Budget(
         worlds=2,
         processes=20,
-        why="rows of others' datasets in a world, and readers; tokenizers and preparations that are killed, or have their own environment",
+        why=(
+            "rows of others' datasets in a world, and readers; tokenizers and preparations that are killed, "
+            "or have their own environment"
+        ),
     ),
     "tests/engine": Budget(
         worlds=260,
         processes=24,
         compilations=28,
-        why="the bits of worlds are those of one worker; a machine that has compiled nothing before compiles 17 times, and one with "
+        why="the bits of worlds are those of one worker; a machine that has compiled nothing before "
+        "compiles 17 times, and one with "
         "AVX-512 27 times: torch tries more sets of instructions there, each in a process of its own",
     ),
     "tests/examples": Budget(worlds=2, processes=60, why="each command of the guide"),
-    "tests/golden": Budget(worlds=11, runs=1, processes=2, why="the bits of the golden jobs, and what makes them"),
-    "tests/gpu": Budget(worlds=200, runs=10, processes=60, compilations=50, why="only where there are GPUs; elsewhere next to nothing"),
+    "tests/golden": Budget(
+        worlds=11, runs=1, processes=2, why=("the bits of the golden jobs, and what makes them")
+    ),
+    "tests/gpu": Budget(
+        worlds=200,
+        runs=10,
+        processes=60,
+        compilations=50,
+        why=("only where there are GPUs; elsewhere next to nothing"),
+    ),
     "tests/models": Budget(worlds=20, processes=5, why="models of another library train in worlds"),
-    "tests/sim": Budget(processes=4, why="two hash seeds, and the command that simulates, with one job and with two"),
-    "tests/state": Budget(worlds=35, processes=58, why="members heal from members; uploaders, keepers and readers of memory are processes"),
-    "tests/storage": Budget(runs=2, processes=19, why="writers that race or are killed, and a backend that a package brings"),
+    "tests/sim": Budget(
+        processes=4, why=("two hash seeds, and the command that simulates, with one job and with two")
+    ),
+    "tests/state": Budget(
+        worlds=35,
+        processes=58,
+        why=("members heal from members; uploaders, keepers and readers of memory are processes"),
+    ),
+    "tests/storage": Budget(
+        runs=2, processes=19, why=("writers that race or are killed, and a backend that a package brings")
+    ),
     "tests/support": Budget(processes=18, why="how processes end is seen of real ones"),
     "tests/test_clusters.py": Budget(processes=5, why="the shell reads the lines of the page of clusters"),
     "tests/test_frame.py": Budget(processes=6, why="the package is built and imported elsewhere"),
     "tests/test_imports.py": Budget(processes=7, why="imports of a process that has imported nothing"),
     "tests/test_log_folder.py": Budget(processes=4, why="a folder of logs that another process writes"),
     "tests/test_objects.py": Budget(processes=2, why="fingerprints are the same in every process"),
-    "tests/test_prepared.py": Budget(processes=3, why="what a worker still imports after each list of modules"),
+    "tests/test_prepared.py": Budget(
+        processes=3, why=("what a worker still imports after each list of modules")
+    ),
     "tests/test_terminal.py": Budget(runs=4, processes=5, why="real terminals, one of which goes away"),
     "tests/test_threads.py": Budget(processes=2, why="threads of a process that has started none"),
     "tests/train": Budget(
         worlds=145,
         processes=16,
-        why="what is foreseen of memory, steps of worlds, and what a module may do in each layout, against real ones",
+        why=(
+            "what is foreseen of memory, steps of worlds, and what a module may do in each layout, against "
+            "real ones"
+        ),
     ),
 }
-"""The budget of each folder of tests, and of each file beside them; what has no row may start nothing.  Of processes those count that
-``subprocess`` starts, and actors of Ray; those of ``multiprocessing``, as in the pool of ranks, are seen by the worlds that they form.
+"""The budget of each folder of tests, and of each file beside them; what has no row may start nothing.  Of
+processes those count that ``subprocess`` starts, and actors of Ray; those of ``multiprocessing``, as in the
+pool of ranks, are seen by the worlds that they form.
 """
 
 _counted = Counter[str]()
@@ -99,7 +135,9 @@ def taken() -> dict[str, int]:
 
 @contextmanager
 def uncounted() -> Iterator[None]:
-    """Counts nothing meanwhile: what a whole run starts once belongs to no folder, but to the test that came first."""
+    """Counts nothing meanwhile: what a whole run starts once belongs to no folder, but to the test that came
+    first.
+    """
     before = taken()
     yield
     taken()
@@ -114,7 +152,9 @@ def add(counted: Mapping[str, int]) -> None:
 def _hear(event: str, arguments: tuple[Any, ...]) -> None:
     if event == "subprocess.Popen":
         line = arguments[1]
-        words = [os.fsdecode(each) for each in line] if isinstance(line, list | tuple) else [os.fsdecode(line)]
+        words = (
+            [os.fsdecode(each) for each in line] if isinstance(line, list | tuple) else [os.fsdecode(line)]
+        )
         if found := kinds(words):
             _counted.update([*found, f"{LINE}{' '.join(words)[:100]}"])
     elif event == WORLD:
@@ -165,7 +205,9 @@ def above(counted: Mapping[str, Mapping[str, int]], budgets: Mapping[str, Budget
         for name, number in numbers.items():
             if number > budget[name]:
                 found.append(
-                    f"{folder} took {number} {name}, and its budget is {budget[name]}: show the new thing in a run that is there, let "
-                    f"another test go, or raise the budget in tests/support/budgets.py with the reason{started}"
+                    f"{folder} took {number} {name}, and its budget is {budget[name]}: show the new thing "
+                    "in a run that is there, let "
+                    "another test go, or raise the budget in tests/support/budgets.py with the "
+                    f"reason{started}"
                 )
     return found

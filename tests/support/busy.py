@@ -16,7 +16,8 @@ COPY_BYTES = 64 * 2**20
 
 @contextlib.contextmanager
 def busy_cores(processes: int) -> Iterator[None]:
-    """Runs this number of processes that only compute, at the niceness of the workers: 0, by ``TUNED`` in ``tests/support/clusters.py``.
+    """Runs this number of processes that only compute, at the niceness of the workers: 0, by ``TUNED`` in
+    ``tests/support/clusters.py``.
 
     At Ray's 15 for workers, three such processes slow a step down to 20 s; runs survived that too.
     """
@@ -30,8 +31,8 @@ def busy_cores(processes: int) -> Iterator[None]:
 
 
 def burn(_keeper: Any, until: str) -> int:
-    """Repeats what a keeper does with copies and logs (digests, copies, lines), under the interpreter's lock, until the file
-    ``until`` exists.
+    """Repeats what a keeper does with copies and logs (digests, copies, lines), under the interpreter's lock,
+    until the file ``until`` exists.
 
     Returns the number of rounds.
     """
@@ -47,7 +48,9 @@ def burn(_keeper: Any, until: str) -> int:
 
 
 def hold_the_gil(_keeper: Any, seconds: float) -> None:
-    """Holds the interpreter's lock, so that nothing else in the process runs meanwhile.  No code of a keeper does this."""
+    """Holds the interpreter's lock, so that nothing else in the process runs meanwhile.  No code of a keeper
+    does this.
+    """
     ctypes.PyDLL(None).usleep(int(seconds * 1e6))
 
 

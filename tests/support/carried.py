@@ -1,7 +1,8 @@
-"""Runs one world after another in the same processes.  Healing takes state from the memory of a process that held it before.
+"""Runs one world after another in the same processes.  Healing takes state from the memory of a process that
+held it before.
 
-Process i is worker ``w<i>`` and has world rank i in every world.  A process that is not among the holders forgets its
-state, and joins as a newcomer.
+Process i is worker ``w<i>`` and has world rank i in every world.  A process that is not among the holders
+forgets its state, and joins as a newcomer.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ from tests.support.ranks import Ranks
 from tests.support.segments import Member, finish, member, raw, shard_hash, shards
 
 CARRIED: list[ApplyFence] = []
-"""The fence of this process in its last world, with the shards that the process holds; empty before the first world."""
+"""The fence of this process in its last world, with the shards that the process holds; empty before the first
+world.
+"""
 
 
 @dataclass
@@ -62,7 +65,10 @@ class Healed:
 
 def holdings(layout: Layout, version: Version, workers: Sequence[int]) -> tuple[Holding, ...]:
     """Returns one holding for each of these processes, as members of a world of ``layout``."""
-    return tuple(Holding(WorkerId(f"w{i}"), version, cell(layout.dp_shard, layout.coordinates(i)["dp_shard"])) for i in workers)
+    return tuple(
+        Holding(WorkerId(f"w{i}"), version, cell(layout.dp_shard, layout.coordinates(i)["dp_shard"]))
+        for i in workers
+    )
 
 
 def begin(world: World, job: Job, last: int) -> Begun:
@@ -80,7 +86,9 @@ def fence_of(worker: WorkerId, holders: Sequence[Holding]) -> ApplyFence:
 
 
 def go_on(world: World, job: Job, holders: Sequence[Holding], last: int, harmed: int | None = None) -> Healed:
-    """Heals a world from ``holders`` and trains it to ``last``.  The process ``harmed`` has one bit of its held memory flipped."""
+    """Heals a world from ``holders`` and trains it to ``last``.  The process ``harmed`` has one bit of its
+    held memory flipped.
+    """
     fence = fence_of(WorkerId(f"w{world.rank}"), holders)
     if world.rank == harmed:
         flip_a_bit(shards(fence)[-1])
@@ -104,21 +112,27 @@ def go_on(world: World, job: Job, holders: Sequence[Holding], last: int, harmed:
 
 
 def hash_after_healing(ranks: Ranks, job: Job, last: int) -> str:
-    """Begins in a world of 2×2, whose first member is lost after two steps; the others and a new one go on in 1×4 to step ``last``.
+    """Begins in a world of 2×2, whose first member is lost after two steps; the others and a new one go on in
+    1×4 to step ``last``.
 
-    Asserts that what was healed is right, and that the new member received it.  Returns the hash of the state at the end.
+    Asserts that what was healed is right, and that the new member received it.  Returns the hash of the state
+    at the end.
     """
     old, new = Layout(2, 2), Layout(1, 4)
     begun: list[Begun] = ranks.run(old, begin, job, 2)
     finish(job, old, [each.receipt for each in begun], begun[0].version)
     members: list[Healed] = ranks.run(new, go_on, job, holdings(old, begun[0].version, [1, 2, 3]), last)
     assert all(each.wrong == [] for each in members) and members[0].received > 0
-    return finish(job, new, [each.receipt for each in members if each.receipt is not None], members[0].version)
+    return finish(
+        job, new, [each.receipt for each in members if each.receipt is not None], members[0].version
+    )
 
 
 def flip_a_bit(shard: Shard) -> None:
     """Flips a bit in the last element of the first parameter of which this shard has a part."""
-    value = next(value for (kind, _), value in sorted(shard.values.items()) if kind == "parameter" and value.numel())
+    value = next(
+        value for (kind, _), value in sorted(shard.values.items()) if kind == "parameter" and value.numel()
+    )
     value.view(torch.int32).view(-1)[-1] ^= 1
 
 
@@ -128,11 +142,17 @@ def differing(me: Member) -> list[tuple[str, str]]:
     wanted = {shard_slice(tensor, *shard_of(shard.cell)): tensor for tensor in me.state.tensors}
     reader = Run.open(me.session.job).checkpoints.open(shard.version)
     stored = dict(reader.read([part for part in wanted if part.count]))
-    return [(t.kind, t.name) for part, t in wanted.items() if raw(shard.values[t.kind, t.name]) != stored.get(part, b"")]
+    return [
+        (t.kind, t.name)
+        for part, t in wanted.items()
+        if raw(shard.values[t.kind, t.name]) != stored.get(part, b"")
+    ]
 
 
 def bytes_not_held(state: State, held: Sequence[Shard]) -> int:
-    """Returns the number of bytes that the transfer plan must bring to this member, computed from sets of rows."""
+    """Returns the number of bytes that the transfer plan must bring to this member, computed from sets of
+    rows.
+    """
     total = 0
     for tensor in state.tensors:
         row_bytes = prod(tensor.shape[1:]) * state.shard.values[tensor.kind, tensor.name].element_size()
@@ -159,13 +179,17 @@ class Broken:
     """Receipt of the state before the step."""
 
 
-def broken(world: World, job: Job, culprit: int, boundary: Callable[[], int] | None, holders: Sequence[Holding] = ()) -> Broken:
+def broken(
+    world: World, job: Job, culprit: int, boundary: Callable[[], int] | None, holders: Sequence[Holding] = ()
+) -> Broken:
     """Runs a good step, then one in which ``culprit`` fails: in ``boundary``, or by a fault of the job.
 
     It begins with what ``holders`` hold, or with the initialisation.
     """
     fence = fence_of(WorkerId(f"w{world.rank}"), holders)
-    with member(world, job, holders[0].version if holders else Version(0, 0), fence=fence, holders=holders or None) as me:
+    with member(
+        world, job, holders[0].version if holders else Version(0, 0), fence=fence, holders=holders or None
+    ) as me:
         me.step()
         receipt, before, error = me.save(), shard_hash(me.state.shard), ""
         try:

@@ -1,4 +1,6 @@
-"""Computes cells of worlds that are cut along dimension 0, and their content, by torch's chunk rule: a second opinion on placement."""
+"""Computes cells of worlds that are cut along dimension 0, and their content, by torch's chunk rule: a second
+opinion on placement.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def shard_interval(rows: int, count: int, index: int) -> tuple[int, int]:
 
 
 def shard_slice(tensor: Tensor, count: int, index: int) -> Slice:
-    """Returns the part of ``tensor`` in shard ``index`` of ``count``.  Scalars and buffers are in every shard."""
+    """Returns the part of ``tensor`` in shard ``index`` of ``count``.  Scalars and buffers are in every
+    shard.
+    """
     if not tensor.shape or tensor.kind in WHOLE:
         return tensor.whole()
     first, last = shard_interval(tensor.shape[0], count, index)

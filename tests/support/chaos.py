@@ -1,4 +1,6 @@
-"""Makes the six assertions of a chaos test.  During the run a witness collects what they need from the operating system."""
+"""Makes the six assertions of a chaos test.  During the run a witness collects what they need from the
+operating system.
+"""
 
 from __future__ import annotations
 
@@ -37,12 +39,16 @@ from tests.support.processes import Ended, Watched
 from tests.support.state_hash import state_hash
 
 ASK_S = 0.025
-"""Seconds between two questions of a witness that need not act: each takes time of the processor from the workers."""
+"""Seconds between two questions of a witness that need not act: each takes time of the processor from the
+workers.
+"""
 
 
 @dataclass
 class Seen:
-    """One worker.  Its process is held by a pidfd and its shared memory is mapped, from its first moments until after its death."""
+    """One worker.  Its process is held by a pidfd and its shared memory is mapped, from its first moments
+    until after its death.
+    """
 
     worker: str
     process: Watched
@@ -62,9 +68,11 @@ class Seen:
 
 
 class Witness(threading.Thread):
-    """Follows every worker process of a run.  ``act(witness, view)`` may interfere; it is called until it returns True.
+    """Follows every worker process of a run.  ``act(witness, view)`` may interfere; it is called until it
+    returns True.
 
-    It is called every 5 ms, or every ``act.look_s`` seconds: each look takes time of the processor from the run.
+    It is called every 5 ms, or every ``act.look_s`` seconds: each look takes time of the processor from the
+    run.
     """
 
     def __init__(self, name: str, act: Any = None) -> None:
@@ -82,7 +90,8 @@ class Witness(threading.Thread):
         try:
             while not self.done.is_set():
                 self._look()
-                time.sleep(self.look_s if self.act is not None else 0.02)  # whoever interferes must meet a state that lasts a moment
+                # whoever interferes must meet a state that lasts a moment
+                time.sleep(self.look_s if self.act is not None else 0.02)
         except BaseException as error:  # shown by ``close``; nobody steers the run any more, so it ends
             self.errors.append(error)
             if (coordinator := attach(self.job_name)) is not None:
@@ -90,7 +99,8 @@ class Witness(threading.Thread):
 
     def _look(self) -> None:
         due = self.act is not None or time.monotonic() > self.asked_at + ASK_S
-        if due and self._coordinator is None and ray.is_initialized():  # else Ray would join any cluster of this machine
+        # else Ray would join any cluster of this machine
+        if due and self._coordinator is None and ray.is_initialized():
             self._coordinator = attach(self.job_name)
         if due and self._coordinator is not None:
             try:
@@ -98,7 +108,11 @@ class Witness(threading.Thread):
             except (ray.exceptions.RayError, ray.exceptions.GetTimeoutError):
                 view = self._coordinator = None
             if view is not None:
-                self.token, self.generation, self.asked_at = view.token, max(self.generation, view.generation), time.monotonic()
+                self.token, self.generation, self.asked_at = (
+                    view.token,
+                    max(self.generation, view.generation),
+                    time.monotonic(),
+                )
                 if self.act is not None and self.act(self, view):
                     self.act = None
         if self.token:
@@ -114,13 +128,15 @@ class Witness(threading.Thread):
                 continue
             counters = Counters(path, create=False)
             if counters["pid"]:
-                with suppress(ProcessLookupError):  # it ended before it was seen; a member of a world lives longer
+                # it ended before it was seen; a member of a world lives longer
+                with suppress(ProcessLookupError):
                     self.seen[worker] = Seen(worker, Watched(counters["pid"]), counters)
 
     def close(self) -> None:
         self.done.set()
         self.join(PATIENCE_S)
-        deadline = time.monotonic() + 4 * GONE_S  # less than two leases, after which a worker that nobody ended leaves by itself
+        # less than two leases, after which a worker that nobody ended leaves by itself
+        deadline = time.monotonic() + 4 * GONE_S
         for each in self.seen.values():
             each.ended = each.ended or each.process.wait(max(deadline - time.monotonic(), 0.1))
             each.final = each.final or each.counts()
@@ -140,7 +156,9 @@ Story = Generator[None, tuple[Witness, View], None]
 
 
 def act_by(story: Story) -> Callable[[Witness, View], bool]:
-    """Returns the ``act`` of a witness by which ``story`` happens.  What the story waits for lasts, so it is not looked for so often."""
+    """Returns the ``act`` of a witness by which ``story`` happens.  What the story waits for lasts, so it is
+    not looked for so often.
+    """
     next(story)
 
     def act(witness: Witness, view: View) -> bool:
@@ -154,7 +172,9 @@ def act_by(story: Story) -> Callable[[Witness, View], bool]:
     return act
 
 
-def comes(true: Callable[[Witness, View], Any]) -> Generator[None, tuple[Witness, View], tuple[Witness, View]]:
+def comes(
+    true: Callable[[Witness, View], Any],
+) -> Generator[None, tuple[Witness, View], tuple[Witness, View]]:
     """Waits, in a story, for a look at which ``true``, and returns it."""
     while not true(*(look := (yield))):
         pass
@@ -174,8 +194,12 @@ class Trial:
     losses: list[float]
 
 
-def trial(job: Job, act: Any = None, *, hash_it: bool = True, tell: Callable[[Line], None] = lambda _: None) -> Trial:
-    """Runs ``job`` on the cluster of this process, and exports and hashes its last state.  ``tell`` gets each line of its story at once."""
+def trial(
+    job: Job, act: Any = None, *, hash_it: bool = True, tell: Callable[[Line], None] = lambda _: None
+) -> Trial:
+    """Runs ``job`` on the cluster of this process, and exports and hashes its last state.  ``tell`` gets each
+    line of its story at once.
+    """
     witness, lines = Witness(job.name, act), list[Line]()
 
     def show(line: Line) -> None:
@@ -189,7 +213,15 @@ def trial(job: Job, act: Any = None, *, hash_it: bool = True, tell: Callable[[Li
     finally:
         witness.close()
     steps = ledger(Run.open(job).segments())
-    return Trial(job, result, witness, lines, steps, exported_hash(job) if hash_it else "", [steps[step].loss for step in sorted(steps)])
+    return Trial(
+        job,
+        result,
+        witness,
+        lines,
+        steps,
+        exported_hash(job) if hash_it else "",
+        [steps[step].loss for step in sorted(steps)],
+    )
 
 
 def alone(job: Job) -> Any:
@@ -203,7 +235,11 @@ def alone(job: Job) -> Any:
     lengths = dataset.lengths if job.data.group_by_length else None
     cursor = Cursor(len(dataset), job.global_batch, job.seed, job.data.sampling, lengths)
     due = {
-        step: SimpleNamespace(samples=tuple(cursor.microbatch_ids(step, each, job.microbatch) for each in range(job.microbatches)))
+        step: SimpleNamespace(
+            samples=tuple(
+                cursor.microbatch_ids(step, each, job.microbatch) for each in range(job.microbatches)
+            )
+        )
         for step in range(1, job.steps + 1)
     }
     losses = [line.loss for line in lines if isinstance(line, StepLine)]
@@ -237,10 +273,11 @@ ENDS = {
     "exit": [("exit code", EXIT_CODE)],
     "SIGSTOP": [("signal", signal.SIGKILL)],
     "held_gil": [("signal", signal.SIGKILL)],
-    "device_assert": [("signal", signal.SIGKILL), ("exit code", 1)],  # Ray and its keeper both end it: either may be first
+    # Ray and its keeper both end it: either may be first
+    "device_assert": [("signal", signal.SIGKILL), ("exit code", 1)],
 }
-"""Statuses that the kernel may report for the victim, by kind of fault.  Elastic kills a victim that only stands still; a victim of kind
-"exception" lives, so this kind is not listed."""
+"""Statuses that the kernel may report for the victim, by kind of fault.  Elastic kills a victim that only
+stands still; a victim of kind "exception" lives, so this kind is not listed."""
 CAUSES = {"exception": "job", "device_assert": "device"}
 """Causes that victims report, by kind of fault; victims of other kinds report nothing."""
 SAID: Mapping[str, str] = {"job": "InjectedError", "device": "device-side assert"}
@@ -274,27 +311,48 @@ def formed(records: Iterable[Mapping[str, Any]]) -> list[Formed]:
     found, reached = [], 0
     for record in records:
         told = codec.parts_of(record["event"])
-        seen = [each for event in told for each in ([event["outcome"]] if event["$"] == "StepDone" else event.get("outcomes", ()))]
+        seen = [
+            each
+            for event in told
+            for each in ([event["outcome"]] if event["$"] == "StepDone" else event.get("outcomes", ()))
+        ]
         latest = found[-1].generation if found else 1
-        reached = max([reached, *(each["step"] for each in seen if each["generation"] == latest)])  # those of earlier worlds are known
+        # those of earlier worlds are known
+        reached = max([reached, *(each["step"] for each in seen if each["generation"] == latest)])
         for action in record["actions"]:
             plan = action.get("plan")
-            if action["$"] == "Form" and plan["generation"] not in [each.generation for each in found]:  # a coordinator may say it again
+            # a coordinator may say it again
+            if action["$"] == "Form" and plan["generation"] not in [each.generation for each in found]:
                 layout, step = plan["layout"], plan["version"]["step"]
                 degrees = (layout["dp_replicate"], layout["dp_shard"])
-                found.append(Formed(plan["generation"], tuple(plan["members"]), degrees, plan["tier"], step, reached - step))
+                found.append(
+                    Formed(
+                        plan["generation"],
+                        tuple(plan["members"]),
+                        degrees,
+                        plan["tier"],
+                        step,
+                        reached - step,
+                    )
+                )
                 reached = step
     return found
 
 
 def assert_survived(
-    chaos: Trial, reference: Trial | Any, *, worlds: Sequence[int], tiers: Sequence[str], unsaved: int = 0, said: Mapping[str, str] = SAID
+    chaos: Trial,
+    reference: Trial | Any,
+    *,
+    worlds: Sequence[int],
+    tiers: Sequence[str],
+    unsaved: int = 0,
+    said: Mapping[str, str] = SAID,
 ) -> None:
     """Makes the six assertions, for the faults of the job.
 
-    ``worlds``: number of members of each generation that was to be formed, in order; ``tiers``: tier from which each of them began;
-    ``unsaved``: number of steps that may be done again, beside those in ``REDONE``, because the bucket was down; ``said``: words of the
-    reports of members that cannot go on, by cause.
+    ``worlds``: number of members of each generation that was to be formed, in order; ``tiers``: tier from
+    which each of them began; ``unsaved``: number of steps that may be done again, beside those in ``REDONE``,
+    because the bucket was down; ``said``: words of the reports of members that cannot go on, by cause.
     """
     job, witness = chaos.job, chaos.witness
     records = Run.open(job).records()
@@ -319,55 +377,84 @@ def assert_survived(
     assert [each.tier for each in generations] == list(tiers), generations
     assert_bytes(witness, generations)
     # what is said to the user is in plain words; those of a communication library are in the logs
-    told = [line.text for line in chaos.lines if isinstance(line, Sentence) and "its world broke (peer" in line.text]
+    told = [
+        line.text
+        for line in chaos.lines
+        if isinstance(line, Sentence) and "its world broke (peer" in line.text
+    ]
     assert not [text for text in told if LIBRARY.search(text)], told
     # 6: nothing is left
     assert_nothing_left(chaos)
 
 
 def assert_struck(job: Job, witness: Witness, generations: Sequence[Formed]) -> None:
-    """Checks that each fault ended its victim in its way, generation and step, and that every other member ended in good order.
+    """Checks that each fault ended its victim in its way, generation and step, and that every other member
+    ended in good order.
 
     A member of the last world is one process from first to last, and has applied updates.
     """
-    by_seat = {(each.generation, rank): member for each in generations for rank, member in enumerate(each.members)}
+    by_seat = {
+        (each.generation, rank): member for each in generations for rank, member in enumerate(each.members)
+    }
     fatal = {by_seat[fault.generation, fault.world_rank]: fault for fault in job.faults if fault.kind in ENDS}
     ends = {worker: how(witness.seen[worker].ended) for each in generations for worker in each.members}
-    wrong = {worker: end for worker, end in ends.items() if end not in (ENDS[fatal[worker].kind] if worker in fatal else [LEFT])}
+    wrong = {
+        worker: end
+        for worker, end in ends.items()
+        if end not in (ENDS[fatal[worker].kind] if worker in fatal else [LEFT])
+    }
     assert not wrong, (wrong, fatal)
     for worker, fault in fatal.items():
         final = witness.seen[worker].final
         assert final["generation"] == fault.generation, (fault, final)
-        assert 0 < generations[fault.generation - 1].step < job.steps - 1 or 0 < final["step"] < job.steps - 1, (fault, final)
+        assert (
+            0 < generations[fault.generation - 1].step < job.steps - 1 or 0 < final["step"] < job.steps - 1
+        ), (fault, final)
         if fault.step and fault.point != "save":
             assert final["step"] == fault.step - 1, (fault, final)
     last = generations[-1]
     for worker in last.members:
         final = witness.seen[worker].final
-        assert (final["pid"], final["generation"]) == (witness.seen[worker].process.pid, last.generation), (worker, final)
+        assert (final["pid"], final["generation"]) == (witness.seen[worker].process.pid, last.generation), (
+            worker,
+            final,
+        )
         assert final["updates_applied"] > 0
 
 
 def assert_exceptions(
-    job: Job, witness: Witness, generations: Sequence[Formed], records: Sequence[Mapping[str, Any]], said: Mapping[str, str]
+    job: Job,
+    witness: Witness,
+    generations: Sequence[Formed],
+    records: Sequence[Mapping[str, Any]],
+    said: Mapping[str, str],
 ) -> None:
     """Checks that each process that raised reports it and is fenced.
 
     The process is a member of the next world too, unless it has lost its device.
 
-    A process that raised in the copy of a save only writes this into its log: the copy is made once more, and no save fails.
+    A process that raised in the copy of a save only writes this into its log: the copy is made once more, and
+    no save fails.
     """
     events = [event for record in records for event in codec.parts_of(record["event"])]
     told = [event for event in events if event["$"] == "Broken" and event["cause"] != "peer"]
     raised = [fault for fault in job.faults if fault.kind in CAUSES]
     broke = [fault for fault in raised if fault.point != "save"]
-    expected = [(generations[fault.generation - 1].members[fault.world_rank], fault.generation, CAUSES[fault.kind]) for fault in broke]
+    expected = [
+        (generations[fault.generation - 1].members[fault.world_rank], fault.generation, CAUSES[fault.kind])
+        for fault in broke
+    ]
     assert [(event["worker"], event["generation"], event["cause"]) for event in told] == expected, told
     assert all(said[event["cause"]] in event["signature"] for event in told), told
     for worker, generation, cause in expected:
-        assert any(event["$"] == "Fenced" and (event["worker"], event["generation"]) == (worker, generation) for event in events)
+        assert any(
+            event["$"] == "Fenced" and (event["worker"], event["generation"]) == (worker, generation)
+            for event in events
+        )
         goes_on = worker in generations[generation].members
-        assert goes_on == (cause == "job"), "who raised is a member of the next world, who lost its device is not"
+        assert goes_on == (cause == "job"), (
+            "who raised is a member of the next world, who lost its device is not"
+        )
         assert not goes_on or witness.seen[worker].final["generation"] > generation
     run = Run.open(job)
     for fault in raised:
@@ -375,7 +462,9 @@ def assert_exceptions(
             member = generations[fault.generation - 1].members[fault.world_rank]
             (log,) = [key for key in run.store.list(f"{job.name}/logs/") if key.endswith(f"/{member}.log")]
             assert "InjectedError" in run.store.get(log).decode(errors="replace"), log
-    assert not [event for event in events if event["$"] == "SaveFailed" and "InjectedError" in event["reason"]]
+    assert not [
+        event for event in events if event["$"] == "SaveFailed" and "InjectedError" in event["reason"]
+    ]
 
 
 REDONE: Mapping[str, Callable[[Job], int]] = {
@@ -386,37 +475,46 @@ REDONE: Mapping[str, Callable[[Job], int]] = {
 }
 """Number of committed steps that a world may do again, by the tier from which it begins.
 
-Every step is copied, but a copy under way dies with its worker.  If ``buddy_every`` is a number, nodes die, and one more copy may be on its
-way to a buddy.
+Every step is copied, but a copy under way dies with its worker.  If ``buddy_every`` is a number, nodes die,
+and one more copy may be on its way to a buddy.
 """
 
 
 def assert_work(job: Job, work: int, generations: Sequence[Formed], unsaved: int = 0) -> None:
     """Checks how many microbatches all workers ran, dead ones too.
 
-    They ran at least every step once, and at most also the steps done again by the journal and one step in flight at each fault.
+    They ran at least every step once, and at most also the steps done again by the journal and one step in
+    flight at each fault.
     """
     for each in generations:
         assert each.redone <= REDONE[each.tier](job) + (unsaved if each.tier == "bucket" else 0), each
     undisturbed, again = job.steps * job.microbatches, sum(each.redone for each in generations)
-    assert undisturbed <= work <= undisturbed + (again + len(job.faults)) * job.microbatches, (work, undisturbed, again)
+    assert undisturbed <= work <= undisturbed + (again + len(job.faults)) * job.microbatches, (
+        work,
+        undisturbed,
+        again,
+    )
 
 
 def assert_bytes(witness: Witness, generations: Sequence[Formed]) -> None:
     """Checks the healed bytes, counted where they arrived.
 
-    Bytes come from the bucket, and from copies, if and only if some world begins from there.  If a world grows, some come from its peers.
+    Bytes come from the bucket, and from copies, if and only if some world begins from there.  If a world
+    grows, some come from its peers.
     """
     live, host, bucket = (witness.total(f"healed_{tier}_bytes") for tier in ("live", "host", "bucket"))
-    grew = any(len(after.members) > len(before.members) and after.tier == "live" for before, after in pairwise(generations))
+    grew = any(
+        len(after.members) > len(before.members) and after.tier == "live"
+        for before, after in pairwise(generations)
+    )
     assert (bucket > 0) == any(each.tier == "bucket" for each in generations), bucket
     assert (host > 0) == any(each.tier == "host" for each in generations), host
     assert not grew or live > 0, live
 
 
 def assert_nothing_left(chaos: Trial, deadline_s: float = GONE_S) -> None:
-    """Checks that no process, segment, memory of copies, actor, placement group or log of the run is left: see
-    ``tests/support/left.py``.
+    """Checks that no process, segment, memory of copies, actor, placement group or log of the run is left:
+    see ``tests/support/left.py``.
     """
     assert all(not seen.process.running for seen in chaos.witness.seen.values())
     assert not (left := left_of(chaos.job.name, chaos.witness.token, deadline_s)), left

@@ -1,7 +1,8 @@
-"""Starts a cluster as its users do: ``ray start`` for every node, each with folders of its own, and a job server on the head.
+"""Starts a cluster as its users do: ``ray start`` for every node, each with folders of its own, and a job
+server on the head.
 
-A node's Python may have all that Elastic depends on, but not Elastic itself, which must come with what is submitted.  Where that is not
-the subject, the workers of all nodes are forks.
+A node's Python may have all that Elastic depends on, but not Elastic itself, which must come with what is
+submitted.  Where that is not the subject, the workers of all nodes are forks.
 """
 
 from __future__ import annotations
@@ -37,10 +38,12 @@ TUNED = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
     "RAY_memory_monitor_refresh_ms": "0",
-    NICENESS: "0",  # at Ray's 15 any two other busy processes of the machine leave actors a thirtieth of the time
+    # at Ray's 15 any two other busy processes of the machine leave actors a thirtieth of the time
+    NICENESS: "0",
     "RAY_health_check_initial_delay_ms": "0",
     "RAY_health_check_period_ms": "500",
-    "RAY_health_check_timeout_ms": "5000",  # a dead node refuses at once; one that is only slow, on a machine that is busy, is not dead
+    # a dead node refuses at once; one that is only slow, on a machine that is busy, is not dead
+    "RAY_health_check_timeout_ms": "5000",
     "RAY_health_check_failure_threshold": "3",
 }
 ACTORS = re.compile(r"ray::(Coordinator|Worker|Keeper)\b")
@@ -75,8 +78,13 @@ class Started:
     def __init__(self, folder: Path, python: Path, forks: warm.Warm | None, *arguments: str) -> None:
         self.folder, self.output = folder, folder / "output"
         folder.mkdir()
-        ours = {name: value for name, value in os.environ.items() if not name.startswith("RAY_") and name != "PYTHONPATH"}
-        (self.agent_port,) = free_ports(1)  # Ray's default is the same for all nodes of a machine, even of an earlier cluster
+        ours = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith("RAY_") and name != "PYTHONPATH"
+        }
+        # Ray's default is the same for all nodes of a machine, even of an earlier cluster
+        (self.agent_port,) = free_ports(1)
         bin_first = f"{python.parent}{os.pathsep}{ours['PATH']}"
         places = [f"--temp-dir={folder}/ray", f"--dashboard-agent-listen-port={self.agent_port}"]
         program = ["-m", "ray.scripts.scripts"] if forks is None else [warm.__file__, "node"]
@@ -85,13 +93,18 @@ class Started:
             self.process = subprocess.Popen(
                 [python, *program, "start", "--block", *places, *arguments],
                 cwd=folder,
-                env=ours | TUNED | {"PYTHONUNBUFFERED": "1", MARK: str(folder.parent), "PATH": bin_first} | asked,
+                env=ours
+                | TUNED
+                | {"PYTHONUNBUFFERED": "1", MARK: str(folder.parent), "PATH": bin_first}
+                | asked,
                 stdout=output,
                 stderr=subprocess.STDOUT,
             )  # in the process group of the tests, so that a signal to the group ends the nodes too
 
     def says(self, pattern: str, deadline_s: float = PATIENCE_S) -> str:
-        """Waits until its output matches.  Returns the first group of the match, or the whole match if there is no group."""
+        """Waits until its output matches.  Returns the first group of the match, or the whole match if there
+        is no group.
+        """
         end = time.monotonic() + deadline_s
         while not (found := re.search(pattern, text := self.output.read_text(errors="replace"))):
             assert self.process.poll() is None and time.monotonic() < end, text
@@ -104,7 +117,9 @@ class Started:
         while True:
             with (
                 contextlib.suppress(OSError),
-                urllib.request.urlopen(f"http://127.0.0.1:{self.agent_port}/api/local_raylet_healthz", timeout=5),
+                urllib.request.urlopen(
+                    f"http://127.0.0.1:{self.agent_port}/api/local_raylet_healthz", timeout=5
+                ),
             ):
                 return
             assert time.monotonic() < end, self.output.read_text(errors="replace")
@@ -112,18 +127,31 @@ class Started:
 
 
 class Nodes:
-    """The cluster.  By default the head has no CPU to give, so workers run on the nodes that are added.  A context manager.
+    """The cluster.  By default the head has no CPU to give, so workers run on the nodes that are added.  A
+    context manager.
 
-    Its workers are forks of ``forks`` if that is given, and the head has a server that takes jobs only if ``jobs``.  ``head_ip`` is an
-    address of this machine, such as 127.0.0.2, from which a process does not connect by itself: so the head is not on the machine of the
-    process, as far as addresses tell.
+    Its workers are forks of ``forks`` if that is given, and the head has a server that takes jobs only if
+    ``jobs``.  ``head_ip`` is an address of this machine, such as 127.0.0.2, from which a process does not
+    connect by itself: so the head is not on the machine of the process, as far as addresses tell.
     """
 
-    def __init__(self, python: Path, head_cpus: int = 0, head_ip: str = "", *, forks: warm.Warm | None = None, jobs: bool = True) -> None:
+    def __init__(
+        self,
+        python: Path,
+        head_cpus: int = 0,
+        head_ip: str = "",
+        *,
+        forks: warm.Warm | None = None,
+        jobs: bool = True,
+    ) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="nodes-"))  # short, as paths of Unix sockets must be
         self.python, self.forks, self.started = python, forks, list[Started]()
         self.submitted = list[Submitted]()
-        dashboard = ("--include-dashboard=true", f"--dashboard-port={free_ports(1)[0]}") if jobs else ("--include-dashboard=false",)
+        dashboard = (
+            ("--include-dashboard=true", f"--dashboard-port={free_ports(1)[0]}")
+            if jobs
+            else ("--include-dashboard=false",)
+        )
         place = (f"--node-ip-address={head_ip}",) if head_ip else ()
         head = self._start("--head", "--port=0", *place, *dashboard, f"--num-cpus={head_cpus}")
         self.address = head.says(r"--address='([^']+)'")
@@ -132,8 +160,11 @@ class Nodes:
             head.has_an_agent()
 
     def _start(self, *arguments: str) -> Started:
-        lean = ("--object-store-memory=80000000", "--include-log-monitor=false")  # nobody prints the logs of actors
-        self.started.append(Started(self.folder / str(len(self.started)), self.python, self.forks, *lean, *arguments))
+        # nobody prints the logs of actors
+        lean = ("--object-store-memory=80000000", "--include-log-monitor=false")
+        self.started.append(
+            Started(self.folder / str(len(self.started)), self.python, self.forks, *lean, *arguments)
+        )
         return self.started[-1]
 
     def add(self, cpus: int = 1, *more: str) -> Started:
@@ -146,7 +177,9 @@ class Nodes:
         return self.submitted[-1]
 
     def kill_everything(self) -> list[Ended]:
-        """Kills every process of every node by SIGKILL, frozen first so that none sees another die.  Returns how each ended."""
+        """Kills every process of every node by SIGKILL, frozen first so that none sees another die.  Returns
+        how each ended.
+        """
         watched = [each for node in self.started for each in frozen(node.process.pid)]
         kill_all(watched)
         ends = wait_gone(watched, PATIENCE_S)
@@ -163,7 +196,8 @@ class Nodes:
     def __exit__(self, *error: object) -> None:
         """Ends the cluster by force: nothing of it is kept, and in good order it takes seconds to end.
 
-        A process with a title has no mark any more: an agent whose node was killed before it goes on, and computes, for a minute.
+        A process with a title has no mark any more: an agent whose node was killed before it goes on, and
+        computes, for a minute.
         """
         kill_all([each for node in self.started for each in frozen(node.process.pid)])
         for submitted in self.submitted:
@@ -177,12 +211,15 @@ class Nodes:
                 node.process.poll()
             time.sleep(0.05)
         for node in self.started:
-            node.process.wait(PATIENCE_S)  # ``processes`` has no zombies; a zombie that nobody waits for is blamed on another test
+            # ``processes`` has no zombies; a zombie that nobody waits for is blamed on another test
+            node.process.wait(PATIENCE_S)
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
 INSTALLED_S = 3 * PATIENCE_S
-"""The patience where Ray makes an environment with pip on each node first: 27 s on two idle cores, 4 minutes beside four others."""
+"""The patience where Ray makes an environment with pip on each node first: 27 s on two idle cores, 4 minutes
+beside four others.
+"""
 
 
 class Submitted:
@@ -196,7 +233,12 @@ class Submitted:
         self.environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{self.environment['PATH']}"
         with open(self.output, "wb") as output:
             self.process = subprocess.Popen(
-                command, cwd=folder, env=self.environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+                command,
+                cwd=folder,
+                env=self.environment,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
             )
 
     @property
@@ -208,7 +250,9 @@ class Submitted:
         return re.findall(r"Job '(\w+)' submitted", self.text)[0]
 
     def stop(self) -> None:
-        """Stops the job by ``ray job stop`` (SIGTERM to the driver, SIGKILL 3 s later).  Returns when Ray calls the job stopped."""
+        """Stops the job by ``ray job stop`` (SIGTERM to the driver, SIGKILL 3 s later).  Returns when Ray
+        calls the job stopped.
+        """
         jobs = JobSubmissionClient(self.jobs)
         jobs.stop_job(self.id)
         self.until(lambda: jobs.get_job_status(self.id).is_terminal(), ended=True)
@@ -221,7 +265,12 @@ class Submitted:
     def ray(self, *arguments: str) -> str:
         """Runs ``ray job …``, as in another terminal."""
         done = subprocess.run(
-            ["ray", "job", *arguments], env=self.environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False
+            ["ray", "job", *arguments],
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_S,
+            check=False,
         )
         return done.stdout + done.stderr
 
@@ -230,9 +279,12 @@ class Submitted:
         end = time.monotonic() + deadline_s
         while not true():
             assert ended or self.process.poll() is None, (
-                f"the command ended with code {self.process.returncode} before what the test waits for had happened:\n{self.text}"
+                f"the command ended with code {self.process.returncode} before what the test waits for had "
+                f"happened:\n{self.text}"
             )
-            assert time.monotonic() < end, f"what the test waits for did not happen within {deadline_s:g} s:\n{self.text}"
+            assert time.monotonic() < end, (
+                f"what the test waits for did not happen within {deadline_s:g} s:\n{self.text}"
+            )
             time.sleep(0.02)
 
     def wait(self, deadline_s: float = INSTALLED_S) -> int:
@@ -245,12 +297,16 @@ class Submitted:
 
 
 def assert_all_given_back(nodes: Nodes, name: str, deadline_s: float = 100) -> None:
-    """Checks that no actor, process or placement group of the run is left and every CPU is free, before workers would have left by
-    themselves.
+    """Checks that no actor, process or placement group of the run is left and every CPU is free, before
+    workers would have left by themselves.
     """
     deadline = time.monotonic() + deadline_s
     while True:
-        named = [entry["name"] for entry in ray.util.list_named_actors(all_namespaces=True) if entry["namespace"] == cluster.NAMESPACE]
+        named = [
+            entry["name"]
+            for entry in ray.util.list_named_actors(all_namespaces=True)
+            if entry["namespace"] == cluster.NAMESPACE
+        ]
         free, total = ray.available_resources().get("CPU", 0), ray.cluster_resources().get("CPU", 0)
         groups = [group for group in ray.util.placement_group_table().values() if group["state"] != "REMOVED"]
         segments = list(Path("/dev/shm").glob(f"elastic-{name}-*"))

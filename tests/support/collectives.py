@@ -1,6 +1,7 @@
 """Records the collectives that a member really calls, with their bytes.
 
-They are recorded below torch.distributed, as operators of ``c10d``: every call ends there, whatever library or attribute it came through.
+They are recorded below torch.distributed, as operators of ``c10d``: every call ends there, whatever library
+or attribute it came through.
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ from torch.utils._pytree import tree_leaves
 
 @dataclass(frozen=True)
 class Call:
-    """One collective.  ``name`` is the operator without its underscore; ``bytes`` counts all tensors among the arguments.
+    """One collective.  ``name`` is the operator without its underscore; ``bytes`` counts all tensors among
+    the arguments.
 
-    ``sent`` has the bytes for each member if it is an all-to-all with sizes.  ``dtypes`` are those of the tensors, and ``members`` the
-    world ranks of the group.
+    ``sent`` has the bytes for each member if it is an all-to-all with sizes.  ``dtypes`` are those of the
+    tensors, and ``members`` the world ranks of the group.
     """
 
     name: str
@@ -61,9 +63,16 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             size = sum(tensor.nbytes for tensor in tensors)
             name, sent = func._opname.strip("_"), ()
             if name == "alltoall_base":
-                _, mine, _, _, sizes, *_ = args  # output, input, group, sizes of the output, sizes of the input
+                # output, input, group, sizes of the output, sizes of the input
+                _, mine, _, _, sizes, *_ = args
                 sent = tuple(count * mine.itemsize for count in sizes)
-            groups = [leaf for leaf in leaves if isinstance(leaf, torch.ScriptObject) and "ProcessGroup" in leaf._type().qualified_name()]
-            members = [tuple(dist.get_process_group_ranks(dist.ProcessGroup.unbox(group))) for group in groups]
+            groups = [
+                leaf
+                for leaf in leaves
+                if isinstance(leaf, torch.ScriptObject) and "ProcessGroup" in leaf._type().qualified_name()
+            ]
+            members = [
+                tuple(dist.get_process_group_ranks(dist.ProcessGroup.unbox(group))) for group in groups
+            ]
             self.calls.append(Call(name, size, sent, frozenset(tensor.dtype for tensor in tensors), *members))
         return func(*args, **(kwargs or {}))

@@ -1,6 +1,8 @@
-"""Runs the command ``elastic`` as its users do: a process of its own, in a folder of its own, with code of their own.
+"""Runs the command ``elastic`` as its users do: a process of its own, in a folder of its own, with code of
+their own.
 
-Every process that it starts, directly or not, has the folder in its environment.  Tests find what is left by that.
+Every process that it starts, directly or not, has the folder in its environment.  Tests find what is left by
+that.
 """
 
 from __future__ import annotations
@@ -32,10 +34,11 @@ MARK = "STARTED_BY_TEST"
 
 
 def user_package(folder: Path, package: str, seen: Path | None = None) -> None:
-    """Writes a user's own code outside of the repository: a model without a sharding table, a dataset, a loss that records what it saw.
+    """Writes a user's own code outside of the repository: a model without a sharding table, a dataset, a loss
+    that records what it saw.
 
-    ``<pid>`` in ``seen``, by default a folder beside the package, gets a line for every microbatch: the CRC-32 of its tokens, and the
-    bits of the loss.
+    ``<pid>`` in ``seen``, by default a folder beside the package, gets a line for every microbatch: the
+    CRC-32 of its tokens, and the bits of the loss.
     """
     for module in [name for name in sys.modules if name.split(".")[0] == package]:
         del sys.modules[module]  # of another test, which gave its package the same name
@@ -118,7 +121,8 @@ def user_job(folder: Path, package: str, **changes: object) -> Job:
         "optim": {"lr": 1e-2},
         "data": {"dataset": f"{package}.code:Walks"},
         "checkpoint": {"save_every": 4},
-        "deadlines": {"grow_debounce_s": 30},  # so that the first world has every worker for which there is room
+        # so that the first world has every worker for which there is room
+        "deadlines": {"grow_debounce_s": 30},
     }
     job = Job(**(values | changes))  # type: ignore[arg-type]
     (folder / "job.toml").write_text(to_toml(job))
@@ -131,9 +135,11 @@ def seen(folder: Path) -> list[str]:
 
 
 class Command:
-    """A process ``python -m elastic <arguments>`` in ``folder``, in a session of its own like that of a terminal.
+    """A process ``python -m elastic <arguments>`` in ``folder``, in a session of its own like that of a
+    terminal.
 
-    If it is ``warm``, it is a fork of the process that the tests' cluster has its workers from; it gets the signals that this one gets.
+    If it is ``warm``, it is a fork of the process that the tests' cluster has its workers from; it gets the
+    signals that this one gets.
     """
 
     def __init__(self, folder: Path, *arguments: str, warm: bool = False, **environment: str) -> None:
@@ -144,7 +150,13 @@ class Command:
             self.process = subprocess.Popen(
                 [sys.executable, *[FORK] * warm, "-m", "elastic", *arguments],
                 cwd=folder,
-                env={**ours, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", MARK: str(folder), **environment},
+                env={
+                    **ours,
+                    "PYTHONPATH": str(ROOT),
+                    "PYTHONUNBUFFERED": "1",
+                    MARK: str(folder),
+                    **environment,
+                },
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -159,11 +171,14 @@ class Command:
         end = time.monotonic() + deadline_s
         while not true():
             assert self.process.poll() is None, (
-                f"the command ended with code {self.process.returncode} before what the test waits for had happened:\n{self.text}"
+                f"the command ended with code {self.process.returncode} before what the test waits for had "
+                f"happened:\n{self.text}"
             )
             if time.monotonic() > end:
                 self.kill_everything()
-                raise AssertionError(f"what the test waits for did not happen within {deadline_s:g} s:\n{self.text}")
+                raise AssertionError(
+                    f"what the test waits for did not happen within {deadline_s:g} s:\n{self.text}"
+                )
             time.sleep(0.005)
 
     def wait(self, deadline_s: float = PATIENCE_S) -> int:
@@ -178,7 +193,9 @@ class Command:
         os.killpg(self.process.pid, signal.SIGINT)
 
     def kill_everything(self) -> list[Ended]:
-        """Kills the whole tree of processes by SIGKILL, frozen first so that none can react to the death of another."""
+        """Kills the whole tree of processes by SIGKILL, frozen first so that none can react to the death of
+        another.
+        """
         watched = frozen(self.process.pid)
         kill_all(watched)
         self.process.wait(PATIENCE_S)
@@ -195,5 +212,7 @@ def view_of(name: str) -> View | None:
 
 
 def assert_no_actor_left(name: str) -> None:
-    """Checks that nothing of the run ``name`` is left: no actor in this cluster, and no process, memory, segment or log on this machine."""
+    """Checks that nothing of the run ``name`` is left: no actor in this cluster, and no process, memory,
+    segment or log on this machine.
+    """
     assert not (left := left_of(name)), left

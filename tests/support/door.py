@@ -1,6 +1,8 @@
-"""A proxy on loopback between a run and its bucket: a door that can be shut in the ways in which networks and stores fail.
+"""A proxy on loopback between a run and its bucket: a door that can be shut in the ways in which networks and
+stores fail.
 
-It does not change what passes, so signatures stay valid.  When it is shut, the connections that pass it are cut, or stand still.
+It does not change what passes, so signatures stay valid.  When it is shut, the connections that pass it are
+cut, or stand still.
 """
 
 from __future__ import annotations
@@ -49,14 +51,17 @@ class Server(Protocol):
 
 
 class Door:
-    """A door before ``server``.  It is a context manager; its ``endpoint`` and ``environment`` lead to the server through the door."""
+    """A door before ``server``.  It is a context manager; its ``endpoint`` and ``environment`` lead to the
+    server through the door.
+    """
 
     def __init__(self, server: Server) -> None:
         host, _, port = server.endpoint.removeprefix("http://").partition(":")
         self._server, self._behind = server, (host, int(port))
         self._listener = socket.socket()
         self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self._listener.bind(("127.0.0.1", *free_ports(1)))  # a port that we chose stays ours while nobody listens
+        # a port that we chose stays ours while nobody listens
+        self._listener.bind(("127.0.0.1", *free_ports(1)))
         self._open = threading.Event()
         """Event that is set while requests may pass."""
         self._closed = threading.Event()
@@ -64,7 +69,9 @@ class Door:
         self._shuts = 0
         self._threads = [threading.Thread(target=self._answer, name="door", daemon=True)]
         self.met: Counter[Way] = Counter()
-        """Number of requests that found the door shut, by way.  A door that refuses connections sees none, so it counts its own."""
+        """Number of requests that found the door shut, by way.  A door that refuses connections sees none, so
+        it counts its own.
+        """
         self.open()
 
     @property
@@ -106,7 +113,9 @@ class Door:
         self._threads[0].start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._closed.set()
         self.open()
         for each in self._threads:
@@ -123,7 +132,9 @@ class Door:
             if select.select([self._listener], [], [], POLL_S)[0]:
                 with suppress(OSError):  # shut meanwhile
                     client, _ = self._listener.accept()
-                    thread = threading.Thread(target=self._serve, args=(client,), name="door-connection", daemon=True)
+                    thread = threading.Thread(
+                        target=self._serve, args=(client,), name="door-connection", daemon=True
+                    )
                     self._threads.append(thread)
                     thread.start()
 
@@ -180,7 +191,8 @@ class Door:
         client.sendall(SAYS + SLOW_DOWN)
         client.shutdown(socket.SHUT_WR)
         client.settimeout(1)
-        while client.recv(1 << 16):  # until the client hangs up: closing a socket with unread data would lose the answer
+        # until the client hangs up: closing a socket with unread data would lose the answer
+        while client.recv(1 << 16):
             pass
 
 

@@ -1,8 +1,9 @@
 """Stands in for CUDA's driver where there is none, and notes who asks it.
 
-:func:`noted` makes every Python process below a folder believe that its torch is made for CUDA.  Each question of torch to CUDA's runtime,
-and with that to the driver, is noted; NVML answers that there is no GPU, and is not noted.  So it shows on any machine which process would
-have fixed its GPUs, by an import or by a call.
+:func:`noted` makes every Python process below a folder believe that its torch is made for CUDA.  Each
+question of torch to CUDA's runtime, and with that to the driver, is noted; NVML answers that there is no GPU,
+and is not noted.  So it shows on any machine which process would have fixed its GPUs, by an import or by a
+call.
 
 :func:`library` makes a driver of two GPUs that reads ``CUDA_VISIBLE_DEVICES`` as CUDA's does: once.
 """
@@ -85,7 +86,9 @@ class Note(NamedTuple):
 
 
 def noted(folder: Path) -> dict[str, str]:
-    """Returns the environment in which processes note in ``folder`` what they ask the driver, by torch or by its library."""
+    """Returns the environment in which processes note in ``folder`` what they ask the driver, by torch or by
+    its library.
+    """
     place = str(folder / "notes")
     (folder / "sitecustomize.py").write_text(f"NOTES = {place!r}\n{_SITE}")
     return {"PYTHONPATH": str(folder), "LD_LIBRARY_PATH": str(library(folder)), "DRIVER_NOTES": place}
@@ -98,11 +101,22 @@ def notes(folder: Path) -> list[Note]:
 
 
 def library(folder: Path) -> Path:
-    """Makes a driver of two GPUs, whose UUIDs are 16 bytes a0 and 16 bytes a1.  Without a C compiler the test is skipped."""
+    """Makes a driver of two GPUs, whose UUIDs are 16 bytes a0 and 16 bytes a1.  Without a C compiler the test
+    is skipped.
+    """
     if (compiler := shutil.which("cc")) is None:
         pytest.skip("needs a C compiler")
     (folder / "driver.c").write_text(_LIBRARY)
     subprocess.run(
-        [compiler, "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", folder / "libcuda.so.1", folder / "driver.c"], check=True
+        [
+            compiler,
+            "-shared",
+            "-fPIC",
+            "-Wl,-soname,libcuda.so.1",
+            "-o",
+            folder / "libcuda.so.1",
+            folder / "driver.c",
+        ],
+        check=True,
     )
     return folder

@@ -11,7 +11,9 @@ from pathlib import Path
 
 @contextmanager
 def full_disk(file: Path, room: int) -> Iterator[None]:
-    """Lets ``file`` grow by ``room`` bytes only: the system takes that much of a write and refuses the rest, with EFBIG for ENOSPC."""
+    """Lets ``file`` grow by ``room`` bytes only: the system takes that much of a write and refuses the rest,
+    with EFBIG for ENOSPC.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, ((file.stat().st_size if file.exists() else 0) + room, hard))
     try:

@@ -1,7 +1,9 @@
-"""Workers without torch, so that many of them fit on one machine: real processes under the product's coordinator and keepers.
+"""Workers without torch, so that many of them fit on one machine: real processes under the product's
+coordinator and keepers.
 
-Each has the product's actor, member, lease and counters.  Only its training is made of files: a collective is complete once a folder has
-a file of each member, and the state is a hash of all steps so far.  A newcomer reads it from one of the holders that its plan names.
+Each has the product's actor, member, lease and counters.  Only its training is made of files: a collective is
+complete once a folder has a file of each member, and the state is a hash of all steps so far.  A newcomer
+reads it from one of the holders that its plan names.
 """
 
 from __future__ import annotations
@@ -79,7 +81,14 @@ class Hollow(Worker):
         self.trainer = Training(self.job, self.counters, self.apply_fence, self.report)  # type: ignore[assignment]
         go_or_end(self._keep_lease, "lease")
         build = pickle.loads((shared(self.job) / "build").read_bytes())
-        self._joined = Joined(self.worker, cluster.here(), "hollow", classes((7, 3)), replace(build, host=cluster.host()), (28, 12))
+        self._joined = Joined(
+            self.worker,
+            cluster.here(),
+            "hollow",
+            classes((7, 3)),
+            replace(build, host=cluster.host()),
+            (28, 12),
+        )
         self.report(self._joined)
         self._end(self.trainer)  # type: ignore[arg-type]
 
@@ -87,7 +96,9 @@ class Hollow(Worker):
 class Training(Controlled):
     """Stands in for ``elastic.train.loop.Trainer``."""
 
-    def __init__(self, job: Job, counters: Counters, fence: ApplyFence, report: Callable[[Event], None]) -> None:
+    def __init__(
+        self, job: Job, counters: Counters, fence: ApplyFence, report: Callable[[Event], None]
+    ) -> None:
         super().__init__(fence, report)
         self.job, self.counters, self.folder, self.state = job, counters, shared(job), ""
 
@@ -110,7 +121,9 @@ class Training(Controlled):
                 self._train(plan)
         except FencedOff as error:
             if error.lease:
-                self._say(Broken(self.worker, plan.generation, self.counters["step"] + 1, "lease", str(error)))
+                self._say(
+                    Broken(self.worker, plan.generation, self.counters["step"] + 1, "lease", str(error))
+                )
         if not isinstance(order, Settled):
             self._await(plan.generation, Settled)
         with self.apply_fence as member:
@@ -133,7 +146,11 @@ class Training(Controlled):
             os._exit(WRONG_STATE)
         cell = cell_of(plan.layout, plan.world_rank(self.worker))
         with self.apply_fence as member:
-            member.healed(time.monotonic(), Holding(self.worker, plan.version, cell), SimpleNamespace(version=plan.version))
+            member.healed(
+                time.monotonic(),
+                Holding(self.worker, plan.version, cell),
+                SimpleNamespace(version=plan.version),
+            )
         self.counters["step"] = plan.version.step
         self._write(plan.version)
         self._say(Ready(self.worker, plan.generation))
@@ -162,7 +179,9 @@ class Training(Controlled):
             samples = tuple(self.samples(step, each) for each in range(self.job.microbatches))
             ones = (1.0,) * self.job.microbatches
             counts = (1,) * self.job.microbatches
-            outcome = Outcome(step, plan.generation, 1.0, ones, counts, samples, True, boundary=boundary, saves=False)
+            outcome = Outcome(
+                step, plan.generation, 1.0, ones, counts, samples, True, boundary=boundary, saves=False
+            )
             self._apply(outcome)
             if plan.world_rank(self.worker) == 0:
                 self.report(StepDone(self.worker, plan.generation, outcome))

@@ -1,11 +1,11 @@
 """Makes hosts with a network between them that can be cut.
 
-Each host is a raylet of one cluster in a network namespace of its own.  It has its own monotonic clock, because machines were not all
-started at the same time.
+Each host is a raylet of one cluster in a network namespace of its own.  It has its own monotonic clock,
+because machines were not all started at the same time.
 
-Host 0 is this one: the tests' process, the head and with it the coordinator.  The others are joined to it, and to each other, by
-``tests/support/wire.py`` alone.  Disk and shared memory are common to all, as is the bucket, which no cut reaches.  Needs root, ``ip``
-and ``/dev/net/tun``.
+Host 0 is this one: the tests' process, the head and with it the coordinator.  The others are joined to it,
+and to each other, by ``tests/support/wire.py`` alone.  Disk and shared memory are common to all, as is the
+bucket, which no cut reaches.  Needs root, ``ip`` and ``/dev/net/tun``.
 """
 
 from __future__ import annotations
@@ -58,7 +58,11 @@ class Hosts:
         self.raylets: dict[int, subprocess.Popen[bytes]] = {}
         self.ice: list[Watched] = []
         self.wire = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.wire", *self.names], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, "-m", "tests.support.wire", *self.names],
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
 
     def __enter__(self) -> Self:
@@ -69,7 +73,9 @@ class Hosts:
             raise
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def address(self, host: int) -> str:
@@ -92,10 +98,13 @@ class Hosts:
                 if source != target:
                     self.rule(source, target, loss=loss, delay_s=delay_s)
 
-    def cut(self, host: int, *, to: bool = True, off: bool = True, others: tuple[int, ...] | None = None) -> None:
+    def cut(
+        self, host: int, *, to: bool = True, off: bool = True, others: tuple[int, ...] | None = None
+    ) -> None:
         """Cuts a host off.
 
-        With ``to`` nothing from ``others`` (by default all hosts) reaches it; with ``off`` nothing that it sends reaches them.
+        With ``to`` nothing from ``others`` (by default all hosts) reaches it; with ``off`` nothing that it
+        sends reaches them.
         """
         for other in range(self.number) if others is None else others:
             if other != host and to:
@@ -120,7 +129,9 @@ class Hosts:
 
     def _start(self) -> None:
         assert self.wire.stdout is not None
-        assert self.wire.stdout.readline() == "ready\n", "no TUN device could be made: this needs root and /dev/net/tun"
+        assert self.wire.stdout.readline() == "ready\n", (
+            "no TUN device could be made: this needs root and /dev/net/tun"
+        )
         _ip("addr", "add", f"{self.address(0)}/24", "dev", self.names[0])
         _ip("link", "set", self.names[0], "mtu", str(MTU), "up")
         for host, name in enumerate(self.names[1:], 1):
@@ -149,7 +160,9 @@ class Hosts:
         self._ray(host, f"--address={self.address(0)}:6399", f"--num-cpus={self.cpus}")
 
     def left(self, host: int) -> bool:
-        """Returns whether the raylet of a host has ended, as it does when it hears that the cluster has given it up."""
+        """Returns whether the raylet of a host has ended, as it does when it hears that the cluster has given
+        it up.
+        """
         return self.raylets[host].poll() is not None
 
     def rejoin(self) -> None:
@@ -191,7 +204,9 @@ class Hosts:
             time.sleep(0.05)
 
     def close(self) -> None:
-        """Ends the cluster by force: nothing of it is kept, and Ray takes ten seconds to end a node in good order."""
+        """Ends the cluster by force: nothing of it is kept, and Ray takes ten seconds to end a node in good
+        order.
+        """
         ray.shutdown()
         while left := processes(f"{MARK}={self.folder}"):
             for process in left:

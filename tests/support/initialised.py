@@ -1,4 +1,6 @@
-"""Models whose initialisation is hard to run piece by piece, and what plain torch makes of a model on one device."""
+"""Models whose initialisation is hard to run piece by piece, and what plain torch makes of a model on one
+device.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +15,16 @@ from torch import nn
 
 
 class Odd(nn.Module):
-    """Ties, copies of modules, values that decide, tensors read again, parts written one by one, another dtype, other libraries' chance."""
+    """Ties, copies of modules, values that decide, tensors read again, parts written one by one, another
+    dtype, other libraries' chance.
+    """
 
     def __init__(self, vocab: int = 500, dim: int = 64) -> None:
         super().__init__()
         self.e = nn.Embedding(vocab, dim)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim, bias=False)) for _ in range(4))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim, bias=False)) for _ in range(4)
+        )
         self.blocks.append(copy.deepcopy(self.blocks[0]))
         self.h = nn.Linear(dim, vocab, bias=False)
         self.h.weight = self.e.weight
@@ -49,7 +55,9 @@ class Odd(nn.Module):
             if self.scale.mean().item() > 0:
                 self.q[0].neg_()
             self.replaced = nn.Parameter(self.replaced * self.table)
-            self.drawn.copy_(torch.tensor([random.random() + numpy.random.rand() for _ in range(64)], dtype=torch.float32))
+            self.drawn.copy_(
+                torch.tensor([random.random() + numpy.random.rand() for _ in range(64)], dtype=torch.float32)
+            )
             for a, _ in self.blocks:  # once more, when all have been written
                 a.weight.data = a.weight.data / a.weight.abs().max()
 
@@ -70,7 +78,9 @@ def odd(**args: Any) -> nn.Module:
 
 
 def plain(build: Callable[[], nn.Module], seed: int, device: str = "cpu") -> dict[str, torch.Tensor]:
-    """Returns every parameter and buffer by name, as plain torch initialises them on one device from ``seed``."""
+    """Returns every parameter and buffer by name, as plain torch initialises them on one device from
+    ``seed``.
+    """
     torch.manual_seed(seed)
     random.seed(seed)
     numpy.random.seed(seed)

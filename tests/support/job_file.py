@@ -9,7 +9,9 @@ from elastic.job import Job
 
 
 def to_toml(job: Job) -> str:
-    """Returns the file with every setting.  Raises TypeError for a None inside ``args``, which TOML does not have."""
+    """Returns the file with every setting.  Raises TypeError for a None inside ``args``, which TOML does not
+    have.
+    """
     return "".join(f"{name} = {_toml(value)}\n" for name, value in job.model_dump(mode="json").items())
 
 

@@ -1,7 +1,9 @@
-"""Scripts of chaos runs: which faults strike whom and when, which worlds follow, and from which tier each of them begins.
+"""Scripts of chaos runs: which faults strike whom and when, which worlds follow, and from which tier each of
+them begins.
 
-A run must not reach its end, nor a fault, before the newcomers it waits for are there.  So a script has *gates*: steps whose data
-cannot be read before the world has been told to grow.  Everything waits for events: no script knows how long anything takes.
+A run must not reach its end, nor a fault, before the newcomers it waits for are there.  So a script has
+*gates*: steps whose data cannot be read before the world has been told to grow.  Everything waits for events:
+no script knows how long anything takes.
 """
 
 from __future__ import annotations
@@ -27,8 +29,14 @@ SAMPLES = 16 * STEPS
 POINTS = ("forward", "backward", "before_commit", "before_update", "in_update", "save", "forming", "healing")
 BETWEEN_WORLDS = ("forming", "healing")
 FATAL = ("SIGKILL", "SIGSEGV", "exit")
-LAYOUTS: Mapping[str, dict[str, Any]] = {"replicate": {}, "shard": {"dp_replicate": 1}, "2x2": {"min_shard": 2}}
-"""Settings of ``parallel``.  With "2x2" four workers are two replicas of two shards, fewer are one replica, and a single one must wait."""
+LAYOUTS: Mapping[str, dict[str, Any]] = {
+    "replicate": {},
+    "shard": {"dp_replicate": 1},
+    "2x2": {"min_shard": 2},
+}
+"""Settings of ``parallel``.  With "2x2" four workers are two replicas of two shards, fewer are one replica,
+and a single one must wait.
+"""
 SAVE_EVERY, RARELY = {"replicate": 4, "shard": 1, "2x2": 1}, 4
 
 
@@ -46,7 +54,9 @@ class Grow:
 
 @dataclass(frozen=True)
 class Cramp:
-    """A gate: ``generation`` may not pass ``step`` before others wait for the room that the next ``victims`` leave."""
+    """A gate: ``generation`` may not pass ``step`` before others wait for the room that the next ``victims``
+    leave.
+    """
 
     generation: int
     step: int
@@ -79,10 +89,13 @@ class Script:
 
     def fault(self, point: str, kind: str, rank: int, step: int = 0) -> None:
         """Adds a fault in the latest world."""
-        self.faults.append({"point": point, "kind": kind, "world_rank": rank, "step": step, "generation": self.generation})
+        self.faults.append(
+            {"point": point, "kind": kind, "world_rank": rank, "step": step, "generation": self.generation}
+        )
 
     def after(self, point: str, kind: str) -> str:
-        """Returns the tier of the world that follows when a stepping member of the latest world meets this fault.
+        """Returns the tier of the world that follows when a stepping member of the latest world meets this
+        fault.
 
         A member that raised still holds its state, unless it was in the middle of an update.
         """
@@ -99,13 +112,18 @@ class Script:
     def gates(self, bucket: Path, global_batch: int = 16) -> dict[str, str]:
         """Returns the file that opens each gate, by a sample of the gate's step: an argument of the dataset."""
         cursor = Cursor(SAMPLES, global_batch, 0, "permutation")
-        return {str(cursor.ids(each.step)[0]): str(gate(bucket, each)) for each in (*self.growth, *self.cramps)}
+        return {
+            str(cursor.ids(each.step)[0]): str(gate(bucket, each)) for each in (*self.growth, *self.cramps)
+        }
 
     def job(self, bucket: Path, name: str, **changes: Any) -> Job:
         values: dict[str, Any] = {
             "name": name,
             "steps": STEPS,
-            "data": {"dataset": "tests.support.toys:Sums", "args": {"samples": SAMPLES, "gates": self.gates(bucket)}},
+            "data": {
+                "dataset": "tests.support.toys:Sums",
+                "args": {"samples": SAMPLES, "gates": self.gates(bucket)},
+            },
             "parallel": LAYOUTS[self.layout],
             "workers": {"min": 1, "max": self.workers},
             "checkpoint": {"save_every": RARELY if self.copies else SAVE_EVERY[self.layout]},
@@ -186,8 +204,8 @@ def perform(script: Script, bucket: Path, name: str, **changes: Any) -> Trial:
 def again_and_again(layout: str, point: str) -> Script:
     """Returns the script 3→2→3→2→3… (2×2: 4→3→4→3→4…).
 
-    The full world loses one member after the other at ``point``, in each fatal way, and takes in a newcomer each time.  Then a member
-    raises at ``point``.
+    The full world loses one member after the other at ``point``, in each fatal way, and takes in a newcomer
+    each time.  Then a member raises at ``point``.
     """
     full = 4 if layout == "2x2" else 3
     script = Script(layout, full)
@@ -204,7 +222,8 @@ def again_and_again(layout: str, point: str) -> Script:
         script.form(full, "live")
         if point in BETWEEN_WORLDS:
             # the newcomer holds nothing yet; any other member that dies may hold the only copy of a slice
-            newcomer = {"2x2": 2, "shard": 1, "replicate": 2}[layout]  # survivors keep the cells in which most of their rows lie
+            # survivors keep the cells in which most of their rows lie
+            newcomer = {"2x2": 2, "shard": 1, "replicate": 2}[layout]
             rank = 0 if kind == "SIGSEGV" and (layout == "replicate" or point == "forming") else newcomer
             script.fault(point, kind, rank)
             script.form(full - 1, script.far if rank == 0 and layout != "replicate" else "live")
@@ -221,9 +240,11 @@ def again_and_again(layout: str, point: str) -> Script:
     return script
 
 
-def one_after_another(layout: str, workers: int, strikes: Sequence[tuple[str, str, int]], *, copies: bool = True) -> Script:
-    """Returns a script in which each of ``strikes`` (point, kind, world rank) hits the full world, which takes in a newcomer for each
-    loss.
+def one_after_another(
+    layout: str, workers: int, strikes: Sequence[tuple[str, str, int]], *, copies: bool = True
+) -> Script:
+    """Returns a script in which each of ``strikes`` (point, kind, world rank) hits the full world, which
+    takes in a newcomer for each loss.
     """
     script = Script(layout, workers, copies=copies)
     script.form(workers, "init")
@@ -241,8 +262,9 @@ def one_after_another(layout: str, workers: int, strikes: Sequence[tuple[str, st
 def down_and_up(layout: str, point: str, between: str, kind: str) -> Script:
     """Returns the script 4→3→1→2→4, in a cluster that never has room for more.
 
-    Two die at ``point``; the next world breaks at ``between``; a newcomer comes, then two more.  Then one member of the full world dies at
-    ``point``, and another one raises.  A single worker of "2x2" waits for the newcomer.
+    Two die at ``point``; the next world breaks at ``between``; a newcomer comes, then two more.  Then one
+    member of the full world dies at ``point``, and another one raises.  A single worker of "2x2" waits for
+    the newcomer.
     """
     script = Script(layout, 4)
     script.form(4, "init")
@@ -252,7 +274,8 @@ def down_and_up(layout: str, point: str, between: str, kind: str) -> Script:
     script.fault(point, "SIGSEGV", 0, 12)
     script.form(2, script.after(point, "SIGSEGV"))
     script.fault(between, kind, 1)
-    nothing_held = script.tiers[-1]  # a world that never ran leaves at most a replica; its shards are of no use
+    # a world that never ran leaves at most a replica; its shards are of no use
+    nothing_held = script.tiers[-1]
     if layout != "2x2":
         script.form(1, nothing_held)
     script.growth.append(Grow(script.generation, 16, room=1))
@@ -294,7 +317,9 @@ def there_and_back(layout: str) -> Script:
 
 
 def down_again(script: Script) -> Script:
-    """Extends a ``down_and_up`` of replicas by 3→2→1: the second of three dies between commit and update, then one of two in a save."""
+    """Extends a ``down_and_up`` of replicas by 3→2→1: the second of three dies between commit and update,
+    then one of two in a save.
+    """
     script.cramps.append(Cramp(script.generation, 31, victims=2))
     for point, step in (("before_update", 34), ("save", 36)):
         script.fault(point, "SIGKILL", 1, step)

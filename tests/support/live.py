@@ -12,14 +12,20 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 
 class Live(TorchDispatchMode):
-    """Counts the operations that make new tensors, and notes the greatest number of bytes that they held at one time."""
+    """Counts the operations that make new tensors, and notes the greatest number of bytes that they held at
+    one time.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.bytes, self.peak_bytes, self.operations, self.known = 0, 0, 0, WeakIdKeyDictionary()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        old = {id(each.untyped_storage()) for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)}
+        old = {
+            id(each.untyped_storage())
+            for each in tree_leaves((args, kwargs))
+            if isinstance(each, torch.Tensor)
+        }
         made = func(*args, **(kwargs or {}))
         for tensor in [each for each in tree_leaves(made) if isinstance(each, torch.Tensor)]:
             storage = tensor.untyped_storage()

@@ -1,7 +1,8 @@
-"""Loss functions of a user whose code does what it should not, in a worker on the cluster: the harder half of chaos.
+"""Loss functions of a user whose code does what it should not, in a worker on the cluster: the harder half of
+chaos.
 
-They look into the worker that runs them, and replace functions of the product there, as no user's code should.  No file of the product
-knows of them.
+They look into the worker that runs them, and replace functions of the product there, as no user's code
+should.  No file of the product knows of them.
 """
 
 from __future__ import annotations
@@ -34,7 +35,10 @@ from tests.support.patience import PATIENCE_S
 
 STEP = 6
 """The step of generation 1 in which mischief is done."""
-ASSERTED = "CUDA error: device-side assert triggered\nIt may be reported by some other call than the one that failed."
+ASSERTED = (
+    "CUDA error: device-side assert triggered\nIt may be reported by some other call than the one "
+    "that failed."
+)
 TOUCHES = (
     (loop, "touch"),
     (World, "to_host"),
@@ -45,7 +49,9 @@ TOUCHES = (
 )
 """Functions of the product that use a worker's device."""
 ABORT_S = 1.0
-"""Time in seconds that the product waits for the abort that never returns, and that the abort of the control takes."""
+"""Time in seconds that the product waits for the abort that never returns, and that the abort of the control
+takes.
+"""
 SEEN: set[tuple[str, int]] = set()
 LAST: list[Outcome] = []
 
@@ -60,8 +66,8 @@ def trainer() -> Trainer:
 def watched(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Computes the usual loss.
 
-    At the first step of each world and at every tenth step it writes the memory in use and the number of compiled graphs into the worker's
-    log.
+    At the first step of each world and at every tenth step it writes the memory in use and the number of
+    compiled graphs into the worker's log.
     """
     me = trainer()
     world, step = me.world, me.session.faults.step
@@ -86,7 +92,8 @@ OUTLIVES_S = 8.0
 
 
 def outlived(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Computes the usual loss.  Whoever dies leaves its sockets open for a while, as one does whose pinned memory the kernel lets go of.
+    """Computes the usual loss.  Whoever dies leaves its sockets open for a while, as one does whose pinned
+    memory the kernel lets go of.
 
     A process that shares its open files holds them.
     """
@@ -101,9 +108,11 @@ def outlived(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor
 
 
 def early_abort(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Fences world rank 0, which aborts in the middle of the commit of ``STEP``, 0.3 s before anybody hears of it.
+    """Fences world rank 0, which aborts in the middle of the commit of ``STEP``, 0.3 s before anybody hears
+    of it.
 
-    To be used with a member that never contributes: ``Fault(point="before_commit", step=STEP, kind="SIGSTOP", world_rank=...)``.
+    To be used with a member that never contributes: ``Fault(point="before_commit", step=STEP, kind="SIGSTOP",
+    world_rank=...)``.
     """
     if _due(0):
         threading.Thread(target=_abort_early, args=(trainer(),), daemon=True).start()
@@ -111,8 +120,8 @@ def early_abort(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Ten
 
 
 def early_abort_believed(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """The control for the same fault: nobody looks at what a commit brings, so a member that sees the collective end takes the step for
-    committed.
+    """The control for the same fault: nobody looks at what a commit brings, so a member that sees the
+    collective end takes the step for committed.
     """
     if _first("believes", 1):
         steps.conclude = partial(_believe, conclude)  # type: ignore[attr-defined]
@@ -135,7 +144,8 @@ def _abort_early(me: Trainer) -> None:
     deadline = time.monotonic() + PATIENCE_S
     while me.apply_fence.member.prepared != STEP and time.monotonic() < deadline:
         time.sleep(0.001)
-    time.sleep(1.0)  # part of the scenario, not a wait for an event: for this time all but one stand in the commit, unfenced
+    # part of the scenario, not a wait for an event: for this time all but one stand in the commit, unfenced
+    time.sleep(1.0)
     me.report = lambda *event: held.append(event)
     with me.apply_fence as rules:
         rules.fence(world.generation)
@@ -156,7 +166,9 @@ def holding_the_gil(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor,
 
 
 def device_lost(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Makes world rank 0 lose its device when ``STEP`` begins: every use of it raises, and so does every later call of this process."""
+    """Makes world rank 0 lose its device when ``STEP`` begins: every use of it raises, and so does every
+    later call of this process.
+    """
     if _due(0):
         for owner, name in TOUCHES:
             setattr(owner, name, _refuse)
@@ -196,9 +208,11 @@ def bent_file_believed(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tens
 
 
 def stuck_abort(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Makes the abort of generation 1 free world rank 0 from every collective, as it should, but never return.
+    """Makes the abort of generation 1 free world rank 0 from every collective, as it should, but never
+    return.
 
-    The product waits ``ABORT_S`` for it.  To be used with another member that dies in ``STEP``, later than this.
+    The product waits ``ABORT_S`` for it.  To be used with another member that dies in ``STEP``, later than
+    this.
     """
     if _due(0):
         loop.ABORT_S = ABORT_S
@@ -207,7 +221,9 @@ def stuck_abort(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Ten
 
 
 def late_abort(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """The control for the same fault: the abort returns after ``ABORT_S``, and the product waits for it as long as usual."""
+    """The control for the same fault: the abort returns after ``ABORT_S``, and the product waits for it as
+    long as usual.
+    """
     if _due(0):
         _delay_abort(ABORT_S)
     return watched(model, batch)
@@ -231,7 +247,9 @@ def _due(rank: int) -> bool:
     me = trainer()
     if me.world is None:  # warming up
         return False
-    return (me.world.rank, me.world.generation, me.session.faults.step) == (rank, 1, STEP) and _first("mischief", 1)
+    return (me.world.rank, me.world.generation, me.session.faults.step) == (rank, 1, STEP) and _first(
+        "mischief", 1
+    )
 
 
 def _first(what: str, generation: int) -> bool:

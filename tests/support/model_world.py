@@ -1,4 +1,6 @@
-"""A world whose members are threads of this process, for the pure part of a reduction: any number of members, and every byte is counted."""
+"""A world whose members are threads of this process, for the pure part of a reduction: any number of members,
+and every byte is counted.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +26,17 @@ class ModelWorld:
     def keep_up(self) -> None:
         """Nothing runs ahead here."""
 
-    def all_to_all(self, mine: torch.Tensor, sent: Mapping[int, int], got: Mapping[int, int], size: int) -> torch.Tensor:
+    def all_to_all(
+        self, mine: torch.Tensor, sent: Mapping[int, int], got: Mapping[int, int], size: int
+    ) -> torch.Tensor:
         shares, at = {}, 0
         for rank in range(self.size):
             shares[rank] = mine[at : at + sent.get(rank, 0) * size].clone()
             at += sent.get(rank, 0) * size
         came = self._exchange.meet(self.rank, shares)
-        assert [len(each) for each in came] == [got.get(rank, 0) * size for rank in range(self.size)], "as much comes as is awaited"
+        assert [len(each) for each in came] == [got.get(rank, 0) * size for rank in range(self.size)], (
+            "as much comes as is awaited"
+        )
         return torch.cat(came)
 
 
@@ -47,7 +53,11 @@ class Exchange:
         self.barrier.wait()
         found = [each[rank] for each in self._shares]
         if self.barrier.wait() == 0:
-            sent = {(source, target): part.nbytes for source, parts in enumerate(self._shares) for target, part in parts.items()}
+            sent = {
+                (source, target): part.nbytes
+                for source, parts in enumerate(self._shares)
+                for target, part in parts.items()
+            }
             self.bytes.update({pair: count for pair, count in sent.items() if count and pair[0] != pair[1]})
         self.barrier.wait()
         return found
@@ -61,8 +71,12 @@ class Exchange:
         return found
 
 
-def run(layout: Layout, nodes: Sequence[str], function: Callable[..., Any], *arguments: Any) -> tuple[list[Any], Exchange]:
-    """Runs ``function(world, *arguments)`` in every member; returns the results by world rank, and what was exchanged."""
+def run(
+    layout: Layout, nodes: Sequence[str], function: Callable[..., Any], *arguments: Any
+) -> tuple[list[Any], Exchange]:
+    """Runs ``function(world, *arguments)`` in every member; returns the results by world rank, and what was
+    exchanged.
+    """
     exchange, results, errors = Exchange(layout.world), [None] * layout.world, list[Exception]()
 
     def member(rank: int) -> None:

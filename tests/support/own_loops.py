@@ -1,4 +1,6 @@
-"""Loops as users write them.  What they do outside of the engine goes to the folder of the bucket, by names of their own."""
+"""Loops as users write them.  What they do outside of the engine goes to the folder of the bucket, by names
+of their own.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ def by_batches(ctx: Context) -> None:
             if getattr(model, "fuses_loss", False):
                 loss = model(inputs, targets)
             else:
-                loss = F.cross_entropy(model(inputs).float().flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="sum")
+                loss = F.cross_entropy(
+                    model(inputs).float().flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="sum"
+                )
             step.backward(loss, torch.count_nonzero(targets >= 0))
         step.commit()
 
@@ -62,7 +66,9 @@ def without_one(ctx: Context) -> None:
 
 
 def told(ctx: Context) -> None:
-    """Tells numbers, and has side effects: a line for each committed step, and one for each attempt at a step."""
+    """Tells numbers, and has side effects: a line for each committed step, and one for each attempt at a
+    step.
+    """
     folder = Path(ctx.job.bucket)
 
     def note(step: int) -> None:
@@ -90,7 +96,9 @@ def _line(path: Path, step: int) -> None:
 
 
 def _dies(folder: Path, place: str) -> None:
-    """Ends the process by SIGKILL if ``place`` is the one that the test names: the first process that comes there."""
+    """Ends the process by SIGKILL if ``place`` is the one that the test names: the first process that comes
+    there.
+    """
     try:
         (folder / "dies" / place).unlink()
     except (FileNotFoundError, IsADirectoryError, PermissionError):
@@ -103,7 +111,8 @@ def steps_in(path: Path) -> list[int]:
 
 
 def ends(ctx: Context) -> None:
-    """Ends the run with step 3, as the files in the folder ``how`` say: by ``ctx.stop()`` ("all", "one" member), or by ``break``.
+    """Ends the run with step 3, as the files in the folder ``how`` say: by ``ctx.stop()`` ("all", "one"
+    member), or by ``break``.
 
     What comes after the loop leaves a line with the step at which it is; it may fail, or take long.
     """
@@ -194,7 +203,9 @@ def commits_twice(ctx: Context) -> None:
 def swallows(ctx: Context) -> None:
     for step in ctx.steps():
 
-        def committing(model: torch.nn.Module, batch: dict[str, torch.Tensor], step: Step = step) -> tuple[torch.Tensor, torch.Tensor]:
+        def committing(
+            model: torch.nn.Module, batch: dict[str, torch.Tensor], step: Step = step
+        ) -> tuple[torch.Tensor, torch.Tensor]:
             with suppress(LoopError):
                 step.commit()
             return next_token(model, batch)

@@ -26,11 +26,15 @@ from tests.support.segments import member
 
 
 class Live(TorchDispatchMode):
-    """Counts the bytes of the memory of real tensors that lives at once, that which FSDP2 gives a storage of before and takes away too."""
+    """Counts the bytes of the memory of real tensors that lives at once, that which FSDP2 gives a storage of
+    before and takes away too.
+    """
 
     def __init__(self, before: list[Tensor]) -> None:
         super().__init__()
-        self.sizes = {StorageWeakRef(each.untyped_storage()): each.untyped_storage().nbytes() for each in before}
+        self.sizes = {
+            StorageWeakRef(each.untyped_storage()): each.untyped_storage().nbytes() for each in before
+        }
         self.most = 0
         self.resize: Any = None
 
@@ -51,9 +55,14 @@ class Live(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        given = {StorageWeakRef(each.untyped_storage()) for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)}
+        given = {
+            StorageWeakRef(each.untyped_storage())
+            for each in tree_leaves((args, kwargs))
+            if isinstance(each, Tensor)
+        }
         for each in tree_leaves(out):
-            if isinstance(each, Tensor) and (memory := StorageWeakRef(each.untyped_storage())) not in given:  # not the host's, of before
+            # not the host's, of before
+            if isinstance(each, Tensor) and (memory := StorageWeakRef(each.untyped_storage())) not in given:
                 self.sizes.setdefault(memory, each.untyped_storage().nbytes())
         self.most = max(self.most, self.now())
         return out
@@ -80,15 +89,22 @@ def measured(world: World, job: Job) -> int:
 
 @contextmanager
 def each_once() -> Iterator[None]:
-    """Lets estimates ask for the peak of a step once for each job, which takes a second, though tests ask about many sizes of devices.
+    """Lets estimates ask for the peak of a step once for each job, which takes a second, though tests ask
+    about many sizes of devices.
 
-    What is kept are answers of :func:`peak_bytes` itself.  Names, places, and the number of workers and their memory do not count for it.
+    What is kept are answers of :func:`peak_bytes` itself.  Names, places, and the number of workers and their
+    memory do not count for it.
     """
     known: dict[object, int] = {}
 
     def ask(build: Callable[[], Any], job: Job, loss: Any, batch: Mapping[str, Tensor], *others: Any) -> int:
         same = job.model_copy(update={"name": "", "bucket": "", "workers": Workers(gpus=job.workers.gpus)})
-        key = repr(same), loss, repr({name: (value.shape, value.dtype) for name, value in batch.items()}), others
+        key = (
+            repr(same),
+            loss,
+            repr({name: (value.shape, value.dtype) for name, value in batch.items()}),
+            others,
+        )
         if key not in known:
             known[key] = peak_bytes(build, job, loss, batch, *others)
         return known[key]

@@ -47,7 +47,9 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(WORDS, WIDTH)
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, 7), nn.Tanh(), nn.Linear(7, WIDTH)) for _ in range(2))
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 7), nn.Tanh(), nn.Linear(7, WIDTH)) for _ in range(2)
+        )
         self.head = nn.Linear(WIDTH, 3)
 
     def init_weights(self) -> None:
@@ -66,7 +68,9 @@ class Net(nn.Module):
 
 
 def loss(model: nn.Module, batch: Batch) -> Any:
-    return F.cross_entropy(model(batch["t"]).flatten(0, 1).float(), batch["y"].flatten(), reduction="sum"), batch["y"].numel()
+    return F.cross_entropy(
+        model(batch["t"]).flatten(0, 1).float(), batch["y"].flatten(), reduction="sum"
+    ), batch["y"].numel()
 
 
 class Assigned(Net):
@@ -92,13 +96,19 @@ def job_of(folder: Path, kind: type | Callable[..., Any], **changes: Any) -> Job
     return toy_job(folder, **values | changes)
 
 
-def plainly(kind: type[nn.Module], optimizer: Callable[[Any], torch.optim.Optimizer], loss: Any = loss) -> dict[str, Tensor]:
+def plainly(
+    kind: type[nn.Module], optimizer: Callable[[Any], torch.optim.Optimizer], loss: Any = loss
+) -> dict[str, Tensor]:
     """Trains in plain torch, and returns the values after the last step."""
     with paged.seeded(0):
         model: Any = kind()
         with torch.no_grad():
             model.init_weights()
-    steps, samples, cursor = optimizer([each for each in model.parameters() if each.requires_grad]), Numbers(), Cursor(48, 12, 0)
+    steps, samples, cursor = (
+        optimizer([each for each in model.parameters() if each.requires_grad]),
+        Numbers(),
+        Cursor(48, 12, 0),
+    )
     for step in range(1, STEPS + 1):
         steps.zero_grad()
         count = 0
@@ -128,7 +138,8 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:
     groups = [
-        {"params": [each for each in parameters if (each.dim() >= 2) is decays], "weight_decay": 0.1 * decays} for decays in (True, False)
+        {"params": [each for each in parameters if (each.dim() >= 2) is decays], "weight_decay": 0.1 * decays}
+        for decays in (True, False)
     ]
     return torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.999))
 

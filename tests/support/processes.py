@@ -1,7 +1,8 @@
 """Finds out what happened to a process, from the operating system and not from us, for tests that kill.
 
-A pidfd names one process for ever, whoever reuses its number.  Since Linux 6.15 it also tells how the process ended, to anybody and
-after it was reaped (``PIDFD_GET_INFO``); before that only a zombie's status can be read, in ``/proc/<pid>/stat``.
+A pidfd names one process for ever, whoever reuses its number.  Since Linux 6.15 it also tells how the process
+ended, to anybody and after it was reaped (``PIDFD_GET_INFO``); before that only a zombie's status can be
+read, in ``/proc/<pid>/stat``.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ POLL_S = 0.01
 KEEPS_STATUS = tuple(int(part) for part in re.findall(r"\d+", os.uname().release)[:2]) >= (6, 15)
 """True if the pidfd of a process that was reaped tells how it ended."""
 STOP_S = 2.0
-"""Time in seconds that a process has to stop.  SIGSTOP acts at once, except on a process that waits for a disk."""
+"""Time in seconds that a process has to stop.  SIGSTOP acts at once, except on a process that waits for a
+disk.
+"""
 ENDED = ("Z", "X", "gone")
 """Values of :func:`state` for a process that has ended."""
 
@@ -45,7 +48,9 @@ class StillRunning(AssertionError):
 
 @dataclass(frozen=True)
 class Ended:
-    """The end of a process.  ``source`` is "pidfd", "zombie", or "gone" if nobody could say (then ``status`` is None)."""
+    """The end of a process.  ``source`` is "pidfd", "zombie", or "gone" if nobody could say (then ``status``
+    is None).
+    """
 
     status: int | None
     source: str
@@ -53,7 +58,11 @@ class Ended:
     @property
     def signal(self) -> signal.Signals | None:
         """The signal that ended it, or None."""
-        return signal.Signals(os.WTERMSIG(self.status)) if self.status is not None and os.WIFSIGNALED(self.status) else None
+        return (
+            signal.Signals(os.WTERMSIG(self.status))
+            if self.status is not None and os.WIFSIGNALED(self.status)
+            else None
+        )
 
     @property
     def exit_code(self) -> int | None:
@@ -72,7 +81,9 @@ class Watched:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         os.close(self.fd)
 
     @property
@@ -90,14 +101,19 @@ class Watched:
         select.select([self.fd], [], [], deadline_s)
         while (ended := self.ended()) is None:
             if not self._reaped(max(until - time.monotonic(), 0)):
-                raise StillRunning(f"process {self.pid} still runs after {deadline_s} s, in state {state(self.pid)}")
+                raise StillRunning(
+                    f"process {self.pid} still runs after {deadline_s} s, in state {state(self.pid)}"
+                )
         return ended
 
     def ended(self) -> Ended | None:
-        """Returns how it ended.  Returns None while it runs, and in the moment in which it is a zombie no more, and not reaped yet."""
+        """Returns how it ended.  Returns None while it runs, and in the moment in which it is a zombie no
+        more, and not reaped yet.
+        """
         if self.running:
             return None
-        reaped = self._reaped()  # it is asked before the status: whoever is reaped then has left its status with the pidfd
+        # it is asked before the status: whoever is reaped then has left its status with the pidfd
+        reaped = self._reaped()
         ended = self._ended()
         return ended if ended.status is not None or reaped or not KEEPS_STATUS else None
 
@@ -148,8 +164,8 @@ def state(pid: int) -> str:
 
 
 def processes(mark: str = "") -> list[Process]:
-    """Returns all live processes, without zombies, whose command line or first environment contains ``mark``, such as the folder of a
-    run.
+    """Returns all live processes, without zombies, whose command line or first environment contains ``mark``,
+    such as the folder of a run.
     """
     found = []
     for entry in Path("/proc").iterdir():
@@ -162,12 +178,19 @@ def processes(mark: str = "") -> list[Process]:
         except OSError:  # gone meanwhile, or not ours to read
             continue
         if fields is not None and fields[0] != "Z" and mark.encode() in command + b"\0" + environment:
-            found.append(Process(int(entry.name), int(fields[19]), command.replace(b"\0", b" ").decode(errors="replace").strip()))
+            found.append(
+                Process(
+                    int(entry.name),
+                    int(fields[19]),
+                    command.replace(b"\0", b" ").decode(errors="replace").strip(),
+                )
+            )
     return sorted(found)
 
 
 def children(pid: int) -> list[int]:
-    """Returns all descendants of ``pid``, zombies included, as of now: parents before their children, whatever their numbers.
+    """Returns all descendants of ``pid``, zombies included, as of now: parents before their children,
+    whatever their numbers.
 
     The fork that runs in place of a process (``tests/support/warm.py``) counts as its child.
     """
@@ -187,7 +210,8 @@ def children(pid: int) -> list[int]:
 
 
 def frozen(pid: int) -> list[Watched]:
-    """Stops the whole tree of processes below ``pid``, that one included, and returns it: parents before their children.
+    """Stops the whole tree of processes below ``pid``, that one included, and returns it: parents before
+    their children.
 
     A process that was already on its way out when its SIGSTOP came ends by itself; it is not among them.
     """
@@ -204,22 +228,28 @@ def frozen(pid: int) -> list[Watched]:
 
 
 def kill_all(frozen: Sequence[Watched]) -> None:
-    """Kills a frozen tree by SIGKILL.  Children come first, because the kernel sends SIGHUP to a stopped process whose parent is gone."""
+    """Kills a frozen tree by SIGKILL.  Children come first, because the kernel sends SIGHUP to a stopped
+    process whose parent is gone.
+    """
     for each in reversed(frozen):
         each.kill()
 
 
 def actors_of_ours(root: int, session: str = "") -> list[str]:
-    """Returns processes that are an actor of a run, by the title that Ray gives them, or that have memory of copies open.
+    """Returns processes that are an actor of a run, by the title that Ray gives them, or that have memory of
+    copies open.
 
-    It looks at all descendants of ``root`` and, if ``session`` is given, at every other process that has files of that Ray session open;
-    never at ``root`` itself.  Ports, and memory of a device, go with the processes that hold them.
+    It looks at all descendants of ``root`` and, if ``session`` is given, at every other process that has
+    files of that Ray session open; never at ``root`` itself.  Ports, and memory of a device, go with the
+    processes that hold them.
     """
     found, below = [], set(children(root))
     for pid in sorted(int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()):
         with contextlib.suppress(OSError):  # gone meanwhile
             opened = _opened(pid)
-            if pid not in below and (pid == root or not session or not any(f"/{session}/" in name for name in opened)):
+            if pid not in below and (
+                pid == root or not session or not any(f"/{session}/" in name for name in opened)
+            ):
                 continue
             title = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0].decode(errors="replace").strip()
             if title.startswith(ACTORS) or any(name.startswith(COPIES) for name in opened):
@@ -260,7 +290,9 @@ class Machine:
 
     @classmethod
     def now(cls, mark: str, run: str) -> Machine:
-        """Returns the record of now.  ``run`` is the run whose segments count; other runs of this machine come and go meanwhile."""
+        """Returns the record of now.  ``run`` is the run whose segments count; other runs of this machine
+        come and go meanwhile.
+        """
         return cls(frozenset(processes(mark)), frozenset(segments(f"elastic-{run}-")), f"elastic-{run}-")
 
     def assert_nothing_left(self, mark: str, deadline_s: float) -> None:
@@ -271,12 +303,18 @@ class Machine:
         until = time.monotonic() + deadline_s
         while True:
             seen = {(process.pid, process.started) for process in self.processes}
-            left = [process for process in processes(mark) if (process.pid, process.started) not in seen and process.pid != os.getpid()]
+            left = [
+                process
+                for process in processes(mark)
+                if (process.pid, process.started) not in seen and process.pid != os.getpid()
+            ]
             shared = sorted(set(segments(self.prefix)) - self.segments)
             if not left and not shared:
                 return
             if time.monotonic() > until:
-                raise AssertionError(f"left after {deadline_s} s: processes {left}, shared-memory segments {shared}")
+                raise AssertionError(
+                    f"left after {deadline_s} s: processes {left}, shared-memory segments {shared}"
+                )
             time.sleep(POLL_S)
 
 
@@ -287,7 +325,9 @@ def wait_gone(watched: Iterable[Watched], deadline_s: float) -> list[Ended]:
 
 
 def _stat(pid: int) -> list[str] | None:
-    """Returns the fields of ``/proc/<pid>/stat`` from the third on (the second may contain anything), or None if it is gone."""
+    """Returns the fields of ``/proc/<pid>/stat`` from the third on (the second may contain anything), or None
+    if it is gone.
+    """
     try:
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:

@@ -1,18 +1,21 @@
 """Records which functions of the product run in a process, when, and in which thread.
 
-It is for processes that a test does not start itself, such as the actors of a Ray cluster.  :func:`seam` makes a folder; every Python that
-starts with this folder on ``PYTHONPATH`` loads this file before anything else, and imports the product through :class:`Finder`.  That
-compiles each file from its source with one statement more at the beginning of every function: a note of the function, the monotonic time
-and the thread.  No file of the product knows of it, and no compiled file is kept.
+It is for processes that a test does not start itself, such as the actors of a Ray cluster.  :func:`seam`
+makes a folder; every Python that starts with this folder on ``PYTHONPATH`` loads this file before anything
+else, and imports the product through :class:`Finder`.  That compiles each file from its source with one
+statement more at the beginning of every function: a note of the function, the monotonic time and the thread.
+No file of the product knows of it, and no compiled file is kept.
 
-Why not ``sys.setprofile``: in Python 3.11 it reaches only threads that Python starts after the call.  Ray runs actor methods of a
-concurrency group (``Worker.obey``, ``Coordinator.post``) in threads of its own, which it would miss.
+Why not ``sys.setprofile``: in Python 3.11 it reaches only threads that Python starts after the call.  Ray
+runs actor methods of a concurrency group (``Worker.obey``, ``Coordinator.post``) in threads of its own, which
+it would miss.
 
-The methods that ``@dataclass`` generates belong to no file.  A class whose ``__init__`` is generated notes each instance that is made,
-under the file that declares the class, as ``made``.  An instance that is unpickled is not made.
+The methods that ``@dataclass`` generates belong to no file.  A class whose ``__init__`` is generated notes
+each instance that is made, under the file that declares the class, as ``made``.  An instance that is
+unpickled is not made.
 
-The notes of one process lie in two files: ``PID.calls`` (16 bytes a note) and ``PID.functions`` (a line for each function of each file
-that was imported).  Both survive SIGKILL.
+The notes of one process lie in two files: ``PID.calls`` (16 bytes a note) and ``PID.functions`` (a line for
+each function of each file that was imported).  Both survive SIGKILL.
 """
 
 from __future__ import annotations
@@ -37,7 +40,9 @@ PACKAGES = ("elastic", "actors", "storage")
 NOTE = struct.Struct("<QII")
 """Monotonic nanoseconds, number of the function from 1, number of the thread."""
 SPACE = 1 << 30
-"""Bytes of address space for the notes of one process; the file has holes, so only what is written takes room."""
+"""Bytes of address space for the notes of one process; the file has holes, so only what is written takes
+room.
+"""
 CALL, MADE = "__flow_called__", "__flow_made__"
 SITE = """
 import importlib.util, sys
@@ -49,7 +54,9 @@ sys.meta_path.insert(0, module.Finder(module.Recorder({folder!r}), {root!r}))
 
 
 def seam(folder: Path, root: Path) -> Path:
-    """Makes ``folder`` and returns the folder in it for ``PYTHONPATH``.  ``root`` contains the packages of the product."""
+    """Makes ``folder`` and returns the folder in it for ``PYTHONPATH``.  ``root`` contains the packages of
+    the product.
+    """
     site = folder / "site"
     site.mkdir(parents=True)
     (site / "sitecustomize.py").write_text(SITE.format(file=__file__, folder=str(folder), root=str(root)))
@@ -91,10 +98,14 @@ class Recorder:
         self._next = itertools.repeat(0).__next__
 
     def called(self, number: int) -> None:
-        NOTE.pack_into(self._notes, NOTE.size * self._next(), time.monotonic_ns(), number, threading.get_native_id())
+        NOTE.pack_into(
+            self._notes, NOTE.size * self._next(), time.monotonic_ns(), number, threading.get_native_id()
+        )
 
     def made(self, number: int) -> Callable[[type], type]:
-        """Returns a decorator for a class: it notes each instance, where ``@dataclass`` has generated ``__init__``."""
+        """Returns a decorator for a class: it notes each instance, where ``@dataclass`` has generated
+        ``__init__``.
+        """
 
         def decorate(made: type) -> type:
             init = vars(made).get("__init__")
@@ -107,7 +118,11 @@ class Recorder:
 
             called = self.called
             noted.__wrapped__ = init  # type: ignore[attr-defined]  # signatures stay as they were
-            noted.__name__, noted.__qualname__, noted.__module__ = init.__name__, init.__qualname__, init.__module__
+            noted.__name__, noted.__qualname__, noted.__module__ = (
+                init.__name__,
+                init.__qualname__,
+                init.__module__,
+            )
             made.__init__ = noted  # type: ignore[misc]
             return made
 
@@ -178,11 +193,18 @@ class Finder(MetaPathFinder):
     def __init__(self, recorder: Recorder, root: str) -> None:
         self.recorder, self.root = recorder, root
 
-    def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
         if name.partition(".")[0] not in PACKAGES:
             return None
         spec = PathFinder.find_spec(name, path, target)
-        if spec is not None and spec.origin is not None and spec.origin.endswith(".py") and spec.origin.startswith(f"{self.root}{os.sep}"):
+        if (
+            spec is not None
+            and spec.origin is not None
+            and spec.origin.endswith(".py")
+            and spec.origin.startswith(f"{self.root}{os.sep}")
+        ):
             spec.loader = Loader(name, spec.origin, self.recorder, self.root)
         return spec
 

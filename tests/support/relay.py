@@ -72,7 +72,9 @@ class Forgetful(Gatherer):
     """A keeper that dies after it has answered and before it has passed an order on."""
 
     @ray.method(concurrency_group="orders")  # type: ignore[untyped-decorator]
-    def relay(self, incarnation: int, workers: tuple[WorkerId, ...], order: str, arguments: tuple[Any, ...]) -> tuple[WorkerId, ...]:
+    def relay(
+        self, incarnation: int, workers: tuple[WorkerId, ...], order: str, arguments: tuple[Any, ...]
+    ) -> tuple[WorkerId, ...]:
         return ()
 
 
@@ -93,7 +95,9 @@ class Speaker:
         return self.direct
 
     def all_answered(self) -> bool:
-        """Returns whether a keeper that was late has answered, and the desk has answered what went to it directly."""
+        """Returns whether a keeper that was late has answered, and the desk has answered what went to it
+        directly.
+        """
         return answered(self.outbox._late) and self.outbox._nothing_waits()
 
     def be_patient(self) -> None:

@@ -13,7 +13,9 @@ VOID = {"meta", "br", "img", "link", "input", "hr"}
 
 @dataclass
 class Read:
-    """``tables`` has the cells of each table by its id, ``tiles`` the value by its label, ``texts`` the text of each element by its tag."""
+    """``tables`` has the cells of each table by its id, ``tiles`` the value by its label, ``texts`` the text
+    of each element by its tag.
+    """
 
     tables: dict[str, list[list[str]]] = field(default_factory=dict)
     tiles: dict[str, str] = field(default_factory=dict)
@@ -31,7 +33,12 @@ class Read:
 class _Reader(HTMLParser):
     def __init__(self) -> None:
         super().__init__(convert_charrefs=True)
-        self.found, self._open, self._table, self._label = Read(), list[tuple[str, dict[str, str | None], list[str]]](), "", ""
+        self.found, self._open, self._table, self._label = (
+            Read(),
+            list[tuple[str, dict[str, str | None], list[str]]](),
+            "",
+            "",
+        )
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.found.tags[tag] += 1
@@ -67,7 +74,9 @@ class _Reader(HTMLParser):
         elif tag == "dd" and attributes.get("class") == "v":
             self.found.tiles[self._label] = said
         elif tag == "script" and attributes.get("id") == "data":
-            self.found.data = json.loads(said, parse_constant=lambda name: (_ for _ in ()).throw(ValueError(name)))
+            self.found.data = json.loads(
+                said, parse_constant=lambda name: (_ for _ in ()).throw(ValueError(name))
+            )
 
 
 def read_page(html: str) -> Read:

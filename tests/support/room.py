@@ -18,8 +18,8 @@ class Taker:
 class Room:
     """The actors that hold room.
 
-    ``take`` starts an actor that holds free CPUs, ``queue`` an actor that waits for the next free CPUs before all who ask later;
-    ``free`` ends one of them, and its CPUs are free.
+    ``take`` starts an actor that holds free CPUs, ``queue`` an actor that waits for the next free CPUs before
+    all who ask later; ``free`` ends one of them, and its CPUs are free.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,8 @@ class Room:
         while state.actors(taker._actor_id.hex()).get("State") != "PENDING_CREATION":
             if time.monotonic() > until:
                 raise TimeoutError(
-                    f"the actor does not wait for CPUs, perhaps because enough were free: {state.actors(taker._actor_id.hex())}"
+                    "the actor does not wait for CPUs, perhaps because enough were free: "
+                    f"{state.actors(taker._actor_id.hex())}"
                 )
             time.sleep(0.01)
         return taker

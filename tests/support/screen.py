@@ -1,7 +1,8 @@
-"""A terminal, as far as our commands need one: what a person sees who looks at it, and a command that runs in a real pseudo-terminal.
+"""A terminal, as far as our commands need one: what a person sees who looks at it, and a command that runs in
+a real pseudo-terminal.
 
-``Seen`` understands the few control characters that a line which changes needs, and refuses all others; what a real terminal does with
-them is ECMA-48 (8.3.41 EL, 8.3.39 ED, 8.3.117 SGR).
+``Seen`` understands the few control characters that a line which changes needs, and refuses all others; what
+a real terminal does with them is ECMA-48 (8.3.41 EL, 8.3.39 ED, 8.3.117 SGR).
 """
 
 from __future__ import annotations
@@ -50,7 +51,10 @@ class Seen:
     def _control(self, numbers: str, letter: str) -> None:
         row = self.rows[self.row]
         if letter == "K":
-            left, right = ("" if numbers == "2" else row[: self.column]), (row[self.column :] if numbers == "1" else "")
+            left, right = (
+                ("" if numbers == "2" else row[: self.column]),
+                (row[self.column :] if numbers == "1" else ""),
+            )
             self.rows[self.row] = left.ljust(self.column if right else 0) + right
         else:
             assert letter == "m", f"ESC [ {numbers} {letter}"
@@ -80,12 +84,15 @@ class Seen:
 
 
 class InTerminal:
-    """``python -m elastic <arguments>`` in a pseudo-terminal of its own, of which ``typed`` is everything that it has printed.
+    """``python -m elastic <arguments>`` in a pseudo-terminal of its own, of which ``typed`` is everything
+    that it has printed.
 
     If it is ``warm``, a fork of the process at ``SOCKET`` does that.
     """
 
-    def __init__(self, folder: Path, *arguments: str, warm: bool = False, width: int = 100, **environment: str) -> None:
+    def __init__(
+        self, folder: Path, *arguments: str, warm: bool = False, width: int = 100, **environment: str
+    ) -> None:
         ours = {
             name: value
             for name, value in os.environ.items()
@@ -94,7 +101,12 @@ class InTerminal:
         self.master, slave = pty.openpty()
         self.typed, self.seen, self._heard = "", Seen(width), threading.Condition()
         self.resize(width)
-        known = {"PYTHONPATH": f"{folder}:{ROOT}", "TERM": "xterm-256color", "PYTHONUNBUFFERED": "1", MARK: str(folder)}
+        known = {
+            "PYTHONPATH": f"{folder}:{ROOT}",
+            "TERM": "xterm-256color",
+            "PYTHONUNBUFFERED": "1",
+            MARK: str(folder),
+        }
         self.process = subprocess.Popen(
             [sys.executable, *[FORK] * warm, "-m", "elastic", *arguments],
             cwd=folder,
@@ -126,7 +138,9 @@ class InTerminal:
     def until(self, pattern: str) -> None:
         """Waits until the command has printed ``pattern``."""
         with self._heard:
-            assert self._heard.wait_for(lambda: re.search(pattern, self.typed), PATIENCE_S), f"no {pattern!r} in {self.typed}"
+            assert self._heard.wait_for(lambda: re.search(pattern, self.typed), PATIENCE_S), (
+                f"no {pattern!r} in {self.typed}"
+            )
 
     def press(self, key: bytes) -> None:
         os.write(self.master, key)

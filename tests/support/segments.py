@@ -1,4 +1,6 @@
-"""Trains part of a job in one world of real processes, without Ray.  Engine tests run it in :class:`tests.support.ranks.Ranks`."""
+"""Trains part of a job in one world of real processes, without Ray.  Engine tests run it in
+:class:`tests.support.ranks.Ranks`.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ T = TypeVar("T")
 
 @dataclass
 class Part:
-    """The result of one member for a segment.  ``hashes`` and ``rates`` have the hash of its shard and the learning rate, step by step."""
+    """The result of one member for a segment.  ``hashes`` and ``rates`` have the hash of its shard and the
+    learning rate, step by step.
+    """
 
     outcomes: list[Outcome]
     receipt: Any
@@ -73,11 +77,15 @@ class Member:
         optimizer.rule = replace(optimizer.rule, update=recorded)
 
     def step(self, boundary: Callable[[], int] = lambda: GO_ON) -> Outcome:
-        """Runs the next step.  Before the first one the member is told to go, and drops what it holds in older layouts."""
+        """Runs the next step.  Before the first one the member is told to go, and drops what it holds in
+        older layouts.
+        """
         with self.fence as rules:
             rules.go(self.shape.generation)
         step = self.state.shard.version.step
-        validated = validate(self.session, self.state, self.fence, step) if self.session.job.validates(step) else None
+        validated = (
+            validate(self.session, self.state, self.fence, step) if self.session.job.validates(step) else None
+        )
         doing = Step(self.session, self.state, self.fence, self.shape, step + 1, boundary, validated)
         doing.run()
         return doing.commit()
@@ -88,7 +96,9 @@ class Member:
 
 def compute(session: Session, state: State, step: int) -> Share:
     """Runs forward and backward of the step, and no commit."""
-    shape = CommitShape(1, state.world.generation, session.job.microbatches, session.job.microbatch_size, state.world.layout)
+    shape = CommitShape(
+        1, state.world.generation, session.job.microbatches, session.job.microbatch_size, state.world.layout
+    )
     doing = Step(session, state, ApplyFence(Rules(WorkerId("w"))), shape, step, lambda: GO_ON)
     doing.run()
     return doing._share
@@ -120,7 +130,9 @@ def member(
     holders: Sequence[Holding] | None = None,
     prefetch: int = 2,
 ) -> Iterator[Member]:
-    """Makes this process a member.  Version 0 is initialised; others come from the bucket, or from ``holders`` if given."""
+    """Makes this process a member.  Version 0 is initialised; others come from the bucket, or from
+    ``holders`` if given.
+    """
     workers = tuple(WorkerId(f"w{rank}") for rank in range(world.size))
     worker = workers[world.rank]
     fence = fence or ApplyFence(Rules(worker))
@@ -142,7 +154,15 @@ def member(
             with fence as rules:
                 rules.healed(0.0, Holding(worker, version, state.shard.cell), state.shard)
             healing.settle()
-            shape = CommitShape(1, world.generation, job.microbatches, job.microbatch, world.layout, job.reduction.block, world.nodes)
+            shape = CommitShape(
+                1,
+                world.generation,
+                job.microbatches,
+                job.microbatch,
+                world.layout,
+                job.reduction.block,
+                world.nodes,
+            )
             yield Member(session, state, fence, shape, checkpoints)
         finally:
             session.close()
@@ -158,7 +178,13 @@ def segment(world: World, job: Job, version: Version, last: int) -> Part:
         return Part(outcomes, me.save(), hashes, me.rates, me.session.counters["microbatches_run"])
 
 
-def finish(job: Job, layout: Layout, receipts: Iterable[ShardReceipt], version: Version, lineage: tuple[tuple[int, int], ...] = ()) -> str:
+def finish(
+    job: Job,
+    layout: Layout,
+    receipts: Iterable[ShardReceipt],
+    version: Version,
+    lineage: tuple[tuple[int, int], ...] = (),
+) -> str:
     """Writes the manifest of what the members saved, and returns the hash of the exported state."""
     run = Run.open(job)
     run.commit(version, tuple(receipts), (*lineage, (version.generation, version.step)), layout)
@@ -189,17 +215,26 @@ def train(
     nodes: Sequence[str] = (),
     how: Callable[..., Part] = segment,
 ) -> Trained:
-    """Trains a segment in one world of ``layout``, whose members are on ``nodes``.  ``how`` is called as :func:`segment` is."""
+    """Trains a segment in one world of ``layout``, whose members are on ``nodes``.  ``how`` is called as
+    :func:`segment` is.
+    """
     return _trained(job, layout, ranks.run(layout, how, job, version, last, nodes=nodes), version)
 
 
-def train_each(ranks: Ranks, jobs: Sequence[Job], layout: Layout, last: int, how: Callable[..., Part] = segment) -> list[Trained]:
+def train_each(
+    ranks: Ranks, jobs: Sequence[Job], layout: Layout, last: int, how: Callable[..., Part] = segment
+) -> list[Trained]:
     """Trains several jobs from their initialisations, one after the other in one world of ``layout``."""
     found = ranks.run_each(layout, how, [(job, Version(0, 0), last) for job in jobs])
     return [_trained(job, layout, parts, Version(0, 0)) for job, parts in zip(jobs, found, strict=True)]
 
 
-def train_here(job: Job, last: int, version: Version = Version(0, 0), how: Callable[..., Part] = segment) -> Trained:  # noqa: B008 (frozen)
+def train_here(
+    job: Job,
+    last: int,
+    version: Version = Version(0, 0),  # noqa: B008 (frozen)
+    how: Callable[..., Part] = segment,
+) -> Trained:
     """Trains a segment with one worker, in this process."""
     return _trained(job, Layout(1, 1), [here(how, job, version, last)], version)
 

@@ -12,7 +12,9 @@ from elastic.sinks.port import TrackedRun
 
 
 class Table:
-    """``broken`` is a file: as long as it is there, the table cannot be written, and ``broken``.tried says that somebody has tried."""
+    """``broken`` is a file: as long as it is there, the table cannot be written, and ``broken``.tried says
+    that somebody has tried.
+    """
 
     def __init__(self, run: TrackedRun, path: str, broken: str = "") -> None:
         self.path, self.broken = path, broken
@@ -29,7 +31,9 @@ class Table:
             Path(f"{self.broken}.tried").touch()
             raise OSError("the table is broken")
         with closing(sqlite3.connect(self.path)) as there, there:
-            there.executemany("insert into steps values (?, ?, ?)", [(row["step"], row["loss"], self.run) for row in rows])
+            there.executemany(
+                "insert into steps values (?, ?, ?)", [(row["step"], row["loss"], self.run) for row in rows]
+            )
 
 
 class Forgetful(Table):

@@ -1,7 +1,8 @@
-"""Two nodes with a slow link between them: network namespaces, a pair of devices (veth) and a limit on each (``tc``, tbf).
+"""Two nodes with a slow link between them: network namespaces, a pair of devices (veth) and a limit on each
+(``tc``, tbf).
 
-Each node has ``each`` workers, which are processes with a real world over gloo; inside a node they talk over its loopback device.  Run as
-a program, this module is one worker.  Needs root, ``ip`` and ``tc``.
+Each node has ``each`` workers, which are processes with a real world over gloo; inside a node they talk over
+its loopback device.  Run as a program, this module is one worker.  Needs root, ``ip`` and ``tc``.
 """
 
 from __future__ import annotations
@@ -37,12 +38,28 @@ def _run(*command: str) -> None:
 
 @contextlib.contextmanager
 def link(rate: str) -> Iterator[list[str]]:
-    """Yields the namespaces of two nodes; each sends to the other at ``rate`` at most, in the words of ``tc``."""
+    """Yields the namespaces of two nodes; each sends to the other at ``rate`` at most, in the words of
+    ``tc``.
+    """
     names = [f"slow{os.getpid()}-{side}" for side in "ab"]
     try:
         for name in names:
             _run("ip", "netns", "add", name)
-        _run("ip", "link", "add", DEVICE, "netns", names[0], "type", "veth", "peer", "name", DEVICE, "netns", names[1])
+        _run(
+            "ip",
+            "link",
+            "add",
+            DEVICE,
+            "netns",
+            names[0],
+            "type",
+            "veth",
+            "peer",
+            "name",
+            DEVICE,
+            "netns",
+            names[1],
+        )
         for number, name in enumerate(names):
             _run("ip", "-n", name, "addr", "add", f"10.9.9.{number + 1}/24", "dev", DEVICE)
             _run("ip", "-n", name, "link", "set", "lo", "up")
@@ -55,7 +72,9 @@ def link(rate: str) -> Iterator[list[str]]:
     finally:
         for name in names:
             with contextlib.suppress(FileNotFoundError):
-                subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True, timeout=PATIENCE_S)
+                subprocess.run(
+                    ["ip", "netns", "del", name], check=False, capture_output=True, timeout=PATIENCE_S
+                )
 
 
 @dataclass(frozen=True)
@@ -65,14 +84,20 @@ class Measured:
     step_s: float
     """Median time of a step."""
     out_bytes: float
-    """Bytes that the kernel sent out of a node in a step, the mean of both nodes, headers and acknowledgements included."""
+    """Bytes that the kernel sent out of a node in a step, the mean of both nodes, headers and
+    acknowledgements included.
+    """
     parameters: int
     hash: str
     """The hash of world rank 0's shard at the end."""
 
 
-def train(folder: Path, block: int, *, each: int, rate: str, model: dict[str, Any], microbatches: int) -> Measured:
-    """Trains a few steps with two replicas of ``each`` shards, one on each node, and returns what was measured."""
+def train(
+    folder: Path, block: int, *, each: int, rate: str, model: dict[str, Any], microbatches: int
+) -> Measured:
+    """Trains a few steps with two replicas of ``each`` shards, one on each node, and returns what was
+    measured.
+    """
     from tests.support.toys import toy_job
 
     job = toy_job(
@@ -87,8 +112,18 @@ def train(folder: Path, block: int, *, each: int, rate: str, model: dict[str, An
         workers = []
         for rank in range(2 * each):
             arguments = [str(rank), str(each), job.to_json()]
-            inside = ["ip", "netns", "exec", names[rank // each], sys.executable, "-m", "tests.support.slow_link"]
-            workers.append(subprocess.Popen([*inside, *arguments], cwd=ROOT, stdout=subprocess.PIPE, text=True))
+            inside = [
+                "ip",
+                "netns",
+                "exec",
+                names[rank // each],
+                sys.executable,
+                "-m",
+                "tests.support.slow_link",
+            ]
+            workers.append(
+                subprocess.Popen([*inside, *arguments], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+            )
         try:
             said = [worker.communicate(timeout=10 * PATIENCE_S)[0] for worker in workers]
         finally:
@@ -115,7 +150,9 @@ def worker(rank: int, each: int, text: str) -> None:
     device = prepare_process(job)
     store = dist.TCPStore("10.9.9.1", PORT, is_master=rank == 0, wait_for_workers=False)
     nodes = tuple("ab"[other // each] for other in range(layout.world))
-    world = World.form(store, generation=1, layout=layout, rank=rank, device=device, form_s=PATIENCE_S, nodes=nodes)
+    world = World.form(
+        store, generation=1, layout=layout, rank=rank, device=device, form_s=PATIENCE_S, nodes=nodes
+    )
     world.connect(PATIENCE_S, 10 * PATIENCE_S)
     counter = Path(f"/sys/class/net/{DEVICE}/statistics/tx_bytes")
     steps_s, before = [], 0
@@ -132,7 +169,16 @@ def worker(rank: int, each: int, text: str) -> None:
         out = int(counter.read_text()) - before
         dist.barrier()  # nobody leaves while another still counts
         parameters = sum(parameter.numel() for parameter in me.state.model.parameters())
-        print(json.dumps({"steps_s": steps_s[WARM:], "out_bytes": out, "parameters": parameters, "hash": shard_hash(me.state.shard)}))
+        print(
+            json.dumps(
+                {
+                    "steps_s": steps_s[WARM:],
+                    "out_bytes": out,
+                    "parameters": parameters,
+                    "hash": shard_hash(me.state.shard),
+                }
+            )
+        )
     world.close()
 
 

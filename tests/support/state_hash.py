@@ -1,7 +1,9 @@
-"""``python tests/support/state_hash.py FILE...`` prints the sha256 of a state exported as safetensors, without any code of ours.
+"""``python tests/support/state_hash.py FILE...`` prints the sha256 of a state exported as safetensors,
+without any code of ours.
 
-The hash covers all tensors of all files in order of their names: name, dtype and shape as JSON, then the raw bytes, each preceded
-by its length.  How the tensors are spread over files does not matter; a name that occurs twice is an error.
+The hash covers all tensors of all files in order of their names: name, dtype and shape as JSON, then the raw
+bytes, each preceded by its length.  How the tensors are spread over files does not matter; a name that occurs
+twice is an error.
 """
 
 from __future__ import annotations
@@ -16,12 +18,18 @@ from safetensors import deserialize
 
 
 def state_hash(files: Iterable[str | Path]) -> str:
-    """Returns the hex sha256 of the tensors in ``files``.  Raises ValueError for a name that occurs twice, or if there is no tensor."""
+    """Returns the hex sha256 of the tensors in ``files``.  Raises ValueError for a name that occurs twice, or
+    if there is no tensor.
+    """
     digest = hashlib.sha256()
-    tensors = sorted((item for file in files for item in deserialize(Path(file).read_bytes())), key=lambda item: item[0])
+    tensors = sorted(
+        (item for file in files for item in deserialize(Path(file).read_bytes())), key=lambda item: item[0]
+    )
     names = [name for name, _ in tensors]
     if not names or len(set(names)) != len(names):
-        raise ValueError(f"no tensors, or twice the same: {sorted({name for name in names if names.count(name) > 1})}")
+        raise ValueError(
+            f"no tensors, or twice the same: {sorted({name for name in names if names.count(name) > 1})}"
+        )
     for name, tensor in tensors:
         about = json.dumps([name, tensor["dtype"], list(tensor["shape"])]).encode()
         for part in (about, tensor["data"]):

@@ -1,8 +1,10 @@
-"""A real S3 server: OpenStack Swift with s3api, on loopback, in a folder of its own, its four servers each a real process.
+"""A real S3 server: OpenStack Swift with s3api, on loopback, in a folder of its own, its four servers each a
+real process.
 
-It checks signatures, honours create-only writes and ranges, and keeps what it has when it is killed.  As it comes, though, it may tell
-several overlapping create-only writes that each has won; the filter ``once`` before it lets them in one by one.
-The folder must be on a file system with user xattrs; nothing else is needed of the machine.
+It checks signatures, honours create-only writes and ranges, and keeps what it has when it is killed.  As it
+comes, though, it may tell several overlapping create-only writes that each has won; the filter ``once``
+before it lets them in one by one. The folder must be on a file system with user xattrs; nothing else is
+needed of the machine.
 """
 
 from __future__ import annotations
@@ -52,7 +54,11 @@ use = egg:swift#proxy_logging
 [filter:once]
 paste.filter_factory = tests.support.swift_once:filter_factory
 """
-PLAIN = "".join(f"[filter:{name}]\nuse = egg:swift#{name}\n" for name in PIPELINE.split()[:-1] if f"[filter:{name}]" not in PROXY)
+PLAIN = "".join(
+    f"[filter:{name}]\nuse = egg:swift#{name}\n"
+    for name in PIPELINE.split()[:-1]
+    if f"[filter:{name}]" not in PROXY
+)
 
 
 RINGS = """
@@ -65,11 +71,15 @@ for name, port in (each.split("=") for each in sys.argv[2:]):
     builder.rebalance()
     builder.get_ring().save(f"{sys.argv[1]}/{name}.ring.gz", format_version=1)
 """
-"""Program that writes the rings, with one device for each server; ``swift-ring-builder`` would need nine processes."""
+"""Program that writes the rings, with one device for each server; ``swift-ring-builder`` would need nine
+processes.
+"""
 
 
 class Swift:
-    """``with Swift(folder) as server:`` serves S3 at ``server.endpoint``; ``kill`` and ``start`` are for tests of outages."""
+    """``with Swift(folder) as server:`` serves S3 at ``server.endpoint``; ``kill`` and ``start`` are for
+    tests of outages.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -96,7 +106,8 @@ class Swift:
     def start(self) -> None:
         """Starts the servers that do not run.  Returns when all listen.
 
-        The proxy comes last: while it finds no server that knows a bucket, it says that there is no such bucket.
+        The proxy comes last: while it finds no server that knows a bucket, it says that there is no such
+        bucket.
         """
         for names in (SERVERS[:-1], SERVERS[-1:]):
             for name in names:
@@ -108,7 +119,13 @@ class Swift:
 
     def _begin(self, name: str) -> None:
         with open(self.folder / f"{name}.log", "ab") as log:
-            command = [sys.executable, "-W", "ignore", "-m", f"swift.{name if name != 'object' else 'obj'}.server"]
+            command = [
+                sys.executable,
+                "-W",
+                "ignore",
+                "-m",
+                f"swift.{name if name != 'object' else 'obj'}.server",
+            ]
             config = str(self.folder / f"{name}-server.conf")
             self.processes[name] = subprocess.Popen(
                 [*command, config],
@@ -124,7 +141,9 @@ class Swift:
             if self.processes[name].poll() is not None or time.monotonic() > deadline:
                 said = (self.folder / f"{name}.log").read_text(errors="replace")[-2000:]
                 self.stop()
-                raise RuntimeError(f"swift's {name} server does not listen on port {self.ports[name]}; it said: {said}")
+                raise RuntimeError(
+                    f"swift's {name} server does not listen on port {self.ports[name]}; it said: {said}"
+                )
             time.sleep(0.02)
 
     def kill(self, *names: str) -> None:
@@ -147,24 +166,39 @@ class Swift:
         self.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.stop()
 
     def _configure(self) -> None:
-        shared = "[swift-hash]\nswift_hash_path_suffix = tests\n[storage-policy:0]\nname = one\ndefault = yes\n"
+        shared = (
+            "[swift-hash]\nswift_hash_path_suffix = tests\n[storage-policy:0]\nname = one\ndefault = yes\n"
+        )
         (self.folder / "swift.conf").write_text(shared)
         for name in SERVERS:
             common = (
-                f"[DEFAULT]\nbind_ip = 127.0.0.1\nbind_port = {self.ports[name]}\nworkers = 0\nswift_dir = {self.folder}\n"
-                f"devices = {self.folder}/devices\nmount_check = false\nuser = {getpass.getuser()}\nlog_udp_host = 127.0.0.1\n"
+                f"[DEFAULT]\nbind_ip = 127.0.0.1\nbind_port = {self.ports[name]}\nworkers = 0\nswift_dir = "
+                f"{self.folder}\n"
+                f"devices = {self.folder}/devices\nmount_check = false\nuser = "
+                f"{getpass.getuser()}\nlog_udp_host = 127.0.0.1\n"
                 f"log_udp_port = {self.ports['nowhere']}\nrecon_cache_path = {self.folder}\n"
             )
             rest = f"[app:{name}-server]\nuse = egg:swift#{name}\n[pipeline:main]\npipeline = {name}-server\n"
             if name == "proxy":
-                rest = PROXY.format(pipeline=PIPELINE, secret=SECRET, region=REGION, nowhere=self.ports["nowhere"]) + PLAIN
+                rest = (
+                    PROXY.format(
+                        pipeline=PIPELINE, secret=SECRET, region=REGION, nowhere=self.ports["nowhere"]
+                    )
+                    + PLAIN
+                )
             (self.folder / f"{name}-server.conf").write_text(common + rest)
         ports = [f"{name}={self.ports[name]}" for name in SERVERS[:-1]]
-        subprocess.run([sys.executable, "-W", "ignore", "-c", RINGS, str(self.folder), *ports], check=True, timeout=PATIENCE_S)
+        subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", RINGS, str(self.folder), *ports],
+            check=True,
+            timeout=PATIENCE_S,
+        )
 
 
 def listening(port: int) -> bool:

@@ -1,8 +1,8 @@
 """A filter for Swift's proxy, which makes create-only writes of one object wait for each other.
 
-Swift decides ``If-None-Match: *`` when a PUT begins (its object server looks once, before it receives the body), so several overlapping
-PUTs are all told that they won.  There is one proxy, which is one process, so a lock for each key is enough.  Below a folder ``UNCHANGED``
-the server is as it comes.
+Swift decides ``If-None-Match: *`` when a PUT begins (its object server looks once, before it receives the
+body), so several overlapping PUTs are all told that they won.  There is one proxy, which is one process, so a
+lock for each key is enough.  Below a folder ``UNCHANGED`` the server is as it comes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ def filter_factory(settings: dict[str, str], **more: str) -> Callable[[App], App
             if not asks or f"/{UNCHANGED}/" in environ["PATH_INFO"]:
                 return app(environ, start)
             with locks[environ["PATH_INFO"]]:
-                return list(app(environ, start))  # the completion of a multipart upload does its work while its answer is read
+                # the completion of a multipart upload does its work while its answer is read
+                return list(app(environ, start))
 
         return once
 

@@ -8,7 +8,9 @@ import pytest
 
 
 def noted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Returns a list to which the path of each file and folder is added that this process gives to ``os.fsync`` from now on."""
+    """Returns a list to which the path of each file and folder is added that this process gives to
+    ``os.fsync`` from now on.
+    """
     synced, sync = list[str](), os.fsync
 
     def noting(descriptor: int) -> None:

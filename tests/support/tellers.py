@@ -1,8 +1,10 @@
-"""Processes that tell steps to a function, each killed by SIGKILL at another moment: ``python -m tests.support.tellers FOLDER``.
+"""Processes that tell steps to a function, each killed by SIGKILL at another moment: ``python -m
+tests.support.tellers FOLDER``.
 
-After each kill another process goes on from a state that fell back by two steps.  Prints two lists with an object for each moment, the
-second of which is that of the control: ``noted`` is the step in the note at the kill (None: there is none), ``before`` the steps that had
-begun to be told, and ``told`` and ``finished`` are the steps that began to be told, and that were told, over both processes.
+After each kill another process goes on from a state that fell back by two steps.  Prints two lists with an
+object for each moment, the second of which is that of the control: ``noted`` is the step in the note at the
+kill (None: there is none), ``before`` the steps that had begun to be told, and ``told`` and ``finished`` are
+the steps that began to be told, and that were told, over both processes.
 """
 
 from __future__ import annotations
@@ -63,7 +65,9 @@ def steps_in(path: Path) -> list[int]:
 
 
 def tell(folder: Path, begun: int, last: int, moments: Moments, *, early: bool, waits: bool = False) -> None:
-    """Tells the steps after ``begun`` up to ``last``.  With ``waits`` each step has its note before the next is told."""
+    """Tells the steps after ``begun`` up to ``last``.  With ``waits`` each step has its note before the next
+    is told.
+    """
     store = Watched(ObjectStore.open(str(folder)), moments)
 
     def function(step: int) -> None:
@@ -117,10 +121,15 @@ def after_kills(root: Path, *, early: bool) -> list[dict[str, Any]]:
             moments = Moments(moment)
             dies = killed(partial(tell, folder, 0, STEPS, moments, early=early, waits=waits))
             noted = [json.loads(note.read_text())["step"] for note in (folder / "toy").rglob("*.json")]
-            found.append({"waits": waits, "noted": max(noted, default=None), "before": steps_in(folder / "told")})
+            found.append(
+                {"waits": waits, "noted": max(noted, default=None), "before": steps_in(folder / "told")}
+            )
             finished = len(steps_in(folder / "finished"))
             killed(partial(tell, folder, max(finished - 2, 0), STEPS + 1, Moments(0), early=early))
-            found[-1]["told"], found[-1]["finished"] = steps_in(folder / "told"), steps_in(folder / "finished")
+            found[-1]["told"], found[-1]["finished"] = (
+                steps_in(folder / "told"),
+                steps_in(folder / "finished"),
+            )
     return found
 
 

@@ -1,4 +1,6 @@
-"""Worlds, runs, processes and compilations are counted by folder of tests, and more than a folder's budget fails the run."""
+"""Worlds, runs, processes and compilations are counted by folder of tests, and more than a folder's budget
+fails the run.
+"""
 
 from __future__ import annotations
 

@@ -34,7 +34,18 @@ def test_units_that_took_longest_run_first_and_groups_stay_whole() -> None:
         "tests/test_e.py::z",
     ]
     order = longest_first(
-        tests, {"tests/engine/test_a.py": 2.0, "tests/engine/test_b.py": 9.0, "tests/actors/test_c.py": 7.0, "tests/gpu/test_d.py": 3.0}
+        tests,
+        {
+            "tests/engine/test_a.py": 2.0,
+            "tests/engine/test_b.py": 9.0,
+            "tests/actors/test_c.py": 7.0,
+            "tests/gpu/test_d.py": 3.0,
+        },
     )
-    assert sorted(order, key=order.__getitem__) == ["machine", "tests/engine/test_b.py", "tests/engine/test_a.py", "tests/test_e.py"]
+    assert sorted(order, key=order.__getitem__) == [
+        "machine",
+        "tests/engine/test_b.py",
+        "tests/engine/test_a.py",
+        "tests/test_e.py",
+    ]
     assert unit("tests/actors/test_c.py::x") == unit("tests/gpu/test_d.py::y") == "machine"

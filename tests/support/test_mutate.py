@@ -1,8 +1,8 @@
 """Breaks the product on purpose, one small change at a time: the tests of its file must notice each.
 
-``NAMED`` is kept by hand.  Its mutants once passed all tests, or were drawn: they break rules that the simulator does not run, or that unit
-tests must notice as well.  Each is made in a copy of the tree, never in the checkout.  The rules that the simulator runs are broken in
-``tests/sim``.
+``NAMED`` is kept by hand.  Its mutants once passed all tests, or were drawn: they break rules that the
+simulator does not run, or that unit tests must notice as well.  Each is made in a copy of the tree, never in
+the checkout.  The rules that the simulator runs are broken in ``tests/sim``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ LIMIT_S = 120.0
 COPIED = ("actors", "elastic", "examples", "storage", "tests", "pyproject.toml", "README.md")
 """The files and folders that the tests of a copy of the tree need."""
 
-SETTLING = "            self._wait()\n            self._held_up_s += time.monotonic() - began\n        self._wait()\n        sent, asks"
+SETTLING = (
+    "            self._wait()\n            self._held_up_s += time.monotonic() - began\n        "
+    "self._wait()\n        sent, asks"
+)
 NAMED: tuple[tuple[str, ...], ...] = (
     (
         "the client does not check the server's proof",
@@ -79,8 +82,8 @@ NAMED: tuple[tuple[str, ...], ...] = (
     (
         "what members held counts after Go",
         "elastic/control/edges.py",
-        "    membership.hold(decision, {worker: () for worker in plan.members})\n    if isinstance(decision.run.state, Forming) and",
-        "    if isinstance(decision.run.state, Forming) and",
+        "    membership.hold(decision, {worker: () for worker in plan.members})\n",
+        "",
         "tests/control/test_forming.py",
     ),
     (
@@ -147,7 +150,8 @@ NAMED: tuple[tuple[str, ...], ...] = (
         "tests/engine/test_bits.py",
     ),
 )
-"""The mutants that once passed all tests, and those that were drawn: name, file, old text, new text, and pytest's arguments.
+"""The mutants that once passed all tests, and those that were drawn: name, file, old text, new text, and
+pytest's arguments.
 
 Two of them are two places now, and are broken in each.
 """
@@ -164,7 +168,11 @@ def broken(name: str, file: str, old: str, new: str) -> str:
     return source.replace(old, new)
 
 
-@pytest.mark.parametrize(("name", "file", "old", "new"), [each[:4] for each in NAMED], ids=[each[0].replace(" ", "-") for each in NAMED])
+@pytest.mark.parametrize(
+    ("name", "file", "old", "new"),
+    [each[:4] for each in NAMED],
+    ids=[each[0].replace(" ", "-") for each in NAMED],
+)
 def test_a_named_mutant_can_still_be_made(name: str, file: str, old: str, new: str) -> None:
     compile(broken(name, file, old, new), file, "exec")
 
@@ -185,7 +193,11 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("mutants")
     for name in COPIED:
         if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "results", ".*_cache"))
+            shutil.copytree(
+                ROOT / name,
+                folder / name,
+                ignore=shutil.ignore_patterns("__pycache__", "results", ".*_cache"),
+            )
         else:
             shutil.copy(ROOT / name, folder / name)
     yield folder
@@ -196,9 +208,23 @@ def verdict(tests: Sequence[str], folder: Path) -> str:
     """Runs ``tests`` with the code in ``folder``; returns "" if they passed, or what noticed."""
     path = os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))
     child = subprocess.Popen(
-        [sys.executable, "-m", "pytest", "-n", "0", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:randomly", *tests],
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-n",
+            "0",
+            "-q",
+            "-x",
+            "-p",
+            "no:cacheprovider",
+            "-p",
+            "no:randomly",
+            *tests,
+        ],
         cwd=folder,
-        env=os.environ | {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"},  # a mutant's bytecode is not for the next one
+        # a mutant's bytecode is not for the next one
+        env=os.environ | {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -210,7 +236,8 @@ def verdict(tests: Sequence[str], folder: Path) -> str:
         return f"no end within {LIMIT_S:g} s"
     finally:
         with suppress(ProcessLookupError):
-            os.killpg(child.pid, signal.SIGKILL)  # it leads a session of its own: only what these tests started
+            # it leads a session of its own: only what these tests started
+            os.killpg(child.pid, signal.SIGKILL)
     if child.returncode == 5:
         raise LookupError(f"{' '.join(tests)} chooses no test")
     failed = [line for line in told.splitlines() if line.startswith(("FAILED", "ERROR"))]

@@ -1,4 +1,6 @@
-"""A node of the tests that never joins is named, with what it printed, long before the test itself would be given up."""
+"""A node of the tests that never joins is named, with what it printed, long before the test itself would be
+given up.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,12 @@ from tests.support.nodes import NeverJoined
 from tests.support.patience import PATIENCE_S
 
 
-@pytest.mark.parametrize(("command", "why"), [("exit 7", "ended with code 7"), ("sleep 600", "did not join within 0.1 s")])
-def test_a_node_that_never_joins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, why: str) -> None:
+@pytest.mark.parametrize(
+    ("command", "why"), [("exit 7", "ended with code 7"), ("sleep 600", "did not join within 0.1 s")]
+)
+def test_a_node_that_never_joins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, why: str
+) -> None:
     monkeypatch.setattr(nodes, "_alive", dict)
     monkeypatch.setattr(nodes, "JOIN_S", PATIENCE_S if "exit" in command else 0.1)
     (tmp_path / "node-first.log").write_text("no port was free")

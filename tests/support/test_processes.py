@@ -44,7 +44,9 @@ def child(*command: str, **options: object) -> Iterator[tuple[subprocess.Popen[b
 
 
 def wait_seen(mark: str, watched: Watched) -> None:
-    """Waits until command line and environment can be read, which is a moment after exec has closed ``Popen``'s pipe."""
+    """Waits until command line and environment can be read, which is a moment after exec has closed
+    ``Popen``'s pipe.
+    """
     while not processes(mark):
         assert watched.running
 
@@ -71,7 +73,9 @@ def test_the_status_outlives_the_zombie() -> None:
         assert (ended.source, ended.signal) in (("pidfd", signal.SIGKILL), ("gone", None))
 
 
-@pytest.mark.skipif(not KEEPS_STATUS, reason="this Linux forgets how a process ended that somebody else reaped")
+@pytest.mark.skipif(
+    not KEEPS_STATUS, reason=("this Linux forgets how a process ended that somebody else reaped")
+)
 def test_the_status_is_known_however_fast_somebody_else_reaps() -> None:
     """The system reaps each child of a parent that ignores SIGCHLD at once, so there may be no zombie at all."""
     parent = """
@@ -159,10 +163,14 @@ def test_a_process_that_is_ending_is_not_taken_for_a_killed_one() -> None:
 
 
 def test_a_frozen_tree_is_killed_and_nobody_in_it_hangs_up() -> None:
-    """A stopped process whose parent dies gets SIGHUP.  A parent's pid may be higher than its child's, because pids begin again."""
+    """A stopped process whose parent dies gets SIGHUP.  A parent's pid may be higher than its child's,
+    because pids begin again.
+    """
     heeds = "import signal; signal.signal(signal.SIGHUP, signal.SIG_DFL)"  # nohup would make them ignore it
     below = f"{heeds}; print(flush=True); input()"
-    parent = f"{heeds}; import subprocess, sys; subprocess.run([sys.executable, '-c', {below!r}], process_group=0)"
+    parent = (
+        f"{heeds}; import subprocess, sys; subprocess.run([sys.executable, '-c', {below!r}], process_group=0)"
+    )
     with child(sys.executable, "-c", parent, stdout=subprocess.PIPE, start_new_session=True) as (process, _):
         assert process.stdout is not None
         process.stdout.readline()
@@ -181,7 +189,9 @@ def test_a_frozen_tree_is_killed_and_nobody_in_it_hangs_up() -> None:
 
 
 def test_an_actor_that_is_left_and_memory_of_copies_are_found() -> None:
-    """The control for ``assert_nothing_left``: if the search never found anything, that assertion could not fail."""
+    """The control for ``assert_nothing_left``: if the search never found anything, that assertion could not
+    fail.
+    """
     before, holds = actors_of_ours(os.getpid()), "import os; os.memfd_create('elastic-copies'); input()"
     with (
         child("ray::Keeper", "-c", "input()", executable=sys.executable) as (keeper, _),
@@ -196,7 +206,10 @@ def test_an_actor_that_is_left_and_memory_of_copies_are_found() -> None:
 
 
 def test_an_actor_that_opens_and_closes_files_is_found_at_every_look() -> None:
-    churn = "import os\nprint(flush=True)\nwhile True:\n    for each in [os.open('/dev/null', 0) for _ in range(50)]: os.close(each)"
+    churn = (
+        "import os\nprint(flush=True)\nwhile True:\n    for each in [os.open('/dev/null', 0) for _ in "
+        "range(50)]: os.close(each)"
+    )
     with child("ray::Worker", "-c", churn, executable=sys.executable, stdout=subprocess.PIPE) as (busy, _):
         assert busy.stdout is not None
         busy.stdout.readline()

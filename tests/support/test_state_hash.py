@@ -1,4 +1,6 @@
-"""The hash is the same for the same state, however its tensors are spread over files, and another one for any other state."""
+"""The hash is the same for the same state, however its tensors are spread over files, and another one for any
+other state.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ STATE = {
 
 
 def saved(path: Path, state: dict[str, np.ndarray]) -> Path:
-    save_file({name: np.ascontiguousarray(value) if value.ndim else value for name, value in state.items()}, path)
+    save_file(
+        {name: np.ascontiguousarray(value) if value.ndim else value for name, value in state.items()}, path
+    )
     return path
 
 
@@ -74,6 +78,12 @@ def test_it_stands_alone(tmp_path: Path) -> None:
     """Run as a program, isolated from our path, it prints the same and imports nothing of ours."""
     file = saved(tmp_path / "s", STATE)
     script = str(module.__file__)
-    done = subprocess.run([sys.executable, "-I", script, str(file)], capture_output=True, text=True, timeout=PATIENCE_S, check=True)
+    done = subprocess.run(
+        [sys.executable, "-I", script, str(file)],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=True,
+    )
     assert done.stdout.strip() == state_hash([file])
     assert "elastic" not in Path(script).read_text(encoding="utf-8")

@@ -1,8 +1,9 @@
-"""Four axes that the product does not have, each a row in its table; numpy computes what each leaves to a member, as a second opinion.
+"""Four axes that the product does not have, each a row in its table; numpy computes what each leaves to a
+member, as a second opinion.
 
-``columns`` cuts dimension 1, as a row-parallel matrix is cut.  ``stages`` puts half of the tensors on half of the members, as a pipeline
-does.  ``opt`` cuts the moments over members that hold the same parameters.  ``halves`` cuts a fused tensor, so that a member has a box of
-each half.
+``columns`` cuts dimension 1, as a row-parallel matrix is cut.  ``stages`` puts half of the tensors on half of
+the members, as a pipeline does.  ``opt`` cuts the moments over members that hold the same parameters.
+``halves`` cuts a fused tensor, so that a member has a box of each half.
 """
 
 from __future__ import annotations
@@ -30,7 +31,11 @@ TENSORS = (
 
 
 def _columns(tensor: Tensor, held: HeldPart, degree: int, index: int) -> HeldPart:
-    return held.cut(1, *chunk(held.shape[1], degree, index)) if is_cut(tensor) and len(tensor.shape) > 1 else held
+    return (
+        held.cut(1, *chunk(held.shape[1], degree, index))
+        if is_cut(tensor) and len(tensor.shape) > 1
+        else held
+    )
 
 
 def stage_of(tensor: Tensor) -> int:
@@ -109,13 +114,20 @@ def places(layout: Layout) -> list[dict[str, int]]:
 
 
 def local(whole: np.ndarray, tensor: Tensor, layout: Layout, place: dict[str, int]) -> np.ndarray:
-    """Returns the part of ``tensor`` of the member at ``place``, cut by numpy alone with the innermost axis first."""
+    """Returns the part of ``tensor`` of the member at ``place``, cut by numpy alone with the innermost axis
+    first.
+    """
     degree = {"dp_shard": layout.dp_shard, **dict(layout.more)}
     if tensor.kind in ("buffer", "scalar"):
         return whole
     if "halves" in degree and tensor.name == "fused":
         gate, up = np.split(whole, 2)
-        whole = np.concatenate([_chunk(gate, degree["halves"], place["halves"], 0), _chunk(up, degree["halves"], place["halves"], 0)])
+        whole = np.concatenate(
+            [
+                _chunk(gate, degree["halves"], place["halves"], 0),
+                _chunk(up, degree["halves"], place["halves"], 0),
+            ]
+        )
     if "columns" in degree and whole.ndim > 1:
         whole = _chunk(whole, degree["columns"], place["columns"], 1)
     if "stages" in degree and stage_of(tensor) != place["stages"]:
@@ -127,4 +139,8 @@ def local(whole: np.ndarray, tensor: Tensor, layout: Layout, place: dict[str, in
 
 def _chunk(values: np.ndarray, count: int, index: int, axis: int) -> np.ndarray:
     size = -(-values.shape[axis] // count)
-    return np.take(values, np.arange(min(index * size, values.shape[axis]), min((index + 1) * size, values.shape[axis])), axis)
+    return np.take(
+        values,
+        np.arange(min(index * size, values.shape[axis]), min((index + 1) * size, values.shape[axis])),
+        axis,
+    )

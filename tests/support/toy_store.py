@@ -1,6 +1,8 @@
-"""A storage backend that Elastic does not know: objects as rows of an SQLite file, ``toy:///folder/objects.db/prefix``.
+"""A storage backend that Elastic does not know: objects as rows of an SQLite file,
+``toy:///folder/objects.db/prefix``.
 
-This one file is all that a user writes.  ``install`` makes it an installed package, whose entry point fsspec finds in every process.
+This one file is all that a user writes.  ``install`` makes it an installed package, whose entry point fsspec
+finds in every process.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ ENTRY = "[fsspec.specs]\ntoy = tests.support.toy_store:Toy\nlate = tests.support
 
 
 class Toy(AbstractFileSystem):  # type: ignore[misc]
-    """The five verbs that a store calls.  SQLite's primary key makes creating an object atomic, also between processes."""
+    """The five verbs that a store calls.  SQLite's primary key makes creating an object atomic, also between
+    processes.
+    """
 
     protocol = "toy"
     cachable = False
@@ -46,7 +50,9 @@ class Toy(AbstractFileSystem):  # type: ignore[misc]
 
     def find(self, path: str, **_: Any) -> list[str]:
         with self._table(path) as (rows, key):
-            found = rows.execute("SELECT key FROM objects WHERE substr(key, 1, ?) = ?", (len(key), key)).fetchall()
+            found = rows.execute(
+                "SELECT key FROM objects WHERE substr(key, 1, ?) = ?", (len(key), key)
+            ).fetchall()
         file = path.partition(".db")[0]
         return [f"{file}.db/{each}" for (each,) in found]
 
@@ -63,7 +69,9 @@ class Toy(AbstractFileSystem):  # type: ignore[misc]
 
 
 class Late(Toy):
-    """A toy whose listings are :data:`LAG_S` old: they lack new objects, and show some that are gone.  Reads are current."""
+    """A toy whose listings are :data:`LAG_S` old: they lack new objects, and show some that are gone.  Reads
+    are current.
+    """
 
     protocol = "late"
 
@@ -82,7 +90,10 @@ class Late(Toy):
 
     def find(self, path: str, **_: Any) -> list[str]:
         then = time.time() - LAG_S
-        shown = "SELECT DISTINCT key FROM names WHERE substr(key, 1, ?) = ? AND since <= ? AND (until IS NULL OR until > ?)"
+        shown = (
+            "SELECT DISTINCT key FROM names WHERE substr(key, 1, ?) = ? AND since <= ? AND (until IS "
+            "NULL OR until > ?)"
+        )
         with self._table(path) as (rows, key):
             rows.execute(NAMES)
             found = rows.execute(shown, (len(key), key, then, then)).fetchall()
@@ -90,7 +101,9 @@ class Late(Toy):
 
 
 def install(site: Path) -> None:
-    """Makes ``site`` a folder of installed packages that has this one, with the files that pip writes for an entry point."""
+    """Makes ``site`` a folder of installed packages that has this one, with the files that pip writes for an
+    entry point.
+    """
     about = site / "toy_store-1.0.dist-info"
     about.mkdir(parents=True)
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: toy-store\nVersion: 1.0\n")

@@ -28,11 +28,12 @@ def pass_gate(gates: Mapping[int, Path], sample: int) -> None:
 
 
 class Sums:
-    """A dataset with something to learn: sample i walks through the vocabulary from word i, five words on after each multiple of seven,
-    else three.
+    """A dataset with something to learn: sample i walks through the vocabulary from word i, five words on
+    after each multiple of seven, else three.
 
-    ``masked``: every third sample ends in masked targets, so microbatches differ in their number of valid tokens.
-    ``gates``: samples that cannot be read before their file exists, so that a test can hold the run at an exact step.
+    ``masked``: every third sample ends in masked targets, so microbatches differ in their number of valid
+    tokens. ``gates``: samples that cannot be read before their file exists, so that a test can hold the run
+    at an exact step.
     """
 
     def __init__(
@@ -44,7 +45,13 @@ class Sums:
         read_s: float = 0.0,
         gates: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        self.samples, self.seq_len, self.vocab, self.masked, self.read_s = samples, seq_len, vocab, masked, read_s
+        self.samples, self.seq_len, self.vocab, self.masked, self.read_s = (
+            samples,
+            seq_len,
+            vocab,
+            masked,
+            read_s,
+        )
         self.gates = {int(sample): Path(path) for sample, path in gates.items()}
 
     def __len__(self) -> int:
@@ -110,7 +117,9 @@ class Paced(Sums):
 
 
 class Held(Sums):
-    """A dataset that cannot be opened while ``hold`` exists, so a test can hold workers between their making and their joining."""
+    """A dataset that cannot be opened while ``hold`` exists, so a test can hold workers between their making
+    and their joining.
+    """
 
     def __init__(self, hold: str, **args: Any) -> None:
         super().__init__(**args)
@@ -138,16 +147,20 @@ class Late(Sums):
 
 
 class Own(nn.Module):
-    """A user's own model: no sharding table, odd sizes, a bias, uneven shards at every degree, a buffer that is not saved."""
+    """A user's own model: no sharding table, odd sizes, a bias, uneven shards at every degree, a buffer that
+    is not saved.
+    """
 
     def __init__(self, vocab: int = 29, dim: int = 19, layers: int = 3) -> None:
         super().__init__()
         self.embed = nn.Embedding(vocab, dim)
         self.layers = nn.ModuleList(
-            nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, 2 * dim), nn.GELU(), nn.Linear(2 * dim, dim)) for _ in range(layers)
+            nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, 2 * dim), nn.GELU(), nn.Linear(2 * dim, dim))
+            for _ in range(layers)
         )
         self.mix = nn.Linear(dim, dim)
-        self.register_buffer("scale", torch.linspace(0.9, 1.1, dim), persistent=False)  # a table, as rotary embeddings have one
+        # a table, as rotary embeddings have one
+        self.register_buffer("scale", torch.linspace(0.9, 1.1, dim), persistent=False)
         self.head = nn.Linear(dim, vocab)
 
     def init_weights(self) -> None:
@@ -177,14 +190,17 @@ class Residual(nn.Module):
 
     def __init__(self, dim: int) -> None:
         super().__init__()
-        self.norm, self.mix = nn.BatchNorm1d(dim), nn.Linear(dim, dim, bias=False)  # a norm after a bias leaves it no gradient
+        # a norm after a bias leaves it no gradient
+        self.norm, self.mix = nn.BatchNorm1d(dim), nn.Linear(dim, dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.mix(torch.relu(self.norm(x.flatten(0, 1)))).view(x.shape)
 
 
 class BatchNormed(Own):
-    """A model with running statistics: in blocks, and in a norm of images that averages over all microbatches so far."""
+    """A model with running statistics: in blocks, and in a norm of images that averages over all microbatches
+    so far.
+    """
 
     def __init__(self, layers: int = 2, **args: Any) -> None:
         super().__init__(layers=layers, **args)
@@ -209,10 +225,20 @@ SMALL: Mapping[str, Any] = {
     "global_batch": 8,
 }
 """Changes of :func:`toy_job` for a smaller model and half of the microbatches."""
-LIGHT: Mapping[str, Any] = {"model_args": {"vocab": 29, "dim": 32, "layers": 2, "heads": 2, "dropout": 0.1}, "microbatch": 4}
-"""Settings of :func:`toy_job` with which a step takes a third of the time of the processor: two layers, and 4 microbatches a step."""
-TINY: Mapping[str, Any] = {"model_args": {"vocab": 29, "dim": 16, "layers": 1, "heads": 2, "dropout": 0.1}, "microbatch": 8}
-"""Settings of :func:`toy_job` for tests of what is around the training, in which a step takes a tenth of the time of the processor."""
+LIGHT: Mapping[str, Any] = {
+    "model_args": {"vocab": 29, "dim": 32, "layers": 2, "heads": 2, "dropout": 0.1},
+    "microbatch": 4,
+}
+"""Settings of :func:`toy_job` with which a step takes a third of the time of the processor: two layers, and 4
+microbatches a step.
+"""
+TINY: Mapping[str, Any] = {
+    "model_args": {"vocab": 29, "dim": 16, "layers": 1, "heads": 2, "dropout": 0.1},
+    "microbatch": 8,
+}
+"""Settings of :func:`toy_job` for tests of what is around the training, in which a step takes a tenth of the
+time of the processor.
+"""
 
 
 def toy_job(bucket: Path | str, **changes: Any) -> Job:
@@ -228,7 +254,8 @@ def toy_job(bucket: Path | str, **changes: Any) -> Job:
         "optim": {"lr": 1e-2},
         "schedule": {"warmup_steps": 2},
         "checkpoint": {"save_every": 1000},
-        "deadlines": {"grow_debounce_s": 30},  # so that the first world has every worker for which there is room, however busy the machine
+        # so that the first world has every worker for which there is room, however busy the machine
+        "deadlines": {"grow_debounce_s": 30},
     }
     return Job(**(values | changes))
 

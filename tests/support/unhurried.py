@@ -1,6 +1,8 @@
-"""The product's coordinator and keeper, except that they let py-spy find out where a worker stands for as long as a busy machine needs.
+"""The product's coordinator and keeper, except that they let py-spy find out where a worker stands for as
+long as a busy machine needs.
 
-They have the names of the product's classes, since Ray names processes after them, and tests find by these names what is left.
+They have the names of the product's classes, since Ray names processes after them, and tests find by these
+names what is left.
 """
 
 from __future__ import annotations

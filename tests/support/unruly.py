@@ -1,7 +1,9 @@
-"""An S3 server that misbehaves on demand: moto, on loopback, behind a wrapper that can answer 503, cut, delay and damage.
+"""An S3 server that misbehaves on demand: moto, on loopback, behind a wrapper that can answer 503, cut, delay
+and damage.
 
-moto checks neither signatures nor digests, and asks whether an object is there before it writes; the wrapper lets one request in at
-a time, so that a create-only write is atomic.  For a server that is right by itself see ``swift.py``.
+moto checks neither signatures nor digests, and asks whether an object is there before it writes; the wrapper
+lets one request in at a time, so that a create-only write is atomic.  For a server that is right by itself
+see ``swift.py``.
 """
 
 from __future__ import annotations
@@ -39,17 +41,25 @@ class Answer:
 
 
 class Unruly:
-    """``with Unruly() as server:`` serves S3 at ``server.endpoint``.  ``requests`` lists what was asked, as ``PUT /bucket/key?query``."""
+    """``with Unruly() as server:`` serves S3 at ``server.endpoint``.  ``requests`` lists what was asked, as
+    ``PUT /bucket/key?query``.
+    """
 
     def __init__(self) -> None:
-        from moto.moto_server.werkzeug_app import DomainDispatcherApplication, MotoRequestHandler, create_backend_app
+        from moto.moto_server.werkzeug_app import (
+            DomainDispatcherApplication,
+            MotoRequestHandler,
+            create_backend_app,
+        )
         from werkzeug.serving import make_server
 
         self.requests: list[str] = []
         self._rules: list[Rule] = []
         self._one = threading.Lock()
         self._moto = DomainDispatcherApplication(create_backend_app)
-        self._server = make_server("127.0.0.1", 0, self._serve, threaded=True, request_handler=MotoRequestHandler)
+        self._server = make_server(
+            "127.0.0.1", 0, self._serve, threaded=True, request_handler=MotoRequestHandler
+        )
         self._server.daemon_threads = True
         self._server.block_on_close = False
         self._thread = threading.Thread(target=self._server.serve_forever, name="unruly", daemon=True)
@@ -84,7 +94,9 @@ class Unruly:
         self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._server.shutdown()
         self._thread.join(10)
         self._server.server_close()
@@ -190,7 +202,10 @@ def framed(app: App, environ: Environ, start: Start) -> Iterable[bytes]:
 def without_mark(app: App, environ: Environ, start: Start) -> Iterable[bytes]:
     """Answers without the metadata of the object."""
     answer = _answer(app, environ)
-    start(answer.status, [(name, value) for name, value in answer.headers if not name.lower().startswith("x-amz-meta-")])
+    start(
+        answer.status,
+        [(name, value) for name, value in answer.headers if not name.lower().startswith("x-amz-meta-")],
+    )
     return [answer.body]
 
 

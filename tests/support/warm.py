@@ -1,11 +1,13 @@
-"""Makes processes by ``fork`` from one that has imported torch and the platform's code, for tests whose subject is not an import.
+"""Makes processes by ``fork`` from one that has imported torch and the platform's code, for tests whose
+subject is not an import.
 
-Importing takes a worker of Ray five seconds of a core, and the tests start hundreds.  :class:`Warm` imports once.  Then ``python warm.py
-<arguments of python>`` is a small process that asks for a fork, waits for it, and ends as it did.  A raylet whose ``setup_worker.py`` is
-this file has its workers made so.  What the fork does is Ray's own program of a worker, with its own environment, folder and output; Ray
-knows it by its own pid.  It is in the namespaces of the small process, and is told of signals that this one gets.  ``python warm.py node
-start …`` is ``ray start …`` with workers made so, and without the agent that takes submitted jobs.  ``tests/actors/test_submit.py`` has
-nodes and workers as users have them.
+Importing takes a worker of Ray five seconds of a core, and the tests start hundreds.  :class:`Warm` imports
+once.  Then ``python warm.py <arguments of python>`` is a small process that asks for a fork, waits for it,
+and ends as it did.  A raylet whose ``setup_worker.py`` is this file has its workers made so.  What the fork
+does is Ray's own program of a worker, with its own environment, folder and output; Ray knows it by its own
+pid.  It is in the namespaces of the small process, and is told of signals that this one gets.  ``python
+warm.py node start …`` is ``ray start …`` with workers made so, and without the agent that takes submitted
+jobs.  ``tests/actors/test_submit.py`` has nodes and workers as users have them.
 """
 
 from __future__ import annotations
@@ -26,11 +28,37 @@ if TYPE_CHECKING:  # whoever asks for a process must start fast
 SOCKET = "PROCESSES_OF_TESTS"
 """The environment variable with the path of the socket on which forks are asked for."""
 MODULES = (
-    *("torch", "torch.distributed.fsdp", "torch.distributed.tensor", "torch._inductor.config", "torch._dynamo", "numpy"),
-    *("pyarrow.parquet", "pydantic.main", "blake3", "google.protobuf", "jsonschema", "msgpack", "psutil", "requests", "yaml"),
-    *("elastic.runs.run", "elastic.train.heal", "elastic.train.loop", "elastic.train.session", "tests.support.toys", "s3fs"),
+    *(
+        "torch",
+        "torch.distributed.fsdp",
+        "torch.distributed.tensor",
+        "torch._inductor.config",
+        "torch._dynamo",
+        "numpy",
+    ),
+    *(
+        "pyarrow.parquet",
+        "pydantic.main",
+        "blake3",
+        "google.protobuf",
+        "jsonschema",
+        "msgpack",
+        "psutil",
+        "requests",
+        "yaml",
+    ),
+    *(
+        "elastic.runs.run",
+        "elastic.train.heal",
+        "elastic.train.loop",
+        "elastic.train.session",
+        "tests.support.toys",
+        "s3fs",
+    ),
 )
-"""The modules that workers import, without those of Ray, which reads the environment of its process while it is imported."""
+"""The modules that workers import, without those of Ray, which reads the environment of its process while it
+is imported.
+"""
 WORKER = "default_worker.py"
 """Ray's program of a worker, which ``setup_worker.py`` starts."""
 CONTEXT = "--serialized-runtime-env-context"
@@ -43,7 +71,9 @@ LIMIT = 1 << 20
 
 
 class Warm:
-    """The process from which others are forked.  A context manager; the forks that still run at its end are killed."""
+    """The process from which others are forked.  A context manager; the forks that still run at its end are
+    killed.
+    """
 
     def __init__(self, folder: str | os.PathLike[str], *more: str, **environment: str) -> None:
         """Begins the process with this ``environment`` beside ours; it imports ``more`` modules, too."""
@@ -51,8 +81,13 @@ class Warm:
 
         self.program, self.path = __file__, os.path.join(folder, "socket")
         root = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
-        command = [sys.executable, __file__, "serve", self.path, *MODULES, *more]  # a long line: titles of the forks must have room in it
-        has = {name: value for name, value in os.environ.items() if not name.startswith("RAY_") and name != "PYTHONPATH"}
+        # a long line: titles of the forks must have room in it
+        command = [sys.executable, __file__, "serve", self.path, *MODULES, *more]
+        has = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith("RAY_") and name != "PYTHONPATH"
+        }
         has |= {"PYTHONPATH": root} | environment
         self.process = subprocess.Popen(command, env=has, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert self.process.stdout is not None
@@ -67,7 +102,8 @@ class Warm:
 
 
 def enter(command: list[str]) -> None:
-    """Enters the runtime environment of a worker as Ray's ``setup_worker.py`` does: its variables, its folder and its own Python.
+    """Enters the runtime environment of a worker as Ray's ``setup_worker.py`` does: its variables, its folder
+    and its own Python.
 
     Then this program runs there again.  Without such an environment, there is nothing to do.
     """
@@ -77,8 +113,12 @@ def enter(command: list[str]) -> None:
         option, _, text = word.partition("=")
         context = json.loads(text) if option == CONTEXT else {}
         if prefix := context.get("command_prefix"):
-            os.environ.update({name: os.path.expandvars(value) for name, value in context["env_vars"].items()})
-            again = shlex.join([context["py_executable"], __file__, *command[:number], *command[number + 1 :]])
+            os.environ.update(
+                {name: os.path.expandvars(value) for name, value in context["env_vars"].items()}
+            )
+            again = shlex.join(
+                [context["py_executable"], __file__, *command[:number], *command[number + 1 :]]
+            )
             os.execvp("bash", ["bash", "-c", " ".join([*prefix, "exec", again])])
 
 
@@ -87,7 +127,12 @@ def ask(path: str, command: list[str]) -> NoReturn:
     enter(command)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
         server.connect(path)
-        here = {"folder": os.getcwd(), "searched": sys.path[1:], "python": sys.executable, "group": os.getpgrp()}
+        here = {
+            "folder": os.getcwd(),
+            "searched": sys.path[1:],
+            "python": sys.executable,
+            "group": os.getpgrp(),
+        }
         request = json.dumps({"command": command, "environment": dict(os.environ), **here}).encode()
         socket.send_fds(server, [request], [0, 1, 2])
         if pid := int(server.recv(64) or 0):
@@ -96,7 +141,8 @@ def ask(path: str, command: list[str]) -> NoReturn:
             for each in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(each, lambda number, _: _tell(pid, number))
         try:
-            status = int(server.recv(64) or signal.SIGKILL)  # nothing comes if the server was killed, and its forks with it
+            # nothing comes if the server was killed, and its forks with it
+            status = int(server.recv(64) or signal.SIGKILL)
         except ConnectionResetError:
             status = int(signal.SIGKILL)
     if os.WIFSIGNALED(status):
@@ -126,7 +172,10 @@ def serve(path: str, modules: list[str]) -> None:
     assert "ray" not in sys.modules
     gc.collect()
     gc.freeze()  # collections in forks need not look at what is here, and do not copy it
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener, selectors.DefaultSelector() as waits:
+    with (
+        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener,
+        selectors.DefaultSelector() as waits,
+    ):
         listener.bind(path)
         listener.listen(128)
         waits.register(listener, selectors.EVENT_READ)
@@ -138,12 +187,15 @@ def serve(path: str, modules: list[str]) -> None:
                     return
                 if key.data is None:
                     _make(listener, waits)
-                elif key.fd in waits.get_map():  # else its process ended, and who asked for it has gone, at the same time
+                # else its process ended, and who asked for it has gone, at the same time
+                elif key.fd in waits.get_map():
                     _end(key, waits)
 
 
 def _make(listener: socket.socket, waits: BaseSelector) -> None:
-    """Makes the process that is asked for.  The server then waits for its end, and for that of the process that asked."""
+    """Makes the process that is asked for.  The server then waits for its end, and for that of the process
+    that asked.
+    """
     import selectors
 
     asks, _ = listener.accept()
@@ -232,10 +284,16 @@ def _become(
 
 
 def _enter_namespaces(asker: int) -> None:
-    """Enters the namespaces of ``asker`` that are others than ours: a node of the tests may have a disk or a network of its own."""
+    """Enters the namespaces of ``asker`` that are others than ours: a node of the tests may have a disk or a
+    network of its own.
+    """
     import ctypes
 
-    other = [flag for name, flag in NAMESPACES.items() if not os.path.samefile(f"/proc/self/ns/{name}", f"/proc/{asker}/ns/{name}")]
+    other = [
+        flag
+        for name, flag in NAMESPACES.items()
+        if not os.path.samefile(f"/proc/self/ns/{name}", f"/proc/{asker}/ns/{name}")
+    ]
     if other and ctypes.CDLL(None, use_errno=True).setns(os.pidfd_open(asker), sum(other)):
         raise OSError(ctypes.get_errno(), "the namespaces of the process that asked cannot be entered")
 
@@ -243,8 +301,8 @@ def _enter_namespaces(asker: int) -> None:
 def _enter_group(group: int) -> None:
     """Enters a group of processes; 0: one of its own, as the foreground of a terminal.
 
-    A worker is in the group of its raylet: of a worker that is in another one, the raylet kills the whole group in the end, and the tests
-    with it.
+    A worker is in the group of its raylet: of a worker that is in another one, the raylet kills the whole
+    group in the end, and the tests with it.
     """
     try:
         os.setpgid(0, group)
@@ -254,7 +312,8 @@ def _enter_group(group: int) -> None:
 
 def _ray(command: list[str]) -> None:
     """Prepares the process as Ray's ``setup_worker.py`` does, and runs its program of a worker."""
-    from ray._private.runtime_env.context import RuntimeEnvContext, update_envs  # Ray reads the environment while it is imported
+    # Ray reads the environment while it is imported
+    from ray._private.runtime_env.context import RuntimeEnvContext, update_envs
     from ray._private.workers.setup_worker import parser
 
     asked, rest = parser.parse_known_args(command)
@@ -263,7 +322,9 @@ def _ray(command: list[str]) -> None:
 
 
 def _python(command: list[str]) -> None:
-    """Runs a module, a program as text, or a script, as ``python`` does; workers of a cluster that it starts are forks, too."""
+    """Runs a module, a program as text, or a script, as ``python`` does; workers of a cluster that it starts
+    are forks, too.
+    """
     import runpy
 
     if "train" in command:
@@ -284,20 +345,27 @@ def _python(command: list[str]) -> None:
 
 
 def lean(replace: Callable[[object, str, Any], None] = setattr) -> None:
-    """Lets nodes that this process starts have no agent, dashboard, scaler or reader of logs: each computes a second and more, and no run
-    needs them."""
+    """Lets nodes that this process starts have no agent, dashboard, scaler or reader of logs: each computes a
+    second and more, and no run needs them."""
     from ray import _raylet
     from ray._private import node, services
 
     start, agent = services.start_ray_process, "--dashboard_agent_command="
-    ports = (_raylet.METRICS_AGENT_PORT_NAME, _raylet.METRICS_EXPORT_PORT_NAME, _raylet.DASHBOARD_AGENT_LISTEN_PORT_NAME)
+    ports = (
+        _raylet.METRICS_AGENT_PORT_NAME,
+        _raylet.METRICS_EXPORT_PORT_NAME,
+        _raylet.DASHBOARD_AGENT_LISTEN_PORT_NAME,
+    )
 
     def start_lean(command: list[str], *arguments: Any, **options: Any) -> Any:
-        if any(word.startswith(agent) for word in command):  # of a raylet, which waits for an agent and its ports
+        # of a raylet, which waits for an agent and its ports
+        if any(word.startswith(agent) for word in command):
             of = dict(word.split("=", 1) for word in command if "=" in word)
             for port in ports:
                 _raylet.persist_port(of["--session_dir"], of["--node_id"], port, -1)
-            command = [word for word in command if not word.startswith(agent)] + [f'{agent}sh -c "exec tail --pid=$PPID -f /dev/null"']
+            command = [word for word in command if not word.startswith(agent)] + [
+                f'{agent}sh -c "exec tail --pid=$PPID -f /dev/null"'
+            ]
         return start(command, *arguments, **options)
 
     replace(services, "start_ray_process", start_lean)
@@ -307,7 +375,9 @@ def lean(replace: Callable[[object, str, Any], None] = setattr) -> None:
 
 
 def node(words: list[str]) -> None:
-    """Runs ``ray <words>``; the workers of this node are forks of the process that is named, or of one that lives below this one."""
+    """Runs ``ray <words>``; the workers of this node are forks of the process that is named, or of one that
+    lives below this one.
+    """
     import runpy
     import tempfile
 

@@ -1,10 +1,13 @@
-"""``python -m tests.support.wire DEVICE ...`` is the network between hosts of a test: what it loses, delays and cuts, by direction.
+"""``python -m tests.support.wire DEVICE ...`` is the network between hosts of a test: what it loses, delays
+and cuts, by direction.
 
-Each host's network namespace has one device (TUN), whose other end is here: every packet between hosts passes through this process.  So
-loss, delay and a cut are a few lines, and work where the kernel has no ``sch_netem`` (``tc qdisc add … netem``: "Specified qdisc kind is
-unknown").  Packets are IPv4; the last byte of an address is the host's number plus one.
+Each host's network namespace has one device (TUN), whose other end is here: every packet between hosts passes
+through this process.  So loss, delay and a cut are a few lines, and work where the kernel has no
+``sch_netem`` (``tc qdisc add … netem``: "Specified qdisc kind is unknown").  Packets are IPv4; the last byte
+of an address is the host's number plus one.
 
-A line on standard input is a rule, ``{"source": 0, "target": 2, "loss": 1.0, "delay_s": 0.0}``; it holds from then on, and is echoed.
+A line on standard input is a rule, ``{"source": 0, "target": 2, "loss": 1.0, "delay_s": 0.0}``; it holds from
+then on, and is echoed.
 """
 
 from __future__ import annotations
@@ -25,7 +28,9 @@ PACKETS_A_TURN = 64
 
 
 def device(name: str) -> int:
-    """Makes a device and returns its descriptor.  The process that started this program moves the device to a host's namespace."""
+    """Makes a device and returns its descriptor.  The process that started this program moves the device to a
+    host's namespace.
+    """
     descriptor = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
     fcntl.ioctl(descriptor, TUNSETIFF, struct.pack("16sH", name.encode(), IFF_TUN | IFF_NO_PI))
     return descriptor

@@ -20,7 +20,9 @@ STEPS = 4
 
 @pytest.fixture(scope="session")
 def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Warm]:
-    """The process whose forks are the workers of Ray in the cluster of the tests, and the commands of the guide."""
+    """The process whose forks are the workers of Ray in the cluster of the tests, and the commands of the
+    guide.
+    """
     with uncounted():
         made = Warm(tmp_path_factory.mktemp("warm"))
     with made:

@@ -1,9 +1,11 @@
-"""Trains in one process after another, each killed (SIGKILL, for real) one write or deletion later than the one before.
+"""Trains in one process after another, each killed (SIGKILL, for real) one write or deletion later than the
+one before.
 
-``python killed_run.py FOLDER FIRST STRIDE [torn]``: forks a child for each boundary FIRST, FIRST + STRIDE, … into its own bucket
-``FOLDER/<n>``, until one is not killed.  A boundary is a change that the child asks of the operating system in its bucket: it creates,
-links, renames or removes a file or a folder.  Each child trains all of :func:`job_of`, which saves each step and deletes all but the newest
-two checkpoints.  A second child then goes on in the same bucket; every other one applies the rules before, and each applies them
+``python killed_run.py FOLDER FIRST STRIDE [torn]``: forks a child for each boundary FIRST, FIRST + STRIDE, …
+into its own bucket ``FOLDER/<n>``, until one is not killed.  A boundary is a change that the child asks of
+the operating system in its bucket: it creates, links, renames or removes a file or a folder.  Each child
+trains all of :func:`job_of`, which saves each step and deletes all but the newest two checkpoints.  A second
+child then goes on in the same bucket; every other one applies the rules before, and each applies them
 afterwards.  Prints, for each boundary, a line of JSON with what was found.
 
 With the word ``torn`` a deletion takes the shard first and the manifest last, and leaves no note.
@@ -38,14 +40,18 @@ CHANGES = ("os.link", "os.rename", "os.remove", "os.mkdir", "os.rmdir")
 
 @dataclass(frozen=True)
 class Ended:
-    """The findings after the boundary ``at``: how the child ended, and the bucket before and after the second one went on."""
+    """The findings after the boundary ``at``: how the child ended, and the bucket before and after the second
+    one went on.
+    """
 
     at: int
     signal: int
     event: str
     """The change that was not made."""
     manifests: list[int]
-    """The steps whose manifests were there when the child had ended, and which of them were good when every byte was read."""
+    """The steps whose manifests were there when the child had ended, and which of them were good when every
+    byte was read.
+    """
     whole: list[int]
     state: str
     hash: str
@@ -71,7 +77,9 @@ def killed(at: int, bucket: str) -> None:
     left = [at]
 
     def audit(event: str, arguments: tuple[Any, ...]) -> None:
-        writes = event in CHANGES or (event == "open" and isinstance(arguments[2], int) and arguments[2] & WRITES)
+        writes = event in CHANGES or (
+            event == "open" and isinstance(arguments[2], int) and arguments[2] & WRITES
+        )
         if writes and str(arguments[0]).startswith(bucket):
             left[0] -= 1
             if not left[0]:
@@ -87,16 +95,25 @@ def goes_on(bucket: str, at: int, ended: int) -> None:
     run = Run.open(job_of(bucket)) if Path(bucket, "toy", "job.json").exists() else None
     listed = run.checkpoints.versions() if run is not None else []
     manifests = [each.version.step for each in listed if each.manifest is not None and not each.deleted]
-    whole = [each.version.step for each in listed if each.good and run is not None and run.checkpoints.verify(each.version).good]
+    whole = [
+        each.version.step
+        for each in listed
+        if each.good and run is not None and run.checkpoints.verify(each.version).good
+    ]
     with redirect_stdout(sys.stderr):
         if manifests and at % 2:
             gc(job_of(bucket), dry_run=False, force=False)
         state = run_local(job_of(bucket), lambda line: None)[0]
         gc(job_of(bucket), dry_run=False, force=False)
     run = Run.open(job_of(bucket))
-    good = [each.version.step for each in run.checkpoints.versions() if run.checkpoints.verify(each.version).good]
+    good = [
+        each.version.step for each in run.checkpoints.versions() if run.checkpoints.verify(each.version).good
+    ]
     steps = Path(bucket, "toy", "steps")
-    left = sorted("/".join(part for part in path.relative_to(steps).parts if part[0] != "g") for path in steps.rglob("*"))
+    left = sorted(
+        "/".join(part for part in path.relative_to(steps).parts if part[0] != "g")
+        for path in steps.rglob("*")
+    )
     partial = [str(path.relative_to(bucket)) for path in Path(bucket).rglob(".partial-*")]
     event = Path(f"{bucket}.event").read_text() if ended else ""
     found = Ended(at, ended, event, manifests, whole, state, exported_hash(run.job), good, left, partial)
@@ -104,7 +121,9 @@ def goes_on(bucket: str, at: int, ended: int) -> None:
 
 
 def forked(work: Callable[[], None]) -> int:
-    """Returns the signal that ended a child that did ``work``, or 0.  Raises :class:`ChildProcessError` if it failed otherwise."""
+    """Returns the signal that ended a child that did ``work``, or 0.  Raises :class:`ChildProcessError` if it
+    failed otherwise.
+    """
     pid = os.fork()
     if pid == 0:
         try:

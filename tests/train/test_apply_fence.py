@@ -1,4 +1,6 @@
-"""The lock between two threads: a fence comes before an update or after it, never within; what a lease or a fence bars is not applied."""
+"""The lock between two threads: a fence comes before an update or after it, never within; what a lease or a
+fence bars is not applied.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ def stepping(*, prepared: bool = True, lease_s: float = 600.0) -> ApplyFence:
     found = ApplyFence(Member(WorkerId("w1"), lease_s))
     assert entered(found, GENERATION)
     with found as member:
-        member.healed(time.monotonic(), Holding(WorkerId("w1"), BEFORE, cell(2, 1)), Shard(BEFORE, cell(2, 1), {}))
+        member.healed(
+            time.monotonic(), Holding(WorkerId("w1"), BEFORE, cell(2, 1)), Shard(BEFORE, cell(2, 1), {})
+        )
         assert member.go(GENERATION)
         if prepared:
             member.prepare(STEP)
@@ -84,8 +88,8 @@ def test_an_update_without_a_fence_is_applied() -> None:
 
 @pytest.mark.parametrize("fenced", [GENERATION, GENERATION + 2])
 def test_a_fence_before_the_commit_bars_it(fenced: int) -> None:
-    """A fence of a later generation bars it too; its answer waits until the member leaves this one, and then tells what the member
-    holds."""
+    """A fence of a later generation bars it too; its answer waits until the member leaves this one, and then
+    tells what the member holds."""
     found, updates = stepping(), []
     with found as member:
         answer = member.fence(fenced)
@@ -123,7 +127,9 @@ def test_a_late_fence_of_an_older_generation_lifts_none() -> None:
 
 
 def test_a_fence_before_the_gradients_are_complete_leaves_nothing_to_settle() -> None:
-    """A fenced member prepares nothing more; otherwise others could commit a step that it said it cannot apply."""
+    """A fenced member prepares nothing more; otherwise others could commit a step that it said it cannot
+    apply.
+    """
     found = stepping(prepared=False)
     assert fence(found).prepared is None
     with pytest.raises(FencedOff), found as member:
@@ -147,7 +153,9 @@ def test_a_lease_that_is_over_bars_the_update() -> None:
 
 
 def test_what_the_coordinator_settled_is_applied_all_the_same() -> None:
-    """The member is fenced and its lease is over, but neither bars an outcome that is known to be the world's."""
+    """The member is fenced and its lease is over, but neither bars an outcome that is known to be the
+    world's.
+    """
     found = stepping(lease_s=-1.0)
     fence(found)
     with found.applying(OUTCOME, settled=True):
@@ -206,7 +214,8 @@ def test_outcomes_are_kept_until_they_are_acknowledged_and_the_newest_always() -
             pass
     with found as member:
         member.renewed(GENERATION, 0.0, False, STEP - 1)
-        member.renewed(GENERATION - 1, 0.0, False, STEP + 1)  # late: about steps that have been given up since, and done again
+        # late: about steps that have been given up since, and done again
+        member.renewed(GENERATION - 1, 0.0, False, STEP + 1)
     assert fence(found).outcomes == (OUTCOME, later)
     with found as member:
         member.renewed(GENERATION, 0.0, False, STEP + 1)

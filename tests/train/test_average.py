@@ -1,4 +1,6 @@
-"""An average of the weights is a kind of state: torch's in plain training, with the same bits in every layout and after a loss."""
+"""An average of the weights is a kind of state: torch's in plain training, with the same bits in every layout
+and after a loss.
+"""
 
 from __future__ import annotations
 
@@ -71,19 +73,33 @@ def test_the_average_is_torchs(tmp_path: Path) -> None:
         assert not torch.allclose(wrong[name], value, rtol=1e-6, atol=1e-6)
 
 
-def test_the_average_has_the_same_bits_in_every_layout_and_changes_no_others(ranks: Ranks, tmp_path: Path) -> None:
-    """The hash is of all state.  A run without it has no new tensor, and the same weights and moments as one with it."""
+def test_the_average_has_the_same_bits_in_every_layout_and_changes_no_others(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    """The hash is of all state.  A run without it has no new tensor, and the same weights and moments as one
+    with it.
+    """
     one, without = averaged_job(tmp_path / "one"), averaged_job(tmp_path / "none", 0.0)
     hashed, plain = train_here(one, STEPS), train_here(without, STEPS)
     for number, (layout, changes) in enumerate(
-        [(TWO, {}), (HALVES, {"zero": 2}), (HALVES, {"zero": 3}), (HALVES, {"zero": 2, "offload": "optimizer"})]
+        [
+            (TWO, {}),
+            (HALVES, {"zero": 2}),
+            (HALVES, {"zero": 3}),
+            (HALVES, {"zero": 2, "offload": "optimizer"}),
+        ]
     ):
         offload = {"offload": changes.pop("offload")} if "offload" in changes else {}
         job = averaged_job(tmp_path / str(number), parallel=changes, **offload)
         assert [each.hash for each in train_each(ranks, [job], layout, STEPS)] == [hashed.hash], changes
-    stored = [Run.open(job).checkpoints.open(made.version).tensors() for job, made in ((one, hashed), (without, plain))]
+    stored = [
+        Run.open(job).checkpoints.open(made.version).tensors()
+        for job, made in ((one, hashed), (without, plain))
+    ]
     assert {each.kind for each in stored[1]} == {"parameter", "moment.exp_avg", "moment.exp_avg_sq", "scalar"}
-    assert {each.kind for each in stored[0]} - {each.kind for each in stored[1]} == {AVERAGE} and plain.hash != hashed.hash
+    assert {each.kind for each in stored[0]} - {each.kind for each in stored[1]} == {
+        AVERAGE
+    } and plain.hash != hashed.hash
     for kind in ("exp_avg", "exp_avg_sq"):
         assert kept(one, kind).keys() == kept(without, kind).keys()
         assert all(torch.equal(value, kept(without, kind)[name]) for name, value in kept(one, kind).items())
@@ -109,7 +125,9 @@ def test_the_average_of_16_bits_has_32(tmp_path: Path) -> None:
     job = job_of(tmp_path, Half, optim={**ADAMW, "average": 0.999}, trial=False)
     train_here(job, STEPS)
     found = kept(job)
-    assert {each.dtype for each in found.values()} == {torch.float32} and not [name for name in found if name.startswith("head.")]
+    assert {each.dtype for each in found.values()} == {torch.float32} and not [
+        name for name in found if name.startswith("head.")
+    ]
     assert any(not torch.equal(each, each.bfloat16().float()) for each in found.values())
 
 
@@ -130,7 +148,10 @@ def test_commands_take_the_average_if_asked(tmp_path: Path) -> None:
     net: Any = Net()
     net.load_state_dict(averages)
     summed, count = loss(net, Numbers().read(tuple(range(6))))
-    assert evaluate_here(job, average=True) == (version, type(plain)(pytest.approx(summed.item(), rel=1e-5), count))
+    assert evaluate_here(job, average=True) == (
+        version,
+        type(plain)(pytest.approx(summed.item(), rel=1e-5), count),
+    )
 
 
 @pytest.mark.parametrize("settings", [{}, {"offload": "optimizer"}], ids=str)
@@ -142,7 +163,9 @@ def test_a_branch_begins_an_average_with_the_weights(tmp_path: Path, settings: d
     launch(averaged, local=True, branch=True, resume=STEPS - 1, show=lambda line: None)
     export(averaged, tmp_path / "base", str(STEPS - 1))
     export(averaged, tmp_path / f"export-{STEPS}", None)
-    base, after = (load_file(tmp_path / folder / "model.safetensors") for folder in ("base", f"export-{STEPS}"))
+    base, after = (
+        load_file(tmp_path / folder / "model.safetensors") for folder in ("base", f"export-{STEPS}")
+    )
     averages = kept(averaged)
     assert averages.keys() == after.keys()
     for name, value in averages.items():
@@ -153,7 +176,13 @@ def test_a_branch_begins_an_average_with_the_weights(tmp_path: Path, settings: d
 def test_without_an_average_none_is_given(tmp_path: Path) -> None:
     job = averaged_job(tmp_path, 0.0, validation={"every": STEPS})
     run_local(job, lambda line: None)
-    with pytest.raises(JobError, match=r"--average: the checkpoint of step 4 .* has no average of the weights, which optim\.average keeps"):
+    with pytest.raises(
+        JobError,
+        match=(
+            r"--average: the checkpoint of step 4 .* has no average of the "
+            r"weights, which optim\.average keeps"
+        ),
+    ):
         export(job, tmp_path / "out", None, average=True)
     with pytest.raises(JobError, match=r"--average: .* since optim\.average = 0; leave it out"):
         evaluate_here(job, average=True)

@@ -1,4 +1,6 @@
-"""U6: a buffer that a model changes behind torch's back is refused; its value would depend on which worker computed which microbatch."""
+"""U6: a buffer that a model changes behind torch's back is refused; its value would depend on which worker
+computed which microbatch.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +27,16 @@ HERE = "tests.train.test_buffers"
 
 
 class Activated(nn.BatchNorm1d):
-    """A norm with a ``forward`` of its own, as ``BatchNormAct2d`` of timm has one: torch counts no change of its statistics."""
+    """A norm with a ``forward`` of its own, as ``BatchNormAct2d`` of timm has one: torch counts no change of
+    its statistics.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.relu(F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, self.training, 0.1, self.eps))
+        return F.relu(
+            F.batch_norm(
+                x, self.running_mean, self.running_var, self.weight, self.bias, self.training, 0.1, self.eps
+            )
+        )
 
 
 class WithActivated(BatchNormed):
@@ -40,7 +48,9 @@ class WithActivated(BatchNormed):
 
 
 class Averaging(Own):
-    """A model with a running mean that it writes by ``.data``, as codebooks of vector quantisation are written."""
+    """A model with a running mean that it writes by ``.data``, as codebooks of vector quantisation are
+    written.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,7 +88,9 @@ MODELS = [
 
 @pytest.mark.parametrize(("model", "refused"), MODELS)
 def test_a_warm_up_refuses_a_buffer_that_changes_unseen(tmp_path: Path, model: str, refused: str) -> None:
-    """It has no other members, for which a comparison of values could wait.  The controls change none, or leave it to the engine."""
+    """It has no other members, for which a comparison of values could wait.  The controls change none, or
+    leave it to the engine.
+    """
     job = toy_job(tmp_path, model=model, model_args={}, workers={"max": 2})
     session = make_session(job, Counters(tmp_path / "counters", create=True))
     tensors = tensors_of(build_model(job, session.builder), session.rule)
@@ -92,7 +104,11 @@ def test_a_warm_up_refuses_a_buffer_that_changes_unseen(tmp_path: Path, model: s
 def test_so_does_the_first_step_of_a_worker_without_others(tmp_path: Path, model: str, refused: str) -> None:
     world = World.alone(torch.device("cpu"))
     try:
-        refusal = pytest.raises(StateChanged, match=f"changed the buffer '{refused}' of") if refused else nullcontext()
+        refusal = (
+            pytest.raises(StateChanged, match=f"changed the buffer '{refused}' of")
+            if refused
+            else nullcontext()
+        )
         with member(world, toy_job(tmp_path, model=model, model_args={}), Version(0, 0)) as me, refusal:
             me.step()
     finally:

@@ -27,14 +27,25 @@ def cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None
     return write
 
 
-def test_the_key_tells_apart_what_cannot_share_code(tmp_path: Path, cpu: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_key_tells_apart_what_cannot_share_code(
+    tmp_path: Path, cpu: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Neither the run's name, its length, its workers nor the clock of the CPU make another key."""
     job = toy_job(tmp_path, compile=True)
-    same = [key_of(other, CODE, KIND) for other in (job, job.replace(name="other", steps=77, workers={"max": 3}, seed=5))]
+    same = [
+        key_of(other, CODE, KIND)
+        for other in (job, job.replace(name="other", steps=77, workers={"max": 3}, seed=5))
+    ]
     cpu("processor\t: 0\nmodel name\t: A\nflags\t\t: avx2 avx512f\ncpu MHz\t\t: 3000\n\nprocessor\t: 1\n")
     same.append(key_of(job, CODE, KIND))
     assert len(set(same)) == 1 and len(same[0]) == 32
-    changes = ({"precision": "bf16"}, {"microbatch": 4}, {"model_args": {"vocab": 29, "dim": 64}}, {"recompute": "block"}, {"numerics": 4})
+    changes = (
+        {"precision": "bf16"},
+        {"microbatch": 4},
+        {"model_args": {"vocab": 29, "dim": 64}},
+        {"recompute": "block"},
+        {"numerics": 4},
+    )
     others = [key_of(job.replace(**change), CODE, KIND) for change in changes]
     others += [key_of(job, "mine 999999999999", KIND), key_of(job, CODE, "NVIDIA H200, torch 2, 1 threads")]
     for text in ("model name\t: B\nflags\t\t: avx2 avx512f\n", "model name\t: A\nflags\t\t: avx2\n"):
@@ -52,14 +63,25 @@ def test_the_key_tells_apart_what_cannot_share_code(tmp_path: Path, cpu: Callabl
 
 
 def test_a_place_that_the_user_has_chosen_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The controls: a process that has imported torch's compiler, which sets the variable by itself, and a job that compiles nothing."""
+    """The controls: a process that has imported torch's compiler, which sets the variable by itself, and a
+    job that compiles nothing.
+    """
     for before in (INDUCTOR_DIR, TRITON_DIR):
         monkeypatch.delenv(before, raising=False)
     job = toy_job(tmp_path, compile=True)
     monkeypatch.setenv(INDUCTOR_DIR, str(tmp_path / "mine"))
-    assert place(job, CODE, KIND, tmp_path) is None and os.environ[INDUCTOR_DIR] == str(tmp_path / "mine") and TRITON_DIR not in os.environ
+    assert (
+        place(job, CODE, KIND, tmp_path) is None
+        and os.environ[INDUCTOR_DIR] == str(tmp_path / "mine")
+        and TRITON_DIR not in os.environ
+    )
     monkeypatch.setenv(INDUCTOR_DIR, default_cache_dir())
-    assert place(job.replace(compile=False), CODE, KIND, tmp_path) is None and os.environ[INDUCTOR_DIR] == default_cache_dir()
+    assert (
+        place(job.replace(compile=False), CODE, KIND, tmp_path) is None
+        and os.environ[INDUCTOR_DIR] == default_cache_dir()
+    )
     found = place(job, CODE, KIND, tmp_path)
-    assert found is not None and os.environ[INDUCTOR_DIR] == str(found.folder) == str(tmp_path / key_of(job, CODE, KIND))
+    assert found is not None and os.environ[INDUCTOR_DIR] == str(found.folder) == str(
+        tmp_path / key_of(job, CODE, KIND)
+    )
     assert os.environ[TRITON_DIR] == f"{found.folder}/triton"

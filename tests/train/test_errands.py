@@ -54,7 +54,8 @@ class Breaks(Own):
     """A model that cannot continue "a" as long as a file is there."""
 
     def forward(self, tokens: Tensor) -> Tensor:
-        if BROKEN.exists() and tokens.device.type == "cpu" and int(tokens[0, 0]) == ord("a"):  # no sample begins so
+        # no sample begins so
+        if BROKEN.exists() and tokens.device.type == "cpu" and int(tokens[0, 0]) == ord("a"):
             raise RuntimeError("not today")
         return super().forward(tokens)
 
@@ -120,14 +121,16 @@ def test_each_is_made_once_and_is_what_plain_torch_says(tmp_path: Path, model: s
     job = job_of(tmp_path / "run", model=model, model_args=args)
     said = trained(job)
     for kind, steps in (("export", (2, 4, 6)), ("samples", (4, 6))):
-        assert [sum(text.startswith(f"{kind} of step {step}: ") for text in said) for step in range(1, 7)] == [
-            int(step in steps) for step in range(1, 7)
-        ]
+        assert [
+            sum(text.startswith(f"{kind} of step {step}: ") for text in said) for step in range(1, 7)
+        ] == [int(step in steps) for step in range(1, 7)]
     for step in (4, 6):
         found = result(job, "samples", step)
         expected = [greedy(plain(job, step), prompt, 12, 16) for prompt in PROMPTS]
         assert found["tokens"] == expected and found["prompts"] == PROMPTS
-        assert found["texts"] == [bytes(token for token in each if token < 256).decode(errors="replace") for each in expected]
+        assert found["texts"] == [
+            bytes(token for token in each if token < 256).decode(errors="replace") for each in expected
+        ]
     other = [greedy(plain(job, 2), prompt, 12, 16) for prompt in PROMPTS]
     assert result(job, "samples", 6)["tokens"] != other, "the control"
     for step in (2, 4, 6):
@@ -143,11 +146,16 @@ def test_each_is_made_once_and_is_what_plain_torch_says(tmp_path: Path, model: s
 def test_l10_samples_are_written_by_the_code_that_made_the_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """L10: the command refuses changed code, and counts no attempt.  The oracle is what the run wrote.  The control: an accepted change."""
+    """L10: the command refuses changed code, and counts no attempt.  The oracle is what the run wrote.  The
+    control: an accepted change.
+    """
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "dont_write_bytecode", True)  # the time stamps of cached code have whole seconds
     code, file = tmp_path / "a_writer.py", tmp_path / "job.toml"
-    built = "from tests.support.toys import own\n\n\ndef build(**args):\n    model = own(**args)\n    return model\n"
+    built = (
+        "from tests.support.toys import own\n\n\ndef build(**args):\n    model = own(**args)\n    "
+        "return model\n"
+    )
 
     def write(text: str) -> None:
         code.write_text(text)
@@ -166,12 +174,24 @@ def test_l10_samples_are_written_by_the_code_that_made_the_weights(
 
     for key in done:
         run.store.delete(key)
-    write(built.replace("    return model", "    model.register_forward_hook(lambda _, given, logits: -logits)\n    return model"))
+    write(
+        built.replace(
+            "    return model",
+            ("    model.register_forward_hook(lambda _, given, logits: -logits)\n    return model"),
+        )
+    )
     returned, said = pay()
-    assert returned == 1 and "samples of step 4 failed: the code of the run 'local'" in said and "a_writer.py (changed); undo" in said
+    assert (
+        returned == 1
+        and "samples of step 4 failed: the code of the run 'local'" in said
+        and "a_writer.py (changed); undo" in said
+    )
     assert "export of step 4: " in said, "an export needs no code"
     assert [(debt.kind, debt.failures) for debt in owed.debts(run)] == [("samples", ())]
-    assert main(["owed", str(file), "--accept-code"]) == 1 and "--accept-code has no effect without --pay" in capsys.readouterr().out
+    assert (
+        main(["owed", str(file), "--accept-code"]) == 1
+        and "--accept-code has no effect without --pay" in capsys.readouterr().out
+    )
     assert pay("--accept-code")[0] == 0 and result(job, "samples", 4)["tokens"] != wrote["tokens"]
     write(built)
     run.store.delete(next(key for key in done if "samples" in key))
@@ -180,16 +200,27 @@ def test_l10_samples_are_written_by_the_code_that_made_the_weights(
 
 def test_what_is_drawn_depends_on_the_seed_and_the_step_alone(tmp_path: Path) -> None:
     drawn = {"every": 2, "prompts": ["a", "a"], "tokens": 8, "temperature": 1.0}
-    jobs = [job_of(tmp_path / str(number), steps=2, samples={**drawn, "seed": seed}) for number, seed in enumerate((1, 1, 2))]
+    jobs = [
+        job_of(tmp_path / str(number), steps=2, samples={**drawn, "seed": seed})
+        for number, seed in enumerate((1, 1, 2))
+    ]
     for job in jobs:
         trained(job)
     first, again, other = (result(job, "samples", 2)["tokens"] for job in jobs)
     assert first == again != other and first[0] != first[1]
 
 
-def test_what_fails_is_tried_again_at_the_next_save_and_given_up_in_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A failure disturbs no step.  A resume finds what is owed; the control is that the text is the one that an undisturbed run writes."""
-    settings: dict[str, Any] = {"model": "tests.train.test_errands:breaks", "model_args": {"vocab": 257, "dim": 19}, "export": {}}
+def test_what_fails_is_tried_again_at_the_next_save_and_given_up_in_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A failure disturbs no step.  A resume finds what is owed; the control is that the text is the one that
+    an undisturbed run writes.
+    """
+    settings: dict[str, Any] = {
+        "model": "tests.train.test_errands:breaks",
+        "model_args": {"vocab": 257, "dim": 19},
+        "export": {},
+    }
     settings["samples"] = {"every": 4, "prompts": ["a"], "tokens": 4}
     trained(smooth := job_of(tmp_path / "smooth", **settings))
     broken = tmp_path / "broken"
@@ -198,7 +229,11 @@ def test_what_fails_is_tried_again_at_the_next_save_and_given_up_in_the_end(tmp_
     job = job_of(tmp_path / "run", **settings)
     said = trained(job)
     failed = [text for text in said if "not today" in text]
-    assert [text.partition(" failed: ")[0] for text in failed] == ["samples of step 4", "samples of step 4", "samples of step 6"]
+    assert [text.partition(" failed: ")[0] for text in failed] == [
+        "samples of step 4",
+        "samples of step 4",
+        "samples of step 6",
+    ]
     assert all(text.endswith("again soon") for text in failed)
     broken.unlink()
     longer = job.replace(steps=8)
@@ -209,11 +244,15 @@ def test_what_fails_is_tried_again_at_the_next_save_and_given_up_in_the_end(tmp_
     broken.touch()
     other = job_of(tmp_path / "other", **settings | {"steps": 10})
     assert sum("given up after 3 attempts" in text for text in trained(other)) == 1
-    assert owed.sentence(owed.debts(Run.open(other))).startswith("owed: samples of step 8, samples of step 10; given up: samples of")
+    assert owed.sentence(owed.debts(Run.open(other))).startswith(
+        "owed: samples of step 8, samples of step 10; given up: samples of"
+    )
 
 
 def test_a_shared_weight_stays_shared(tmp_path: Path) -> None:
-    job = job_of(tmp_path, model="tests.train.test_errands:tied", model_args={"vocab": 257, "dim": 19}, steps=2)
+    job = job_of(
+        tmp_path, model="tests.train.test_errands:tied", model_args={"vocab": 257, "dim": 19}, steps=2
+    )
     trained(job)
     model = restored(job, Run.open(job).checkpoints.open(Version(2, 1)))
     assert isinstance(model, Tied) and model.head.weight is model.embed.weight and not model.training
@@ -221,12 +260,20 @@ def test_a_shared_weight_stays_shared(tmp_path: Path) -> None:
 
 
 def test_l1_a_worker_between_two_worlds_measures_what_the_members_would(tmp_path: Path) -> None:
-    """L1: from the checkpoint alone, with the same bits.  It stops at any slice or microbatch once it is to do something else.
+    """L1: from the checkpoint alone, with the same bits.  It stops at any slice or microbatch once it is to
+    do something else.
 
     The control is another checkpoint.
     """
-    held_out = {"every": 2, "samples": 7, "dataset": "tests.support.toys:Sums", "args": {"samples": 50, "seq_len": 16}}
-    job = job_of(tmp_path, model_args=SMALL | {"layers": 1}, steps=4, export={}, samples={}, validation=held_out)
+    held_out = {
+        "every": 2,
+        "samples": 7,
+        "dataset": "tests.support.toys:Sums",
+        "args": {"samples": 50, "seq_len": 16},
+    }
+    job = job_of(
+        tmp_path, model_args=SMALL | {"layers": 1}, steps=4, export={}, samples={}, validation=held_out
+    )
     said, run = trained(job), Run.open(job)
     by_spares = job.replace(validation={**held_out, "by": "spares"}, workers={"spares": 1})
     session = make_session(by_spares, Counters(tmp_path / "counters", create=True))
@@ -260,12 +307,21 @@ class Pair(Own):
 @pytest.mark.parametrize(
     ("model", "prompts", "said"),
     [
-        (Pair(vocab=257), ["a"], "Pair returns a tuple for tokens of shape .1, 1.; text can be written by a model that returns logits"),
+        (
+            Pair(vocab=257),
+            ["a"],
+            (
+                "Pair returns a tuple for tokens of shape .1, 1.; text can be written by a "
+                "model that returns logits"
+            ),
+        ),
         (Own(vocab=29), ["a"], "'a' has the token 97, and the model knows 29; leave .samples. out"),
         (Own(vocab=257), ["a", ""], "'' has no token that the model could continue"),
     ],
 )
-def test_a_model_that_cannot_write_is_refused_before_a_worker_starts(model: nn.Module, prompts: list[str], said: str) -> None:
+def test_a_model_that_cannot_write_is_refused_before_a_worker_starts(
+    model: nn.Module, prompts: list[str], said: str
+) -> None:
     job = toy_job("/bucket", checkpoint={"save_every": 2}, samples={"every": 2, "prompts": prompts})
     with pytest.raises(ModelError, match=said):
         check_samples(job, model.to("meta"), Sums())

@@ -1,4 +1,6 @@
-"""The command `elastic estimate` tells what the classes of a member's memory take, as the tensors themselves do."""
+"""The command `elastic estimate` tells what the classes of a member's memory take, as the tensors themselves
+do.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +76,9 @@ def held(world: World, job: Job) -> tuple[dict[str, int], dict[str, set[torch.dt
 
 @pytest.mark.parametrize("name", JOBS)
 @pytest.mark.parametrize("layout", [Layout(1, 1), Layout(1, 2), Layout(2, 1)], ids=str)
-def test_c1_the_estimate_is_what_the_storages_take(ranks: Ranks, tmp_path: Path, layout: Layout, name: str) -> None:
+def test_c1_the_estimate_is_what_the_storages_take(
+    ranks: Ranks, tmp_path: Path, layout: Layout, name: str
+) -> None:
     """C1: every class within 2 %.  The control: with other moments it is not so.
 
     Deferred sums are whole while they are added, and have been shared when the storages are looked at.
@@ -83,7 +87,9 @@ def test_c1_the_estimate_is_what_the_storages_take(ranks: Ranks, tmp_path: Path,
     expected = classes(job, tensors_of_job(job), layout.dp_shard)
     if name == "deferred":
         expected["gradients"] //= layout.dp_shard
-    other = toy_job(tmp_path, model_args=MODEL, **JOBS["fp32" if name in ("moments", "momentum") else "moments"])
+    other = toy_job(
+        tmp_path, model_args=MODEL, **JOBS["fp32" if name in ("moments", "momentum") else "moments"]
+    )
     wrong = classes(other, tensors_of_job(other), layout.dp_shard)
     for found, dtypes in ranks.run(layout, held, job):
         assert found == pytest.approx(expected, rel=0.02)
@@ -96,7 +102,9 @@ def test_c1_seven_billion_parameters_take_112_gb(capsys: pytest.CaptureFixture[s
     assert main(["estimate", "--params", "7e9"]) == 0
     said = capsys.readouterr().out
     assert "112.0 GB" in said
-    assert "14.0 GB of bf16 weights, 14.0 GB of bf16 gradients, 84.0 GB of float32 weights and moments" in said
+    assert (
+        "14.0 GB of bf16 weights, 14.0 GB of bf16 gradients, 84.0 GB of float32 weights and moments" in said
+    )
     assert "28.0 GB of float32 weights, 28.0 GB of float32 gradients, 56.0 GB of float32 moments" in said
 
 
@@ -107,9 +115,12 @@ def test_each_stage_shares_what_it_names(tmp_path: Path) -> None:
     """
     job = toy_job(tmp_path, model_args=MODEL, precision="bf16", reproducible=False)
     count = sum(
-        tensor.shape[0] * (tensor.shape[1] if len(tensor.shape) > 1 else 1) for tensor in tensors_of_job(job) if tensor.kind == "parameter"
+        tensor.shape[0] * (tensor.shape[1] if len(tensor.shape) > 1 else 1)
+        for tensor in tensors_of_job(job)
+        if tensor.kind == "parameter"
     )
-    counts = sum(4 for tensor in tensors_of_job(job) if tensor.kind == "parameter")  # of the updates that left a parameter alone
+    # of the updates that left a parameter alone
+    counts = sum(4 for tensor in tensors_of_job(job) if tensor.kind == "parameter")
     for shards, sizes in by_stage(job, tensors_of_job(job), 4):
         held = [
             18 * count,
@@ -117,7 +128,11 @@ def test_each_stage_shares_what_it_names(tmp_path: Path) -> None:
             (16 / shards + 2) * count,
             16 / shards * count + (2 * count if shards == 1 else 0),
         ]
-        form = [0, (24 / shards + 2) * count, (24 / shards + 2) * count, 24 / shards * count] if shards > 1 else [0] * 4
+        form = (
+            [0, (24 / shards + 2) * count, (24 / shards + 2) * count, 24 / shards * count]
+            if shards > 1
+            else [0] * 4
+        )
         assert sizes == pytest.approx([max(pair) for pair in zip(held, form, strict=True)], abs=8 + counts)
 
 
@@ -133,29 +148,51 @@ def said(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 
 
 def test_a_job_file_is_told_without_its_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = str(job_file(tmp_path, 'model_args = {preset = "llama3-8b"}\n[workers]\nmax = 8\n[data.args]\npath = "none"\n'))
+    file = str(
+        job_file(
+            tmp_path,
+            ('model_args = {preset = "llama3-8b"}\n[workers]\nmax = 8\n[data.args]\npath = "none"\n'),
+        )
+    )
     line = said(capsys, file)
     assert "8,030,261,248 parameters; the state takes 96.4 GB" in line and "--workers.device-gb 80" in line
     assert (
-        "if each worker has the whole state, it holds 32.1 GB of weights" in line and "what a microbatch takes is not known: data." in line
+        "if each worker has the whole state, it holds 32.1 GB of weights" in line
+        and "what a microbatch takes is not known: data." in line
     )
     assert "if 4 of 8 workers share the state" in said(capsys, file, "--workers.device-gb", "80")
-    for device_gb, whole in (("80", True), ("60", False)):  # beside 24.1 GB of an older world's state, and 24.1 of the new one's, 16.1
+    # beside 24.1 GB of an older world's state, and 24.1 of the new one's, 16.1
+    for device_gb, whole in (("80", True), ("60", False)):
         line = said(capsys, file, "--precision", "bf16", "--workers.device-gb", device_gb)
         assert "if 4 of 8 workers share the state" in line
-        assert ("zero = 2: there is room" in line) is whole and ("16.1 GB of computing copies" in line) is whole
+        assert ("zero = 2: there is room" in line) is whole and (
+            "16.1 GB of computing copies" in line
+        ) is whole
     line = said(capsys, file, "--workers.device-gb", "8")
     assert "it does not fit: 8 workers with 8.0 GB each are too few" in line and "zero = 3" in line
 
 
-@pytest.mark.parametrize(("folder", "where"), [("/disk", "files of /disk"), ("", "host memory")], ids=["files", "memory"])
-def test_state_that_is_offloaded_is_told_where_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str], folder: str, where: str) -> None:
+@pytest.mark.parametrize(
+    ("folder", "where"), [("/disk", "files of /disk"), ("", "host memory")], ids=["files", "memory"]
+)
+def test_state_that_is_offloaded_is_told_where_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], folder: str, where: str
+) -> None:
     """Weights, moments and copies are named with their place; none of them counts as the device's."""
-    settings = {"offload": "optimizer", "offload_folder": folder, "parallel": {"zero": 2}, "workers": {"max": 1}}
+    settings = {
+        "offload": "optimizer",
+        "offload_folder": folder,
+        "parallel": {"zero": 2},
+        "workers": {"max": 1},
+    }
     file = tmp_path / "job.toml"
     file.write_text(to_toml(toy_job(tmp_path, model_args=MODEL, precision="bf16", **settings)))
     line = said(capsys, str(file))
-    assert f"of weights in {where}, " in line and f"of moments in {where}, " in line and f"state in {where} and saves take " in line
+    assert (
+        f"of weights in {where}, " in line
+        and f"of moments in {where}, " in line
+        and f"state in {where} and saves take " in line
+    )
     assert ("host memory" in line) == (not folder)
     count = int(line.partition(" parameters")[0].rpartition(" ")[2].replace(",", ""))
     assert f"; {gigabytes((2 + 4) * count)} on its device" in line, "weights to compute with, and gradients"
@@ -168,19 +205,33 @@ def test_a_job_file_is_told_with_what_auto_takes(tmp_path: Path, capsys: pytest.
     file = str(job_file(tmp_path, f'global_batch = "all"\nmicrobatch = 24\nmodel_args = {model}\n{data}'))
     for device_gb, policy in (("0.00385", "block"), ("0.0051", "selective"), ("0.0070", "none")):
         line = said(capsys, file, "--workers.device-gb", device_gb)
-        assert f"recompute = '{policy}': 2 or more workers" in line and "if 2 of 8 workers share the state" in line
+        assert (
+            f"recompute = '{policy}': 2 or more workers" in line
+            and "if 2 of 8 workers share the state" in line
+        )
         assert "workers that must share the state" in line
     line = said(capsys, file)
     assert "more while a microbatch is computed" in line and "name that, say --workers.device-gb 80" in line
-    assert "workers that must share the state" not in line and "not known" not in line, "what nobody knows has no column"
+    assert "workers that must share the state" not in line and "not known" not in line, (
+        "what nobody knows has no column"
+    )
 
 
-def test_what_a_microbatch_takes_is_told_for_what_auto_tries(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """If the memory of devices is known, so is the number of workers that must share the state: fewer, if more is computed again."""
-    job = toy_job(tmp_path, model_args=DEEP, microbatch=16, global_batch=32, workers={"max": 8, "device_gb": 0.006})
+def test_what_a_microbatch_takes_is_told_for_what_auto_tries(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """If the memory of devices is known, so is the number of workers that must share the state: fewer, if
+    more is computed again.
+    """
+    job = toy_job(
+        tmp_path, model_args=DEEP, microbatch=16, global_batch=32, workers={"max": 8, "device_gb": 0.006}
+    )
     found = by_recompute(job)
     assert [*found] == ["none", "selective", "block"]
-    sizes, least = [need.transient.alone for need in found.values()], [least_of(job, need) for need in found.values()]
+    sizes, least = (
+        [need.transient.alone for need in found.values()],
+        [least_of(job, need) for need in found.values()],
+    )
     assert sizes[0] > 1.2 * sizes[1] > 1.2**2 * sizes[2]
     assert least[0] > least[2] >= 1
     batch = opened(job).read(tuple(range(16)))
@@ -200,30 +251,57 @@ def test_what_a_microbatch_takes_is_told_for_what_auto_tries(tmp_path: Path, cap
 
 
 def test_stage_3_needs_memory_for_what_it_gathers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It gathers embedding and head, and two blocks, so more comes and goes than in stage 1, which keeps all weights to compute with."""
-    job = toy_job(tmp_path, model_args=MODEL, precision="bf16", reproducible=False, workers={"min": 2, "max": 8}, recompute="block")
+    """It gathers embedding and head, and two blocks, so more comes and goes than in stage 1, which keeps all
+    weights to compute with.
+    """
+    job = toy_job(
+        tmp_path,
+        model_args=MODEL,
+        precision="bf16",
+        reproducible=False,
+        workers={"min": 2, "max": 8},
+        recompute="block",
+    )
     (third,), (first,) = (needs(job.in_stage(zero), ["block"]).values() for zero in (3, 1))
-    rest = sum(each.numel() for name, each in build(**MODEL).named_parameters() if not name.startswith("layers."))
-    assert third.transient.shared - first.transient.shared >= 2 * rest and third.gathered == 0 < first.gathered == first.computing
+    rest = sum(
+        each.numel() for name, each in build(**MODEL).named_parameters() if not name.startswith("layers.")
+    )
+    assert (
+        third.transient.shared - first.transient.shared >= 2 * rest
+        and third.gathered == 0 < first.gathered == first.computing
+    )
     (tmp_path / "job.toml").write_text(to_toml(job))
     part = said(capsys, str(tmp_path / "job.toml"), "--workers.device-gb", "1", "--recompute", "0.5")
     assert "recompute = 0.5: " in part, "as it is written in a job"
 
 
 def test_with_more_members_the_sums_shrink_and_activations_do_not(tmp_path: Path) -> None:
-    """A block of two microbatches has two sums of all gradients, which may be larger than activations, and of which a member has its part.
+    """A block of two microbatches has two sums of all gradients, which may be larger than activations, and of
+    which a member has its part.
 
-    The control is what was counted before: what comes and goes beside half of the sums is too little for an eighth of the state.
+    The control is what was counted before: what comes and goes beside half of the sums is too little for an
+    eighth of the state.
     """
-    job = toy_job(tmp_path, model_args=MODEL, workers={"min": 2, "max": 8}, recompute="block", reduction={"block": 2}, global_batch=96)
+    job = toy_job(
+        tmp_path,
+        model_args=MODEL,
+        workers={"min": 2, "max": 8},
+        recompute="block",
+        reduction={"block": 2},
+        global_batch=96,
+    )
     job, batch = job.in_stage(3), opened(job).read(tuple(range(job.microbatch_size)))
 
     def peak(shards: int) -> int:
-        return peak_bytes(partial(build_model, job, builder_of(job)), job, next_token, batch, torch.device("cpu"), shards)
+        return peak_bytes(
+            partial(build_model, job, builder_of(job)), job, next_token, batch, torch.device("cpu"), shards
+        )
 
     (need,) = needs(job, ["block"]).values()
     taken = {shards: need.held(shards) - need.summed(shards) + peak(shards) for shards in (2, 4, 8)}
-    assert need.of_a_member(8) == taken[8] and all(need.of_a_member(shards) >= size for shards, size in taken.items())
+    assert need.of_a_member(8) == taken[8] and all(
+        need.of_a_member(shards) >= size for shards, size in taken.items()
+    )
     halves = replace(need, transient=Transient(0, peak(2) - need.summed(2)))
     assert halves.of_a_member(8) < 0.95 * taken[8]
 
@@ -234,14 +312,23 @@ def test_a_number_that_does_not_fit_is_told_as_a_job_writes_it(tmp_path: Path) -
     part, block = (need.of_a_member(2) for need in needs(job, [0.2, "block"]).values())
     limited = job.replace(workers={"max": 2, "device_gb": (part + block) / 2e9})
     line = [*of_job(limited, tensors, by_recompute(limited))][-1]
-    assert re.match(r"it does not fit with recompute = 0\.2: 2 workers .*; with recompute = 'block' it fits", line)
+    assert re.match(
+        r"it does not fit with recompute = 0\.2: 2 workers .*; with recompute = 'block' it fits", line
+    )
 
 
 @pytest.mark.filterwarnings("default::DeprecationWarning")  # of torch's compiler, about torch
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own, while it compiles
-def test_a_compiled_reproducible_job_is_told_which_policy_it_must_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The controls: where it may choose, where it fits, where it has named one, and where no policy would help."""
-    job = toy_job(tmp_path, model_args={**DEEP, "layers": 2}, microbatch=16, workers={"min": 8, "max": 8}, compile=True)
+# torch's own, while it compiles
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_a_compiled_reproducible_job_is_told_which_policy_it_must_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The controls: where it may choose, where it fits, where it has named one, and where no policy would
+    help.
+    """
+    job = toy_job(
+        tmp_path, model_args={**DEEP, "layers": 2}, microbatch=16, workers={"min": 8, "max": 8}, compile=True
+    )
     by_policy = needs(job, ["none", "block"])
     most, least = (by_policy[policy].of_a_member(8) for policy in ("none", "block"))
     assert most > 1.2 * least
@@ -250,31 +337,58 @@ def test_a_compiled_reproducible_job_is_told_which_policy_it_must_name(tmp_path:
     file = tmp_path / "job.toml"
     file.write_text(to_toml(limited))
     line = said(capsys, str(file))
-    told = re.search(rf"it does not fit with recompute = 'none': 8 workers with .* too few; {fits}; a compiled reproducible job must", line)
+    told = re.search(
+        (
+            rf"it does not fit with recompute = 'none': 8 workers with .* too few; {fits}; a "
+            r"compiled reproducible job must"
+        ),
+        line,
+    )
     assert told, line
     noted = [note for note in preflight(limited).notes if "recompute" in note]
-    assert len(noted) == 1 and re.search(rf"^recompute = 'auto' keeps everything here.*{fits}; a compiled reproducible job must", noted[0])
+    assert len(noted) == 1 and re.search(
+        (
+            rf"^recompute = 'auto' keeps everything here.*{fits}; a compiled "
+            r"reproducible job must"
+        ),
+        noted[0],
+    )
     named = limited.replace(recompute=told[1])
     assert [least_of(named, need) for need in by_recompute(named).values()] == [int(told[2])]
     roomy = limited.replace(workers=job.workers.model_copy(update={"device_gb": 2 * most / 1e9}))
-    for other in (named, roomy, limited.replace(reproducible=False), limited.replace(workers={"max": 8, "device_gb": 1e-5})):
+    for other in (
+        named,
+        roomy,
+        limited.replace(reproducible=False),
+        limited.replace(workers={"max": 8, "device_gb": 1e-5}),
+    ):
         assert not unnamed_policy(other)
     assert "must name it" not in said(capsys, str(file), "--workers.device-gb", "0.00001")
 
 
-def test_settings_with_which_a_job_fits_are_named_and_do_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The judge is the estimate of the job with what is named.  The controls: a device that nothing fits, and one that is large enough."""
+def test_settings_with_which_a_job_fits_are_named_and_do_fit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The judge is the estimate of the job with what is named.  The controls: a device that nothing fits, and
+    one that is large enough.
+    """
     job = toy_job(tmp_path, model_args=MODEL, precision="bf16", recompute="block", workers={"max": 2})
     (need,) = needs(job, ["block"]).values()
     needed = need.of_a_member(2)
     (tmp_path / "job.toml").write_text(to_toml(job))
 
     def of(part: float, *words: str) -> str:
-        return said(capsys, str(tmp_path / "job.toml"), "--workers.device-gb", f"{part * needed / 1e9:.9f}", *words)
+        return said(
+            capsys, str(tmp_path / "job.toml"), "--workers.device-gb", f"{part * needed / 1e9:.9f}", *words
+        )
 
     line = of(0.97)
     assert re.search(
-        r"it does not fit: 2 workers with .* each are too few; it fits with optim.moments = 'bf16' from [12] workers? on, or", line
+        (
+            r"it does not fit: 2 workers with .* each are too few; it fits with optim.moments = 'bf16' from "
+            r"[12] workers? on, or"
+        ),
+        line,
     )
     more = re.search(r"or with workers.max = (\d+) or more", line)
     assert more and int(more[1]) > 2
@@ -290,8 +404,11 @@ def test_settings_with_which_a_job_fits_are_named_and_do_fit(tmp_path: Path, cap
 
 
 @pytest.mark.filterwarnings("default::DeprecationWarning")  # of torch's compiler, about torch
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own, while it compiles
-def test_torch_does_not_warn_of_what_the_policy_chooses(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+# torch's own, while it compiles
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_torch_does_not_warn_of_what_the_policy_chooses(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """The controls: other words of the same logger are told, and without the filter it does warn."""
     logger = logging.getLogger(memory.CHOOSES)
     warned = "Detected that context_fn is passed"
@@ -319,6 +436,8 @@ def test_torch_does_not_warn_of_what_the_policy_chooses(tmp_path: Path, caplog: 
         ("estimate --params 7 --seed 1", "--seed 1 has no effect without a job file"),
     ],
 )
-def test_a_line_that_says_nothing_is_refused(capsys: pytest.CaptureFixture[str], words: str, said: str) -> None:
+def test_a_line_that_says_nothing_is_refused(
+    capsys: pytest.CaptureFixture[str], words: str, said: str
+) -> None:
     assert main(words.split()) == 1
     assert said in capsys.readouterr().out

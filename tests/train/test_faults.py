@@ -1,4 +1,6 @@
-"""A worker strikes itself when chaos asks for it, at the point that was named, and nothing waits for a point that never comes."""
+"""A worker strikes itself when chaos asks for it, at the point that was named, and nothing waits for a point
+that never comes.
+"""
 
 from __future__ import annotations
 
@@ -126,7 +128,9 @@ def test_a_worker_waits_for_the_point_whatever_the_kind(worker: Any, kind: str) 
     assert worker.trainer.session.faults.asked == [(kind, "before_update", 0.1, 0.02)]
 
 
-def test_what_befalls_the_whole_process_is_performed_with_its_figures(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_befalls_the_whole_process_is_performed_with_its_figures(
+    worker: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(time, "monotonic", time.monotonic)  # given back at the end
     true, done = time.monotonic, []
     monkeypatch.setattr(faults, "hold_the_gil", done.append)

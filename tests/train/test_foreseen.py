@@ -1,8 +1,9 @@
 """F8: the peak of a step is what the memory model says before anything has run.
 
-The judge counts the live memory of real tensors while a member computes real microbatches, on a CPU.  It looks at forward, backward and
-sums.  After them a CPU takes scratch memory for the norm and for the update, which kernels of a GPU do not, so it does not look there.  The
-memory of the host to which activations go is not the device's.
+The judge counts the live memory of real tensors while a member computes real microbatches, on a CPU.  It
+looks at forward, backward and sums.  After them a CPU takes scratch memory for the norm and for the update,
+which kernels of a GPU do not, so it does not look there.  The memory of the host to which activations go is
+not the device's.
 """
 
 from __future__ import annotations
@@ -71,29 +72,48 @@ class Uneven(Own):
 
 
 def job_of(folder: Path, **changes: Any) -> Job:
-    settings = {"model_args": DEEP, "data": {"dataset": f"{__name__}:Sequences"}, "microbatch": 3, "global_batch": 6, "recompute": "none"}
+    settings = {
+        "model_args": DEEP,
+        "data": {"dataset": f"{__name__}:Sequences"},
+        "microbatch": 3,
+        "global_batch": 6,
+        "recompute": "none",
+    }
     return toy_job(folder, **{**settings, "workers": {"max": 1}, **changes})
 
 
-@pytest.mark.parametrize("name", [name if name in DEFAULT else pytest.param(name, marks=pytest.mark.full) for name in CASES])
+@pytest.mark.parametrize(
+    "name", [name if name in DEFAULT else pytest.param(name, marks=pytest.mark.full) for name in CASES]
+)
 def test_f8_the_peak_is_foreseen_before_anything_runs(tmp_path: Path, name: str) -> None:
-    """F8: within 5 %, which fp8 needs.  The control: without what comes and goes in a step it is more than a tenth less."""
+    """F8: within 5 %, which fp8 needs.  The control: without what comes and goes in a step it is more than a
+    tenth less.
+    """
     job = job_of(tmp_path, **CASES[name])
     (need,) = needs(job, [job.recompute]).values()
     with closing(World.alone(torch.device("cpu"))) as world:
         peak = measured(world, job)
     said = need.of_a_member(1)
-    print(f"F8 {name}: measured {peak / 1e6:.2f} MB, foreseen {said / 1e6:.2f} ({said / peak - 1:+.1%}), held {need.held(1) / 1e6:.2f}")
+    print(
+        f"F8 {name}: measured {peak / 1e6:.2f} MB, foreseen {said / 1e6:.2f} ({said / peak - 1:+.1%}), "
+        f"held {need.held(1) / 1e6:.2f}"
+    )
     assert said == pytest.approx(peak, rel=0.05)
     assert need.held(1) < 0.9 * peak
 
 
 @pytest.mark.parametrize(
     "changes",
-    [{"parallel": {"zero": 3}}, {**BF16, "parallel": {"zero": 2}}, {**BF16, "parallel": {"zero": 1}, "reproducible": False}],
+    [
+        {"parallel": {"zero": 3}},
+        {**BF16, "parallel": {"zero": 2}},
+        {**BF16, "parallel": {"zero": 1}, "reproducible": False},
+    ],
     ids=["3", "2", "1"],
 )
-def test_f8_so_is_that_of_a_member_that_shares_the_state(ranks: Ranks, tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_f8_so_is_that_of_a_member_that_shares_the_state(
+    ranks: Ranks, tmp_path: Path, changes: dict[str, Any]
+) -> None:
     """The control is the same."""
     job = job_of(tmp_path, **{**changes, "recompute": "block", "workers": {"max": 2}, "global_batch": 12})
     (need,) = needs(job, ["block"]).values()
@@ -105,7 +125,9 @@ def test_f8_so_is_that_of_a_member_that_shares_the_state(ranks: Ranks, tmp_path:
 
 
 def test_a_worker_warms_up_with_what_a_step_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A step holds two sums beside activations from the second block of microbatches on.  The control: a job with one microbatch a step."""
+    """A step holds two sums beside activations from the second block of microbatches on.  The control: a job
+    with one microbatch a step.
+    """
     job = job_of(tmp_path, **BF16, reduction={"block": 2}, global_batch=12)
     with closing(World.alone(torch.device("cpu"))) as world:
         peak = measured(world, job)

@@ -1,4 +1,6 @@
-"""A process that asked CUDA's driver before it got a GPU is noticed: it computes on another one, and torch does not say so."""
+"""A process that asked CUDA's driver before it got a GPU is noticed: it computes on another one, and torch
+does not say so.
+"""
 
 from __future__ import annotations
 
@@ -32,14 +34,22 @@ def told(folder: Path, *, early: bool, driver: bool = True) -> str:
     environment = {"LD_LIBRARY_PATH": str(library(folder))} if driver else {}
     script = f"EARLY = {early}\n{WORKER}"
     ran = subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, timeout=100, check=True
+        [sys.executable, "-c", script],
+        cwd=ROOT,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=True,
     )
     return ran.stdout.strip()
 
 
 def test_a_process_that_asked_early_computes_on_the_gpu_of_another(tmp_path: Path) -> None:
     """The control is a process that asked late."""
-    assert told(tmp_path, early=True).startswith(f"it computes on {ZERO}, and Ray gave it {ONE}; most probably a process asked")
+    assert told(tmp_path, early=True).startswith(
+        f"it computes on {ZERO}, and Ray gave it {ONE}; most probably a process asked"
+    )
     assert told(tmp_path, early=False) == ONE
 
 

@@ -1,4 +1,6 @@
-"""Groups of parameters have the learning rates and the weight decays that plain torch gives its groups, in every layout."""
+"""Groups of parameters have the learning rates and the weight decays that plain torch gives its groups, in
+every layout.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,10 @@ class Muon:
     def __init__(self, groups: list[dict[str, Any]]) -> None:
         matrices = [group for group in groups if group["is_matrix"]]
         muon = torch.optim.Muon(matrices, momentum=0.5, adjust_lr_fn="match_rms_adamw")
-        self.both = (muon, torch.optim.AdamW([group for group in groups if not group["is_matrix"]], betas=(0.9, 0.95)))
+        self.both = (
+            muon,
+            torch.optim.AdamW([group for group in groups if not group["is_matrix"]], betas=(0.9, 0.95)),
+        )
 
     def zero_grad(self) -> None:
         for each in self.both:
@@ -66,14 +71,23 @@ def grouped(kind: str, *, groups: bool) -> Callable[[Any], torch.optim.Optimizer
             elif groups and name.startswith("head."):
                 decay = 0.0
             is_matrix = name.startswith("layers.") and each.dim() == 2
-            found.append({"params": [each], "lr": 1e-2 * scale, "weight_decay": decay, "is_matrix": is_matrix})
+            found.append(
+                {"params": [each], "lr": 1e-2 * scale, "weight_decay": decay, "is_matrix": is_matrix}
+            )
         return TORCH[kind][0](found)
 
     return made
 
 
 def groups_job(folder: Path, kind: str, **changes: Any) -> Job:
-    optim = {"kind": kind, "lr": 1e-2, "weight_decay": 0.1, "clip_norm": 1e9, "groups": GROUPS, **TORCH[kind][1]}
+    optim = {
+        "kind": kind,
+        "lr": 1e-2,
+        "weight_decay": 0.1,
+        "clip_norm": 1e9,
+        "groups": GROUPS,
+        **TORCH[kind][1],
+    }
     return job_of(folder, Net, **{"optim": optim, **changes})
 
 
@@ -82,7 +96,10 @@ def test_groups_are_those_of_torch(tmp_path: Path, kind: str) -> None:
     """One worker, which is stopped half way.  The control: torch without the groups."""
     job = groups_job(tmp_path, kind)
     train_here(job, STEPS, train_here(job, STEPS // 2).version)
-    found, expected, without = values_of(job), *(plainly(Net, grouped(kind, groups=groups)) for groups in (True, False))
+    found, expected, without = (
+        values_of(job),
+        *(plainly(Net, grouped(kind, groups=groups)) for groups in (True, False)),
+    )
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
         is_plain = name.startswith("layers.1.") and name.endswith("weight")
@@ -90,19 +107,26 @@ def test_groups_are_those_of_torch(tmp_path: Path, kind: str) -> None:
 
 
 def test_groups_have_the_same_bits_in_every_layout(ranks: Ranks, tmp_path: Path) -> None:
-    """Muon has a prepared update, and AdamW state in the memory of the node too.  The control: without groups the bits are others."""
+    """Muon has a prepared update, and AdamW state in the memory of the node too.  The control: without groups
+    the bits are others.
+    """
     cases: list[tuple[Layout, dict[str, Any]]] = [
         (TWO, {}),
         (HALVES, {"parallel": {"zero": 2}}),
         (HALVES, {"parallel": {"zero": 3}}),
         (HALVES, {"parallel": {"zero": 2}, "offload": "optimizer"}),
     ]
-    one = {kind: train_here(groups_job(tmp_path / kind, kind), STEPS).hash for kind in ("adamw", "muon", "sgd")}
+    one = {
+        kind: train_here(groups_job(tmp_path / kind, kind), STEPS).hash for kind in ("adamw", "muon", "sgd")
+    }
     for number, (layout, changes) in enumerate(cases):
         jobs = [groups_job(tmp_path / f"{kind} {number}", kind, **changes) for kind in one]
         assert [each.hash for each in train_each(ranks, jobs, layout, STEPS)] == [*one.values()], changes
     plain = groups_job(tmp_path / "plain", "adamw")
-    assert train_here(plain.replace(optim=plain.optim.model_copy(update={"groups": ()})), STEPS).hash != one["adamw"]
+    assert (
+        train_here(plain.replace(optim=plain.optim.model_copy(update={"groups": ()})), STEPS).hash
+        != one["adamw"]
+    )
 
 
 class Shared(Net):
@@ -121,13 +145,24 @@ class Shared(Net):
         ([["head.weigth"]], r"'head\.weigth' matches no parameter of .*; did you mean 'head\.weight'\?"),
         (
             [["*"], ["head.*"]],
-            r"optim\.groups\[1\]\.names: 'head\.\*' matches only parameters that an earlier group has, as 'head\.weight'",
+            (
+                r"optim\.groups\[1\]\.names: 'head\.\*' matches only parameters that an earlier group has, as "
+                r"'head\.weight'"
+            ),
         ),
         ([["layers.0.0.*"]], r"'layers\.0\.0\.\*' matches only frozen parameters"),
-        ([["layers.0.2.bias"], ["layers.1.2.bias"]], r"'layers\.1\.2\.bias' matches only .* an earlier group has, as 'layers\.0\.2\.bias'"),
+        (
+            [["layers.0.2.bias"], ["layers.1.2.bias"]],
+            (
+                r"'layers\.1\.2\.bias' matches only .* an earlier "
+                r"group has, as 'layers\.0\.2\.bias'"
+            ),
+        ),
     ],
 )
-def test_a_pattern_that_gives_its_group_nothing_is_refused(tmp_path: Path, names: list[list[str]], said: str) -> None:
+def test_a_pattern_that_gives_its_group_nothing_is_refused(
+    tmp_path: Path, names: list[list[str]], said: str
+) -> None:
     """Before any worker starts.  The control: a group with the second name of a shared parameter has that."""
     with pytest.raises(JobError, match=said):
         preflight(job_of(tmp_path, Shared, optim={"groups": [{"names": each} for each in names]}))

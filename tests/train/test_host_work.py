@@ -1,7 +1,9 @@
-"""Counts what a step of ours asks of the host beside a plain loop with the same model: calls of operators and of Python functions.
+"""Counts what a step of ours asks of the host beside a plain loop with the same model: calls of operators and
+of Python functions.
 
-Such counts are exact, where times are not; ``tests/benchmarks/host_time.py`` measures the time.  The judge is a loop that anybody would
-write.  Counts of several sizes tell what a parameter, a unit (a block, or the rest of the model) and a microbatch cost.
+Such counts are exact, where times are not; ``tests/benchmarks/host_time.py`` measures the time.  The judge is
+a loop that anybody would write.  Counts of several sizes tell what a parameter, a unit (a block, or the rest
+of the model) and a microbatch cost.
 """
 
 from __future__ import annotations
@@ -47,7 +49,8 @@ def one_thread() -> Iterator[None]:
 class Counts(NamedTuple):
     operators: int
     calls: int
-    """Calls of Python functions, without comprehensions, which are functions in some versions of Python only."""
+    """Calls of Python functions, without comprehensions, which are functions in some versions of Python only.
+    """
 
     def __sub__(self, other: Counts) -> Counts:
         return Counts(*(mine - theirs for mine, theirs in zip(self, other, strict=True)))
@@ -88,7 +91,9 @@ def counted(step: Callable[[], object]) -> Counts:
 
 def job_of(folder: Path, layers: int, microbatches: int, *, reproducible: bool) -> Job:
     sizes = {"vocab": 29, "dim": 32, "layers": layers, "heads": 2}
-    return toy_job(folder, steps=100, global_batch=2 * microbatches, model_args=sizes, reproducible=reproducible)
+    return toy_job(
+        folder, steps=100, global_batch=2 * microbatches, model_args=sizes, reproducible=reproducible
+    )
 
 
 @cache
@@ -142,15 +147,18 @@ def of_a_microbatch(few: Counts, more: Counts) -> Counts:
 
 @pytest.mark.parametrize("layers", [1, 3])
 @pytest.mark.parametrize("reproducible", [False, True], ids=["free", "reproducible"])
-def test_a_step_asks_little_more_of_the_host_than_a_plain_loop(tmp_path: Path, reproducible: bool, layers: int) -> None:
-    """A microbatch: one operator for each parameter, two for each unit and three.  Of a parameter torch takes over a gradient and the unit
-    takes a view of it, where the plain loop adds it up.  Of Python calls only a unit has some, and a parameter none.  There are two units,
-    however many blocks: small blocks are joined where nothing travels, and the rest of the model is the other.  Of the three operators
-    one copies the tokens, which a loss may change, and one compares them with the vocabulary; where something reads ahead, its thread does
-    that.
+def test_a_step_asks_little_more_of_the_host_than_a_plain_loop(
+    tmp_path: Path, reproducible: bool, layers: int
+) -> None:
+    """A microbatch: one operator for each parameter, two for each unit and three.  Of a parameter torch takes
+    over a gradient and the unit takes a view of it, where the plain loop adds it up.  Of Python calls only a
+    unit has some, and a parameter none.  There are two units, however many blocks: small blocks are joined
+    where nothing travels, and the rest of the model is the other.  Of the three operators one copies the
+    tokens, which a loss may change, and one compares them with the vocabulary; where something reads ahead,
+    its thread does that.
 
-    A step: what the norm in a fixed order and the commit have more; the update has fewer.  The control, of one block: one operator
-    for each parameter more.
+    A step: what the norm in a fixed order and the commit have more; the update has fewer.  The control, of
+    one block: one operator for each parameter more.
     """
     parameters, units = 9 * layers + 2, 2
     few, more = (extra(tmp_path / f"{many}", layers, many, reproducible=reproducible) for many in (2, 4))
@@ -158,11 +166,15 @@ def test_a_step_asks_little_more_of_the_host_than_a_plain_loop(tmp_path: Path, r
     assert each.operators == parameters + 2 * units + 3
     assert each.calls <= 107  # of which four note what is read, for the case that the process dies of it
     assert few.operators - 2 * each.operators <= parameters + 180
-    assert few.calls - 2 * each.calls <= -32  # torch's optimizer makes more calls for each parameter than all of ours
+    # torch's optimizer makes more calls for each parameter than all of ours
+    assert few.calls - 2 * each.calls <= -32
 
     if layers > 1:
         return
-    few, more = (extra(tmp_path / f"{many} hooked", layers, many, reproducible=reproducible, hooked=True) for many in (2, 4))
+    few, more = (
+        extra(tmp_path / f"{many} hooked", layers, many, reproducible=reproducible, hooked=True)
+        for many in (2, 4)
+    )
     hooked = of_a_microbatch(few, more)
     assert hooked.operators == each.operators + parameters
     assert hooked.calls >= each.calls + parameters - 1
@@ -207,14 +219,19 @@ class Many(nn.Module):
 def test_the_work_from_the_command_to_a_save_grows_as_the_number_of_tensors_does(tmp_path: Path) -> None:
     """The checks, the comparison with plain torch, the initialisation, two steps and a save.
 
-    From each of three sizes to the next there are 4 times the tensors.  A loop over all of them for each one would be 16 times the work.
+    From each of three sizes to the next there are 4 times the tensors.  A loop over all of them for each one
+    would be 16 times the work.
     """
     work, gone = list[int](), list[int]()
     for blocks in (2, 15, 60, 240):
         sizes = {"model": f"{__name__}:Many", "model_args": {"blocks": blocks}, "steps": 2, "global_batch": 4}
-        job = toy_job(tmp_path / str(blocks), **sizes, optim={"kind": "muon", "lr": 1e-2}, schedule={"warmup_steps": 0})
+        job = toy_job(
+            tmp_path / str(blocks), **sizes, optim={"kind": "muon", "lr": 1e-2}, schedule={"warmup_steps": 0}
+        )
         Gone.count = 0
-        work.append(opcodes(partial(preflight, job, local=True)) + opcodes(partial(run_local, job, lambda line: None)))
+        work.append(
+            opcodes(partial(preflight, job, local=True)) + opcodes(partial(run_local, job, lambda line: None))
+        )
         gone.append(Gone.count)
     for counts in (work, gone):
         _, few, some, many = counts  # the first one also imports modules

@@ -1,4 +1,6 @@
-"""The sockets of a worker use the network interface by which other nodes reach it, or the one that the job names."""
+"""The sockets of a worker use the network interface by which other nodes reach it, or the one that the job
+names.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,13 @@ def test_what_the_job_names_comes_before_what_the_environment_says(monkeypatch: 
 
 
 def test_an_interface_that_is_not_there_is_named_with_those_that_are() -> None:
-    with pytest.raises(JobError, match=r"network\.interface = 'eth77' does not exist on this node, which has .*lo.*; name one that"):
+    with pytest.raises(
+        JobError,
+        match=(
+            r"network\.interface = 'eth77' does not exist on this node, which "
+            r"has .*lo.*; name one that"
+        ),
+    ):
         prepare_process(toy_job("/nowhere", network={"interface": "eth77"}))
 
 
@@ -59,21 +67,35 @@ def test_an_interface_that_is_not_there_is_named_with_those_that_are() -> None:
     ("gpu", "value", "found"),
     [
         *((False, "lo", True), (False, "lo,eth77", False), (False, "l", False)),
-        *((True, "lo", True), (True, "lo:5000", True), (True, "l", True), (True, "=l", False), (True, "eth77,lo", True)),
+        *(
+            (True, "lo", True),
+            (True, "lo:5000", True),
+            (True, "l", True),
+            (True, "=l", False),
+            (True, "eth77,lo", True),
+        ),
         *((True, "eth77", False), (True, "^eth77", True), (True, "^=eth77", True)),
     ],
 )
 def test_an_interface_of_the_environment_that_is_not_there_is_named(
     gpu: bool, value: str, found: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each library reads its variable in its own way.  The variable of the library that the worker does not use is not looked at."""
+    """Each library reads its variable in its own way.  The variable of the library that the worker does not
+    use is not looked at.
+    """
     monkeypatch.setenv(SOCKETS[gpu], value)
     monkeypatch.setenv(SOCKETS[not gpu], "=eth77")
     if found:
         choose("auto", "127.0.0.1", gpu=gpu)
         assert os.environ[SOCKETS[gpu]] == value
     else:
-        with pytest.raises(JobError, match=rf"{SOCKETS[gpu]} = '{value}' names no network interface of this node, which has .*lo"):
+        with pytest.raises(
+            JobError,
+            match=(
+                rf"{SOCKETS[gpu]} = '{value}' names no network interface of this "
+                r"node, which has .*lo"
+            ),
+        ):
             choose("auto", "127.0.0.1", gpu=gpu)
     choose("lo", "127.0.0.1", gpu=gpu)
     assert os.environ[SOCKETS[gpu]] == "lo", "the job's comes first"
@@ -107,7 +129,9 @@ def devices(folder: Path) -> None:
 
 
 def test_a_quicker_interface_that_is_up_is_named(tmp_path: Path) -> None:
-    """An interface is not named if it is down, is no hardware, does not tell its speed, or is only slightly faster."""
+    """An interface is not named if it is down, is no hardware, does not tell its speed, or is only slightly
+    faster.
+    """
     devices(tmp_path)
     assert faster_than("eth0", tmp_path) == "ib0 runs at 200000 Mb/s, eth0 at 10000"
     assert faster_than("ib0", tmp_path) == faster_than("silent", tmp_path) == faster_than("", tmp_path) == ""

@@ -52,8 +52,9 @@ def test_the_memory_of_each_class_is_that_of_its_tensors(
     copies: int,
     buffers: int,
 ) -> None:
-    """AdamW in float32: 4 bytes for each weight, 8 for its moments, 4 for its gradient.  With one shard there is a copy to compute with, in
-    another dtype.  FSDP2 and the reduction fill up parts to equal sizes, so their memory may be a little larger.
+    """AdamW in float32: 4 bytes for each weight, 8 for its moments, 4 for its gradient.  With one shard there
+    is a copy to compute with, in another dtype.  FSDP2 and the reduction fill up parts to equal sizes, so
+    their memory may be a little larger.
     """
     members: list[tuple[dict[str, int], int, str]] = ranks.run(
         layout, held, toy_job(tmp_path, **settings, precision=precision, global_batch=4)
@@ -72,7 +73,9 @@ def test_memory_that_tensors_share_counts_once(ranks: Ranks, tmp_path: Path) -> 
 
     def weights(**args: Any) -> int:
         shape = {"vocab": 29, "dim": 32, "layers": 1, "heads": 2}
-        classes, _, _ = ranks.run(Layout(1, 1), held, toy_job(tmp_path / str(args["tied"]), model_args={**shape, **args}))[0]
+        classes, _, _ = ranks.run(
+            Layout(1, 1), held, toy_job(tmp_path / str(args["tied"]), model_args={**shape, **args})
+        )[0]
         return int(classes["weights"])
 
     assert weights(tied=False) - weights(tied=True) == 4 * 29 * 32
@@ -83,8 +86,10 @@ def test_the_log_lists_which_parameters_decay(ranks: Ranks, tmp_path: Path) -> N
     job = toy_job(tmp_path, **OWN, optim={"weight_decay": 0.05, "decay": "l2"})
     (_, _, line), *_ = ranks.run(Layout(1, 2), held, job)
     assert line == (
-        "weight decay 0.05 (l2): 9 parameters decay (embed.weight, layers.*.1.weight, layers.*.3.weight, mix.weight, head.weight), "
-        "14 parameters do not (layers.*.0.weight, layers.*.0.bias, layers.*.1.bias, layers.*.3.bias, mix.bias, head.bias)"
+        "weight decay 0.05 (l2): 9 parameters decay (embed.weight, layers.*.1.weight, layers.*.3.weight, "
+        "mix.weight, head.weight), "
+        "14 parameters do not (layers.*.0.weight, layers.*.0.bias, layers.*.1.bias, layers.*.3.bias, "
+        "mix.bias, head.bias)"
     )
 
 
@@ -99,9 +104,11 @@ def weights(world: World, job: Job) -> tuple[dict[str, Tensor], dict[str, Tensor
 
 @pytest.mark.parametrize("decay", ["decoupled", "l2"])
 def test_what_the_log_says_is_what_decays(ranks: Ranks, tmp_path: Path, decay: str) -> None:
-    """A6: without a gradient, lr × decay of a weight goes in the first step.  A bias and a norm do not move.  The control: no decay.
+    """A6: without a gradient, lr × decay of a weight goes in the first step.  A bias and a norm do not move.
+    The control: no decay.
 
-    In the second step the momentum has the penalty if it is in the gradient, and has nothing if it is decoupled.
+    In the second step the momentum has the penalty if it is in the gradient, and has nothing if it is
+    decoupled.
     """
     lr, share, momentum = 0.25, 0.5, 0.5
     optim = {"kind": "sgd", "lr": lr, "momentum": momentum, "weight_decay": share, "decay": decay}
@@ -123,4 +130,7 @@ def flat(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def test_classes_without_memory_are_not_told() -> None:
-    assert memory_line({"weights": 1_500_000_000, "moments": 0, "buffers": 76}) == "it holds 1.5 GB of weights, 76 B of buffers"
+    assert (
+        memory_line({"weights": 1_500_000_000, "moments": 0, "buffers": 76})
+        == "it holds 1.5 GB of weights, 76 B of buffers"
+    )

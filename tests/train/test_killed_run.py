@@ -1,4 +1,6 @@
-"""L7: a real run, killed by the system at each write and at each deletion in its bucket, goes on from a good checkpoint and cleans up."""
+"""L7: a real run, killed by the system at each write and at each deletion in its bucket, goes on from a good
+checkpoint and cleans up.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +23,19 @@ FILES = ["MANIFEST.json", "index.jsonl", "shard-00000-of-00001.safetensors"]
 
 def found(folder: Path, stride: int, *words: str) -> list[Ended]:
     """Returns what was found at each boundary; the last one was not reached."""
-    command = [sys.executable, "-W", "ignore::DeprecationWarning", str(ROOT / "tests/train/killed_run.py"), str(folder), "1", str(stride)]
+    command = [
+        sys.executable,
+        "-W",
+        "ignore::DeprecationWarning",
+        str(ROOT / "tests/train/killed_run.py"),
+        str(folder),
+        "1",
+        str(stride),
+    ]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([*command, *words], capture_output=True, text=True, timeout=20 * PATIENCE_S, env=environment)
+    done = subprocess.run(
+        [*command, *words], capture_output=True, text=True, timeout=20 * PATIENCE_S, env=environment
+    )
     assert done.returncode == 0, done.stderr
     each = [Ended(**json.loads(line)) for line in done.stdout.splitlines() if line.startswith("{")]
     assert each[-1].signal == 0 and all(one.signal == signal.SIGKILL for one in each[:-1])
@@ -37,7 +49,8 @@ def harm(one: Ended, undisturbed: Ended) -> list[str]:
         what
         for what, holds in {
             "what looks like a checkpoint is not whole": one.whole == one.manifests,
-            "there were two checkpoints, and now there are fewer": len(one.whole) >= min(2, max(one.whole, default=0)),
+            "there were two checkpoints, and now there are fewer": len(one.whole)
+            >= min(2, max(one.whole, default=0)),
             "it did not go on to the end": one.state == "Finished",
             "other bits": one.hash == undisturbed.hash,
             "not what the rules keep": one.good == KEPT,
@@ -62,5 +75,6 @@ def test_l7_a_run_is_killed_at_each_write_and_each_deletion(tmp_path: Path) -> N
 @pytest.mark.full
 def test_a_deletion_in_another_order_would_be_noticed_by_a_run(tmp_path: Path) -> None:
     """The negative control: the shard goes first, and no note says so."""
-    *killed, undisturbed = found(tmp_path, 2, "torn")  # there are two changes between the shard and the manifest
+    # there are two changes between the shard and the manifest
+    *killed, undisturbed = found(tmp_path, 2, "torn")
     assert any("what looks like a checkpoint is not whole" in harm(one, undisturbed) for one in killed)

@@ -57,12 +57,16 @@ def copies_of_this_process_only(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_limit_that_is_met_first_counts(tmp_path: Path) -> None:
-    """A container's limit counts, without the file cache, which the kernel gives back; without a container or a limit, the node's free
-    memory counts."""
+    """A container's limit counts, without the file cache, which the kernel gives back; without a container or
+    a limit, the node's free memory counts."""
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemTotal:  2000 kB\nMemAvailable:  1000 kB\n")
     assert free_memory(meminfo, tmp_path / "none") == (1_024_000, "the node (MemAvailable)")
-    for name, text in (("memory.max", "max"), ("memory.current", "700000"), ("memory.stat", "anon 5\ninactive_file 100000\n")):
+    for name, text in (
+        ("memory.max", "max"),
+        ("memory.current", "700000"),
+        ("memory.stat", "anon 5\ninactive_file 100000\n"),
+    ):
         (tmp_path / name).write_text(text + "\n")
     assert free_memory(meminfo, tmp_path)[0] == 1_024_000, "no limit"
     (tmp_path / "memory.max").write_text("1000000\n")
@@ -70,7 +74,9 @@ def test_the_limit_that_is_met_first_counts(tmp_path: Path) -> None:
 
 
 def test_a_group_within_a_group_counts(tmp_path: Path) -> None:
-    """The limit may be that of the process's own control group or of a group above it, in both versions of control groups."""
+    """The limit may be that of the process's own control group or of a group above it, in both versions of
+    control groups.
+    """
     meminfo, own = tmp_path / "meminfo", tmp_path / "own"
     meminfo.write_text("MemAvailable:  1000 kB\n")
     for line, inner, names in (
@@ -79,15 +85,24 @@ def test_a_group_within_a_group_counts(tmp_path: Path) -> None:
     ):
         own.write_text(f"1:name=systemd:/\n{line}\n")
         folder = tmp_path / names[0]
-        for group, limit, used in ((folder / inner, 900_000, 500_000), ((folder / inner).parent, 800_000, 700_000)):
+        for group, limit, used in (
+            (folder / inner, 900_000, 500_000),
+            ((folder / inner).parent, 800_000, 700_000),
+        ):
             group.mkdir(parents=True, exist_ok=True)
-            for name, text in ((names[0], f"{limit}\n"), (names[1], f"{used}\n"), ("memory.stat", "inactive_file 0\n")):
+            for name, text in (
+                (names[0], f"{limit}\n"),
+                (names[1], f"{used}\n"),
+                ("memory.stat", "inactive_file 0\n"),
+            ):
                 (group / name).write_text(text)
         assert free_memory(meminfo, folder, own) == (100_000, f"the container ({names[0]} = 800000)")
 
 
 def test_what_other_workers_will_take_is_not_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two workers of one node that each find room for one: the second is refused, or told to come again where memory is only held."""
+    """Two workers of one node that each find room for one: the second is refused, or told to come again where
+    memory is only held.
+    """
     job = toy_job(tmp_path, copies={"copy_every": 3})
     tensors, cpu = tensors_of(build_model(job, builder_of(job)), rule_of(job)), torch.device("cpu")
     counters = [Counters(tmp_path / name, create=True) for name in ("w1", "w2")]
@@ -104,7 +119,11 @@ def test_what_other_workers_will_take_is_not_free(tmp_path: Path, monkeypatch: p
     free(2)
     monkeypatch.setattr(session, "COMES_S", 0.05)
     with pytest.raises(
-        JobError, match=r"^copies\.copy_every = 3: this worker's copies and saves take .* raise the limit by .* \(on Kubernetes resources"
+        JobError,
+        match=(
+            r"^copies\.copy_every = 3: this worker's copies and saves take .* raise the limit "
+            r"by .* \(on Kubernetes resources"
+        ),
     ):
         make_snapshots(job, tensors, cpu, counters[1], Faults(()))
     free(2, taken=size)
@@ -114,36 +133,54 @@ def test_what_other_workers_will_take_is_not_free(tmp_path: Path, monkeypatch: p
     for slot in range(first.region.slots):
         first.region.data(slot)[:] = bytes(first.region.slot_bytes)
         first.region.digests(slot)[:] = memoryview(bytes(8 * first.region.slot_blocks)).cast("q")
-    assert copies_here()[0] - before <= 5 * PAGE and copies_here()[1] - kept >= size - 5 * PAGE, "written, and nobody else has it open"
+    assert copies_here()[0] - before <= 5 * PAGE and copies_here()[1] - kept >= size - 5 * PAGE, (
+        "written, and nobody else has it open"
+    )
     free(2)
     assert make_snapshots(job, tensors, cpu, counters[1], Faults(())).region.slots == first.region.slots
 
 
 def test_a_start_waits_while_memory_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The system takes long to give back what a killed process had, and nobody else holds it then: the node is not refused for that.
-    The control: memory that is not there and does not come."""
+    """The system takes long to give back what a killed process had, and nobody else holds it then: the node
+    is not refused for that. The control: memory that is not there and does not come."""
     job = toy_job(tmp_path, copies={"copy_every": 3, "buddy_every": 0})
-    tensors, counters = tensors_of(build_model(job, builder_of(job)), rule_of(job)), Counters(tmp_path / "w1", create=True)
+    tensors, counters = (
+        tensors_of(build_model(job, builder_of(job)), rule_of(job)),
+        Counters(tmp_path / "w1", create=True),
+    )
     needed = 3 * bytes_of(tensors)
     monkeypatch.setattr(session, "COMES_S", 2.0)
     monkeypatch.setattr(session, "copies_here", lambda: (0, 0))
     for shares, fits in (((0.2, 0.2, 0.5, 0.5, 0.9, 1.5), True), ((0.2, 0.5, 0.5), False)):
         left = list(shares)
         monkeypatch.setattr(
-            session, "free_memory", lambda left=left: (int(needed * (left.pop(0) if len(left) > 1 else left[0])), "the node (MemAvailable)")
+            session,
+            "free_memory",
+            lambda left=left: (
+                int(needed * (left.pop(0) if len(left) > 1 else left[0])),
+                "the node (MemAvailable)",
+            ),
         )
         with contextlib.nullcontext() if fits else pytest.raises(JobError, match="leaves only"):
             assert make_snapshots(job, tensors, torch.device("cpu"), counters, Faults(())).region.slots == 3
         assert len(left) == 1
 
 
-def test_slots_are_not_sized_for_the_smallest_permitted_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """N11: eight workers of one node share the state, and one worker alone may go on.  The node needs at most four times the state, and
-    refuses nobody; where each worker has all of the state, it refuses the second one."""
+def test_slots_are_not_sized_for_the_smallest_permitted_world(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """N11: eight workers of one node share the state, and one worker alone may go on.  The node needs at most
+    four times the state, and refuses nobody; where each worker has all of the state, it refuses the second
+    one."""
     monkeypatch.setattr(session, "COMES_S", 0.05)
 
     def start(replicas: int | str) -> tuple[int, list[Snapshots]]:
-        job = toy_job(tmp_path, copies={"buddy_every": 0}, workers={"min": 1, "max": 8}, parallel={"dp_replicate": replicas})
+        job = toy_job(
+            tmp_path,
+            copies={"buddy_every": 0},
+            workers={"min": 1, "max": 8},
+            parallel={"dp_replicate": replicas},
+        )
         tensors, made = tensors_of(build_model(job, builder_of(job)), rule_of(job)), list[Snapshots]()
         state, (before, _) = bytes_of(tensors), copies_here()
         monkeypatch.setattr(session, "free_memory", lambda: (4 * state, "the node (MemAvailable)"))
@@ -157,9 +194,13 @@ def test_slots_are_not_sized_for_the_smallest_permitted_world(tmp_path: Path, mo
     assert 3 * state <= sum(each.region["wanted"] for each in made) <= 4 * state
     assert all(each.region.slot_bytes >= state for each in made), "they may grow until one has all"
     members = tuple(WorkerId(f"w{rank}") for rank in range(8))
-    plan = Plan(1, 1, Layout(1, 8), members, Version(0, 0), "init", (), NodeId("n"), (NodeId("n"),) * 8, copy_every=1)
+    plan = Plan(
+        1, 1, Layout(1, 8), members, Version(0, 0), "init", (), NodeId("n"), (NodeId("n"),) * 8, copy_every=1
+    )
     assert state / 7 <= made[0].foresee(plan) < state / 6, "one worker of the only node may be lost"
-    assert state / 4 <= made[0].foresee(replace(plan, nodes=(NodeId("n"), NodeId("m")) * 4)) < state / 3, "or a node of two"
+    assert state / 4 <= made[0].foresee(replace(plan, nodes=(NodeId("n"), NodeId("m")) * 4)) < state / 3, (
+        "or a node of two"
+    )
     with pytest.raises(JobError, match="raise the limit"):
         start("auto")
 
@@ -188,8 +229,10 @@ def test_this_machine_says_so_too() -> None:
 def test_a_worker_whose_counters_do_not_fit_is_refused_by_name() -> None:
     assert no_segment(SEGMENT) == ""
     assert no_segment(100) == (
-        "/dev/shm has 100 B left, and the counters of one worker take 4.1 kB of it; make it larger (on Kubernetes an emptyDir with "
-        "medium: Memory and a sizeLimit, mounted at /dev/shm; with docker --shm-size), or remove what fills it"
+        "/dev/shm has 100 B left, and the counters of one worker take 4.1 kB of it; make it larger (on "
+        "Kubernetes an emptyDir with "
+        "medium: Memory and a sizeLimit, mounted at /dev/shm; with docker --shm-size), or remove what fills "
+        "it"
     )
 
 
@@ -203,7 +246,9 @@ def test_shared_memory_that_may_not_do_for_nccl_is_named() -> None:
 def test_a_limit_on_locked_memory_below_what_is_pinned_is_named() -> None:
     assert little_lockable(8 * 2**20, 8 * 2**20) == little_lockable(2**50, sys.maxsize) == ""
     said = little_lockable(96 * 10**9, 8 * 2**20)
-    assert said.startswith("this worker pins 96 GB of host memory for copies, and RLIMIT_MEMLOCK is 8.39 MB: ")
+    assert said.startswith(
+        "this worker pins 96 GB of host memory for copies, and RLIMIT_MEMLOCK is 8.39 MB: "
+    )
     assert "was not verified" in said and "`ulimit -l unlimited`" in said and "LimitMEMLOCK=infinity" in said
 
 
@@ -243,10 +288,13 @@ def test_a_full_one_is_an_error_and_no_signal() -> None:
         ({"reduction": {"block": 2}}, 18, 2),  # two sums of gradients
         ({"precision": "bf16"}, 18, 2),  # the copy with which one shard computes
         ({"parallel": {"zero": 3}}, 11.5, 3),
-        ({"parallel": {"zero": 2}}, 11.5, 4),  # the weights with which each member computes, also while a world forms
+        # the weights with which each member computes, also while a world forms
+        ({"parallel": {"zero": 2}}, 11.5, 4),
     ],
 )
-def test_the_least_shard_degree_that_fits_a_device(changes: dict[str, Any], bytes_a_parameter: float, least: int) -> None:
+def test_the_least_shard_degree_that_fits_a_device(
+    changes: dict[str, Any], bytes_a_parameter: float, least: int
+) -> None:
     job, tensors, device = of_device(changes, bytes_a_parameter)
     assert fitting_shard(job, tensors, device) == least
 
@@ -254,7 +302,9 @@ def test_the_least_shard_degree_that_fits_a_device(changes: dict[str, Any], byte
 @pytest.mark.parametrize(
     ("changes", "bytes_a_parameter", "least"),
     [
-        ({}, 18, 2),  # bytes a parameter in bf16, of two: 6 of state beside 6 of an older world's, and 2 of weights to compute with
+        # bytes a parameter in bf16, of two: 6 of state beside 6 of an older world's, and 2 of weights to
+        # compute with
+        ({}, 18, 2),
         ({}, 14.5, 3),
         ({}, 8.8, 4),  # four take 8.0 bytes while a world forms, and 8.1 can be used
         ({}, 8.5, 0),  # 7.8 can be used; the whole device would do, but this is no reason to be refused for
@@ -264,16 +314,21 @@ def test_the_least_shard_degree_that_fits_a_device(changes: dict[str, Any], byte
     ],
     ids=str,
 )
-def test_the_least_shard_degree_at_which_whole_weights_fit_too(changes: dict[str, Any], bytes_a_parameter: float, least: int) -> None:
+def test_the_least_shard_degree_at_which_whole_weights_fit_too(
+    changes: dict[str, Any], bytes_a_parameter: float, least: int
+) -> None:
     job, tensors, device = of_device({"precision": "bf16"} | changes, bytes_a_parameter)
     job = job.replace(**{name: changes[name] for name in changes.keys() & {"workers"}})
     assert fitting_whole(job, tensors, device, took=0) == least
 
 
 @pytest.mark.parametrize(
-    ("changes", "bytes_a_parameter"), [({}, 5), ({"parallel": {"dp_replicate": 2}}, 10), ({"parallel": {"dp_shard": 1}}, 10)]
+    ("changes", "bytes_a_parameter"),
+    [({}, 5), ({"parallel": {"dp_replicate": 2}}, 10), ({"parallel": {"dp_shard": 1}}, 10)],
 )
-def test_a_degree_that_the_job_does_not_allow_is_no_way_out(changes: dict[str, Any], bytes_a_parameter: float) -> None:
+def test_a_degree_that_the_job_does_not_allow_is_no_way_out(
+    changes: dict[str, Any], bytes_a_parameter: float
+) -> None:
     """The control is the test above: the same devices are large enough if the job allows more shards."""
     job, tensors, device = of_device(changes, bytes_a_parameter)
     with pytest.raises(JobError, match=r"^workers\.max = 4: even if \d of them share the state"):
@@ -288,16 +343,24 @@ def test_what_a_step_takes_is_counted() -> None:
     assert fitting_shard(job, tensors, device, took=held + need_of(job, tensors).state // 2) == 2
 
 
-@pytest.mark.parametrize(("copies", "slots"), [({"copy_every": 1, "buddy_every": 0}, 3), ({"copy_every": 0}, 1), ({}, 7)], ids=str)
-def test_a_node_has_room_for_so_many_states(copies: dict[str, Any], slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each takes its slots: copies, saves, and those for a worker on another node; 80 % of the memory are planned with."""
+@pytest.mark.parametrize(
+    ("copies", "slots"), [({"copy_every": 1, "buddy_every": 0}, 3), ({"copy_every": 0}, 1), ({}, 7)], ids=str
+)
+def test_a_node_has_room_for_so_many_states(
+    copies: dict[str, Any], slots: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each takes its slots: copies, saves, and those for a worker on another node; 80 % of the memory are
+    planned with.
+    """
     job, tensors, _ = of_device({"copies": copies}, 1000)
     monkeypatch.setattr(machine_device, "whole_memory", lambda: 30 * need_of(job, tensors).state)
     assert states_fitting(job, tensors) == pytest.approx(0.8 * 30 / slots)
 
 
 def test_sums_that_are_late_are_not_taken_for_something_else() -> None:
-    """The warm-up holds them whole.  If they seemed to come and go beside its part of them, a member would seem to need more."""
+    """The warm-up holds them whole.  If they seemed to come and go beside its part of them, a member would
+    seem to need more.
+    """
     job, tensors, device = of_device({"parallel": {"zero": 1}, "reproducible": False}, 30)
     need = need_of(job, tensors)
     assert need.deferred and need.held(4) - replace(need, deferred=False).held(4) == 3 * need.gradients // 4
@@ -323,19 +386,32 @@ def test_slots_follow_the_shards_that_a_device_needs(tmp_path: Path, monkeypatch
     job = toy_job(tmp_path, copies={"copy_every": 3}, workers={"min": 1, "max": 4})
     assert [layout.dp_shard for layout in job.layouts(3)] == [3, 4]
     assert job.layouts(9) == job.layouts(), "no layout has so many"
-    tensors, counters = tensors_of(build_model(job, builder_of(job)), rule_of(job)), Counters(tmp_path / "w1", create=True)
+    tensors, counters = (
+        tensors_of(build_model(job, builder_of(job)), rule_of(job)),
+        Counters(tmp_path / "w1", create=True),
+    )
     asked = list[int]()
     monkeypatch.setattr(session, "COMES_S", 0.0)
-    monkeypatch.setattr(session, "no_room", lambda every, needed, left, where, slots, **_: asked.append(needed // slots) or "no room")
+    monkeypatch.setattr(
+        session,
+        "no_room",
+        lambda every, needed, left, where, slots, **_: asked.append(needed // slots) or "no room",
+    )
     for least in (1, 3):
         with pytest.raises((JobError, NoRoomYet), match="no room"):
             make_snapshots(job, tensors, torch.device("cpu"), counters, Faults(()), least)
     assert asked[0] >= bytes_of(tensors) > 3 * asked[-1]
 
 
-def of_device(changes: dict[str, Any], bytes_a_parameter: float) -> tuple[Job, tuple[Tensor, ...], torch.device]:
+def of_device(
+    changes: dict[str, Any], bytes_a_parameter: float
+) -> tuple[Job, tuple[Tensor, ...], torch.device]:
     """Returns the toy job for devices with so many bytes for each parameter, and the tensors of its state."""
     job = toy_job("/nowhere", **changes)
     model = build_model(job, builder_of(job))
     limit = bytes_a_parameter * sum(parameter.numel() for parameter in model.parameters()) / 1e9
-    return job.replace(workers={"min": 1, "max": 4, "device_gb": limit}), tensors_of(model, rule_of(job)), torch.device("cpu")
+    return (
+        job.replace(workers={"min": 1, "max": 4, "device_gb": limit}),
+        tensors_of(model, rule_of(job)),
+        torch.device("cpu"),
+    )

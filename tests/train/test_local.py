@@ -31,8 +31,12 @@ SMALL = {"vocab": 29, "dim": 8, "layers": 1, "heads": 1}
 
 @pytest.mark.fast
 @pytest.mark.parametrize("drops", [True, False], ids=["", "control"])
-def test_a_long_run_keeps_no_more_commits_than_a_short_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drops: bool) -> None:
-    """Python's garbage collector counts the commits that are alive after steps 2 and 6.  In the control none is ever dropped."""
+def test_a_long_run_keeps_no_more_commits_than_a_short_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drops: bool
+) -> None:
+    """Python's garbage collector counts the commits that are alive after steps 2 and 6.  In the control none
+    is ever dropped.
+    """
     if not drops:
         monkeypatch.setattr(Member, "recorded", lambda member, generation, step: None)
     alive = dict[int, int]()
@@ -73,8 +77,12 @@ def heard() -> Iterator[None]:
 @pytest.mark.usefixtures("heard")
 @pytest.mark.parametrize("signals", [1, 2], ids=["once", "control"])
 def test_a_signal_in_the_middle_of_an_update_costs_no_step(tmp_path: Path, signals: int) -> None:
-    """The control: a second signal is handled at once, and half an update is not saved.  A resume shows what was."""
-    job = toy_job(tmp_path, steps=4, model_args=SMALL, optim={"lr": 0.1, "kind": "tests.train.test_local:STRUCK"})
+    """The control: a second signal is handled at once, and half an update is not saved.  A resume shows what
+    was.
+    """
+    job = toy_job(
+        tmp_path, steps=4, model_args=SMALL, optim={"lr": 0.1, "kind": "tests.train.test_local:STRUCK"}
+    )
     shown: list[Line] = []
 
     def show(line: Line) -> None:
@@ -88,7 +96,9 @@ def test_a_signal_in_the_middle_of_an_update_costs_no_step(tmp_path: Path, signa
     assert (step, reason) == ((3, "Ctrl-C; saved at step 3") if signals == 1 else (2, half))
     shown.clear()
     assert run_local(job, shown.append)[0] == "Finished"
-    assert [line.step for line in shown if isinstance(line, StepLine)] == ([4] if signals == 1 else [1, 2, 3, 4])
+    assert [line.step for line in shown if isinstance(line, StepLine)] == (
+        [4] if signals == 1 else [1, 2, 3, 4]
+    )
 
 
 WIDE = {"vocab": 29, "dim": 96, "layers": 1, "heads": 1}
@@ -112,25 +122,46 @@ def steps_of(job: Job) -> list[int]:
     return [each.version.step for each in Run.open(job).checkpoints.versions() if each.good]
 
 
-def test_a_disk_with_room_for_one_more_checkpoint_than_are_kept_is_enough(tmp_path: Path, checkpoint_bytes: int) -> None:
-    """A checkpoint that is marked takes room until the round after the next save, which would not fit beside it."""
+def test_a_disk_with_room_for_one_more_checkpoint_than_are_kept_is_enough(
+    tmp_path: Path, checkpoint_bytes: int
+) -> None:
+    """A checkpoint that is marked takes room until the round after the next save, which would not fit beside
+    it.
+    """
     with small_disk(tmp_path / "disk", checkpoint_bytes * 7 // 2) as disk:
         job, lines = saving(disk), list[Line]()
         assert run_local(job, lines.append)[0] == "Finished" and steps_of(job) == [10, 12]
         assert not any("full" in str(line) for line in lines)
 
 
-def test_a_run_on_a_disk_without_room_says_what_frees_some_and_then_goes_on(tmp_path: Path, checkpoint_bytes: int) -> None:
+def test_a_run_on_a_disk_without_room_says_what_frees_some_and_then_goes_on(
+    tmp_path: Path, checkpoint_bytes: int
+) -> None:
     """Nothing is lost, however often it is started again."""
     with small_disk(tmp_path / "disk", checkpoint_bytes * 5 // 2) as disk:
         job = saving(disk)
         for _ in range(2):
             lines = list[Line]()
-            with pytest.raises(PlatformGaveUp, match=r"the save of step 6 .* No space left on device; mend that"):
+            with pytest.raises(
+                PlatformGaveUp,
+                match=(
+                    r"the save of step 6 .* No space left on device; mend "
+                    r"that"
+                ),
+            ):
                 run_local(job, lines.append)
-            (said,) = (line.text for line in lines if isinstance(line, Sentence) and "the bucket is full" in line.text)
-            assert "checkpoint.keep_last = 2" in said and "`elastic checkpoint rm --step 2` deletes the oldest" in said
-            assert steps_of(job) == [2, 4] and all(Run.open(job).checkpoints.verify(Version(step, 1)).good for step in (2, 4))
+            (said,) = (
+                line.text
+                for line in lines
+                if isinstance(line, Sentence) and "the bucket is full" in line.text
+            )
+            assert (
+                "checkpoint.keep_last = 2" in said
+                and ("`elastic checkpoint rm --step 2` deletes the oldest") in said
+            )
+            assert steps_of(job) == [2, 4] and all(
+                Run.open(job).checkpoints.verify(Version(step, 1)).good for step in (2, 4)
+            )
         assert rm(job, "2", force=False) == 0
         with pytest.raises(PlatformGaveUp, match="the save of step 8 "):
             run_local(job, lines.append)
@@ -160,10 +191,16 @@ def loss(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor | f
 
 
 @pytest.mark.parametrize("kind", ["data", "loss", "show", "writes"])
-def test_an_error_of_the_job_costs_no_step_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    """The user's code fails in step 4 of 6.  The control: a loss that has changed the weights before costs all steps, and no bit."""
+def test_an_error_of_the_job_costs_no_step_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """The user's code fails in step 4 of 6.  The control: a loss that has changed the weights before costs
+    all steps, and no bit.
+    """
     monkeypatch.setitem(globals(), "STRIKES", [""])
-    job = toy_job(tmp_path, model_args=SMALL, steps=6, loss=f"{__name__}:loss", data={"dataset": f"{__name__}:Unread"})
+    job = toy_job(
+        tmp_path, model_args=SMALL, steps=6, loss=f"{__name__}:loss", data={"dataset": f"{__name__}:Unread"}
+    )
     shown: list[Line] = []
 
     def show(line: Line) -> None:
@@ -182,7 +219,9 @@ def test_an_error_of_the_job_costs_no_step_before_it(tmp_path: Path, monkeypatch
     with pytest.raises(Exception, match="struck"):
         run_local(job, show)
     newest = Run.open(job).newest()
-    assert (newest.step if newest else 0) == (0 if kind == "writes" else 3), [getattr(line, "text", "") for line in shown]
+    assert (newest.step if newest else 0) == (0 if kind == "writes" else 3), [
+        getattr(line, "text", "") for line in shown
+    ]
     STRIKES[0] = ""
     shown.clear()
     assert run_local(job, shown.append)[0] == "Finished"
@@ -191,7 +230,12 @@ def test_an_error_of_the_job_costs_no_step_before_it(tmp_path: Path, monkeypatch
 
 def test_a_run_that_has_finished_is_not_validated_again(tmp_path: Path) -> None:
     """The control: on other samples it is."""
-    held_out = {"dataset": "tests.support.toys:Sums", "args": {"samples": 50, "seq_len": 16}, "every": 2, "samples": 8}
+    held_out = {
+        "dataset": "tests.support.toys:Sums",
+        "args": {"samples": 50, "seq_len": 16},
+        "every": 2,
+        "samples": 8,
+    }
     job = toy_job(tmp_path, model_args=SMALL, steps=4, checkpoint={"save_every": 2}, validation=held_out)
 
     def validated(job: Job) -> list[int]:

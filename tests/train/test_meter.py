@@ -35,8 +35,8 @@ def the_work_of_a_step(world: World, job: Job) -> tuple[Outcome, Work]:
 
 @pytest.mark.parametrize("layout", [Layout(2, 1), Layout(1, 2)], ids=str)
 def test_every_member_knows_the_operations_of_a_step(ranks: Ranks, tmp_path: Path, layout: Layout) -> None:
-    """They are counted by hand from the job's model: 4 layers, 32 wide, 96 hidden, 29 words, and 16 tokens a sample, of which some are
-    masked and count for nothing.
+    """They are counted by hand from the job's model: 4 layers, 32 wide, 96 hidden, 29 words, and 16 tokens a
+    sample, of which some are masked and count for nothing.
     """
     members: list[tuple[Outcome, Work]] = ranks.run(layout, the_work_of_a_step, toy_job(tmp_path))
     outcome, work = members[0]
@@ -48,7 +48,8 @@ def test_every_member_knows_the_operations_of_a_step(ranks: Ranks, tmp_path: Pat
 
 
 def steps_with_slow_data(world: World, job: Job, slow: int) -> tuple[list[Outcome], float]:
-    """Runs three steps in which the data of world rank ``slow`` is slow; returns them, and the time that they took.
+    """Runs three steps in which the data of world rank ``slow`` is slow; returns them, and the time that they
+    took.
 
     The times are those of a clock that only the reads and the computing of this member move on.
     """
@@ -83,7 +84,9 @@ def test_the_member_that_waits_longest_for_data_is_known_to_all(ranks: Ranks, tm
 
 
 def test_the_first_step_of_a_generation_counts_from_its_beginning_and_others_from_the_record_before() -> None:
-    """Control: what came between two generations belongs to no step; what came between two steps belongs to the second."""
+    """Control: what came between two generations belongs to no step; what came between two steps belongs to
+    the second.
+    """
     now, waited = 100.0, 7.0
     meter = Meter(lambda: now)
     meter.begin(1, waited, CPU)
@@ -100,10 +103,11 @@ def test_the_first_step_of_a_generation_counts_from_its_beginning_and_others_fro
 
 
 def steps_by_a_clock_of_their_own(world: World, job: Job, prefetch: int) -> list[Outcome]:
-    """Runs three steps in which each read takes 3 s, and each microbatch computes as long as the next read takes, or 3 s without any.
+    """Runs three steps in which each read takes 3 s, and each microbatch computes as long as the next read
+    takes, or 3 s without any.
 
-    The times are those of a clock that the reads and the computing move on.  What is read ahead for the first microbatches has come before
-    the first step.
+    The times are those of a clock that the reads and the computing move on.  What is read ahead for the first
+    microbatches has come before the first step.
     """
     now, permits, ended = [0.0], threading.Semaphore(0), threading.Semaphore(0)
     with member(world, job, Version(0, 0), prefetch=prefetch) as me:
@@ -139,14 +143,22 @@ def steps_by_a_clock_of_their_own(world: World, job: Job, prefetch: int) -> list
             permits.release(1000)  # the last reads ahead are of no step
 
 
-def test_b16_the_log_says_that_a_run_hardly_waits_for_data_that_is_read_while_it_computes(ranks: Ranks, tmp_path: Path) -> None:
-    """B16: less than 5 % of the time with prefetch, in the log's own sentence.  The control, without prefetch, waits half of the time."""
+def test_b16_the_log_says_that_a_run_hardly_waits_for_data_that_is_read_while_it_computes(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    """B16: less than 5 % of the time with prefetch, in the log's own sentence.  The control, without
+    prefetch, waits half of the time.
+    """
     job, ahead = small_job(tmp_path), (1, 3, 0)
-    found = ranks.run_each(Layout(2, 1), steps_by_a_clock_of_their_own, [(job, prefetch) for prefetch in ahead])
+    found = ranks.run_each(
+        Layout(2, 1), steps_by_a_clock_of_their_own, [(job, prefetch) for prefetch in ahead]
+    )
     for prefetch, (outcomes, _) in zip(ahead, found, strict=True):
         speed = Speed()
         for outcome in outcomes:
             speed.add(outcome, None)
-        assert speed.took_s == 3 * 2 * (3 if prefetch else 6), "each of two members computes two microbatches a step"
+        assert speed.took_s == 3 * 2 * (3 if prefetch else 6), (
+            "each of two members computes two microbatches a step"
+        )
         assert ("0.0%" if prefetch else "50.0%") + " of the time waiting for data" in str(speed)
         assert (speed.waited_s / speed.took_s < 0.05) is bool(prefetch)

@@ -1,4 +1,6 @@
-"""Each error that the user's model raises about its arguments becomes a sentence that names setting, value and place."""
+"""Each error that the user's model raises about its arguments becomes a sentence that names setting, value
+and place.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,14 @@ def built(model: str, args: dict[str, Any]) -> nn.Module:
     ("model", "args", "said"),
     [
         (LLAMA, {"dim": "32"}, r"TypeError: .*'str' and 'int' \(in \S+llama.py, line \d+\)"),
-        (LLAMA, {"dim": 10, "heads": 3}, r"ValueError: dim = 10 must be a multiple of 2 × heads = 6: .*llama.py"),
+        (
+            LLAMA,
+            {"dim": 10, "heads": 3},
+            (
+                r"ValueError: dim = 10 must be a multiple of 2 × heads = 6: "
+                r".*llama.py"
+            ),
+        ),
         (LLAMA, {"dim": 9, "heads": 3}, r"dim = 9 must be a multiple of 2 × heads = 6"),
         (LLAMA, {"dim": 32, "heads": 4, "kv_heads": 3}, r"heads = 4 must be a multiple of kv_heads = 3"),
         ("json:dumps", {}, r"TypeError: dumps\(\) missing 1 required positional argument: 'obj'"),
@@ -67,10 +76,15 @@ def test_arguments_that_the_model_does_not_take(model: str, args: dict[str, Any]
         built(model, args)
     text = str(caught.value)
     assert text.startswith(f"model_args = {args}: model = '{model}' failed with "), text
-    assert re.search(said, text) and text.endswith("; correct the arguments, or the model") and "\n" not in text, text
+    assert (
+        re.search(said, text) and text.endswith("; correct the arguments, or the model") and "\n" not in text
+    ), text
 
 
-TAKES = "it takes preset, vocab, dim, layers, heads, kv_heads, hidden, dropout, tied, rope_base, rope_scaling, head_dim, qk_norm, norm_eps"
+TAKES = (
+    "it takes preset, vocab, dim, layers, heads, kv_heads, hidden, dropout, tied, rope_base, "
+    "rope_scaling, head_dim, qk_norm, norm_eps"
+)
 
 
 def wide(width: int, *, depth: int = 1) -> nn.Module:
@@ -82,11 +96,17 @@ def wide(width: int, *, depth: int = 1) -> nn.Module:
     [
         (LLAMA, {"dims": 256}, f"has no argument 'dims'; {TAKES}; did you mean 'dim'?"),
         (LLAMA, {"preset": "qwen3-8b", "xyzzy": 1}, f"has no argument 'xyzzy'; {TAKES}"),
-        (f"{HERE}:wide", {"width": 3, "Depht": 2}, "has no argument 'Depht'; it takes width, depth; did you mean 'depth'?"),
+        (
+            f"{HERE}:wide",
+            {"width": 3, "Depht": 2},
+            ("has no argument 'Depht'; it takes width, depth; did you mean 'depth'?"),
+        ),
         (f"{HERE}:from_bucket", {"x": 1}, "has no argument 'x'; it takes none"),
     ],
 )
-def test_an_argument_that_there_is_not_is_named_with_the_nearest_one(model: str, args: dict[str, Any], said: str) -> None:
+def test_an_argument_that_there_is_not_is_named_with_the_nearest_one(
+    model: str, args: dict[str, Any], said: str
+) -> None:
     """A builder may hand it on to a class."""
     with pytest.raises(ModelError) as caught:
         built(model, args)
@@ -96,7 +116,13 @@ def test_an_argument_that_there_is_not_is_named_with_the_nearest_one(model: str,
 
 def test_an_argument_that_the_builder_itself_has_wrong_is_its_own_error() -> None:
     """The control: nobody has given it."""
-    with pytest.raises(ModelError, match=r"failed with TypeError: .*'wdith' \(in \S+test_model_args.py, line \d+\); correct the arguments"):
+    with pytest.raises(
+        ModelError,
+        match=(
+            r"failed with TypeError: .*'wdith' \(in \S+test_model_args.py, "
+            r"line \d+\); correct the arguments"
+        ),
+    ):
         built(f"{HERE}:wide", {"width": 3})
 
 
@@ -108,12 +134,20 @@ def test_arguments_that_it_takes() -> None:
 
 
 def test_code_that_is_not_there_is_named_with_its_setting() -> None:
-    with pytest.raises(CodeError, match=r"^model = 'elastic.models.llama:nothing': the module elastic.models.llama .* has no 'nothing'"):
+    with pytest.raises(
+        CodeError,
+        match=(
+            r"^model = 'elastic.models.llama:nothing': the module "
+            r"elastic.models.llama .* has no 'nothing'"
+        ),
+    ):
         builder_of(toy_job("/bucket", model="elastic.models.llama:nothing"))
 
 
 def test_a_new_world_loads_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A recovery builds from the code that was there when the process began, even if its files are gone by now."""
+    """A recovery builds from the code that was there when the process began, even if its files are gone by
+    now.
+    """
     (tmp_path / "vanishing.py").write_text(
         "from dataclasses import replace\n"
         "from elastic.engine.optim.adamw import ADAMW\n"
@@ -122,7 +156,9 @@ def test_a_new_world_loads_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         "def build(): return own()\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    job = toy_job(tmp_path / "bucket", model="vanishing:build", model_args={}, optim={"kind": "vanishing:RULE"})
+    job = toy_job(
+        tmp_path / "bucket", model="vanishing:build", model_args={}, optim={"kind": "vanishing:RULE"}
+    )
     session = make_session(job, Counters(tmp_path / "counters", create=True), prefetch=0)
     (tmp_path / "vanishing.py").unlink()
     shutil.rmtree(tmp_path / "__pycache__", ignore_errors=True)
@@ -134,7 +170,10 @@ def test_a_new_world_loads_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     finally:
         world.close()
         session.close()
-    assert type(state.model.get_submodule("")).__name__.endswith("Own") and state.optimizer.rule is session.rule is not ADAMW
+    assert (
+        type(state.model.get_submodule("")).__name__.endswith("Own")
+        and state.optimizer.rule is session.rule is not ADAMW
+    )
     with pytest.raises(CodeError, match="vanishing"):  # the control: whoever loads it now fails
         builder_of(job)
 
@@ -151,24 +190,45 @@ def state_in(layout: Layout, folder: Path) -> State:
 
 @pytest.mark.parametrize("rows", [2, 40])
 def test_a_model_that_is_cut_as_its_layout_says_is_accepted(rows: int, tmp_path: Path) -> None:
-    """The control of the two tests below.  With 40 members some parameters have fewer rows than there are members."""
+    """The control of the two tests below.  With 40 members some parameters have fewer rows than there are
+    members.
+    """
     assert state_in(Layout(1, rows), tmp_path).shard.values
 
 
 @pytest.mark.parametrize("axis", ["columns", "stages", "opt"])
 def test_a_model_that_is_not_cut_as_its_layout_says_is_refused(axis: str, tmp_path: Path) -> None:
     """The toy axes cut the state, and nothing cuts the model along them."""
-    with registered(), pytest.raises(AssertionError, match=r"has memory of shape \(.+, and placement says \(.+; the axes of"):
+    with (
+        registered(),
+        pytest.raises(
+            AssertionError,
+            match=(
+                r"has memory of shape \(.+, and placement says "
+                r"\(.+; the axes of"
+            ),
+        ),
+    ):
         state_in(Layout(1, 1, ((axis, 2),)), tmp_path)
 
 
-def test_a_model_without_one_of_its_parameters_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An axis module that leaves a parameter out of the wrapped model, as a pipeline would, is not possible yet."""
+def test_a_model_without_one_of_its_parameters_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An axis module that leaves a parameter out of the wrapped model, as a pipeline would, is not possible
+    yet.
+    """
 
     def without_mix(blueprint: nn.Module, world: World, job: Job) -> Any:
         del blueprint.mix
         return parallelize(blueprint, world, job)
 
     monkeypatch.setattr("elastic.train.model.parallelize", without_mix)
-    with pytest.raises(AssertionError, match=r"parameter 'mix.weight': the wrapped model of the member in cell '' does not have it"):
+    with pytest.raises(
+        AssertionError,
+        match=(
+            r"parameter 'mix.weight': the wrapped model of the member in "
+            r"cell '' does not have it"
+        ),
+    ):
         state_in(Layout(1, 1), tmp_path)

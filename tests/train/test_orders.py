@@ -49,7 +49,9 @@ ORDERS = ("fence", "settle", "form", "form")
 
 @pytest.mark.parametrize("order", sorted(set(permutations(ORDERS))))
 def test_the_next_world_is_entered_whichever_order_comes_first(order: tuple[str, ...]) -> None:
-    """A plan that came before the settlement of the world before it was once thrown away; the worker waited for ever and was killed."""
+    """A plan that came before the settlement of the world before it was once thrown away; the worker waited
+    for ever and was killed.
+    """
     heard = queue.SimpleQueue[Event]()
     lives = Lives(ApplyFence(Member(ME, LEASE_S)), heard.put)
     thread = threading.Thread(target=lives.run)

@@ -1,4 +1,6 @@
-"""A loop of one's own: the bits of our own loop in every layout, numbers and side effects of its own, and a sentence for wrong use."""
+"""A loop of one's own: the bits of our own loop in every layout, numbers and side effects of its own, and a
+sentence for wrong use.
+"""
 
 from __future__ import annotations
 
@@ -84,14 +86,25 @@ def with_loop(ranks: Ranks, job: Job, layout: Layout) -> Trained:
     ],
     ids=str,
 )
-def test_u4_a_loop_of_ones_own_has_the_bits_of_ours_in_every_layout(ranks: Ranks, tmp_path: Path, settings: dict[str, Any]) -> None:
-    """U4: batch by batch and in one call, with idle rounds in the last of the settings; the control leaves a microbatch out."""
+def test_u4_a_loop_of_ones_own_has_the_bits_of_ours_in_every_layout(
+    ranks: Ranks, tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    """U4: batch by batch and in one call, with idle rounds in the last of the settings; the control leaves a
+    microbatch out.
+    """
     settings = SMALL | {"steps": 3} | settings
     ours = train_here(toy_job(tmp_path / "ours", **settings), 3)
     for loop, layout in (("whole", Layout(1, 2)), ("by_batches", Layout(2, 2)), ("by_batches", Layout(1, 1))):
-        found = with_loop(ranks, toy_job(tmp_path / f"{loop} {layout}", loop=f"{HERE}:{loop}", **settings), layout)
-        assert (found.hash, [each.loss for each in found.outcomes]) == (ours.hash, [each.loss for each in ours.outcomes])
-    control = with_loop(ranks, toy_job(tmp_path / "control", loop=f"{HERE}:without_one", **settings), Layout(1, 1))
+        found = with_loop(
+            ranks, toy_job(tmp_path / f"{loop} {layout}", loop=f"{HERE}:{loop}", **settings), layout
+        )
+        assert (found.hash, [each.loss for each in found.outcomes]) == (
+            ours.hash,
+            [each.loss for each in ours.outcomes],
+        )
+    control = with_loop(
+        ranks, toy_job(tmp_path / "control", loop=f"{HERE}:without_one", **settings), Layout(1, 1)
+    )
     assert control.hash != ours.hash
     assert ours.outcomes[-1].loss < ours.outcomes[0].loss
 
@@ -102,7 +115,11 @@ def stopped(job: Job, at: int) -> list[Line]:
 
     def show(line: Line) -> None:
         lines.append(line)
-        if isinstance(line, StepLine) and line.step == at and sum(isinstance(each, StepLine) for each in lines) == at:
+        if (
+            isinstance(line, StepLine)
+            and line.step == at
+            and sum(isinstance(each, StepLine) for each in lines) == at
+        ):
             raise KeyboardInterrupt
 
     assert run_local(job, show)[::2] == ("Stopped", at)
@@ -112,16 +129,23 @@ def stopped(job: Job, at: int) -> list[Line]:
 
 @pytest.mark.fast
 def test_u4_numbers_and_side_effects_in_this_process_over_a_stop(tmp_path: Path) -> None:
-    """U4: the same bits with ``--local``; each step is told once, although the stop comes before step 2 is told; the metrics have the
-    numbers.
+    """U4: the same bits with ``--local``; each step is told once, although the stop comes before step 2 is
+    told; the metrics have the numbers.
     """
-    ours, job = small_job(tmp_path / "ours", steps=STEPS), small_job(tmp_path / "own", steps=STEPS, loop=f"{HERE}:told")
+    ours, job = (
+        small_job(tmp_path / "ours", steps=STEPS),
+        small_job(tmp_path / "own", steps=STEPS, loop=f"{HERE}:told"),
+    )
     run_local(ours, lambda _: None)
     (tmp_path / "own").mkdir()
     stopped(job, 2)
     assert exported_hash(job) == exported_hash(ours)
     assert steps_in(tmp_path / "own" / "committed") == [1, 2, 3, 4]
-    rows = [json.loads(line) for file in sorted((tmp_path / "own" / "toy" / "metrics").iterdir()) for line in file.read_text().splitlines()]
+    rows = [
+        json.loads(line)
+        for file in sorted((tmp_path / "own" / "toy" / "metrics").iterdir())
+        for line in file.read_text().splitlines()
+    ]
     assert [row["user/double"] for row in rows] == [2, 4, 6, 8]
     assert all(row["terms"] > 0 and list(row).index("terms") > list(row).index("tokens") for row in rows)
 
@@ -129,7 +153,8 @@ def test_u4_numbers_and_side_effects_in_this_process_over_a_stop(tmp_path: Path)
 @pytest.mark.fast
 @pytest.mark.parametrize("how", ["break", "all"])
 def test_a_loop_ends_its_run_with_a_save(tmp_path: Path, how: str) -> None:
-    """U4: what comes after the loop runs once; the same command says that the run is finished, and does no step.
+    """U4: what comes after the loop runs once; the same command says that the run is finished, and does no
+    step.
 
     ``--resume`` with that step goes on, and so does a branch with more steps.
     """
@@ -145,13 +170,18 @@ def test_a_loop_ends_its_run_with_a_save(tmp_path: Path, how: str) -> None:
         assert run_local(job, lines.append) == ("Finished", why, 3)
         run = Run.open(job)
         assert exported_hash(job) == exported_hash(shorter) and run.newest() == Version(3, 1)
-        assert run.end() == Finished(3, why) and finished(Run.look(job)) == (f"finished: step 3 is in the bucket: {why}", 3)
+        assert run.end() == Finished(3, why) and finished(Run.look(job)) == (
+            (f"finished: step 3 is in the bucket: {why}"),
+            3,
+        )
         assert steps_in(tmp_path / "own" / "after")[-1:] == [3] and [*tmp_path.glob("own/toy/exports/*3")]
     assert not [line for line in lines if isinstance(line, StepLine)]
     (tmp_path / "own" / "how" / how).unlink()
     gone_on = launch(job, local=True, resume=3, show=lambda line: None)
     assert (gone_on.state, gone_on.step) == ("Finished", 6) and exported_hash(job) != exported_hash(shorter)
-    assert launch(job, local=True, resume=3, show=lambda line: None).step == 6 and len(run.branches.every()) == 1
+    assert (
+        launch(job, local=True, resume=3, show=lambda line: None).step == 6 and len(run.branches.every()) == 1
+    )
     more = job.replace(steps=7)
     Run.look(more, branch=True).branch(0.0)
     assert run_local(more, lines.append)[::2] == ("Finished", 7)
@@ -160,7 +190,9 @@ def test_a_loop_ends_its_run_with_a_save(tmp_path: Path, how: str) -> None:
 @pytest.mark.fast
 @pytest.mark.parametrize("how", ["break", "all"])
 def test_an_error_after_the_loop_does_not_move_the_end(tmp_path: Path, how: str) -> None:
-    """U4: the step is saved as the last one by then.  The control: an error within the loop, behind the same commit, ends no run."""
+    """U4: the step is saved as the last one by then.  The control: an error within the loop, behind the same
+    commit, ends no run.
+    """
     for loop in ("ends", "fails_behind"):
         job = small_job(tmp_path / loop, steps=6, loop=f"{HERE}:{loop}")
         (tmp_path / loop / "how").mkdir(parents=True)
@@ -180,7 +212,8 @@ def unavailable(*_: object) -> None:
 
 @pytest.mark.fast
 def test_an_end_without_its_save_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """U4: the loop ends the run, and the bucket takes no save.  The next start does the steps again, and ends with a save.
+    """U4: the loop ends the run, and the bucket takes no save.  The next start does the steps again, and ends
+    with a save.
 
     The control: the note of the end is there, which a process that dies after the save leaves, too.
     """
@@ -192,20 +225,37 @@ def test_an_end_without_its_save_is_none(tmp_path: Path, monkeypatch: pytest.Mon
         with pytest.raises(PlatformGaveUp):
             run_local(job, lambda _: None)
     run = Run.open(job)
-    assert [*tmp_path.glob("toy/ends/*")] and run.end() is None and run.newest() is None and not finished(Run.look(job))
+    assert (
+        [*tmp_path.glob("toy/ends/*")]
+        and run.end() is None
+        and run.newest() is None
+        and not finished(Run.look(job))
+    )
     assert run_local(job, lambda _: None) == ("Finished", "it is good enough", 3)
 
 
 WRONG = [
     ("breaks_at_once", r"it ended after step 0 of 4; go through ctx\.steps\(\)"),
-    ("breaks_within", r"it was left within step 3; leave it after step\.commit\(\), or before the first batch"),
+    (
+        "breaks_within",
+        (
+            r"it was left within step 3; leave it after step\.commit\(\), or before the first "
+            r"batch"
+        ),
+    ),
     ("stops_without_a_word", r"ctx\.stop\(''\): say why in words"),
     ("never_steps", "it ended after step 0 of 4"),
     ("no_run", r"step 1: step\.commit\(\) before step\.run\(\); run the microbatches of the step first"),
     ("runs_twice", "step 1: its microbatches are run twice"),
     ("no_commit", r"step 1 is not committed; call step\.commit\(\), and do not skip a step"),
     ("commits_twice", r"step 1: step\.commit\(\) is called twice"),
-    ("leaves_batches", r"step 1: step\.commit\(\) after 1 of 4 microbatches; run all of step\.batches\(\), without `break`"),
+    (
+        "leaves_batches",
+        (
+            r"step 1: step\.commit\(\) after 1 of 4 microbatches; run all of step\.batches\(\), "
+            r"without `break`"
+        ),
+    ),
     ("swallows", r"step 1: step\.commit\(\) after 0 of 4 microbatches"),
     ("no_backward", r"step 1: a microbatch had no step\.backward\(loss_sum, count\)"),
     ("late_function", r"ctx\.on_committed\(\) after ctx\.steps\(\) has begun"),
@@ -225,7 +275,13 @@ def test_wrong_use_gets_a_sentence(tmp_path: Path, name: str, said: str) -> None
     ("name", "said"),
     [
         ("bad_metrics", r"step.commit(metrics={'accuracy': nan}): that is not a finite number"),
-        ("taken_metrics", r"step.commit(metrics={'loss': 1.0}): the metrics of every step have 'loss' already"),
+        (
+            "taken_metrics",
+            (
+                r"step.commit(metrics={'loss': 1.0}): the metrics of every step have 'loss' "
+                r"already"
+            ),
+        ),
         ("many_metrics", r"step.commit(metrics=…) has 33 numbers, and a step may have 32"),
         ("mean", "step.backward() got (a tensor of shape [], NoneType None); it must return (sum, count)"),
     ],
@@ -238,7 +294,9 @@ def test_wrong_values_get_a_sentence(tmp_path: Path, name: str, said: str) -> No
 
 @pytest.mark.fast
 @pytest.mark.parametrize(("name", "function"), [("hides", "failing"), ("fails", "fails")])
-def test_an_exception_of_the_users_comes_with_its_frame_even_if_the_loop_hides_it(tmp_path: Path, name: str, function: str) -> None:
+def test_an_exception_of_the_users_comes_with_its_frame_even_if_the_loop_hides_it(
+    tmp_path: Path, name: str, function: str
+) -> None:
     """U4."""
     with pytest.raises(RuntimeError, match="the user's own words") as caught:
         run_local(small_job(tmp_path, steps=STEPS, loop=f"{HERE}:{name}"), lambda _: None)
@@ -247,7 +305,12 @@ def test_an_exception_of_the_users_comes_with_its_frame_even_if_the_loop_hides_i
 
 @pytest.mark.fast
 @pytest.mark.parametrize(
-    ("name", "said"), [("wholly", f"did you mean '{HERE}:whole'"), ("A_NUMBER", "names a int; name a function"), ("Path", "names a class")]
+    ("name", "said"),
+    [
+        ("wholly", f"did you mean '{HERE}:whole'"),
+        ("A_NUMBER", "names a int; name a function"),
+        ("Path", "names a class"),
+    ],
 )
 def test_what_is_no_loop_is_refused_before_a_worker_starts(tmp_path: Path, name: str, said: str) -> None:
     with pytest.raises(CodeError, match=f"^loop = '{HERE}:{name}'.*{said}"):
@@ -261,7 +324,9 @@ def test_the_digest_of_a_run_without_a_loop_stays() -> None:
 
 @pytest.mark.fast
 def test_u4_a_step_is_told_once_whoever_tells_it(tmp_path: Path) -> None:
-    """U4: another process goes on where the one before noted; steps that are done again are not told again; a failure tells it again."""
+    """U4: another process goes on where the one before noted; steps that are done again are not told again; a
+    failure tells it again.
+    """
     store, seen = ObjectStore.open(str(tmp_path)), list[int]()
 
     def teller(function: Any = seen.append, *, tells: bool = True) -> Effects:
@@ -305,8 +370,12 @@ class Down(Forwarding):
         return super().get(key, start, stop)
 
 
-def test_a_bucket_that_is_down_ends_no_world_and_loses_no_effect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Steps that were told before stay told.  The control: the same steps are told at once if the bucket answers."""
+def test_a_bucket_that_is_down_ends_no_world_and_loses_no_effect(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Steps that were told before stay told.  The control: the same steps are told at once if the bucket
+    answers.
+    """
     before, after = list[int](), list[int]()
     first = Effects(ObjectStore.open(str(tmp_path)), "toy", tells=True)
     first.add(before.append)
@@ -326,7 +395,9 @@ def test_a_bucket_that_is_down_ends_no_world_and_loses_no_effect(tmp_path: Path,
 
 
 class Held(Forwarding):
-    """A store that takes nothing more once it is held, until the test lets it; ``writes`` are the steps in the notes that it was given."""
+    """A store that takes nothing more once it is held, until the test lets it; ``writes`` are the steps in
+    the notes that it was given.
+    """
 
     def __init__(self, store: ObjectStore) -> None:
         super().__init__(store)
@@ -343,9 +414,9 @@ class Held(Forwarding):
 
 @pytest.mark.fast
 def test_u4_no_step_waits_for_the_note_of_what_was_told(tmp_path: Path) -> None:
-    """U4: while the bucket holds the note of step 1, four more steps are told.  What was told meanwhile goes in one note, and the world
-    does not end before it is there.  The control: a note that the bucket has taken is read by the next teller, so that one tells step 6
-    alone.
+    """U4: while the bucket holds the note of step 1, four more steps are told.  What was told meanwhile goes
+    in one note, and the world does not end before it is there.  The control: a note that the bucket has taken
+    is read by the next teller, so that one tells step 6 alone.
     """
     store, seen, after = Held(ObjectStore.open(str(tmp_path))), list[int](), list[int]()
     effects = Effects(store, "toy", tells=True)
@@ -371,12 +442,18 @@ def test_u4_no_step_waits_for_the_note_of_what_was_told(tmp_path: Path) -> None:
 
 @pytest.mark.fast
 def test_u4_a_kill_at_any_moment_loses_no_step_and_tells_again_what_has_no_note(tmp_path: Path) -> None:
-    """U4: a process is killed by SIGKILL at each moment between two steps, in a function and around each write of the note, and another one
-    goes on.  Every step is told to its end; told again is what has no note, and nothing else.  If the bucket has taken each note
-    before the next step, that is one step.  The control: a process that notes before it tells loses steps.
+    """U4: a process is killed by SIGKILL at each moment between two steps, in a function and around each
+    write of the note, and another one goes on.  Every step is told to its end; told again is what has no
+    note, and nothing else.  If the bucket has taken each note before the next step, that is one step.  The
+    control: a process that notes before it tells loses steps.
     """
 
-    told = subprocess.run([sys.executable, "-m", "tests.support.tellers", str(tmp_path)], capture_output=True, text=True, check=True)
+    told = subprocess.run(
+        [sys.executable, "-m", "tests.support.tellers", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     found, control = json.loads(told.stdout)
     assert len(found) > 40 and {each["noted"] for each in found} >= {None, 0, 1, 2, 3, 4, 5}
     for each in found:

@@ -1,4 +1,6 @@
-"""U4: gradients, optimizers and means in a loop of the user's work, or end in a sentence that says what to do."""
+"""U4: gradients, optimizers and means in a loop of the user's work, or end in a sentence that says what to
+do.
+"""
 
 from __future__ import annotations
 
@@ -85,13 +87,24 @@ def restoring(ctx: Any) -> None:
 
 
 @pytest.mark.parametrize("loop", [scaling, clipping_norm, optimizing, adding])
-def test_a_loop_that_uses_gradients_that_are_not_there_is_refused(tmp_path: Path, loop: Callable[[Any], None]) -> None:
-    with pytest.raises(StateChanged, match=r"uses or changes gradients of the parameters .* Set optim, optim\.clip_norm"):
+def test_a_loop_that_uses_gradients_that_are_not_there_is_refused(
+    tmp_path: Path, loop: Callable[[Any], None]
+) -> None:
+    with pytest.raises(
+        StateChanged,
+        match=(
+            r"uses or changes gradients of the parameters .* Set optim, "
+            r"optim\.clip_norm"
+        ),
+    ):
         run_local(job_of(tmp_path, Net, loop=f"{HERE}:{loop.__name__}", trial=False), lambda line: None)
 
 
 def test_a_loop_that_gives_means_is_refused_before_the_first_update(tmp_path: Path) -> None:
-    said = r"averaging': step\.backward\(\) got the count 1 for each microbatch of 2 samples; .* call step\.backward\(mean \* n, n\)"
+    said = (
+        r"averaging': step\.backward\(\) got the count 1 for each microbatch of 2 samples; .* call "
+        r"step\.backward\(mean \* n, n\)"
+    )
     with pytest.raises(LossError, match=said):
         run_local(job_of(tmp_path, Net, loop=f"{HERE}:averaging"), lambda line: None)
     for loop in (restoring, looking):

@@ -39,9 +39,11 @@ def answer(model: nn.Module) -> float:
         return float(model(tokens).double().square().sum())
 
 
-def reading(world: World, job: Job, version: Version, last: int, calls: bool = True) -> tuple[Read, Read, list[Outcome], Any]:
-    """Trains by a loop that calls the model between steps.  Returns its answers, those of plain torch with the weights of the shard if
-    it is whole, and what :class:`~tests.support.segments.Part` has.
+def reading(
+    world: World, job: Job, version: Version, last: int, calls: bool = True
+) -> tuple[Read, Read, list[Outcome], Any]:
+    """Trains by a loop that calls the model between steps.  Returns its answers, those of plain torch with
+    the weights of the shard if it is whole, and what :class:`~tests.support.segments.Part` has.
     """
     found, plain, outcomes = Read(), Read(), list[Outcome]()
     with member(world, job, version) as me:
@@ -59,7 +61,8 @@ def reading(world: World, job: Job, version: Version, last: int, calls: bool = T
             for step in ctx.steps():
                 step.run()
                 if calls:
-                    answer(model)  # it has the weights of before the step, and the next pass those of after it
+                    # it has the weights of before the step, and the next pass those of after it
+                    answer(model)
                 outcomes.append(step.commit())
                 look(model)
 
@@ -82,17 +85,25 @@ def steps_of(me: Member, last: int) -> Iterator[Step]:
 def in_plain_torch(me: Member, job: Job) -> nn.Module:
     """Returns the user's model with the weights of a shard that is whole, in the format of the precision."""
     model: nn.Module = builder_of(job)(**job.model_args)
-    values: dict[str, Tensor] = {name: value.clone() for (kind, name), value in me.state.shard.values.items() if kind == "parameter"}
+    values: dict[str, Tensor] = {
+        name: value.clone() for (kind, name), value in me.state.shard.values.items() if kind == "parameter"
+    }
     model.load_state_dict(values, strict=False)
     return model.bfloat16() if job.precision == "bf16" else model
 
 
 @pytest.fixture(scope="module", params=[pytest.param("fp32", marks=pytest.mark.full), "bf16"])
-def judged(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Read, list[float]]:
-    """The precision, the answers of plain torch with the weights of each step, which have the same bits in every layout, and the losses."""
+def judged(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, Read, list[float]]:
+    """The precision, the answers of plain torch with the weights of each step, which have the same bits in
+    every layout, and the losses.
+    """
     job = small_job(tmp_path_factory.mktemp("judged"), precision=request.param, steps=STEPS)
     _, plain, outcomes, _ = here(reading, job, Version(0, 0), STEPS, False)
-    assert all(abs(after / before - 1) > 1e-2 for before, after in pairwise(plain)), "the control: steps differ"
+    assert all(abs(after / before - 1) > 1e-2 for before, after in pairwise(plain)), (
+        "the control: steps differ"
+    )
     return request.param, plain, [each.loss for each in outcomes]
 
 
@@ -111,10 +122,14 @@ def judged(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     ids=str,
 )
 def test_u4_the_model_between_steps_has_the_weights_of_the_run(
-    ranks: Ranks, tmp_path: Path, judged: tuple[str, Read, list[float]], layout: Layout, changes: dict[str, Any]
+    ranks: Ranks,
+    tmp_path: Path,
+    judged: tuple[str, Read, list[float]],
+    layout: Layout,
+    changes: dict[str, Any],
 ) -> None:
-    """U4: before the first step, after each, and where a later world goes on.  It was one step old, or memory without values.  The calls
-    change no bit of the training.
+    """U4: before the first step, after each, and where a later world goes on.  It was one step old, or memory
+    without values.  The calls change no bit of the training.
     """
     precision, expected, losses = judged
     job = small_job(tmp_path, precision=precision, steps=STEPS, **changes)
@@ -129,11 +144,13 @@ def test_u4_the_model_between_steps_has_the_weights_of_the_run(
 
 
 @pytest.mark.parametrize(
-    "changes", [pytest.param({}, marks=pytest.mark.full), {"parallel": {"zero": 2}}, {"parallel": {"zero": 3}}], ids=str
+    "changes",
+    [pytest.param({}, marks=pytest.mark.full), {"parallel": {"zero": 2}}, {"parallel": {"zero": 3}}],
+    ids=str,
 )
 def test_u4_so_have_weights_in_fp8(ranks: Ranks, tmp_path: Path, changes: dict[str, Any]) -> None:
-    """U4: a world that goes on, and begins by a call, answers as the one before did after its last step; fp8 rounds, so plain torch is near
-    only.  The control: the next step is farther away.
+    """U4: a world that goes on, and begins by a call, answers as the one before did after its last step; fp8
+    rounds, so plain torch is near only.  The control: the next step is farther away.
     """
     layout = Layout(1, 2) if changes else Layout(1, 1)
     settings: dict[str, Any] = {"precision": "fp8", "optim": {"lr": 0.2}, "steps": STEPS, **SMALL}

@@ -1,6 +1,8 @@
-"""U1: the engine does what plain torch does with a module, in every layout, or refuses it by a sentence that names the tensor.
+"""U1: the engine does what plain torch does with a module, in every layout, or refuses it by a sentence that
+names the tensor.
 
-The oracle is plain torch in one process: the model, the loss and an optimizer of ``torch.optim``, on the samples that Elastic draws.
+The oracle is plain torch in one process: the model, the loss and an optimizer of ``torch.optim``, on the
+samples that Elastic draws.
 """
 
 from __future__ import annotations
@@ -123,7 +125,12 @@ def test_u1_every_layout_has_the_weights_of_plain_torch(
     for name, value in expected.items():
         torch.testing.assert_close(found[name].view(value.shape), value, rtol=1e-5, atol=1e-6)
     for number, (layout, parallel) in enumerate(layouts):
-        assert train(ranks, job_of(tmp_path / str(number), kind, parallel=parallel, **changes), layout, STEPS).hash == one.hash
+        assert (
+            train(
+                ranks, job_of(tmp_path / str(number), kind, parallel=parallel, **changes), layout, STEPS
+            ).hash
+            == one.hash
+        )
 
 
 def test_without_the_hook_the_weights_are_others() -> None:
@@ -226,9 +233,15 @@ class Flagged(Net):
 REFUSED: dict[type, str] = {
     Bounded: "changed the parameter 'embed.weight' of",
     Taught: r"changed the parameter 'teacher.weight' of.* set optim\.average",
-    Assigned: "changed the parameter 'head.weight' of|put another tensor in the place of the parameter 'head.weight'",
+    Assigned: (
+        "changed the parameter 'head.weight' of|put another tensor in the place of the parameter "
+        "'head.weight'"
+    ),
     Replaced: "put another tensor in the place of the parameter 'head.weight' of",
-    Thawed: "requires_grad of the parameter 'embed.weight' of .* is True now, and was False|changed the parameter 'embed.weight'",
+    Thawed: (
+        "requires_grad of the parameter 'embed.weight' of .* is True now, and was False|changed the "
+        "parameter 'embed.weight'"
+    ),
     Grown: "added the parameter 'more' to the model of",
     Registered: "added the buffer 'mean' to the model of",
     Filled: "added the buffer 'centre' to a buffer that was None",
@@ -245,10 +258,15 @@ def refusal(world: World, job: Job, version: Version, last: int) -> str:
     return ""
 
 
-@pytest.mark.parametrize(("layout", "zero"), [(TWO, 0), (HALVES, 2), (HALVES, 3)], ids=["two replicas", "stage 2", "stage 3"])
-def test_u1_a_change_of_the_state_is_refused_by_name(ranks: Ranks, tmp_path: Path, layout: Layout, zero: int) -> None:
+@pytest.mark.parametrize(
+    ("layout", "zero"), [(TWO, 0), (HALVES, 2), (HALVES, 3)], ids=["two replicas", "stage 2", "stage 3"]
+)
+def test_u1_a_change_of_the_state_is_refused_by_name(
+    ranks: Ranks, tmp_path: Path, layout: Layout, zero: int
+) -> None:
     """The control is the model that none of them has changed."""
-    kinds = [kind for kind in REFUSED if not (zero == 3 and kind in (Replaced, Grown))]  # FSDP2 knows nothing of such a parameter
+    # FSDP2 knows nothing of such a parameter
+    kinds = [kind for kind in REFUSED if not (zero == 3 and kind in (Replaced, Grown))]
     jobs = [job_of(tmp_path / kind.__name__, kind, parallel={"zero": zero}) for kind in (*kinds, Net)]
     found = ranks.run_each(layout, refusal, [(job, Version(0, 0), 1) for job in jobs])
     assert found.pop() == ["", ""]
@@ -319,14 +337,32 @@ class Reading(Net):
     ("kind", "said"),
     [
         (Freezing, r"init_weights\(\) froze 'embed\.weight'; freeze it where the model is built"),
-        (Tying, r"after init_weights\(\) 'layers\.0\.0\.weight' and 'layers\.1\.0\.weight' are in the same memory"),
+        (
+            Tying,
+            (
+                r"after init_weights\(\) 'layers\.0\.0\.weight' and 'layers\.1\.0\.weight' are in the same "
+                r"memory"
+            ),
+        ),
         (Adding, r"init_weights\(\) added 'table' to the model"),
         (Hooking, r"init_weights\(\) changed the hooks on the gradient of 'embed\.weight'"),
         (Overlapping, r"'head\.weight' and 'tied' of .* are two tensors in the same memory"),
         (Late, r"'head\.weight' of .* has no shape before the first forward pass"),
         (Optimizing, r"'head\.weight' of .* has a hook that gets the gradient after it is added"),
-        (Orthogonal, r"the constructor makes 'head\.parametrizations\.weight\.0\.base' on a device.*use_trivialization=False"),
-        (Reading, r"Tensor\.item\(\) cannot be called on meta tensors.*torch\.linspace\(0, 0\.3, 3, device='cpu'\)"),
+        (
+            Orthogonal,
+            (
+                r"the constructor makes 'head\.parametrizations\.weight\.0\.base' on a "
+                r"device.*use_trivialization=False"
+            ),
+        ),
+        (
+            Reading,
+            (
+                r"Tensor\.item\(\) cannot be called on meta tensors.*torch\.linspace\(0, 0\.3, 3, "
+                r"device='cpu'\)"
+            ),
+        ),
     ],
 )
 def test_u1_a_model_is_what_its_constructor_made(tmp_path: Path, kind: type, said: str) -> None:
@@ -401,7 +437,9 @@ def test_a_step_of_one_worker_is_guarded(tmp_path: Path) -> None:
     try:
         for kind in (Bounded, Flagged, Own, BatchNormed):
             job = (
-                job_of(tmp_path, kind) if kind in REFUSED else toy_job(tmp_path, model=f"tests.support.toys:{kind.__name__}", model_args={})
+                job_of(tmp_path, kind)
+                if kind in REFUSED
+                else toy_job(tmp_path, model=f"tests.support.toys:{kind.__name__}", model_args={})
             )
             with member(world, job, Version(0, 0)) as me:
                 if kind in REFUSED:

@@ -31,7 +31,9 @@ def trained(job: Job) -> tuple[str, list[str]]:
     newest = run.newest()
     assert newest is not None
     run.checkpoints.export(newest, folder)
-    return state_hash(sorted(folder.glob("*.safetensors"))), [line.text for line in lines if isinstance(line, Sentence)]
+    return state_hash(sorted(folder.glob("*.safetensors"))), [
+        line.text for line in lines if isinstance(line, Sentence)
+    ]
 
 
 def events(file: Path) -> list[Any]:
@@ -54,11 +56,19 @@ def test_a_profile_has_the_operations_of_its_steps_and_the_bits_stay(tmp_path: P
     assert file.name == "steps-2-3-g1.trace.json.gz"
     assert f"a profile is at {tmp_path}/toy/profiles/steps-2-3-g1.*" in said
     told = events(file)
-    spans = {each["name"]: (each["ts"], each["ts"] + each["dur"]) for each in told if each.get("cat") == "user_annotation"}
+    spans = {
+        each["name"]: (each["ts"], each["ts"] + each["dur"])
+        for each in told
+        if each.get("cat") == "user_annotation"
+    }
     assert {name for name in spans if name.startswith("step")} == {"step 2", "step 3"}
     for begins, ends in (spans["step 2"], spans["step 3"]):
-        there = {each["name"] for each in told if each.get("cat") == "cpu_op" and begins <= each["ts"] <= ends}
-        assert {"aten::mm", "aten::embedding", "aten::_foreach_lerp_"} <= there, "forward, backward and the update"
+        there = {
+            each["name"] for each in told if each.get("cat") == "cpu_op" and begins <= each["ts"] <= ends
+        }
+        assert {"aten::mm", "aten::embedding", "aten::_foreach_lerp_"} <= there, (
+            "forward, backward and the update"
+        )
 
 
 def test_a_profile_that_cannot_be_written_ends_no_run(tmp_path: Path, plain: str) -> None:
@@ -67,7 +77,10 @@ def test_a_profile_that_cannot_be_written_ends_no_run(tmp_path: Path, plain: str
     Path(tmp_path, "toy", "profiles").write_text("in the way")
     found, said = trained(small(tmp_path, profile="4"))
     assert found == plain
-    assert any(text.startswith(f"the profile steps-4-4-g1 could not be written to {tmp_path}/toy/profiles:\n") for text in said)
+    assert any(
+        text.startswith(f"the profile steps-4-4-g1 could not be written to {tmp_path}/toy/profiles:\n")
+        for text in said
+    )
 
 
 def profiled(world: Any, job: Job) -> list[str]:
@@ -86,15 +99,26 @@ def profiled(world: Any, job: Job) -> list[str]:
     return said
 
 
-def test_world_rank_0_alone_profiles_and_a_world_that_breaks_leaves_the_steps_that_it_made(ranks: Ranks, tmp_path: Path) -> None:
+def test_world_rank_0_alone_profiles_and_a_world_that_breaks_leaves_the_steps_that_it_made(
+    ranks: Ranks, tmp_path: Path
+) -> None:
     first, second = ranks.run(Layout(2, 1), profiled, small_job(tmp_path, profile="2-9"))
-    assert first == [f"a profile is at {tmp_path}/toy/profiles/steps-2-2-g{ranks.generation}.*"] and second == []
-    assert [file.name for file in Path(tmp_path, "toy", "profiles").iterdir()] == [f"steps-2-2-g{ranks.generation}.trace.json.gz"]
+    assert (
+        first == [f"a profile is at {tmp_path}/toy/profiles/steps-2-2-g{ranks.generation}.*"] and second == []
+    )
+    assert [file.name for file in Path(tmp_path, "toy", "profiles").iterdir()] == [
+        f"steps-2-2-g{ranks.generation}.trace.json.gz"
+    ]
 
 
 @pytest.mark.parametrize("steps", ["x", "5-", "0", "7-5", "1-2-3", " 5"])
 def test_steps_that_are_none_are_refused(steps: str) -> None:
-    with pytest.raises(JobError, match=f"profile = '{steps}'.* must be a step, as '7', or the first and the last of several, as '5-7'"):
+    with pytest.raises(
+        JobError,
+        match=(
+            f"profile = '{steps}'.* must be a step, as '7', or the first and the last of several, as '5-7'"
+        ),
+    ):
         small(Path("/b"), profile=steps)
 
 

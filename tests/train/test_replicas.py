@@ -28,7 +28,9 @@ def drift(value: torch.Tensor) -> None:
 
 
 def compared(world: World, job: Job, culprits: tuple[int, ...], key: Key) -> tuple[str, str, str]:
-    """Returns the hashes of this member's part before and after one element of it has moved, if it is a culprit, and what is found then."""
+    """Returns the hashes of this member's part before and after one element of it has moved, if it is a
+    culprit, and what is found then.
+    """
     with member(world, job, Version(0, 0)) as me:
         me.step()
         compare(me.state)
@@ -43,13 +45,18 @@ def compared(world: World, job: Job, culprits: tuple[int, ...], key: Key) -> tup
 
 
 def test_e6_one_ulp_in_one_of_three_replicas_is_found_where_it_is(ranks: Ranks, tmp_path: Path) -> None:
-    """E6: the judge is the sha256 of each member's state.  The control: nothing is found before, nor by members that agree."""
+    """E6: the judge is the sha256 of each member's state.  The control: nothing is found before, nor by
+    members that agree.
+    """
     job, keys = small_job(tmp_path), (NORM, MOMENT)
-    for (kind, name), told in zip(keys, ranks.run_each(Layout(3, 1), compared, [(job, (1,), key) for key in keys]), strict=True):
+    for (kind, name), told in zip(
+        keys, ranks.run_each(Layout(3, 1), compared, [(job, (1,), key) for key in keys]), strict=True
+    ):
         assert len({before for before, _, _ in told}) == 1
         assert [after == before for before, after, _ in told] == [True, False, True]
         wrong = (
-            f"StateDamaged: world rank 1 holds other bits of {kind} {name!r} after step 1 than 2 of 3 replicas, so its state is given up"
+            f"StateDamaged: world rank 1 holds other bits of {kind} {name!r} after step 1 than 2 of 3 "
+            "replicas, so its state is given up"
         )
         assert [found for *_, found in told] == ["", wrong, ""]
 
@@ -60,13 +67,16 @@ def test_e6_of_two_replicas_none_is_known_to_be_right(ranks: Ranks, tmp_path: Pa
     assert [after == before for before, after, _ in told] == [True, True, True, False]
     alike, first, *others = [found for *_, found in told]
     assert first.startswith(
-        "ReplicasDiffer: the replicas of world ranks 1, 3 hold different bits of parameter 'norm.weight' after step 1, "
+        "ReplicasDiffer: the replicas of world ranks 1, 3 hold different bits of parameter 'norm.weight' "
+        "after step 1, "
     )
     assert [alike, *others] == ["", "", first]
 
 
 def stepped(world: World, job: Job) -> tuple[list[int], str]:
-    """Lets world rank 1 drift after the first of three steps.  Returns the steps that were committed, and what ended them."""
+    """Lets world rank 1 drift after the first of three steps.  Returns the steps that were committed, and
+    what ended them.
+    """
     committed = list[int]()
     with member(world, job, Version(0, 0)) as me:
         try:
@@ -75,13 +85,17 @@ def stepped(world: World, job: Job) -> tuple[list[int], str]:
                 if committed == [1] and world.rank == 1:
                     drift(me.state.shard.values[NORM])
         except ElasticError as error:
-            assert me.state.shard.version.step == committed[-1], "the step that is given up has changed nothing"
+            assert me.state.shard.version.step == committed[-1], (
+                "the step that is given up has changed nothing"
+            )
             return committed, type(error).__name__
     return committed, ""
 
 
 def test_e6_a_step_that_would_be_saved_compares_first(ranks: Ranks, tmp_path: Path) -> None:
-    """E6: step 3 is to be saved.  The controls: with one replica nothing is compared, and without the setting nothing is found."""
+    """E6: step 3 is to be saved.  The controls: with one replica nothing is compared, and without the setting
+    nothing is found.
+    """
     job = small_job(tmp_path, checkpoint={"save_every": 3, "compare": True})
     assert ranks.run(Layout(1, 2), stepped, job) == [([1, 2, 3], "")] * 2
     silent = job.replace(checkpoint={"save_every": 3})
@@ -90,7 +104,10 @@ def test_e6_a_step_that_would_be_saved_compares_first(ranks: Ranks, tmp_path: Pa
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize(("changes", "says"), [({"reproducible": False}, "reproducible = false"), ({"offload": "optimizer"}, "offload = ")])
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [({"reproducible": False}, "reproducible = false"), ({"offload": "optimizer"}, "offload = ")],
+)
 def test_it_is_refused_where_replicas_may_differ(changes: dict[str, object], says: str) -> None:
     with pytest.raises(JobError, match=f"checkpoint.compare = true with {says}.*leave one of them out"):
         toy_job("/nowhere", checkpoint={"compare": True}, **changes)

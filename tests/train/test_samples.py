@@ -1,4 +1,6 @@
-"""U1: samples are those of the dataset, whatever it draws from and whatever the loss writes; a run and a node are bound to them."""
+"""U1: samples are those of the dataset, whatever it draws from and whatever the loss writes; a run and a node
+are bound to them.
+"""
 
 from __future__ import annotations
 
@@ -68,18 +70,33 @@ def loss_of_noise(model: nn.Module, batch: Batch) -> Any:
     return F.cross_entropy(out.flatten(0, 1), batch["y"].flatten(), reduction="sum"), batch["y"].numel()
 
 
-def test_u1_a_dataset_that_seeds_the_models_generator_gives_the_same_weights(ranks: Ranks, tmp_path: Path) -> None:
+def test_u1_a_dataset_that_seeds_the_models_generator_gives_the_same_weights(
+    ranks: Ranks, tmp_path: Path
+) -> None:
     hashes = []
     for name, dataset, layout in (("own", Noisy, None), ("here", Seeding, None), ("two", Seeding, TWO)):
-        job = job_of(tmp_path / name, Dropping, loss=f"{HERE}:loss_of_noise", data={"dataset": f"{HERE}:{dataset.__name__}"})
+        job = job_of(
+            tmp_path / name,
+            Dropping,
+            loss=f"{HERE}:loss_of_noise",
+            data={"dataset": f"{HERE}:{dataset.__name__}"},
+        )
         hashes.append((train_here(job, STEPS) if layout is None else train(ranks, job, layout, STEPS)).hash)
     assert len(set(hashes)) == 1
 
 
 @pytest.mark.parametrize(
-    "draw", [lambda: torch.rand(2), lambda: random.random(), lambda: numpy.random.rand(2), lambda: torch.manual_seed(3)]
+    "draw",
+    [
+        lambda: torch.rand(2),
+        lambda: random.random(),
+        lambda: numpy.random.rand(2),
+        lambda: torch.manual_seed(3),
+    ],
 )
-def test_a_dataset_that_draws_is_read_when_its_samples_are_needed(capsys: pytest.CaptureFixture[str], draw: Callable[[], object]) -> None:
+def test_a_dataset_that_draws_is_read_when_its_samples_are_needed(
+    capsys: pytest.CaptureFixture[str], draw: Callable[[], object]
+) -> None:
     """One that draws for some samples only is noticed, too.  The control draws never, and is read ahead."""
 
     class Draws(Numbers):
@@ -117,14 +134,22 @@ def test_u1_a_batch_that_the_loss_changes_is_its_own(tmp_path: Path) -> None:
     Lent.kept.clear()
     job = job_of(tmp_path, Net, loss=f"{HERE}:loss_in_place", data={"dataset": f"{HERE}:Lent"})
     train_here(job, 2)
-    assert Lent.kept and all(torch.equal(batch["y"], Numbers().read(ids)["y"]) for ids, batch in Lent.kept.items())
+    assert Lent.kept and all(
+        torch.equal(batch["y"], Numbers().read(ids)["y"]) for ids, batch in Lent.kept.items()
+    )
 
 
 def test_a_run_and_a_node_are_bound_to_the_number_of_samples(tmp_path: Path) -> None:
     run = Run.open(job_of(tmp_path, Net))
     data.bind(run, "numbers-1", 48)
     assert data.check(run, "numbers-1", 48)
-    with pytest.raises(JobError, match=r"the dataset has 60 samples, but the run .* was begun on 48 with the same fingerprint"):
+    with pytest.raises(
+        JobError,
+        match=(
+            r"the dataset has 60 samples, but the run .* was begun on 48 with "
+            r"the same fingerprint"
+        ),
+    ):
         data.check(run, "numbers-1", 60)
     for other, known, fix in (
         (OF_ROWS, f"{OF_ROWS}1", "fingerprint.. that returns the latter"),
@@ -157,18 +182,30 @@ def test_a_fingerprint_that_is_another_each_time_is_refused_with_local(tmp_path:
     """The control is one that stays.  On a cluster its node is refused, by the difference of the two builds."""
 
     def job(*, stable: bool) -> Job:
-        validation = {"every": 2, "dataset": f"{HERE}:Unstable", "args": {"stable": stable or section == "data"}}
+        validation = {
+            "every": 2,
+            "dataset": f"{HERE}:Unstable",
+            "args": {"stable": stable or section == "data"},
+        }
         data = {"dataset": f"{HERE}:Unstable", "args": {"stable": stable or section == "validation"}}
         return job_of(tmp_path / str(stable), Net, data=data, validation=validation)
 
-    with pytest.raises(JobError, match=rf"^{section}\.dataset = .*Unstable': fingerprint\(\) returned object \d.* first, and object \d"):
+    with pytest.raises(
+        JobError,
+        match=(
+            rf"^{section}\.dataset = .*Unstable': fingerprint\(\) returned "
+            r"object \d.* first, and object \d"
+        ),
+    ):
         launch(job(stable=False), local=True, show=lambda line: None)
     assert not (tmp_path / "False" / "toy" / "data.json").exists()
     assert launch(job(stable=True), local=True, show=lambda line: None).state == "Finished"
 
 
 class Deadly(Numbers):
-    """The first read of a sample of the third step ends its process without a word, as a library that crashes does."""
+    """The first read of a sample of the third step ends its process without a word, as a library that crashes
+    does.
+    """
 
     sample = Cursor(48, 12, 0).microbatch_ids(3, 0, 2)[0]
 
@@ -183,7 +220,12 @@ class Deadly(Numbers):
 
 
 def deadly(folder: Path, how: str, **changes: Any) -> Job:
-    return job_of(folder, Net, data={"dataset": f"{HERE}:Deadly", "args": {"mark": str(folder / "mark"), "how": how}}, **changes)
+    return job_of(
+        folder,
+        Net,
+        data={"dataset": f"{HERE}:Deadly", "args": {"mark": str(folder / "mark"), "how": how}},
+        **changes,
+    )
 
 
 def loss_that_exits(model: nn.Module, batch: Batch) -> Any:
@@ -193,15 +235,30 @@ def loss_that_exits(model: nn.Module, batch: Batch) -> Any:
 @pytest.mark.parametrize("how", ["crashes", "exits", "in the loss"])
 def test_samples_that_end_the_process_are_named(tmp_path: Path, how: str) -> None:
     """The control exits in the loss."""
-    job = deadly(tmp_path, how) if how != "in the loss" else job_of(tmp_path, Net, loss=f"{HERE}:loss_that_exits", trial=False)
-    dying = "import sys; from tests.train.test_samples import *; from elastic.train.alone.local import run_local; "
-    command = [sys.executable, "-c", f"{dying}run_local(Job.model_validate_json(sys.argv[1]), print)", job.model_dump_json()]
+    job = (
+        deadly(tmp_path, how)
+        if how != "in the loss"
+        else job_of(tmp_path, Net, loss=f"{HERE}:loss_that_exits", trial=False)
+    )
+    dying = (
+        "import sys; from tests.train.test_samples import *; from elastic.train.alone.local import "
+        "run_local; "
+    )
+    command = [
+        sys.executable,
+        "-c",
+        f"{dying}run_local(Job.model_validate_json(sys.argv[1]), print)",
+        job.model_dump_json(),
+    ]
     (tmp_path / "scratch").mkdir()
     environment = {**os.environ, "TMPDIR": str(tmp_path / "scratch")}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == (-signal.SIGSEGV if how == "crashes" else 3), done.stderr
     ids = list(Cursor(48, 12, 0).microbatch_ids(3, 0, 2))
-    said = f"elastic: the process died while it read samples {ids} of data.dataset: read these alone to see why\n"
+    said = (
+        f"elastic: the process died while it read samples {ids} of data.dataset: read these alone to see "
+        "why\n"
+    )
     assert (said in done.stderr) is (how != "in the loss") and not [*(tmp_path / "scratch").iterdir()]
 
 
@@ -216,7 +273,9 @@ class Shuffled(Net):
             self.add_module(name, nn.Linear(3, 3))
 
 
-def test_a_node_with_another_order_of_tensors_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_with_another_order_of_tensors_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     job, builds = job_of(tmp_path, Shuffled), []
     for order in (("a", "b"), ("b", "a"), ("a", "b")):
         monkeypatch.setattr(Shuffled, "order", order)

@@ -37,7 +37,9 @@ TRAINERS: list[Trainer] = []
 
 
 class Fencing(Own):
-    """The coordinator's fence reaches the worker in the middle of its healing; here, the model's initialisation sends it."""
+    """The coordinator's fence reaches the worker in the middle of its healing; here, the model's
+    initialisation sends it.
+    """
 
     def init_weights(self) -> None:
         super().init_weights()
@@ -57,10 +59,15 @@ def trainer_of(job: Job, report: Callable[[Any], None]) -> Iterator[Trainer]:
         worker, store = WorkerId("w1"), TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         checkpoints = Checkpoints(ObjectStore.open(job.bucket), job.name)
         fence = ApplyFence(Member(worker, job.deadlines.lease_s))
-        trainer = Trainer(session, fence, torch.device("cpu"), checkpoints, lambda event, shard=None: report(event))
+        trainer = Trainer(
+            session, fence, torch.device("cpu"), checkpoints, lambda event, shard=None: report(event)
+        )
         TRAINERS.append(trainer)
         assert fence.member.heed(1)
-        trainer.form(Plan(1, 1, Layout(1, 1), (worker,), Version(0, 0), "init", (), NodeId("n")), ("127.0.0.1", store.port))
+        trainer.form(
+            Plan(1, 1, Layout(1, 1), (worker,), Version(0, 0), "init", (), NodeId("n")),
+            ("127.0.0.1", store.port),
+        )
         try:
             yield trainer
         finally:
@@ -76,9 +83,13 @@ def run_to_its_end(trainer: Trainer, events: list[Any]) -> None:
     assert not running.is_alive(), events
 
 
-@pytest.mark.parametrize("model", ["tests.train.test_trainer:fencing", "tests.support.toys:own"], ids=["fenced", "control"])
+@pytest.mark.parametrize(
+    "model", ["tests.train.test_trainer:fencing", "tests.support.toys:own"], ids=["fenced", "control"]
+)
 def test_what_arrives_after_the_fence_is_not_held(tmp_path: Path, model: str) -> None:
-    """An aborted receive can look complete although it left garbage.  The control, which is not fenced, holds its shard and says so."""
+    """An aborted receive can look complete although it left garbage.  The control, which is not fenced, holds
+    its shard and says so.
+    """
     events: list[Any] = []
     with trainer_of(toy_job(tmp_path, model=model, model_args={}), events.append) as trainer:
         trainer.exit()
@@ -90,7 +101,9 @@ def test_what_arrives_after_the_fence_is_not_held(tmp_path: Path, model: str) ->
 
 @pytest.mark.parametrize("fenced", [True, False], ids=["fenced", "control"])
 def test_a_fence_between_two_slices_ends_the_healing(tmp_path: Path, fenced: bool) -> None:
-    """A bucket or a keeper would bring all the others too, for nothing.  The check comes before a fault that is due there."""
+    """A bucket or a keeper would bring all the others too, for nothing.  The check comes before a fault that
+    is due there.
+    """
     fault = {"point": "healing", "step": 1, "world_rank": 0, "kind": "exception"}
     with trainer_of(toy_job(tmp_path, faults=[fault]), lambda event: None) as trainer:
         with trainer.apply_fence as member:
@@ -106,11 +119,15 @@ def test_a_fence_between_two_slices_ends_the_healing(tmp_path: Path, fenced: boo
             world.close()
 
 
-@pytest.mark.parametrize(("taken_over", "said_again", "entered"), [(False, False, [1]), (True, False, []), (True, True, [1])])
+@pytest.mark.parametrize(
+    ("taken_over", "said_again", "entered"), [(False, False, [1]), (True, False, []), (True, True, [1])]
+)
 def test_a_plan_that_was_not_entered_is_void_for_the_next_coordinator(
     tmp_path: Path, taken_over: bool, said_again: bool, entered: list[int]
 ) -> None:
-    """It may not know the plan, and its own would wait behind it; if it does, it sends the plan again.  The control: no takeover."""
+    """It may not know the plan, and its own would wait behind it; if it does, it sends the plan again.  The
+    control: no takeover.
+    """
     events: list[Any] = []
 
     def report(event: Any) -> None:
@@ -134,8 +151,12 @@ def test_a_plan_that_was_not_entered_is_void_for_the_next_coordinator(
 
 
 @pytest.mark.parametrize("ends", [False, True])
-def test_a_process_in_which_an_abort_does_not_end_is_of_no_use(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ends: bool) -> None:
-    """The process says so, long before the forming deadline, and is replaced.  The control: the abort ends while the next world forms."""
+def test_a_process_in_which_an_abort_does_not_end_is_of_no_use(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ends: bool
+) -> None:
+    """The process says so, long before the forming deadline, and is replaced.  The control: the abort ends
+    while the next world forms.
+    """
     monkeypatch.setattr("elastic.train.loop.ABORT_S", 0.2 if not ends else PATIENCE_S)
     events: list[Any] = []
     stuck = Event()
@@ -146,13 +167,22 @@ def test_a_process_in_which_an_abort_does_not_end_is_of_no_use(monkeypatch: pyte
         trainer.run()
     stuck.set()
     broken = [event for event in events if isinstance(event, Broken)]
-    signature = f"the abort before generation {broken[0].generation} has not ended in {broken[0].worker} within 0.2 s" if broken else ""
+    signature = (
+        (
+            f"the abort before generation {broken[0].generation} has not ended in {broken[0].worker} "
+            "within 0.2 s"
+        )
+        if broken
+        else ""
+    )
     assert [(event.cause, event.signature) for event in broken] == ([] if ends else [("device", signature)])
     assert sum(isinstance(event, Ready) for event in events) == ends
 
 
 def test_a_settlement_that_overtakes_the_pause_is_obeyed(tmp_path: Path) -> None:
-    """Another member died between this one's boundary commit and its report: the fence and the settlement come before the pause."""
+    """Another member died between this one's boundary commit and its report: the fence and the settlement
+    come before the pause.
+    """
     events: list[Any] = []
 
     def report(event: Any) -> None:
@@ -172,8 +202,8 @@ def test_a_settlement_that_overtakes_the_pause_is_obeyed(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("left", [True, False])
 def test_one_that_has_left_says_what_it_was_in_last(tmp_path: Path, left: bool) -> None:
-    """The coordinator that asks may know nothing of that generation.  In the control, the worker is still in the generation, at the
-    boundary."""
+    """The coordinator that asks may know nothing of that generation.  In the control, the worker is still in
+    the generation, at the boundary."""
     events: list[Any] = []
 
     def report(event: Any) -> None:
@@ -213,5 +243,7 @@ def test_an_answer_to_the_next_coordinator_waits_for_a_settlement_under_way(tmp_
 
     with trainer_of(toy_job(tmp_path), report) as trainer:
         run_to_its_end(trainer, events)
-    assert any(isinstance(event, Attached) for event in while_leaving) and not any(isinstance(event, Fenced) for event in while_leaving)
+    assert any(isinstance(event, Attached) for event in while_leaving) and not any(
+        isinstance(event, Fenced) for event in while_leaving
+    )
     assert isinstance(events[-1], Fenced) and events[-1].generation == 1

@@ -1,4 +1,6 @@
-"""A step is a transaction: all members apply it or none does; garbage is no commit; what was settled is what the others applied."""
+"""A step is a transaction: all members apply it or none does; garbage is no commit; what was settled is what
+the others applied.
+"""
 
 from __future__ import annotations
 
@@ -72,19 +74,32 @@ POINTS = ("forward", "backward", "before_commit", "boundary")
     [(WIDE, SQUARE, SQUARE, WIDE), pytest.param((SQUARE, WIDE, WIDE, SQUARE), marks=pytest.mark.full)],
     ids=["default", "swapped"],
 )
-def test_a_member_that_fails_before_the_commit_leaves_all_untouched(ranks: Ranks, tmp_path: Path, layouts: tuple[Layout, ...]) -> None:
-    """Promise 2: world after world fails in its second step, each at another point.  Parameters and moments of all members are then as
-    before that step, and the next world goes on from there, to the bits of a run that is never disturbed.
+def test_a_member_that_fails_before_the_commit_leaves_all_untouched(
+    ranks: Ranks, tmp_path: Path, layouts: tuple[Layout, ...]
+) -> None:
+    """Promise 2: world after world fails in its second step, each at another point.  Parameters and moments
+    of all members are then as before that step, and the next world goes on from there, to the bits of a run
+    that is never disturbed.
     """
     faults = [
-        {"point": point, "step": number + 2, "world_rank": 1, "kind": "exception", "generation": ranks.generation + number + 1}
+        {
+            "point": point,
+            "step": number + 2,
+            "world_rank": 1,
+            "kind": "exception",
+            "generation": ranks.generation + number + 1,
+        }
         for number, point in enumerate(POINTS)
         if point != "boundary"
     ]
     job, held, lineage = small_job(tmp_path, faults=faults), tuple[Holding, ...](), list[tuple[int, int]]()
     for number, (point, layout) in enumerate(zip(POINTS, layouts, strict=True)):
-        members: list[Broken] = ranks.run(layout, broken, job, 1, refuse if point == "boundary" else None, held)
-        assert members[1].error == ("ZeroDivisionError" if point == "boundary" else "InjectedError"), "the fault happened"
+        members: list[Broken] = ranks.run(
+            layout, broken, job, 1, refuse if point == "boundary" else None, held
+        )
+        assert members[1].error == ("ZeroDivisionError" if point == "boundary" else "InjectedError"), (
+            "the fault happened"
+        )
         version = Version(number + 1, ranks.generation)
         for each in members:
             assert each.error and each.untouched and each.version == version
@@ -95,7 +110,13 @@ def test_a_member_that_fails_before_the_commit_leaves_all_untouched(ranks: Ranks
     steps = len(POINTS) + 1
     healed: list[Healed] = ranks.run(Layout(3, 1), go_on, job, held, steps)
     assert not any(each.wrong for each in healed)
-    found = finish(job, Layout(3, 1), [each.receipt for each in healed if each.receipt], healed[0].version, tuple(lineage))
+    found = finish(
+        job,
+        Layout(3, 1),
+        [each.receipt for each in healed if each.receipt],
+        healed[0].version,
+        tuple(lineage),
+    )
     assert found == train_here(small_job(tmp_path / "alone"), steps).hash
 
 
@@ -103,7 +124,9 @@ def test_a_member_that_fails_before_the_commit_leaves_all_untouched(ranks: Ranks
 
 
 class FenceAt(Faults):
-    """Fences this member at one point of one step, as a control thread does that is quicker than the training thread."""
+    """Fences this member at one point of one step, as a control thread does that is quicker than the training
+    thread.
+    """
 
     def __init__(self, fence: ApplyFence, point: str, step: int) -> None:
         super().__init__(())
@@ -134,7 +157,9 @@ def undisturbed(world: World, job: Job) -> str:
 
 
 def fenced_in_the_commit(world: World, job: Job, slow: int) -> Settled:
-    """All see the commit of step 2, but ``slow`` is fenced before it applies the step; then another member tells it the outcome."""
+    """All see the commit of step 2, but ``slow`` is fenced before it applies the step; then another member
+    tells it the outcome.
+    """
     with member(world, job, Version(0, 0)) as me:
         me.step()
         before, barred = shard_hash(me.state.shard), False
@@ -151,16 +176,26 @@ def fenced_in_the_commit(world: World, job: Job, slow: int) -> Settled:
             outcome = max((each for each in evidence if each is not None), key=lambda each: each.step)
             with me.fence.applying(outcome, settled=True):
                 update(me.session, me.state, outcome)
-        return Settled(barred, untouched, prepared, list(me.fence.member.outcomes), shard_hash(me.state.shard))
+        return Settled(
+            barred, untouched, prepared, list(me.fence.member.outcomes), shard_hash(me.state.shard)
+        )
 
 
 @pytest.mark.parametrize(
     ("layout", "kind"),
-    [(Layout(3, 1), "adamw"), pytest.param(Layout(1, 3), "adamw", marks=pytest.mark.full), (Layout(1, 3), "muon")],
+    [
+        (Layout(3, 1), "adamw"),
+        pytest.param(Layout(1, 3), "adamw", marks=pytest.mark.full),
+        (Layout(1, 3), "muon"),
+    ],
     ids=str,
 )
-def test_a_settled_outcome_is_applied_as_the_others_applied_it(ranks: Ranks, tmp_path: Path, layout: Layout, kind: str) -> None:
-    """Promise 2: a member that is fenced before its update applies nothing; the settled outcome then gives it the undisturbed bits."""
+def test_a_settled_outcome_is_applied_as_the_others_applied_it(
+    ranks: Ranks, tmp_path: Path, layout: Layout, kind: str
+) -> None:
+    """Promise 2: a member that is fenced before its update applies nothing; the settled outcome then gives it
+    the undisturbed bits.
+    """
     job = small_job(tmp_path, optim={"lr": 1e-2, "kind": kind})
     members: list[Settled] = ranks.run(layout, fenced_in_the_commit, job, 1)
     assert [each.barred for each in members] == [False, True, False]
@@ -177,7 +212,9 @@ SIZE = SHAPE.fields * 8
 
 
 @cache
-def gathered(step: int, asked: tuple[int, ...] = (0, 0, 0), copied: tuple[Copied, ...] = (NO_COPIES,) * 3) -> bytes:
+def gathered(
+    step: int, asked: tuple[int, ...] = (0, 0, 0), copied: tuple[Copied, ...] = (NO_COPIES,) * 3
+) -> bytes:
     """The records of all members, as ``commit`` gathers them."""
     draw = torch.Generator().manual_seed(step)
     norm = torch.rand((), generator=draw, dtype=torch.float64)
@@ -188,8 +225,14 @@ def gathered(step: int, asked: tuple[int, ...] = (0, 0, 0), copied: tuple[Copied
             index = SHAPE.deal.microbatch_of(round_, rank)
             share.losses.append(torch.rand((), generator=draw))
             share.counts.append(torch.tensor(32 - rank))
-            share.samples.append(() if index is None else (step * 100 + 2 * index, step * 100 + 2 * index + 1))
-        records.append(fill_record(blank_record(SHAPE, head_of(SHAPE, rank, step, asked[rank], copied[rank]), share), share, norm))
+            share.samples.append(
+                () if index is None else (step * 100 + 2 * index, step * 100 + 2 * index + 1)
+            )
+        records.append(
+            fill_record(
+                blank_record(SHAPE, head_of(SHAPE, rank, step, asked[rank], copied[rank]), share), share, norm
+            )
+        )
     return torch.cat(records).numpy().tobytes()
 
 
@@ -214,9 +257,13 @@ def test_what_was_gathered_says_what_was_put_in() -> None:
 
 @pytest.mark.parametrize(("axis", "speakers"), [("columns", (0, 2)), ("stages", (1, 3))])
 def test_losses_and_norm_come_from_the_members_that_report_them(axis: str, speakers: tuple[int, int]) -> None:
-    """Two data ranks have two members each.  One of each pair reports, and the numbers of the other count for nothing."""
+    """Two data ranks have two members each.  One of each pair reports, and the numbers of the other count for
+    nothing.
+    """
     with registered():
-        shape = CommitShape(incarnation=2, generation=5, microbatches=4, microbatch=1, layout=Layout(2, 1, ((axis, 2),)))
+        shape = CommitShape(
+            incarnation=2, generation=5, microbatches=4, microbatch=1, layout=Layout(2, 1, ((axis, 2),))
+        )
         records = []
         for rank in range(shape.world):
             share = Share([], [], [])
@@ -225,7 +272,11 @@ def test_losses_and_norm_come_from_the_members_that_report_them(axis: str, speak
                 share.counts.append(torch.tensor(100 * rank + round_))
                 share.samples.append((round_ * 2 + rank // 2,))
             records.append(
-                fill_record(blank_record(shape, head_of(shape, rank, 7, 0), share), share, torch.tensor(float(rank), dtype=torch.float64))
+                fill_record(
+                    blank_record(shape, head_of(shape, rank, 7, 0), share),
+                    share,
+                    torch.tensor(float(rank), dtype=torch.float64),
+                )
             )
         outcome = conclude(shape, 7, torch.cat(records).numpy().tobytes())
     first, second = speakers
@@ -237,23 +288,39 @@ def test_losses_and_norm_come_from_the_members_that_report_them(axis: str, speak
 
 @pytest.mark.fast
 def test_sums_of_several_dtypes_are_told_exactly() -> None:
-    """A loss may give counts as integers in one microbatch and as float32, which would round them, in another; sums in float64 too."""
-    counts = [torch.tensor(2**24 + 1 + index) if index % 3 else torch.tensor(7.0) for index in range(SHAPE.microbatches)]
-    losses = [torch.tensor(0.1 * (index + 1), dtype=(torch.float32, torch.float64)[index % 2]) for index in range(SHAPE.microbatches)]
+    """A loss may give counts as integers in one microbatch and as float32, which would round them, in
+    another; sums in float64 too.
+    """
+    counts = [
+        torch.tensor(2**24 + 1 + index) if index % 3 else torch.tensor(7.0)
+        for index in range(SHAPE.microbatches)
+    ]
+    losses = [
+        torch.tensor(0.1 * (index + 1), dtype=(torch.float32, torch.float64)[index % 2])
+        for index in range(SHAPE.microbatches)
+    ]
     records = []
     for rank in range(SHAPE.world):
         mine = [SHAPE.deal.microbatch_of(round_, rank) or 0 for round_ in range(SHAPE.rounds)]
-        share = Share([losses[each] for each in mine], [counts[each] for each in mine], [(each, each + 1) for each in mine])
+        share = Share(
+            [losses[each] for each in mine],
+            [counts[each] for each in mine],
+            [(each, each + 1) for each in mine],
+        )
         norm = torch.ones((), dtype=torch.float64)
         records.append(fill_record(blank_record(SHAPE, head_of(SHAPE, rank, 7, 0), share), share, norm))
     outcome = conclude(SHAPE, 7, torch.cat(records).numpy().tobytes())
-    assert outcome.counts == tuple(int(each) for each in counts) and outcome.losses == tuple(float(each) for each in losses)
+    assert outcome.counts == tuple(int(each) for each in counts) and outcome.losses == tuple(
+        float(each) for each in losses
+    )
 
 
 @pytest.mark.fast
 @pytest.mark.parametrize("wrong", [4.5, -1.0, 0.3, math.nan, math.inf])
 def test_a_count_that_is_no_number_of_terms_is_no_outcome(wrong: float) -> None:
-    """The first such microbatch is named, whoever reports it.  The control: the idle round of a member may have any count."""
+    """The first such microbatch is named, whoever reports it.  The control: the idle round of a member may
+    have any count.
+    """
     counts = {index: 7.0 for index in range(SHAPE.microbatches)}
 
     def concluded() -> Outcome:
@@ -272,11 +339,15 @@ def test_a_count_that_is_no_number_of_terms_is_no_outcome(wrong: float) -> None:
     counts[3] = counts[4] = wrong
     with pytest.raises(BadCount) as error:
         concluded()
-    assert (error.value.index, error.value.samples) == (3, (3, 4)) and repr(error.value.count) == repr(float(torch.tensor(wrong)))
+    assert (error.value.index, error.value.samples) == (3, (3, 4)) and repr(error.value.count) == repr(
+        float(torch.tensor(wrong))
+    )
 
 
 def test_what_one_member_asks_for_all_do() -> None:
-    outcomes = [conclude(SHAPE, 7, gathered(7, asked)) for asked in ((0, 0, PAUSE), (SAVE_AND_PAUSE, 0, PAUSE))]
+    outcomes = [
+        conclude(SHAPE, 7, gathered(7, asked)) for asked in ((0, 0, PAUSE), (SAVE_AND_PAUSE, 0, PAUSE))
+    ]
     assert [(each.boundary, each.saves) for each in outcomes] == [(PAUSE, False), (SAVE_AND_PAUSE, True)]
 
 
@@ -284,7 +355,9 @@ def test_a_save_waits_for_who_has_no_room_and_the_last_one_for_nobody() -> None:
     """If one member remembers that a save is due, all make it."""
 
     def said(*saves: tuple[int, int]) -> tuple[bool, bool | None]:
-        found = conclude(SHAPE, 7, gathered(7, copied=tuple(Copied(save=save, behind=behind) for save, behind in saves)))
+        found = conclude(
+            SHAPE, 7, gathered(7, copied=tuple(Copied(save=save, behind=behind) for save, behind in saves))
+        )
         return found.behind, found.saves
 
     assert said((NO_SAVE, 0), (NO_SAVE, 0), (NO_SAVE, 0)) == (False, False)
@@ -294,8 +367,15 @@ def test_a_save_waits_for_who_has_no_room_and_the_last_one_for_nobody() -> None:
 
 
 def test_of_copies_the_slowest_member_decides() -> None:
-    outcome = conclude(SHAPE, 7, gathered(7, copied=(Copied(5, 3, 1, 10), Copied(4, 3, 2, 0), Copied(5, -1, 0, 12))))
-    assert (outcome.copied_through, outcome.buddied_through, outcome.copy_every, outcome.buddy_every) == (4, -1, 2, 12)
+    outcome = conclude(
+        SHAPE, 7, gathered(7, copied=(Copied(5, 3, 1, 10), Copied(4, 3, 2, 0), Copied(5, -1, 0, 12)))
+    )
+    assert (outcome.copied_through, outcome.buddied_through, outcome.copy_every, outcome.buddy_every) == (
+        4,
+        -1,
+        2,
+        12,
+    )
 
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
@@ -306,9 +386,15 @@ def test_a_norm_that_is_not_finite_on_one_member_is_said_to_all(member: int, wro
     def finite(norms: list[float]) -> bool:
         records = []
         for rank, norm in enumerate(norms):
-            share = Share([torch.ones(())] * SHAPE.rounds, [torch.ones(())] * SHAPE.rounds, [(1, 2)] * SHAPE.rounds)
+            share = Share(
+                [torch.ones(())] * SHAPE.rounds, [torch.ones(())] * SHAPE.rounds, [(1, 2)] * SHAPE.rounds
+            )
             records.append(
-                fill_record(blank_record(SHAPE, head_of(SHAPE, rank, 7, 0), share), share, torch.tensor(norm, dtype=torch.float64))
+                fill_record(
+                    blank_record(SHAPE, head_of(SHAPE, rank, 7, 0), share),
+                    share,
+                    torch.tensor(norm, dtype=torch.float64),
+                )
             )
         return conclude(SHAPE, 7, torch.cat(records).numpy().tobytes()).finite
 
@@ -337,8 +423,14 @@ def test_checksums_of_all_members_at_once_are_those_of_one_after_the_other(
     for rank in range(world):
         row = data.draw(st.lists(words, min_size=len(first), max_size=len(first)))
         right = sum((2 * i + 1) * (word ^ word >> 32) for i, word in enumerate(row)) % 2**64
-        records += struct.pack(f"<{fields}Q", *row, right ^ (1 << data.draw(st.integers(0, 63))) if rank in bent else right)
-    assert torn_records(records, world, fields) == torn_one_by_one(records, world, fields) == sorted(bent & set(range(world)))
+        records += struct.pack(
+            f"<{fields}Q", *row, right ^ (1 << data.draw(st.integers(0, 63))) if rank in bent else right
+        )
+    assert (
+        torn_records(records, world, fields)
+        == torn_one_by_one(records, world, fields)
+        == sorted(bent & set(range(world)))
+    )
 
 
 def test_what_a_checksum_costs_does_not_grow_with_the_members() -> None:
@@ -354,7 +446,9 @@ def test_what_a_checksum_costs_does_not_grow_with_the_members() -> None:
 
 
 def drawn_records(shape: CommitShape, seed: int, orders: Sequence[float] = ()) -> bytes:
-    """Returns the records of a whole world, with other numbers in every field of every member, and right checksums."""
+    """Returns the records of a whole world, with other numbers in every field of every member, and right
+    checksums.
+    """
     draw, records = random.Random(seed), b""
     for rank in range(shape.world):
         copied = Copied(*(draw.randrange(-1, 9) for _ in range(4)), draw.randrange(3), draw.randrange(2))
@@ -363,10 +457,15 @@ def drawn_records(shape: CommitShape, seed: int, orders: Sequence[float] = ()) -
         head = head_of(shape, rank, 7, draw.randrange(3), copied, usage, order)._replace(
             finite=draw.random() < 0.9, squared_norm=draw.random()
         )
-        rounds = [(draw.random(), *(draw.randrange(2**53) for _ in range(1 + shape.microbatch))) for _ in range(shape.rounds)]
+        rounds = [
+            (draw.random(), *(draw.randrange(2**53) for _ in range(1 + shape.microbatch)))
+            for _ in range(shape.rounds)
+        ]
         record = struct.pack(f"<{shape.fields - 1}d", *head, *(each for round_ in rounds for each in round_))
         bits = struct.unpack(f"<{shape.fields - 1}Q", record)
-        records += record + struct.pack("<Q", sum((2 * i + 1) * (word ^ word >> 32) for i, word in enumerate(bits)) % 2**64)
+        records += record + struct.pack(
+            "<Q", sum((2 * i + 1) * (word ^ word >> 32) for i, word in enumerate(bits)) % 2**64
+        )
     return records
 
 
@@ -408,12 +507,22 @@ def concluded_one_by_one(shape: CommitShape, step: int, gathered: bytes) -> Outc
     )
 
 
-@example(layout=Layout(2, 1, (("stages", 2),)), microbatches=5, microbatch=2, seed=0)  # only every second member reports
+# only every second member reports
+@example(layout=Layout(2, 1, (("stages", 2),)), microbatches=5, microbatch=2, seed=0)
 @example(layout=Layout(1, 1, (("stages", 2),)), microbatches=3, microbatch=1, seed=0)  # only one
-@given(st.builds(Layout, st.integers(1, 4), st.integers(1, 3)), st.integers(1, 30), st.integers(1, 3), st.integers(0, 2**32))
-def test_all_records_at_once_say_what_they_say_one_after_the_other(layout: Layout, microbatches: int, microbatch: int, seed: int) -> None:
+@given(
+    st.builds(Layout, st.integers(1, 4), st.integers(1, 3)),
+    st.integers(1, 30),
+    st.integers(1, 3),
+    st.integers(0, 2**32),
+)
+def test_all_records_at_once_say_what_they_say_one_after_the_other(
+    layout: Layout, microbatches: int, microbatch: int, seed: int
+) -> None:
     with registered():
-        shape = CommitShape(incarnation=2, generation=5, microbatches=microbatches, microbatch=microbatch, layout=layout)
+        shape = CommitShape(
+            incarnation=2, generation=5, microbatches=microbatches, microbatch=microbatch, layout=layout
+        )
         records = drawn_records(shape, seed)
         assert conclude(shape, 7, records) == concluded_one_by_one(shape, 7, records)
 
@@ -431,10 +540,14 @@ def test_members_that_ran_unlike_blocks_commit_nothing(orders: tuple[float, ...]
 
 
 def test_what_concluding_costs_does_not_grow_with_the_members() -> None:
-    """N9: it is counted in calls of functions, at four microbatches a member.  The control: one by one, it grows."""
+    """N9: it is counted in calls of functions, at four microbatches a member.  The control: one by one, it
+    grows.
+    """
 
     def cost(conclude: Callable[[CommitShape, int, bytes], Outcome], world: int) -> int:
-        shape = CommitShape(incarnation=2, generation=5, microbatches=4 * world, microbatch=1, layout=Layout(world))
+        shape = CommitShape(
+            incarnation=2, generation=5, microbatches=4 * world, microbatch=1, layout=Layout(world)
+        )
         records = drawn_records(shape, 0)
         conclude(shape, 7, records)  # the members that report are found once for each layout
         return calls(lambda: conclude(shape, 7, records))
@@ -463,7 +576,9 @@ def test_any_byte_changed_is_a_bad_record(position: int, flips: int) -> None:
         conclude(SHAPE, 7, bytes(data))
 
 
-@given(st.integers(0, 3 * SIZE), st.integers(0, 3 * SIZE), st.sampled_from(["zeros", "the step before", "ones"]))
+@given(
+    st.integers(0, 3 * SIZE), st.integers(0, 3 * SIZE), st.sampled_from(["zeros", "the step before", "ones"])
+)
 def test_a_part_that_never_arrived_is_never_another_outcome(a: int, b: int, instead: str) -> None:
     """An aborted collective leaves what the buffer held: nothing, or the records of an earlier step."""
     first, last = min(a, b), max(a, b)
@@ -483,7 +598,18 @@ def test_records_of_another_world_are_bad(shape: dict[str, int]) -> None:
     """Promise 3: records that carry other numbers than the world's are refused."""
     with pytest.raises(BadRecord):
         conclude(
-            CommitShape(**({"incarnation": 2, "generation": 5, "microbatches": 8, "microbatch": 2, "layout": Layout(3)} | shape)),
+            CommitShape(
+                **(
+                    {
+                        "incarnation": 2,
+                        "generation": 5,
+                        "microbatches": 8,
+                        "microbatch": 2,
+                        "layout": Layout(3),
+                    }
+                    | shape
+                )
+            ),
             7,
             gathered(7),
         )

@@ -1,4 +1,6 @@
-"""U1: a new run compares the engine with plain torch, refuses by name what differs, and nothing that is right."""
+"""U1: a new run compares the engine with plain torch, refuses by name what differs, and nothing that is
+right.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,20 @@ from elastic.train.alone.local import run_local
 from elastic.train.checks.shapes import expect_shapes
 from elastic.train.model import build_model
 from elastic.train.session import make_session
-from tests.support.plain_models import ADAMW, BF16, WIDTH, WORDS, Assigned, Batch, Net, Numbers, counting, job_of, loss, tried
+from tests.support.plain_models import (
+    ADAMW,
+    BF16,
+    WIDTH,
+    WORDS,
+    Assigned,
+    Batch,
+    Net,
+    Numbers,
+    counting,
+    job_of,
+    loss,
+    tried,
+)
 from tests.support.toys import Own, toy_job
 
 HERE = "tests.train.test_trial"
@@ -146,7 +161,9 @@ class Times(Numbers):
 
 def loss_of_times(model: nn.Module, batch: Batch) -> Any:
     out = model(batch["t"], batch["when"])
-    return F.cross_entropy(out.flatten(0, 1).float(), batch["y"].flatten(), reduction="sum"), batch["y"].numel()
+    return F.cross_entropy(out.flatten(0, 1).float(), batch["y"].flatten(), reduction="sum"), batch[
+        "y"
+    ].numel()
 
 
 class Rescaled(Net):
@@ -196,14 +213,19 @@ class Chosen(Net):
 
     def __init__(self) -> None:
         super().__init__()
-        self.gate, self.experts = nn.Linear(WIDTH, 4), nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.gate, self.experts = (
+            nn.Linear(WIDTH, 4),
+            nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4)),
+        )
 
     def forward(self, t: Tensor) -> Tensor:
         x = self.embed(t)
         chosen = self.gate(x).softmax(-1)
         every = torch.stack([expert(x) for expert in self.experts], -1)
         best = chosen.argmax(-1, keepdim=True)
-        return self.head(x + every.gather(-1, best[..., None, :].expand(*x.shape, 1))[..., 0] * chosen.gather(-1, best))
+        return self.head(
+            x + every.gather(-1, best[..., None, :].expand(*x.shape, 1))[..., 0] * chosen.gather(-1, best)
+        )
 
 
 class Masked(Net):
@@ -235,21 +257,49 @@ def loss_with_a_memory(model: nn.Module, batch: Batch) -> Any:
         (Assigned, {}, r"changed the parameter 'head\.weight' of"),
         (Counting, {}, r"changes 'calls' of .* with each microbatch"),
         (Counting, {"reproducible": False}, r"changes 'calls' of .* with each microbatch"),
-        (Net, {"loss": f"{HERE}:loss_with_a_memory", "reproducible": False}, r"otherwise once another one was computed"),
+        (
+            Net,
+            {"loss": f"{HERE}:loss_with_a_memory", "reproducible": False},
+            (
+                r"otherwise once another one "
+                r"was computed"
+            ),
+        ),
         (Drawing, {}, r"changes 'draws' of .* with each microbatch"),
         (Averaging, {}, r"changes 'seen' of .* with each microbatch"),
         (Centred, {}, r"'centre' is set by the first microbatch"),
-        (Net, {"loss": f"{HERE}:loss_with_a_memory"}, r"otherwise once another one was computed .* something outside of the model"),
+        (
+            Net,
+            {"loss": f"{HERE}:loss_with_a_memory"},
+            (
+                r"otherwise once another one was computed .* "
+                r"something outside of the model"
+            ),
+        ),
         (Tabled, {}, r"'table': a tensor in a plain attribute has no values.*; 'others': modules in a list"),
         (Twice, {}, r"used 'norm' of .* 2 times"),
         (Wide, BF16, r"precision = 'bf16' is no autocast"),
         (Sparse, {}, r"the gradient of 'embed\.weight' of .* is sparse"),
-        (Timed, TIMED, r"'when' of the batch is rounded to the format of precision = 'bf16'.*set casts_inputs = False on the model"),
+        (
+            Timed,
+            TIMED,
+            (
+                r"'when' of the batch is rounded to the format of precision = 'bf16'.*set "
+                r"casts_inputs = False on the model"
+            ),
+        ),
         (Rescaled, {}, r"changed the parameter 'head\.weight' of"),
         (Merged, BF16, r"changed the parameter 'head\.weight' of"),
         (Anchored, {}, r"'start' is set by the first microbatch"),
         (ByNumpy, {}, r"changed the parameter 'head\.weight' of"),
-        (Masked, {"loss": f"{HERE}:loss_by_a_mask", **BF16}, r"the count of a microbatch is 1027 in plain torch, and 102\d in the engine"),
+        (
+            Masked,
+            {"loss": f"{HERE}:loss_by_a_mask", **BF16},
+            (
+                r"the count of a microbatch is 1027 in plain "
+                r"torch, and 102\d in the engine"
+            ),
+        ),
     ],
 )
 def test_u1_the_trial_refuses_by_name(tmp_path: Path, kind: type, changes: dict[str, Any], said: str) -> None:
@@ -258,15 +308,19 @@ def test_u1_the_trial_refuses_by_name(tmp_path: Path, kind: type, changes: dict[
 
 
 class Sighted(Net):
-    """A model that does what many models do, and may: weight norm, a tied head, two tables that are computed once, an auxiliary loss in an
-    attribute, a checkpoint of its own, attention and a recurrent layer with dropout.
+    """A model that does what many models do, and may: weight norm, a tied head, two tables that are computed
+    once, an auxiliary loss in an attribute, a checkpoint of its own, attention and a recurrent layer with
+    dropout.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.out = nn.Linear(WIDTH, WORDS, bias=False)
         self.out.weight = self.embed.weight
-        self.drop, self.attend = nn.Dropout(0.2), nn.MultiheadAttention(WIDTH, 2, dropout=0.2, batch_first=True)
+        self.drop, self.attend = (
+            nn.Dropout(0.2),
+            nn.MultiheadAttention(WIDTH, 2, dropout=0.2, batch_first=True),
+        )
         self.recur = nn.GRU(WIDTH, WIDTH, num_layers=2, dropout=0.2, batch_first=True)
         self.normed = parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH))
         self.register_buffer("rope", None, persistent=False)
@@ -342,14 +396,21 @@ def test_u1_the_trial_passes_models_of_transformers(tmp_path: Path, kind: str) -
 def test_what_fails_in_plain_torch_too_is_left_to_the_first_step(tmp_path: Path) -> None:
     """The sentence is that of the loss, which is wrong for this model and is not that of the job's own loop."""
     said = tried(job_of(tmp_path, Net, loss="elastic.engine.loss:next_token"))
-    assert said.startswith("not compared with plain torch: loss = 'elastic.engine.loss:next_token' failed with KeyError"), said
+    assert said.startswith(
+        "not compared with plain torch: loss = 'elastic.engine.loss:next_token' failed with KeyError"
+    ), said
 
 
-def test_where_memory_is_short_the_first_layers_stand_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_memory_is_short_the_first_layers_stand_for_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import elastic.train.checks.plain as module
 
     job = toy_job(tmp_path)
-    parameters = sum(each.nbytes for each in build_model(job, __import__("elastic.models.llama").models.llama.build).parameters())
+    parameters = sum(
+        each.nbytes
+        for each in build_model(job, __import__("elastic.models.llama").models.llama.build).parameters()
+    )
     monkeypatch.setattr(module, "_room", lambda device, job: 0.7 * module.TIMES * parameters)
     assert "2 of 4 layers, since memory is short" in (said := tried(job)) and "agree" in said, said
     monkeypatch.setattr(module, "_room", lambda device, job: 1000)
@@ -365,11 +426,19 @@ def test_a_trial_leaves_no_trace(tmp_path: Path) -> None:
         run_local(job, shown.append)
         assert any("compared with plain torch" in str(line) for line in shown) is trial
         run = Run.open(job)
-        hashes.append(sorted(path.read_bytes() for path in run.checkpoints.export(run.version_at(2), tmp_path / f"{trial}.out")))
+        hashes.append(
+            sorted(
+                path.read_bytes()
+                for path in run.checkpoints.export(run.version_at(2), tmp_path / f"{trial}.out")
+            )
+        )
     assert hashes[0] == hashes[1]
     before = torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1].tolist()  # type: ignore[index]
     tried(job)
-    assert torch.equal(before[0], torch.get_rng_state()) and before[1:] == (random.getstate(), numpy.random.get_state()[1].tolist())  # type: ignore[index]
+    assert torch.equal(before[0], torch.get_rng_state()) and before[1:] == (
+        random.getstate(),
+        numpy.random.get_state()[1].tolist(),
+    )  # type: ignore[index]
 
 
 # ---- compiled blocks
@@ -384,7 +453,10 @@ class Numbered(nn.Module):
         return x + torch.tanh(self.mix(x)) / (self.number + 1)
 
 
-@pytest.mark.parametrize("blocks", [[nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH))] * 2, [Numbered(n) for n in range(10)]])
+@pytest.mark.parametrize(
+    "blocks",
+    [[nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH))] * 2, [Numbered(n) for n in range(10)]],
+)
 def test_blocks_of_torch_itself_and_numbered_blocks_are_compiled(blocks: list[nn.Module]) -> None:
     """Torch compiles no function of its own by itself, and eight variants of one function; more was an error."""
     model = Net()
@@ -398,10 +470,18 @@ def test_blocks_of_torch_itself_and_numbered_blocks_are_compiled(blocks: list[nn
 
 
 def test_compiled_blocks_get_microbatches_of_one_shape(tmp_path: Path) -> None:
-    """Code that is compiled for the lengths that came first rounds by them, and these are others on each worker."""
+    """Code that is compiled for the lengths that came first rounds by them, and these are others on each
+    worker.
+    """
     job = job_of(tmp_path, Net)
     with counting() as counters, closing(make_session(job, counters)) as session:
         for _ in range(2):
             expect_shapes(session, Net(), Numbers().read((1, 2)), (1, 2))
-        with pytest.raises(DataError, match=r"'t' of the samples \[3\] has the shape \[1, 6\], and that of an earlier microbatch \[2, 6\]"):
+        with pytest.raises(
+            DataError,
+            match=(
+                r"'t' of the samples \[3\] has the shape \[1, 6\], and that of "
+                r"an earlier microbatch \[2, 6\]"
+            ),
+        ):
             expect_shapes(session, Net(), Numbers().read((3,)), (3,))

@@ -1,8 +1,9 @@
-"""AdamW (Loshchilov and Hutter 2019), with the bits of torch's own function, and on a GPU by a kernel in one pass over memory.
+"""AdamW (Loshchilov and Hutter 2019), with the bits of torch's own function, and on a GPU by a kernel in one
+pass over memory.
 
-``foreach`` computes elementwise, and its result does not depend on how a tensor is cut.  The fused CPU kernel treats the last few
-elements of a tensor differently, so its result does depend on the cut.
-With the weight decay in the gradient (``optim.decay = "l2"``) the same update is Adam (Kingma and Ba 2015).
+``foreach`` computes elementwise, and its result does not depend on how a tensor is cut.  The fused CPU kernel
+treats the last few elements of a tensor differently, so its result does depend on the cut. With the weight
+decay in the gradient (``optim.decay = "l2"``) the same update is Adam (Kingma and Ba 2015).
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ AVERAGE, SQUARE = "exp_avg", "exp_avg_sq"
 
 def update(parts: list[Part], grads: list[Tensor], hyper: Hyper) -> None:
     """Takes the mean, clips, and updates."""
-    by_kernel = all(each.device.type == "cuda" and each.dtype == torch.float32 for each in (*grads, *(part.values for part in parts)))
+    by_kernel = all(
+        each.device.type == "cuda" and each.dtype == torch.float32
+        for each in (*grads, *(part.values for part in parts))
+    )
     if any(moment.dtype != part.values.dtype for part in parts for moment in part.moments.values()):
         for part, grad in zip(parts, grads, strict=True):
             whence = lines(part) if by_kernel else None
@@ -48,14 +52,21 @@ def _rounded(part: Part, grad: Tensor, hyper: Hyper) -> None:
             round_(part.moments[kind][rows], values, places, keys[kind])
 
 
-def _rounded_by_kernel(part: Part, grad: Tensor, hyper: Hyper, whence: list[tuple[slice, int, int, int]]) -> None:
+def _rounded_by_kernel(
+    part: Part, grad: Tensor, hyper: Hyper, whence: list[tuple[slice, int, int, int]]
+) -> None:
     """Updates and rounds them in one pass over memory, with the same bits."""
     from elastic.kernels.triton_kernels import Rounding
 
     keys = [word for kind in (AVERAGE, SQUARE) for word in key_of(hyper, part.name, kind)]
     for rows, first, run, whole in whence:
         some = {kind: moment[rows] for kind, moment in part.moments.items()}
-        _by_kernel(replace(part, values=part.values[rows], moments=some), grad[rows], hyper, Rounding(first, run, whole, keys))
+        _by_kernel(
+            replace(part, values=part.values[rows], moments=some),
+            grad[rows],
+            hyper,
+            Rounding(first, run, whole, keys),
+        )
 
 
 def _by_kernel(part: Part, grad: Tensor, hyper: Hyper, rounding: Rounding | None = None) -> None:
@@ -79,8 +90,8 @@ def _by_kernel(part: Part, grad: Tensor, hyper: Hyper, rounding: Rounding | None
 def _by_foreach(parts: list[Part], grads: list[Tensor], hyper: Hyper) -> None:
     """Updates by the operations of torch's own function with ``foreach``, in their order.
 
-    Torch keeps the number of updates of each tensor in another one, on which it spends more of the host's time than on the update of a
-    small tensor.
+    Torch keeps the number of updates of each tensor in another one, on which it spends more of the host's
+    time than on the update of a small tensor.
     """
     settings, (beta1, beta2) = hyper.settings, hyper.settings.betas
     values, updates = [part.values for part in parts], hyper.updates_of(parts)

@@ -1,13 +1,14 @@
 """An optimizer is a function over the slices that a member holds, and the kinds of state that it keeps.
 
-A member holds slices of parameters and never sees the whole.  So an optimizer, a :class:`Rule`, computes each slice from the values, the
-gradient, the moments, and the place of the slice in the whole tensor.  The moments that a rule declares are slices of the state like any
-other: they are made before the first step, healed, copied, saved and resumed without any work of the rule.  A user's rule is
-tried before the run begins (``trial.py``).
+A member holds slices of parameters and never sees the whole.  So an optimizer, a :class:`Rule`, computes each
+slice from the values, the gradient, the moments, and the place of the slice in the whole tensor.  The moments
+that a rule declares are slices of the state like any other: they are made before the first step, healed,
+copied, saved and resumed without any work of the rule.  A user's rule is tried before the run begins
+(``trial.py``).
 
-:class:`Optimizer` has what all rules share: the mean over tokens, clipping, the learning rate, and the treatment of a gradient that is
-not finite.  A rule that needs whole matrices (Muon) exchanges them before the commit, in :attr:`Rule.prepare`: an update after the commit
-may not wait for a member, which may be gone.
+:class:`Optimizer` has what all rules share: the mean over tokens, clipping, the learning rate, and the
+treatment of a gradient that is not finite.  A rule that needs whole matrices (Muon) exchanges them before the
+commit, in :attr:`Rule.prepare`: an update after the commit may not wait for a member, which may be gone.
 """
 
 from __future__ import annotations
@@ -64,7 +65,9 @@ class Part:
     average: Tensor | None = None
     """The average of the values, if the job has one (``optim.average``).  A rule leaves it alone."""
     group: ParameterGroup = REST
-    """The group of the parameter.  All parts of one update have the same learning rate and the same weight decay."""
+    """The group of the parameter.  All parts of one update have the same learning rate and the same weight
+    decay.
+    """
 
 
 @dataclass(frozen=True)
@@ -73,13 +76,16 @@ class Before:
 
     settings: Optim
     divide: Tensor
-    """The number by which the summed gradients are divided: a float64 scalar on the device, as ``clip`` is."""
+    """The number by which the summed gradients are divided: a float64 scalar on the device, as ``clip`` is.
+    """
     clip: Tensor
     """The number by which they are multiplied then."""
     world: World
 
     def mean(self, grad: Tensor) -> Tensor:
-        """Returns the mean gradient, clipped.  It is that of :func:`mean_`, but for the last bit on some devices."""
+        """Returns the mean gradient, clipped.  It is that of :func:`mean_`, but for the last bit on some
+        devices.
+        """
         return (grad / self.divide).mul_(self.clip)
 
 
@@ -95,7 +101,9 @@ class Hyper:
     scalars: Mapping[str, Tensor]
     """Scalars (float32) by the names that the rule declares."""
     weight_decay: float
-    """The weight decay that the rule itself subtracts from parts that decay: 0 if it is in the gradient already."""
+    """The weight decay that the rule itself subtracts from parts that decay: 0 if it is in the gradient
+    already.
+    """
     divide: float = 1.0
     """The number by which a rule that :attr:`~Rule.scales` divides the summed gradients."""
     clip: float = 1.0
@@ -107,7 +115,9 @@ class Hyper:
     step: int = 0
     """The number of this step, from 1, also counting steps that were skipped."""
     missed: Mapping[str, float] = field(default_factory=dict)
-    """The number of updates that left a parameter alone, by its name, if there were any and the rule counts them."""
+    """The number of updates that left a parameter alone, by its name, if there were any and the rule counts
+    them.
+    """
 
     def updates_of(self, parts: Sequence[Part]) -> list[float]:
         """Returns the number of updates that each of ``parts`` will have had after this one."""
@@ -117,10 +127,12 @@ class Hyper:
 
 @dataclass(frozen=True)
 class Rule:
-    """An optimizer.  ``update(parts, grads, hyper)`` changes values, moments and scalars in place, and may use ``grads`` as scratch.
+    """An optimizer.  ``update(parts, grads, hyper)`` changes values, moments and scalars in place, and may
+    use ``grads`` as scratch.
 
-    ``grads[i]`` is the mean gradient of ``parts[i]``, clipped.  An update must give the same bits however a tensor is cut, as an
-    elementwise one does.  It must compute scalars from ``hyper`` alone, since every member keeps the same scalars.
+    ``grads[i]`` is the mean gradient of ``parts[i]``, clipped.  An update must give the same bits however a
+    tensor is cut, as an elementwise one does.  It must compute scalars from ``hyper`` alone, since every
+    member keeps the same scalars.
     """
 
     moments: tuple[str, ...]
@@ -131,18 +143,26 @@ class Rule:
     matrix_moments: tuple[str, ...] | None = None
     """The moments of :attr:`matrices <Part.is_matrix>`, if they are others than ``moments``."""
     prepare: Callable[[list[Part], list[Tensor], Before], Mapping[str, Tensor]] | None = None
-    """``prepare(parts, grads, before)`` runs before the commit, gets sums, and returns tensors for the update.
+    """``prepare(parts, grads, before)`` runs before the commit, gets sums, and returns tensors for the
+    update.
 
-    It may use collectives, but it must change nothing: the step may be given up.  It must not wait for the device.
+    It may use collectives, but it must change nothing: the step may be given up.  It must not wait for the
+    device.
     """
     counts: bool = False
-    """True if ``update`` must know how many updates each parameter has had.  :func:`rule_of` unsets it for earlier ``numerics``."""
+    """True if ``update`` must know how many updates each parameter has had.  :func:`rule_of` unsets it for
+    earlier ``numerics``.
+    """
     kept: tuple[StateTensor, ...] = ()
-    """Further tensors of the state, whole on every member, which the job keeps beside the rule.  :func:`rule_of` sets it."""
+    """Further tensors of the state, whole on every member, which the job keeps beside the rule.
+    :func:`rule_of` sets it.
+    """
     averages: bool = False
     """True if the job keeps an average of the weights beside the moments.  :func:`rule_of` sets it."""
     moments_dtype: torch.dtype | None = None
-    """The dtype of the moments, if it is not that of the parameter.  :func:`rule_of` sets it; ``update`` must round then."""
+    """The dtype of the moments, if it is not that of the parameter.  :func:`rule_of` sets it; ``update`` must
+    round then.
+    """
 
     def moments_of(self, *, is_matrix: bool) -> tuple[str, ...]:
         """Returns the moments of a parameter."""
@@ -164,7 +184,8 @@ def mean_(grads: list[Tensor], hyper: Hyper) -> None:
 def add_(into: list[Tensor], terms: list[Tensor], factor: float) -> None:
     """Adds ``factor`` × ``terms``, with the same bits however the tensors are cut.
 
-    In 16 bits a CPU would round the product by itself for the last few elements of a tensor only, so it computes in float32.
+    In 16 bits a CPU would round the product by itself for the last few elements of a tensor only, so it
+    computes in float32.
     """
     if all(each.dtype.itemsize >= 4 or each.device.type != "cpu" for each in into):
         torch._foreach_add_(into, terms, alpha=factor)
@@ -183,7 +204,8 @@ def decay_(parts: Sequence[Part], hyper: Hyper) -> None:
 def descend_(values: list[Tensor], grads: list[Tensor], squares: list[Tensor], hyper: Hyper) -> None:
     """Subtracts lr·g / (√s + eps), where s is an average or a sum of squared gradients.
 
-    Tensors take turns, since the roots need memory: no plan for the device's memory knows of as much as all squares have.
+    Tensors take turns, since the roots need memory: no plan for the device's memory knows of as much as all
+    squares have.
     """
     first = 0
     while first < len(squares):
@@ -198,7 +220,8 @@ def descend_(values: list[Tensor], grads: list[Tensor], squares: list[Tensor], h
 
 
 def rule_of(job: Job) -> Rule:
-    """Returns the rule that ``optim.kind`` names, with the scalars and the dtype of moments that the job adds.
+    """Returns the rule that ``optim.kind`` names, with the scalars and the dtype of moments that the job
+    adds.
 
     Raises :class:`CodeError` if it names none.
     """
@@ -206,20 +229,27 @@ def rule_of(job: Job) -> Rule:
     found = load(RULES.get(kind, kind), "optim.kind")
     if isinstance(found, type) and issubclass(found, torch.optim.Optimizer):
         raise CodeError(
-            f"optim.kind = {kind!r} names a torch.optim.Optimizer, which wants whole tensors and a state of its own; write its step() as "
-            f"update(parts, grads, hyper), which changes slices in place, and name Rule(('moment',), update) of elastic.engine.optim.base"
+            f"optim.kind = {kind!r} names a torch.optim.Optimizer, which wants whole tensors and a state of "
+            "its own; write its step() as "
+            "update(parts, grads, hyper), which changes slices in place, and name Rule(('moment',), "
+            "update) of elastic.engine.optim.base"
         )
     if not isinstance(found, Rule):
         raise CodeError(
-            f"optim.kind = {kind!r} names a {type(found).__name__}; name a Rule of elastic.engine.optim.base, or one of {', '.join(RULES)}"
+            f"optim.kind = {kind!r} names a {type(found).__name__}; name a Rule of "
+            f"elastic.engine.optim.base, or one of {', '.join(RULES)}"
         )
     if found.scalars and job.optim.groups:
         raise CodeError(
-            f"optim.groups have their own learning rates, and optim.kind = {kind!r} has one scalar {found.scalars[0]!r} for all; leave "
+            f"optim.groups have their own learning rates, and optim.kind = {kind!r} has one scalar "
+            f"{found.scalars[0]!r} for all; leave "
             f"optim.groups out, or keep a moment in place of the scalar"
         )
     if job.optim.average and AVERAGE in (f"moment.{each}" for each in found.moments):
-        raise CodeError(f"optim.kind = {kind!r} has a moment 'average', as optim.average does; give the moment another name")
+        raise CodeError(
+            f"optim.kind = {kind!r} has a moment 'average', as optim.average does; give the "
+            "moment another name"
+        )
     counts = found.counts and job.numerics >= UNUSED_SINCE
     found = replace(found, averages=job.optim.average > 0, kept=spikes.tensors_of(job), counts=counts)
     if job.optim.moments == "bf16":
@@ -227,7 +257,10 @@ def rule_of(job: Job) -> Rule:
     if not is_scaled(job):
         return found
     if taken := set(SCALARS).intersection(found.scalars):
-        raise CodeError(f"optim.kind = {kind!r} has a scalar {min(taken)!r}, which precision = 'fp16' keeps itself; give it another name")
+        raise CodeError(
+            f"optim.kind = {kind!r} has a scalar {min(taken)!r}, which precision = 'fp16' keeps "
+            "itself; give it another name"
+        )
     return replace(found, scalars=(*found.scalars, *SCALARS))
 
 
@@ -254,9 +287,10 @@ class Optimizer:
     ) -> None:
         """Makes the state of ``rule``, which is the job's.
 
-        ``parameters`` are local shards by name, which share memory with the model; ``boxes`` are their places in the whole tensors.
-        ``decayed`` has the names of the parameters whose weights decay, ``matrices`` those of the matrices of blocks.  ``shapes`` has the
-        shapes of the whole tensors, if ``parameters`` are not whole, and ``groups`` the groups of those that the job names.
+        ``parameters`` are local shards by name, which share memory with the model; ``boxes`` are their places
+        in the whole tensors. ``decayed`` has the names of the parameters whose weights decay, ``matrices``
+        those of the matrices of blocks.  ``shapes`` has the shapes of the whole tensors, if ``parameters``
+        are not whole, and ``groups`` the groups of those that the job names.
         """
         self.job, self.rule = job, rule
         self._settings = job.optim.model_copy(update={"args": arguments("optim.args", job.optim.args)})
@@ -264,10 +298,14 @@ class Optimizer:
         """Number of updates applied.  A step that is skipped does not count."""
         self._names = sorted(parameters)
         self.missed = torch.zeros(len(parameters) if rule.counts else 0, dtype=torch.float32)
-        """Number of updates that left each parameter alone, in the order of their names: that in which a model has them may change."""
+        """Number of updates that left each parameter alone, in the order of their names: that in which a
+        model has them may change.
+        """
         self.scalars = {name: torch.zeros((), dtype=torch.float32) for name in self.rule.scalars}
         self.loss_scale = LossScale(job, self.scalars)
-        self.kept = {each.name: torch.zeros(each.shape, dtype=spikes.DTYPES[each.dtype]) for each in rule.kept}
+        self.kept = {
+            each.name: torch.zeros(each.shape, dtype=spikes.DTYPES[each.dtype]) for each in rule.kept
+        }
         self.parts = {
             name: Part(
                 name,
@@ -280,33 +318,48 @@ class Optimizer:
                 name in decayed,
                 shapes.get(name, tuple(value.shape)),
                 name in matrices,
-                torch.zeros_like(value, dtype=dtype_of_average(value), requires_grad=False) if rule.averages else None,
+                torch.zeros_like(value, dtype=dtype_of_average(value), requires_grad=False)
+                if rule.averages
+                else None,
                 groups.get(name, REST),
             )
             for name, value in parameters.items()
         }
-        self.visit: Callable[[Callable[[list[Part]], None]], None] = lambda update: update([*self.parts.values()])
-        """Calls ``update`` with all parts on the device: at once, or group by group where they live elsewhere."""
+        self.visit: Callable[[Callable[[list[Part]], None]], None] = lambda update: update(
+            [*self.parts.values()]
+        )
+        """Calls ``update`` with all parts on the device: at once, or group by group where they live
+        elsewhere.
+        """
         self._prepared: Mapping[str, Tensor] = {}
 
     @torch.no_grad()
-    def prepare(self, grads: Mapping[str, Tensor], squared_norm: Tensor, tokens: Tensor, world: World) -> None:
+    def prepare(
+        self, grads: Mapping[str, Tensor], squared_norm: Tensor, tokens: Tensor, world: World
+    ) -> None:
         """Prepares the update of a step before its commit, if the rule does so.
 
-        ``squared_norm`` and ``tokens`` are those of the outcome, as float64 scalars on the device.  State and ``grads`` do not change.
+        ``squared_norm`` and ``tokens`` are those of the outcome, as float64 scalars on the device.  State and
+        ``grads`` do not change.
         """
         assert self.rule.prepare is not None
         count, most = tokens.clamp(min=1), self.job.optim.clip_norm
         norm = squared_norm.sqrt() / count
         clip = torch.where(norm > most, most / norm, 1.0)
         before = Before(self._settings, count * self.loss_scale.value, clip, world)
-        self._prepared = self.rule.prepare([*self.parts.values()], [grads[name] for name in self.parts], before)
+        self._prepared = self.rule.prepare(
+            [*self.parts.values()], [grads[name] for name in self.parts], before
+        )
 
     @torch.no_grad()
-    def apply(self, grads: Mapping[str, Tensor], outcome: Outcome, unused: frozenset[str] = frozenset()) -> float:
-        """Applies the update of ``outcome.step`` from summed gradients, which are scaled in place.  Returns the learning rate of the step.
+    def apply(
+        self, grads: Mapping[str, Tensor], outcome: Outcome, unused: frozenset[str] = frozenset()
+    ) -> float:
+        """Applies the update of ``outcome.step`` from summed gradients, which are scaled in place.  Returns
+        the learning rate of the step.
 
-        If the step is skipped, nothing changes but the scale of the loss.  The parameters ``unused`` stay as they are, with their moments.
+        If the step is skipped, nothing changes but the scale of the loss.  The parameters ``unused`` stay as
+        they are, with their moments.
         """
         job = self.job
         lr = learning_rate_of(job, outcome.step)
@@ -315,13 +368,28 @@ class Optimizer:
         prepared, self._prepared = self._prepared, {}
         clip = job.optim.clip_norm / outcome.norm if outcome.norm > job.optim.clip_norm else 1.0
         before = {name: value.clone() for name, value in self.scalars.items()}
-        missed = {name: count for name, count in zip(self._names, self.missed.tolist(), strict=False) if count}
-        hyper = Hyper(self._settings, lr, self.updates, self.scalars, 0.0, divide, clip, prepared, job.seed, outcome.step, missed)
+        missed = {
+            name: count for name, count in zip(self._names, self.missed.tolist(), strict=False) if count
+        }
+        hyper = Hyper(
+            self._settings,
+            lr,
+            self.updates,
+            self.scalars,
+            0.0,
+            divide,
+            clip,
+            prepared,
+            job.seed,
+            outcome.step,
+            missed,
+        )
 
         def update(parts: list[Part]) -> None:
             used = [part for part in parts if part.name not in unused] if unused else parts
             if used and outcome.applies:
-                for name, value in before.items():  # each group begins with the same scalars, and ends with the same
+                # each group begins with the same scalars, and ends with the same
+                for name, value in before.items():
                     self.scalars[name].copy_(value)
                 self._update(used, [grads[part.name] for part in used], hyper)
             if outcome.applies and self.rule.averages:
@@ -334,7 +402,9 @@ class Optimizer:
         return lr
 
     def _average(self, parts: list[Part]) -> None:
-        """Takes the values into their averages, as torch.optim.swa_utils.AveragedModel does with get_ema_multi_avg_fn()."""
+        """Takes the values into their averages, as torch.optim.swa_utils.AveragedModel does with
+        get_ema_multi_avg_fn().
+        """
         share = 1 - self.job.optim.average if self.updates else 1.0
         for part in parts:
             assert part.average is not None
@@ -348,10 +418,14 @@ class Optimizer:
         alike: dict[tuple[float, float], tuple[list[Part], list[Tensor]]] = {}
         for part, grad in zip(parts, grads, strict=True):
             own = part.group.weight_decay
-            of = alike.setdefault((part.group.lr_scale, weight_decay if own == "auto" or not part.decays else own), ([], []))
+            of = alike.setdefault(
+                (part.group.lr_scale, weight_decay if own == "auto" or not part.decays else own), ([], [])
+            )
             of[0].append(part)
             of[1].append(grad)
         for (scale, decay), (some, theirs) in alike.items():
             if l2:
                 _add_penalty(some, theirs, decay)
-            self.rule.update(some, theirs, replace(hyper, lr=hyper.lr * scale, weight_decay=0.0 if l2 else decay))
+            self.rule.update(
+                some, theirs, replace(hyper, lr=hyper.lr * scale, weight_decay=0.0 if l2 else decay)
+            )

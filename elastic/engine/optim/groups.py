@@ -18,7 +18,10 @@ REST = ParameterGroup(names=("*",))
 
 def parameter_groups(optim: Optim, model: nn.Module) -> dict[str, ParameterGroup]:
     """Returns the group of each trained parameter: the first one with a pattern that matches."""
-    return {name: next((group for group in optim.groups if _matches(group.names, names)), REST) for name, names in _trained(model).items()}
+    return {
+        name: next((group for group in optim.groups if _matches(group.names, names)), REST)
+        for name, names in _trained(model).items()
+    }
 
 
 def decays(group: ParameterGroup, dimensions: int) -> bool:
@@ -38,15 +41,24 @@ def check_groups(job: Job, model: nn.Module) -> list[str]:
             matched = [name for name, names in named.items() if _matches((pattern,), names)]
             if not matched:
                 frozen = any(fnmatchcase(name, pattern) for name, _ in model.named_parameters())
-                meant = did_you_mean(pattern, named) or f"; the first of them is {next(iter(named), 'none')!r}"
+                meant = did_you_mean(pattern, named) or (
+                    f"; the first of them is {next(iter(named), 'none')!r}"
+                )
                 raise JobError(
-                    f"{what} only frozen parameters of {job.model!r}, which no optimizer changes; leave it out"
+                    (
+                        f"{what} only frozen parameters of {job.model!r}, which no optimizer changes; leave it "
+                        "out"
+                    )
                     if frozen
-                    else f"{what} no parameter of {job.model!r}{meant}, and * stands for any letters; correct it or leave it out"
+                    else (
+                        f"{what} no parameter of {job.model!r}{meant}, and * stands for any letters; "
+                        "correct it or leave it out"
+                    )
                 )
             if all(owners[name] in job.optim.groups[:number] for name in matched):
                 raise JobError(
-                    f"{what} only parameters that an earlier group has, as {matched[0]!r}, and the first match wins; leave it out, or move "
+                    f"{what} only parameters that an earlier group has, as {matched[0]!r}, and the first "
+                    "match wins; leave it out, or move "
                     f"its group up"
                 )
     if not job.optim.groups:
@@ -56,7 +68,9 @@ def check_groups(job: Job, model: nn.Module) -> list[str]:
 
 
 def table_of(optim: Optim, parameters: Iterable[tuple[ParameterGroup, bool, int]]) -> list[str]:
-    """Returns the lines of a table of the groups from the group of each parameter, whether it decays, and how many numbers it has."""
+    """Returns the lines of a table of the groups from the group of each parameter, whether it decays, and how
+    many numbers it has.
+    """
     found: dict[tuple[int, float], list[int]] = {}
     for group, does, numbers in parameters:
         number = optim.groups.index(group) if group in optim.groups else len(optim.groups)

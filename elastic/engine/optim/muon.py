@@ -1,11 +1,13 @@
-"""Muon (Jordan 2024, kellerjordan.github.io/posts/muon) for the matrices of the blocks, and AdamW for everything else.
+"""Muon (Jordan 2024, kellerjordan.github.io/posts/muon) for the matrices of the blocks, and AdamW for
+everything else.
 
-The update of a matrix is its Nesterov momentum, made nearly orthogonal by Newton–Schulz iterations.  These need whole matrices, and members
-hold rows; so they run before the commit, when a member may still be lost.  The update itself needs nobody.  The iterations run in bfloat16,
-as those of ``torch.optim.Muon`` do, and so do the rows that travel.
+The update of a matrix is its Nesterov momentum, made nearly orthogonal by Newton–Schulz iterations.  These
+need whole matrices, and members hold rows; so they run before the commit, when a member may still be lost.
+The update itself needs nobody.  The iterations run in bfloat16, as those of ``torch.optim.Muon`` do, and so
+do the rows that travel.
 
-The learning rate of a matrix is 0.2 × √(its longer side) times ``optim.lr``.  With that an update is as large as one of AdamW (Liu and
-others 2025, section 2.2), and both share the learning rate and the weight decay.
+The learning rate of a matrix is 0.2 × √(its longer side) times ``optim.lr``.  With that an update is as large
+as one of AdamW (Liu and others 2025, section 2.2), and both share the learning rate and the weight decay.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ LEAST_NORM = 1e-7
 
 
 def orthogonalised(matrix: Tensor) -> Tensor:
-    """Returns U·Vᵀ of the singular value decomposition of ``matrix``, roughly: its singular values become 0.5 to 1.5.  In bfloat16."""
+    """Returns U·Vᵀ of the singular value decomposition of ``matrix``, roughly: its singular values become 0.5
+    to 1.5.  In bfloat16.
+    """
     a, b, c = COEFFICIENTS
     is_tall = matrix.shape[0] > matrix.shape[1]
     found = matrix.bfloat16().T if is_tall else matrix.bfloat16()
@@ -49,7 +53,8 @@ def prepare(parts: list[Part], grads: list[Tensor], before: Before) -> Mapping[s
 
     def rows(number: int) -> Tensor:
         part, grad = chosen[number]
-        wide = torch.promote_types(grad.dtype, torch.float32)  # in 16 bits the kernel rounds the last elements of a tensor differently
+        # in 16 bits the kernel rounds the last elements of a tensor differently
+        wide = torch.promote_types(grad.dtype, torch.float32)
         mean = before.mean(grad.to(wide))
         momentum = part.moments[MOMENTUM].to(mean.device, wide)
         return mean.lerp_(momentum.lerp(mean, 1 - mu), mu).bfloat16()

@@ -1,11 +1,13 @@
 """Computes with whole matrices whose rows lie on several members, before a commit.
 
-Each matrix has one owner among the members that hold its rows.  The rows go to the owner, it computes, and the rows of the result go back:
-an all-to-all each way.  A matrix lies alone and in memory of its own there, so that kernels round as they do on a single device.  The
-members of another replica own the same matrices and do the same work once more; that saves an exchange between replicas.
+Each matrix has one owner among the members that hold its rows.  The rows go to the owner, it computes, and
+the rows of the result go back:
+an all-to-all each way.  A matrix lies alone and in memory of its own there, so that kernels round as they do
+on a single device.  The members of another replica own the same matrices and do the same work once more; that
+saves an exchange between replicas.
 
-Matrices take turns, in which an owner has a limited number of elements.  So beside its rows of all results a member needs memory for the
-largest matrix and for the rows of a few.
+Matrices take turns, in which an owner has a limited number of elements.  So beside its rows of all results a
+member needs memory for the largest matrix and for the rows of a few.
 """
 
 from __future__ import annotations
@@ -22,14 +24,20 @@ from elastic.engine.world import World
 from elastic.plan.axes import chunk
 
 TURN_ELEMENTS = 1 << 25
-"""Number of elements that an owner has in one turn, if no matrix has more: 64 MiB in bfloat16.  Each turn costs two collectives."""
+"""Number of elements that an owner has in one turn, if no matrix has more: 64 MiB in bfloat16.  Each turn
+costs two collectives.
+"""
 Shape = tuple[int, int]
 
 
-def by_owners(shapes: Sequence[Shape], rows: Callable[[int], Tensor], compute: Callable[[Tensor], Tensor], world: World) -> list[Tensor]:
-    """Returns this member's rows of ``compute(matrix)`` for each matrix; a result has the shape and the dtype of its matrix.
+def by_owners(
+    shapes: Sequence[Shape], rows: Callable[[int], Tensor], compute: Callable[[Tensor], Tensor], world: World
+) -> list[Tensor]:
+    """Returns this member's rows of ``compute(matrix)`` for each matrix; a result has the shape and the dtype
+    of its matrix.
 
-    ``shapes`` are those of the whole matrices, and ``rows(number)`` returns this member's rows of one.  Every member must call it.
+    ``shapes`` are those of the whole matrices, and ``rows(number)`` returns this member's rows of one.  Every
+    member must call it.
     """
     mates = world.layout.ranks_along("dp_shard", world.rank)
     if len(mates) == 1:
@@ -54,8 +62,12 @@ def owners_of(shapes: tuple[Shape, ...], members: int) -> tuple[int, ...]:
 
 
 @cache
-def turns_of(shapes: tuple[Shape, ...], owners: tuple[int, ...], elements: int) -> tuple[tuple[int, ...], ...]:
-    """Returns the numbers of the matrices of each turn, in order of their owners, each of which has at most so many ``elements``."""
+def turns_of(
+    shapes: tuple[Shape, ...], owners: tuple[int, ...], elements: int
+) -> tuple[tuple[int, ...], ...]:
+    """Returns the numbers of the matrices of each turn, in order of their owners, each of which has at most
+    so many ``elements``.
+    """
     most = max([elements, *(rows * columns for rows, columns in shapes)])
     turns, taken = defaultdict[int, list[int]](list), dict[int, tuple[int, int]]()
     for number in sorted(range(len(shapes)), key=lambda number: (owners[number], number)):
@@ -83,7 +95,9 @@ def _take_turn(
 
     me = mates.index(world.rank)
     mine, members = [number for number in turn if owners[number] == me], range(len(mates))
-    sent = {mates[owner]: sum(size(number, me) for number in turn if owners[number] == owner) for owner in members}
+    sent = {
+        mates[owner]: sum(size(number, me) for number in turn if owners[number] == owner) for owner in members
+    }
     got = {mates[member]: sum(size(number, member) for number in mine) for member in members}
     came = world.all_to_all(torch.cat([rows(number).reshape(-1) for number in turn]), sent, got, 1)
     pieces = came.split([size(number, member) for member in members for number in mine])
@@ -92,8 +106,13 @@ def _take_turn(
         matrix = came.new_empty(shapes[number])
         torch.cat(pieces[place :: len(mine)], out=matrix.view(-1))
         results.append(compute(matrix))
-    back = [result[slice(*chunk(len(result), len(mates), member))].reshape(-1) for member in members for result in results]
+    back = [
+        result[slice(*chunk(len(result), len(mates), member))].reshape(-1)
+        for member in members
+        for result in results
+    ]
     came = world.all_to_all(torch.cat([came.new_empty(0), *back]), got, sent, 1)
     return [
-        piece.view(-1, shapes[number][1]) for number, piece in zip(turn, came.split([size(number, me) for number in turn]), strict=True)
+        piece.view(-1, shapes[number][1])
+        for number, piece in zip(turn, came.split([size(number, me) for number in turn]), strict=True)
     ]

@@ -1,4 +1,6 @@
-"""RMSProp (Tieleman and Hinton 2012, lecture 6.5): s ← α·s + (1 - α)·g², w ← w - lr·g / (√s + eps), with α = ``betas[1]``."""
+"""RMSProp (Tieleman and Hinton 2012, lecture 6.5): s ← α·s + (1 - α)·g², w ← w - lr·g / (√s + eps), with α =
+``betas[1]``.
+"""
 
 from __future__ import annotations
 

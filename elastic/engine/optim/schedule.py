@@ -11,23 +11,30 @@ from elastic.errors import CodeError
 from elastic.job import Job
 
 TRIED = 2000
-"""Largest number of steps for which a schedule of the user's is tried before the run begins.  It takes milliseconds."""
+"""Largest number of steps for which a schedule of the user's is tried before the run begins.  It takes
+milliseconds.
+"""
 
 Schedule = Callable[..., float]
-"""``schedule(step, steps, **schedule.args)`` returns the part of ``optim.lr`` that step ``step`` of ``steps`` uses: a number, 0 or more.
+"""``schedule(step, steps, **schedule.args)`` returns the part of ``optim.lr`` that step ``step`` of ``steps``
+uses: a number, 0 or more.
 
-Steps count from 1; step 0 is asked for, too, and is not used.  The result must depend on nothing else: every process asks for itself, in
-any order, and again after a resume.
+Steps count from 1; step 0 is asked for, too, and is not used.  The result must depend on nothing else: every
+process asks for itself, in any order, and again after a resume.
 """
 
 
-def learning_rate(step: int, *, steps: int, peak: float, warmup: int, final: float, kind: str, decay: int = 0) -> float:
-    """Returns the learning rate of step ``step`` of ``steps``.  Steps count from 1; step 0 gives 0 if there is a warmup.
+def learning_rate(
+    step: int, *, steps: int, peak: float, warmup: int, final: float, kind: str, decay: int = 0
+) -> float:
+    """Returns the learning rate of step ``step`` of ``steps``.  Steps count from 1; step 0 gives 0 if there
+    is a warmup.
 
-    It grows linearly from 0 to ``peak`` at step ``warmup``.  Then it follows half a cosine down to ``final * peak`` at the last step
-    (Loshchilov and Hutter 2017, section 3, without restarts), or for kind "linear" a line; or it stays at ``peak`` for kind "constant", and
-    for kind "wsd" until it falls linearly to ``final * peak`` in the last ``decay`` steps (warmup-stable-decay; Hu and others 2024, section
-    4).  For kind "rsqrt" it falls with the inverse square root of the step (Vaswani and others 2017, section 5.3).
+    It grows linearly from 0 to ``peak`` at step ``warmup``.  Then it follows half a cosine down to ``final *
+    peak`` at the last step (Loshchilov and Hutter 2017, section 3, without restarts), or for kind "linear" a
+    line; or it stays at ``peak`` for kind "constant", and for kind "wsd" until it falls linearly to ``final *
+    peak`` in the last ``decay`` steps (warmup-stable-decay; Hu and others 2024, section 4).  For kind "rsqrt"
+    it falls with the inverse square root of the step (Vaswani and others 2017, section 5.3).
     """
     if step < warmup:
         return peak * step / warmup
@@ -62,7 +69,8 @@ def learning_rate_of(job: Job, step: int) -> float:
 
 
 def own_rate_of(job: Job, step: int) -> float | None:
-    """Returns the learning rate of a step if the user's schedule says it.  None: whoever knows the job can compute it.
+    """Returns the learning rate of a step if the user's schedule says it.  None: whoever knows the job can
+    compute it.
 
     Its commit tells this number, so that nobody who reads of the run needs the user's code.
     """
@@ -80,7 +88,9 @@ def rate_for_readers(job: Job, step: int, told: float | None) -> float:
 
 
 def check_schedule(job: Job) -> None:
-    """Tries a schedule of the user's at steps of the whole run, twice each.  Raises :class:`CodeError` if it cannot be one."""
+    """Tries a schedule of the user's at steps of the whole run, twice each.  Raises :class:`CodeError` if it
+    cannot be one.
+    """
     if ":" not in job.schedule.kind:
         return
     steps = sorted({round(number * job.steps / TRIED) for number in range(TRIED + 1)})
@@ -88,7 +98,8 @@ def check_schedule(job: Job) -> None:
     for step, part, again in zip(steps, first, map(_own, [job] * len(steps), steps), strict=True):
         if part != again:
             raise CodeError(
-                f"schedule.kind = {job.schedule.kind!r} returned {part!r} for step {step}, and {again!r} when it was asked again; it must "
+                f"schedule.kind = {job.schedule.kind!r} returned {part!r} for step {step}, and {again!r} "
+                "when it was asked again; it must "
                 f"be a function of its arguments alone, without a memory, clock or random numbers"
             )
 
@@ -100,11 +111,18 @@ def _own(job: Job, step: int) -> float:
     given = arguments("schedule.args", schedule.args)
     try:
         part = found(step, job.steps, **given)
-    except Exception as error:  # the user's code may raise anything, first of all for an argument that it does not know
+    # the user's code may raise anything, first of all for an argument that it does not know
+    except Exception as error:
         if unknown := unknown_argument("schedule.args", named, found, schedule.args, error, given=2):
             raise CodeError(unknown) from error
         args = f" and schedule.args = {schedule.args}" if schedule.args else ""
-        raise CodeError(f"{named} failed for {asked}{args} with {failure(error)}; it is called as schedule(step, steps, **args)") from error
+        raise CodeError(
+            f"{named} failed for {asked}{args} with {failure(error)}; it is called as "
+            "schedule(step, steps, **args)"
+        ) from error
     if isinstance(part, bool) or not isinstance(part, Real) or not math.isfinite(part) or part < 0:
-        raise CodeError(f"{named} returned {part!r:.60} for {asked}; it must return a part of optim.lr: a finite number, 0 or more")
+        raise CodeError(
+            f"{named} returned {part!r:.60} for {asked}; it must return a part of optim.lr: a "
+            "finite number, 0 or more"
+        )
     return float(part)

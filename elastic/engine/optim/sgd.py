@@ -1,4 +1,5 @@
-"""Stochastic gradient descent with momentum (Polyak 1964; as in torch.optim.SGD without dampening): v ← μ·v + g, w ← w - lr·v.
+"""Stochastic gradient descent with momentum (Polyak 1964; as in torch.optim.SGD without dampening): v ← μ·v +
+g, w ← w - lr·v.
 
 With ``momentum = 0`` it is plain gradient descent.
 """

@@ -1,6 +1,8 @@
-"""Tries an optimizer of the user's on small tensors before the run begins: on whole ones, and on the same ones cut in two.
+"""Tries an optimizer of the user's on small tensors before the run begins: on whole ones, and on the same
+ones cut in two.
 
-A rule that takes a slice for the whole trains on one worker, and learns something else on two, so nobody would notice.  The cut shows it.
+A rule that takes a slice for the whole trains on one worker, and learns something else on two, so nobody
+would notice.  The cut shows it.
 """
 
 from __future__ import annotations
@@ -26,31 +28,44 @@ CUT = 2
 def check_rule(job: Job, rule: Rule) -> None:
     """Raises :class:`CodeError` if an optimizer of the user's cannot train in every layout.
 
-    One that exchanges whole matrices (:attr:`Rule.prepare`) is left out, and so is one for GPUs if this machine has none.
+    One that exchanges whole matrices (:attr:`Rule.prepare`) is left out, and so is one for GPUs if this
+    machine has none.
     """
     gpu = job.workers.gpus > 0
     if ":" not in job.optim.kind or rule.prepare is not None or (gpu and not torch.cuda.is_available()):
         return
     named, device = f"optim.kind = {job.optim.kind!r}", torch.device("cuda" if gpu else "cpu")
-    whole, parts = _Tried(job, rule, device), [_Tried(job, rule, device, 0, CUT), _Tried(job, rule, device, CUT)]
+    whole, parts = (
+        _Tried(job, rule, device),
+        [_Tried(job, rule, device, 0, CUT), _Tried(job, rule, device, CUT)],
+    )
     try:
         for step in range(1, STEPS + 1):
             for tried in (whole, *parts):
                 tried.update(step)
     except Exception as error:  # the user's code may raise anything
-        raise CodeError(f"{named} failed with {failure(error)} on parameters of shapes {[*SHAPES.values()]}; mend its update()") from error
+        raise CodeError(
+            f"{named} failed with {failure(error)} on parameters of shapes "
+            f"{[*SHAPES.values()]}; mend its update()"
+        ) from error
     if wrong := next((wrong for each in (whole, *parts) if (wrong := each.wrong)), ""):
-        raise CodeError(f"{named} {wrong}; update() must change the values, moments and scalars that it gets, in place")
+        raise CodeError(
+            f"{named} {wrong}; update() must change the values, moments and scalars that it gets, in place"
+        )
     for name, value in whole.values.items():
         if not torch.isfinite(value).all():
             kind, _, of = name.partition(" of ")
-            raise CodeError(f"{named} makes {kind} of a {of} that are not finite from gradients that are; mend its update()")
+            raise CodeError(
+                f"{named} makes {kind} of a {of} that are not finite from gradients that are; "
+                "mend its update()"
+            )
         halves = [each.values[name] for each in parts]
         cut = torch.cat(halves) if value.dim() else halves[0]
         if not torch.equal(value, cut):
             apart = float((value.double() - cut.double()).abs().max())
             raise CodeError(
-                f"{named} gives {name} other bits if the tensor is cut in two (they differ by {apart:.2g}): it must be elementwise, or use "
+                f"{named} gives {name} other bits if the tensor is cut in two (they differ by {apart:.2g}): "
+                "it must be elementwise, or use "
                 f"part.boxes; one that needs whole matrices exchanges them in Rule.prepare"
             )
 
@@ -58,19 +73,28 @@ def check_rule(job: Job, rule: Rule) -> None:
 class _Tried:
     """An optimizer with the rows from ``first`` to ``last`` of each tensor."""
 
-    def __init__(self, job: Job, rule: Rule, device: torch.device, first: int = 0, last: int | None = None) -> None:
+    def __init__(
+        self, job: Job, rule: Rule, device: torch.device, first: int = 0, last: int | None = None
+    ) -> None:
         self.device, self.rows, self.steps = device, slice(first, last), job.steps
         values = self._drawn(0)
         boxes = {
-            name: (Slice(name, "parameter", (first, *(0 for _ in shape[1:])), (last or shape[0], *shape[1:])),)
+            name: (
+                Slice(name, "parameter", (first, *(0 for _ in shape[1:])), (last or shape[0], *shape[1:])),
+            )
             for name, shape in SHAPES.items()
         }
-        self.optimizer = Optimizer(job, rule, values, boxes, frozenset({"matrix", "block"}), SHAPES, frozenset({"block"}))
+        self.optimizer = Optimizer(
+            job, rule, values, boxes, frozenset({"matrix", "block"}), SHAPES, frozenset({"block"})
+        )
         self._before = self._tensors()
 
     def _drawn(self, seed: int) -> dict[str, Tensor]:
         draw = torch.Generator().manual_seed(seed)
-        return {name: torch.randn(shape, generator=draw)[self.rows].clone().to(self.device) for name, shape in SHAPES.items()}
+        return {
+            name: torch.randn(shape, generator=draw)[self.rows].clone().to(self.device)
+            for name, shape in SHAPES.items()
+        }
 
     def update(self, step: int) -> None:
         outcome = Outcome(min(step, self.steps), 1, 1.0, (1.0,), (1,), ((0,),), finite=True)

@@ -11,21 +11,31 @@ from elastic.engine.parameters.order import Order
 
 
 class Parameters(ABC):
-    """A member's parts of all parameters, and of the sums of their gradients.  A step calls the methods in this order."""
+    """A member's parts of all parameters, and of the sums of their gradients.  A step calls the methods in
+    this order.
+    """
 
     parts: Mapping[str, Tensor]
     """The parts by the name of the parameter.  Healing fills them, and the optimizer changes them."""
     trained: frozenset[str]
     """The names of the parameters that have gradients."""
     copies: Sequence[Tensor] = ()
-    """The copies of parameters with which the model computes all the time, if it does so in another dtype, or that come from the host."""
+    """The copies of parameters with which the model computes all the time, if it does so in another dtype, or
+    that come from the host.
+    """
 
     order: Order | None = None
-    """The notes of what this member gathers and sums for single blocks; None if a pass of the model gathers nothing."""
+    """The notes of what this member gathers and sums for single blocks; None if a pass of the model gathers
+    nothing.
+    """
     missing: frozenset[str] = frozenset()
-    """The names of the trained parameters that the backward pass of the present round gave no gradient, once it has ended."""
+    """The names of the trained parameters that the backward pass of the present round gave no gradient, once
+    it has ended.
+    """
     current = False
-    """True if a pass of the model has the values of the parts, or gathers them itself.  Whoever changes the parts makes it false."""
+    """True if a pass of the model has the values of the parts, or gathers them itself.  Whoever changes the
+    parts makes it false.
+    """
 
     @abstractmethod
     def refresh(self) -> None:
@@ -33,11 +43,15 @@ class Parameters(ABC):
 
     @abstractmethod
     def begin_round(self, number: int, *, last: bool) -> None:
-        """Prepares for the forward and backward pass of round ``number`` of a step, whose ``last`` one it may be."""
+        """Prepares for the forward and backward pass of round ``number`` of a step, whose ``last`` one it may
+        be.
+        """
 
     @abstractmethod
     def end_forward(self) -> None:
-        """Ends the forward pass of a round.  Collectives that are not the parameters' own may follow: these have all begun."""
+        """Ends the forward pass of a round.  Collectives that are not the parameters' own may follow: these
+        have all begun.
+        """
 
     @abstractmethod
     def end_round(self) -> None:
@@ -45,7 +59,9 @@ class Parameters(ABC):
 
     @abstractmethod
     def grads(self) -> dict[str, Tensor]:
-        """Returns this member's parts of the summed gradient, by name.  A parameter that was not used has zeros."""
+        """Returns this member's parts of the summed gradient, by name.  A parameter that was not used has
+        zeros.
+        """
 
     @abstractmethod
     def forget_grads(self) -> None:
@@ -53,8 +69,8 @@ class Parameters(ABC):
 
     @abstractmethod
     def writes(self) -> Mapping[str, Hashable]:
-        """Returns a mark for each parameter, which is another one once anybody but this class has written to what the model finds there,
-        or has given it other memory, or a hook on its gradient.
+        """Returns a mark for each parameter, which is another one once anybody but this class has written to
+        what the model finds there, or has given it other memory, or a hook on its gradient.
         """
 
     @abstractmethod
@@ -63,7 +79,9 @@ class Parameters(ABC):
 
 
 def in_place_of(parameter: nn.Parameter, values: Tensor) -> nn.Parameter:
-    """Returns a parameter with ``values`` that code of the model takes for ``parameter``: see :func:`take_over`."""
+    """Returns a parameter with ``values`` that code of the model takes for ``parameter``: see
+    :func:`take_over`.
+    """
     made = nn.Parameter(values, requires_grad=parameter.requires_grad)
     take_over(made, parameter)
     return made

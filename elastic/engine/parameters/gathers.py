@@ -1,12 +1,15 @@
-"""Gathers whole weights from the parts of all shards once a step: a group of them comes while the groups before it are used.
+"""Gathers whole weights from the parts of all shards once a step: a group of them comes while the groups
+before it are used.
 
-A group is the weights of one bucket of blocks; the first group is those of the rest of the model.  Groups are gathered one after the other
-in the order of the blocks, so all members call their collectives in the same order, whatever their models use.  gloo sends in threads of
-its own, and NCCL on a stream of its own.  At most ``AHEAD`` groups are under way, which bounds the memory.
+A group is the weights of one bucket of blocks; the first group is those of the rest of the model.  Groups are
+gathered one after the other in the order of the blocks, so all members call their collectives in the same
+order, whatever their models use.  gloo sends in threads of its own, and NCCL on a stream of its own.  At most
+``AHEAD`` groups are under way, which bounds the memory.
 
-Nothing is asked of the model.  While the weights of a module are old, its dictionary of parameters is one that waits for the new ones when
-somebody reads it, as in DeepSpeed's ZeRO-3.  So a weight may be used anywhere, also outside of its block, and is never that of an older
-step.  A block waits for its weights before it runs, because compiled code reads the parameters of its modules in another way.
+Nothing is asked of the model.  While the weights of a module are old, its dictionary of parameters is one
+that waits for the new ones when somebody reads it, as in DeepSpeed's ZeRO-3.  So a weight may be used
+anywhere, also outside of its block, and is never that of an older step.  A block waits for its weights before
+it runs, because compiled code reads the parameters of its modules in another way.
 """
 
 from __future__ import annotations
@@ -26,13 +29,19 @@ from elastic.engine.world import World
 from elastic.plan.axes import chunk_size
 
 AHEAD = 1
-"""Number of groups that are gathered before they are needed.  Each takes memory for its weights, and for this member's part of them."""
+"""Number of groups that are gathered before they are needed.  Each takes memory for its weights, and for this
+member's part of them.
+"""
 COLLECTIVES = "collectives"
-"""Purpose of the stream for all collectives of whole weights and of their gradients: in one stream none overtakes another."""
+"""Purpose of the stream for all collectives of whole weights and of their gradients: in one stream none
+overtakes another.
+"""
 
 
 class Weight(NamedTuple):
-    """A weight with which the model computes, and this member's rows of it.  ``parameter`` is what the model reads before it uses it."""
+    """A weight with which the model computes, and this member's rows of it.  ``parameter`` is what the model
+    reads before it uses it.
+    """
 
     parameter: nn.Parameter
     whole: Tensor
@@ -42,9 +51,11 @@ class Weight(NamedTuple):
 class Gathers:
     """The weights of a model that must be gathered in each step."""
 
-    def __init__(self, model: nn.Module, world: World, groups: Sequence[Sequence[Weight]], blocks: Sequence[nn.Module]) -> None:
-        """``groups`` are in the order in which ``model`` needs them, and it needs the first one before anything runs; without any nothing
-        is done."""
+    def __init__(
+        self, model: nn.Module, world: World, groups: Sequence[Sequence[Weight]], blocks: Sequence[nn.Module]
+    ) -> None:
+        """``groups`` are in the order in which ``model`` needs them, and it needs the first one before
+        anything runs; without any nothing is done."""
         self.world = world
         self._groups = [_by_dtype(group) for group in groups]
         self._here = len(groups)
@@ -62,7 +73,9 @@ class Gathers:
                 before_calls(module, partial(self.need, _last(module.parameters(), numbers)))
 
     def begin(self) -> None:
-        """Begins a step, for which the parts have their values.  The present stream has the first group afterwards."""
+        """Begins a step, for which the parts have their values.  The present stream has the first group
+        afterwards.
+        """
         if not self._groups:
             return
         self._here = 0
@@ -75,7 +88,8 @@ class Gathers:
 
     @torch.no_grad()
     def need(self, number: int) -> None:
-        """Lets the present stream have the groups up to ``number``, and begins to gather the next.  On CUDA the host waits for nothing.
+        """Lets the present stream have the groups up to ``number``, and begins to gather the next.  On CUDA
+        the host waits for nothing.
 
         Raises :class:`WorldBroken` if a collective fails.
         """
@@ -112,21 +126,30 @@ class Gathers:
         self._coming.append([lambda: torch.cuda.current_stream().wait_event(event)])
 
     def _gather(self, weights: Sequence[Weight]) -> Callable[[], None]:
-        """Begins to gather weights of one dtype.  Returns a call that waits for them and writes them where the model has them."""
+        """Begins to gather weights of one dtype.  Returns a call that waits for them and writes them where
+        the model has them.
+        """
         whole, shards = [weight.whole for weight in weights], self.world.layout.dp_shard
         ends = ends_of(whole, shards)
         mine = torch.empty(ends[-1], dtype=whole[0].dtype, device=self.world.device)
         places = [mine[first:][: weight.part.numel()] for weight, first in zip(weights, ends, strict=False)]
-        torch._foreach_copy_(places, [weight.part.flatten() for weight in weights], non_blocking=True)  # from the host, it may be
+        # from the host, it may be
+        torch._foreach_copy_(places, [weight.part.flatten() for weight in weights], non_blocking=True)
         everyone = mine.new_empty(shards * len(mine))
         wait = self.world.begin_all_gather(everyone, mine)
 
         def arrive() -> None:
             wait()
             rows = everyone.view(shards, -1)
-            pairs = [pair for copy, (first, last) in zip(whole, pairwise(ends), strict=True) for pair in _pairs(copy, rows[:, first:last])]
+            pairs = [
+                pair
+                for copy, (first, last) in zip(whole, pairwise(ends), strict=True)
+                for pair in _pairs(copy, rows[:, first:last])
+            ]
             with torch.autograd._unsafe_preserve_version_counter(tuple(whole)):  # it counts what others write
-                torch._foreach_copy_([copy for copy, _ in pairs], [found for _, found in pairs], non_blocking=True)
+                torch._foreach_copy_(
+                    [copy for copy, _ in pairs], [found for _, found in pairs], non_blocking=True
+                )
 
         return arrive
 
@@ -136,7 +159,9 @@ class Gathers:
 
 
 class Old(dict[str, Any]):
-    """The parameters of a module, with old values.  Who reads one waits for the new ones; then the module has its own dictionary again."""
+    """The parameters of a module, with old values.  Who reads one waits for the new ones; then the module has
+    its own dictionary again.
+    """
 
     def __init__(self, own: dict[str, nn.Parameter | None], need: Callable[[], None]) -> None:
         super().__init__(own)
@@ -160,7 +185,9 @@ class Old(dict[str, Any]):
 
 
 def ends_of(whole: Sequence[Tensor], shards: int) -> list[int]:
-    """Returns where each parameter begins in memory that has the parts of one shard, each as long as the longest, and where it ends."""
+    """Returns where each parameter begins in memory that has the parts of one shard, each as long as the
+    longest, and where it ends.
+    """
     ends = [0]
     for parameter in whole:
         rows = shape_of(parameter)[0]
@@ -169,8 +196,11 @@ def ends_of(whole: Sequence[Tensor], shards: int) -> list[int]:
 
 
 def _pairs(whole: Tensor, found: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Returns what is to be copied where: ``found`` [shards, n] are the parts of ``whole``, of which the last ones may be short."""
-    flat, full = whole.detach().flatten(), whole.numel() // found.shape[1]  # the number of parts that are not short
+    """Returns what is to be copied where: ``found`` [shards, n] are the parts of ``whole``, of which the last
+    ones may be short.
+    """
+    # the number of parts that are not short
+    flat, full = whole.detach().flatten(), whole.numel() // found.shape[1]
     rest = flat[full * found.shape[1] :]
     pairs = [(flat[: full * found.shape[1]].view(full, -1), found[:full])] if full else []
     return [*pairs, (rest, found[full, : len(rest)])] if len(rest) else pairs

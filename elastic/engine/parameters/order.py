@@ -1,14 +1,18 @@
-"""The order in which a member gathers and sums the blocks of a model that is split, and whether it is that of the other members.
+"""The order in which a member gathers and sums the blocks of a model that is split, and whether it is that of
+the other members.
 
-A collective knows nothing of blocks: the n-th of one member meets the n-th of each other.  So if members run blocks in different orders, as
-a model may whose ways depend on its samples, weights are made of parts of two blocks, and gradients are sums of two blocks' gradients: they
-have the right shapes, and nobody notices.  If members run different numbers of blocks, they wait for ever.
+A collective knows nothing of blocks: the n-th of one member meets the n-th of each other.  So if members run
+blocks in different orders, as a model may whose ways depend on its samples, weights are made of parts of two
+blocks, and gradients are sums of two blocks' gradients: they have the right shapes, and nobody notices.  If
+members run different numbers of blocks, they wait for ever.
 
-Each member notes what it begins, which is all that a fast step pays for.  The commit compares a digest of the notes (``Head.order``),
-before anything is applied.  A world that stands still comes to no commit: then each member puts its notes into the world's store, and world
-rank 0 looks whether they differ, first by digests.  So does a world whose steps are longer than that, once a step.
+Each member notes what it begins, which is all that a fast step pays for.  The commit compares a digest of the
+notes (``Head.order``), before anything is applied.  A world that stands still comes to no commit: then each
+member puts its notes into the world's store, and world rank 0 looks whether they differ, first by digests.
+So does a world whose steps are longer than that, once a step.
 
-Known gap: where a collective of one block meets that of a larger one, gloo ends the process (SIGABRT), and nobody can look any more.
+Known gap: where a collective of one block meets that of a larger one, gloo ends the process (SIGABRT), and
+nobody can look any more.
 """
 
 from __future__ import annotations
@@ -30,17 +34,21 @@ from elastic.errors import WorldBroken
 DIGEST = 6
 """Bytes of a digest: a commit record has float64, which are exact for integers of 6 bytes."""
 WAIT_S = 10.0
-"""Seconds in which all members tell their notes once all know that these differ, and as many in which world rank 0 tells the difference.
-It takes milliseconds; without them the sentence says less."""
+"""Seconds in which all members tell their notes once all know that these differ, and as many in which world
+rank 0 tells the difference. It takes milliseconds; without them the sentence says less."""
 SHOWN = 8
 """Largest number of world ranks that a sentence names for one thing that they did."""
 COMPARED = 16
 """Largest number of unlike lists of notes that are compared."""
 STANDING, COMMITTING, SAID = "order/standing", "order/committing", "order/said"
-"""Keys of the store: before the world rank of a member that stands still, or has found a difference in a commit; and of the sentence."""
+"""Keys of the store: before the world rank of a member that stands still, or has found a difference in a
+commit; and of the sentence.
+"""
 UNLIKE = (
-    "with parallel.zero = 3 the weights of a block are gathered from all members when it runs, so all must run the same blocks in the same "
-    "order; {}; set parallel.zero = 2, with which each microbatch may run blocks as it likes, or let what runs depend neither on samples "
+    "with parallel.zero = 3 the weights of a block are gathered from all members when it runs, so all must "
+    "run the same blocks in the same "
+    "order; {}; set parallel.zero = 2, with which each microbatch may run blocks as it likes, or let what "
+    "runs depend neither on samples "
     "nor on random numbers"
 )
 ROUND, COMMIT = 0, 1
@@ -48,16 +56,23 @@ ROUND, COMMIT = 0, 1
 
 
 class Order:
-    """The notes of one member: the collectives that it has begun since the last commit, for the modules with these ``names``, in order."""
+    """The notes of one member: the collectives that it has begun since the last commit, for the modules with
+    these ``names``, in order.
+    """
 
     def __init__(self, world: World, names: Sequence[str]) -> None:
         self.world = world
         self.words = ["a microbatch began", "the commit came"]
         """The meaning of each note."""
         for name in names:
-            self.words += [f"{name or 'the rest of the model'} was gathered", f"{name or 'the rest of the model'} was summed"]
+            self.words += [
+                f"{name or 'the rest of the model'} was gathered",
+                f"{name or 'the rest of the model'} was summed",
+            ]
         self._notes = 0, array("I")
-        """The number of commits, and what has begun since.  They are replaced together, since another thread reads them."""
+        """The number of commits, and what has begun since.  They are replaced together, since another thread
+        reads them.
+        """
 
     def begins_round(self) -> None:
         self._notes[1].append(ROUND)
@@ -80,7 +95,9 @@ class Order:
         self._notes = self._notes[0] + 1, array("I")
 
     def differs(self) -> str:
-        """Returns a sentence for the user.  All members have found in a commit that their notes differ, and call this."""
+        """Returns a sentence for the user.  All members have found in a commit that their notes differ, and
+        call this.
+        """
         found, store, most = "", self.world.store, datetime.timedelta(seconds=WAIT_S)
         with suppress(dist.DistError, RuntimeError):  # of the store: what is known without it is told
             self._tell(COMMITTING)
@@ -96,7 +113,8 @@ class Order:
 
     @contextmanager
     def watched(self, every_s: float, tell: Callable[[str], None]) -> Iterator[None]:
-        """Looks every so many seconds whether this member stands still, in a thread of its own, and if so, whether that is why.
+        """Looks every so many seconds whether this member stands still, in a thread of its own, and if so,
+        whether that is why.
 
         Every member must do so.  In the one with world rank 0, ``tell`` gets the sentence.
         """
@@ -122,7 +140,9 @@ class Order:
                 before = now
 
     def _tell(self, where: str) -> None:
-        """Puts this member's notes into the store of the world, and then their number of commits and their digest."""
+        """Puts this member's notes into the store of the world, and then their number of commits and their
+        digest.
+        """
         commits, begun = self._notes
         begun = begun[:]  # another thread adds to it
         self.world.store.set(f"{where}/{self.world.rank}/notes", f"{commits} {begun.tolist()}")
@@ -132,7 +152,9 @@ class Order:
         """Returns the first difference of the notes that are in the store; "" if there is none."""
         store, commits, alike = self.world.store, self._notes[0], dict[str, list[int]]()
         there = [rank for rank in range(self.world.size) if store.check([f"{where}/{rank}"])]
-        for rank, said in zip(there, store.multi_get([f"{where}/{rank}" for rank in there]) if there else (), strict=True):
+        for rank, said in zip(
+            there, store.multi_get([f"{where}/{rank}" for rank in there]) if there else (), strict=True
+        ):
             told, digest = said.decode().split()
             if int(told) == commits:
                 alike.setdefault(digest, []).append(rank)
@@ -150,10 +172,14 @@ def _digest(begun: array[int]) -> int:
     return int.from_bytes(hashlib.blake2b(begun.tobytes(), digest_size=DIGEST).digest(), "little")
 
 
-def difference(notes: Mapping[int, Sequence[int]], words: Sequence[str], alike: Mapping[int, Sequence[int]] | None = None) -> str:
-    """Returns where members differ, by world rank, and what each did there; "" if nobody did another thing than others.
+def difference(
+    notes: Mapping[int, Sequence[int]], words: Sequence[str], alike: Mapping[int, Sequence[int]] | None = None
+) -> str:
+    """Returns where members differ, by world rank, and what each did there; "" if nobody did another thing
+    than others.
 
-    A member that has come less far differs from nobody.  ``alike`` has the ranks of all members with the notes of a rank.
+    A member that has come less far differs from nobody.  ``alike`` has the ranks of all members with the
+    notes of a rank.
     """
     alike = alike or {}
     begun = 0
@@ -167,10 +193,17 @@ def difference(notes: Mapping[int, Sequence[int]], words: Sequence[str], alike: 
             before = notes[one][place - 1] if place else ROUND
             after = f", after {words[before]}" if before > COMMIT else ""
             each = " and ".join(
-                f"on {_ranks(sorted(other for rank in ranks for other in alike.get(rank, (rank,))))} {words[note]}"
+                (
+                    f"on {_ranks(sorted(other for rank in ranks for other in alike.get(rank, (rank,))))} "
+                    f"{words[note]}"
+                )
                 for note, ranks in did.items()
             )
-            where = f"in microbatch {begun} of each member since the last commit" if begun else "before the first microbatch of a step"
+            where = (
+                f"in microbatch {begun} of each member since the last commit"
+                if begun
+                else "before the first microbatch of a step"
+            )
             return f"{where}{after}, {each}"
         begun += ROUND in did
     return ""

@@ -1,10 +1,12 @@
 """Parameters that are split over ``dp_shard`` members by FSDP2; gradients are summed over all data ranks.
 
-This is the only module that knows FSDP2.  FSDP2 splits the parameters of each block, gathers them before the block runs, and frees them
-afterwards.  It gets the one-dimensional mesh of the shards only.  A :class:`~elastic.engine.sync.base.Scheme` sums the gradients over
-the data ranks.  FSDP2 calls it as a custom reduce-scatter, and perhaps as a hook for the replicas.
+This is the only module that knows FSDP2.  FSDP2 splits the parameters of each block, gathers them before the
+block runs, and frees them afterwards.  It gets the one-dimensional mesh of the shards only.  A
+:class:`~elastic.engine.sync.base.Scheme` sums the gradients over the data ranks.  FSDP2 calls it as a custom
+reduce-scatter, and perhaps as a hook for the replicas.
 
-Weights of layers that multiply in fp8 are gathered in fp8, by FSDP2's extension for tensors that say what is gathered in their place.
+Weights of layers that multiply in fp8 are gathered in fp8, by FSDP2's extension for tensors that say what is
+gathered in their place.
 """
 
 from __future__ import annotations
@@ -34,33 +36,44 @@ from elastic.engine.world import World
 from elastic.errors import ModelError
 from elastic.models.spec import ShardingTable
 
-FSDP_STREAMS = ("all_gather_copy_in_stream", "all_gather_stream", "reduce_scatter_stream", "all_reduce_stream")
+FSDP_STREAMS = (
+    "all_gather_copy_in_stream",
+    "all_gather_stream",
+    "reduce_scatter_stream",
+    "all_reduce_stream",
+)
 """Attributes of FSDP2's communication context that hold streams, in torch 2.11 to 2.13."""
 FSDP_STATE = r"torch\.distributed\.fsdp\._fully_shard\._fsdp_state"
 VIEW_WARNING = r"FSDP2-wrapped module .* returned a view tensor"
 FREED = "out of bounds for storage of size 0"
 """Words of torch's error of an operation on weights that are not gathered."""
 CHANGED_VIEW = (
-    "the weights of a block are not there in the backward pass: the model or the loss may change the output of a block, or of the model, "
+    "the weights of a block are not there in the backward pass: the model or the loss may change the output "
+    "of a block, or of the model, "
     "in place (x += y); write x = x + y"
 )
 MIXED = "mixed torch.Tensor and DTensor"
 """Words of torch's error of an operation on a weight that is not gathered, and on a plain tensor."""
 OUTSIDE = (
-    "with parallel.zero = 3 a weight is whole only while the block that has it runs, and one was read at another time, as by a penalty on "
-    "weights in the loss, or where the parts of a block are called and never the block; set parallel.zero = 2, which gathers all weights "
+    "with parallel.zero = 3 a weight is whole only while the block that has it runs, and one was read at "
+    "another time, as by a penalty on "
+    "weights in the loss, or where the parts of a block are called and never the block; set parallel.zero = "
+    "2, which gathers all weights "
     "once a step"
 )
 ABSENT = (
-    "parallel.zero = 3 needs every member to run each block in each microbatch, and {name} had no part in this one; "
+    "parallel.zero = 3 needs every member to run each block in each microbatch, and {name} had no part in "
+    "this one; "
     "set parallel.zero = 2, or freeze what is never used"
 )
 TWICE = (
-    "{name} has two parts in one microbatch, so with parallel.zero = 3 its gradients have no fixed order; set parallel.zero = 2, or "
+    "{name} has two parts in one microbatch, so with parallel.zero = 3 its gradients have no fixed order; "
+    "set parallel.zero = 2, or "
     "reproducible = false if it has two on every member, always"
 )
 INNER = (
-    "a backward pass ran within the loss (torch.autograd.grad or backward()), and with parallel.zero = 3 that sums the gradients of {name} "
+    "a backward pass ran within the loss (torch.autograd.grad or backward()), and with parallel.zero = 3 "
+    "that sums the gradients of {name} "
     "at once; set parallel.zero = 2"
 )
 
@@ -75,16 +88,22 @@ class Split(Parameters):
         self._parameters = dict(model.named_parameters())
         self.parts = {name: _local(parameter).detach() for name, parameter in self._parameters.items()}
         self._held = _held_by(model, self._parameters)
-        self.trained = frozenset(name for name, parameter in self._parameters.items() if parameter.requires_grad)
+        self.trained = frozenset(
+            name for name, parameter in self._parameters.items() if parameter.requires_grad
+        )
         self.copies = [*fp8.parts.values()] if fp8 is not None else []
         self._modules = [*_wrapped(model).values()]
         self.order = Order(scheme.world, [*_wrapped(model)])
         _note(_wrapped(model).values(), self.order)
-        self._reduces = {name: reduce for name, module in _wrapped(model).items() if (reduce := _reduce_of(module)) is not None}
+        self._reduces = {
+            name: reduce
+            for name, module in _wrapped(model).items()
+            if (reduce := _reduce_of(module)) is not None
+        }
 
     def refresh(self) -> None:
-        """FSDP2 gathers the present values in each pass, of the root only if a pass without gradients has not left them gathered.  Those in
-        fp8 are cast before.
+        """FSDP2 gathers the present values in each pass, of the root only if a pass without gradients has not
+        left them gathered.  Those in fp8 are cast before.
         """
         for module in self._modules:
             module.reshard()
@@ -107,23 +126,42 @@ class Split(Parameters):
     def end_forward(self) -> None:
         """FSDP2 has gathered everything in the forward pass.
 
-        Members gather and sum module by module.  If one of them leaves a module out, it takes another module's for it; and an ordered sum
-        takes one gradient of each module in a microbatch.  So a pass with gradients raises :class:`ModelError` if a module did not run, ran
-        with gradients twice, or is summed already, by a backward pass within the loss.  In a reentrant checkpoint a module runs without
-        them, so if it never runs with gradients its other runs count.
+        Members gather and sum module by module.  If one of them leaves a module out, it takes another
+        module's for it; and an ordered sum takes one gradient of each module in a microbatch.  So a pass with
+        gradients raises :class:`ModelError` if a module did not run, ran with gradients twice, or is summed
+        already, by a backward pass within the loss.  In a reentrant checkpoint a module runs without them, so
+        if it never runs with gradients its other runs count.
         """
         for name, each in self._reduces.items() if torch.is_grad_enabled() else ():
             parts = each.runs or each.passes
-            wrong = INNER if each.summed else ABSENT if not parts else TWICE if parts > 1 and self.scheme.keeps_sums else ""
+            wrong = (
+                INNER
+                if each.summed
+                else ABSENT
+                if not parts
+                else TWICE
+                if parts > 1 and self.scheme.keeps_sums
+                else ""
+            )
             if wrong:
                 raise ModelError(wrong.format(name=name or "the model itself"))
 
     def end_round(self) -> None:
-        """FSDP2 has summed everything in the backward pass.  Raises :class:`ModelError` if a module had no part in that, or two of them."""
+        """FSDP2 has summed everything in the backward pass.  Raises :class:`ModelError` if a module had no
+        part in that, or two of them.
+        """
         for name, each in self._reduces.items():
-            if wrong := ABSENT if not each.summed else TWICE if each.summed > 1 and self.scheme.keeps_sums else "":
+            if (
+                wrong := ABSENT
+                if not each.summed
+                else TWICE
+                if each.summed > 1 and self.scheme.keeps_sums
+                else ""
+            ):
                 raise ModelError(wrong.format(name=name or "the model itself"))
-        self.missing = frozenset(name for name, held in self._held.items() if held.unused and name in self.trained)
+        self.missing = frozenset(
+            name for name, held in self._held.items() if held.unused and name in self.trained
+        )
 
     def grads(self) -> dict[str, Tensor]:
         found = {}
@@ -138,7 +176,11 @@ class Split(Parameters):
 
     def is_own(self, name: str, found: object) -> bool:
         each = self._held[name]
-        return found is self._parameters[name] or found is each.sharded_param or found is getattr(each, "_unsharded_param", None)
+        return (
+            found is self._parameters[name]
+            or found is each.sharded_param
+            or found is getattr(each, "_unsharded_param", None)
+        )
 
     def forget_grads(self) -> None:
         for parameter in self._parameters.values():
@@ -156,19 +198,26 @@ def _held_by(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> dict[s
 
 
 def _written(part: Any, held: Any) -> Hashable:
-    """Returns how often the part of a parameter, and the gathered one since it was made, were written to, where that one is, its hooks, and
-    whether it is trained.
+    """Returns how often the part of a parameter, and the gathered one since it was made, were written to,
+    where that one is, its hooks, and whether it is trained.
     """
     whole = getattr(held, "_unsharded_param", None)
     if whole is None:
         return part._local_tensor._version, 0, 0, held.hooks, part.requires_grad
     version, memory = held.made
     there = whole.untyped_storage()._cdata - memory
-    return part._local_tensor._version, whole._version - version, there, len(whole._backward_hooks or ()), whole.requires_grad
+    return (
+        part._local_tensor._version,
+        whole._version - version,
+        there,
+        len(whole._backward_hooks or ()),
+        whole.requires_grad,
+    )
 
 
 def keep_their_kind(model: nn.Module, before: Mapping[tuple[nn.Module, str], nn.Parameter]) -> None:
-    """Lets code of the model take FSDP2's parameters for those of ``before``, by the module and the name that they have there.
+    """Lets code of the model take FSDP2's parameters for those of ``before``, by the module and the name that
+    they have there.
 
     FSDP2 makes a gathered parameter when it gathers it first, and keeps it.
     """
@@ -200,14 +249,17 @@ def _local(tensor: Tensor) -> Tensor:
 class _Master(Tensor):
     """A parameter, or a part of one, in whose place FSDP2 gathers fp8 values.  ``plain`` has its memory.
 
-    FSDP2 asks the part for these values, so each operation with which torch cuts, copies or moves a master gives masters.
+    FSDP2 asks the part for these values, so each operation with which torch cuts, copies or moves a master
+    gives masters.
     """
 
     plain: Tensor
 
     @staticmethod
     def __new__(cls, plain: Tensor) -> _Master:
-        made: _Master = Tensor._make_wrapper_subclass(cls, plain.size(), strides=plain.stride(), dtype=plain.dtype, device=plain.device)
+        made: _Master = Tensor._make_wrapper_subclass(
+            cls, plain.size(), strides=plain.stride(), dtype=plain.dtype, device=plain.device
+        )
         made.plain = plain
         return made
 
@@ -215,38 +267,52 @@ class _Master(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         known = {id(each.plain): each for each in tree_leaves((args, kwargs)) if isinstance(each, cls)}
         args, kwargs = tree_map_only(cls, lambda each: each.plain, (args, kwargs or {}))
-        return tree_map_only(Tensor, lambda each: known[id(each)] if id(each) in known else cls(each), func(*args, **kwargs))
+        return tree_map_only(
+            Tensor, lambda each: known[id(each)] if id(each) in known else cls(each), func(*args, **kwargs)
+        )
 
-    def fsdp_pre_all_gather(self, mesh: Any, size: Any, stride: Any, layer: Any, policy: Any) -> tuple[tuple[Tensor], Any]:
+    def fsdp_pre_all_gather(
+        self, mesh: Any, size: Any, stride: Any, layer: Any, policy: Any
+    ) -> tuple[tuple[Tensor], Any]:
         """Returns this member's part of the weight of ``layer``, as bytes."""
         return (layer.fp8_part.view(torch.uint8),), layer
 
     def fsdp_post_all_gather(
         self, gathered: tuple[Tensor], layer: Any, dtype: torch.dtype, *, out: Tensor | None = None
     ) -> tuple[Tensor, tuple[()]] | None:
-        """Lets ``layer`` hold what was gathered.  FSDP2 fills the same memory each time, so the first time is enough."""
+        """Lets ``layer`` hold what was gathered.  FSDP2 fills the same memory each time, so the first time is
+        enough.
+        """
         if out is not None:
             return None
         hold(layer, gathered[0][: layer.out_features].view(FORWARD), layer.fp8_inverse)
         return layer.fp8_carrier, ()
 
 
-def apply_fp8_gather(model: nn.Module, world: World, table: ShardingTable, precision: Precision) -> Fp8Weights | None:
+def apply_fp8_gather(
+    model: nn.Module, world: World, table: ShardingTable, precision: Precision
+) -> Fp8Weights | None:
     """Lets the weights of layers that multiply in fp8 be gathered so, before ``model`` is wrapped."""
     if precision.fp8 is None:
         return None
     weights = Fp8Weights(weights_of(model, table), world, precision.fp8)
     for name, layer in weights.layers.items():
         layer.weight = nn.Parameter(_Master(layer.weight.detach()), layer.weight.requires_grad)
-        layer.fp8_part, layer.fp8_carrier, layer.fp8_inverse = weights.parts[name], weights.carrier(name), weights.inverse[name]
+        layer.fp8_part, layer.fp8_carrier, layer.fp8_inverse = (
+            weights.parts[name],
+            weights.carrier(name),
+            weights.inverse[name],
+        )
     return weights
 
 
 def apply_fsdp(model: nn.Module, world: World, table: ShardingTable, precision: Precision) -> None:
-    """Wraps each block by itself, and the rest of ``model`` as the root.  Gradients are summed and never divided.
+    """Wraps each block by itself, and the rest of ``model`` as the root.  Gradients are summed and never
+    divided.
 
-    FSDP2 warns of each module whose output is a view, as every ``nn.Linear`` of three dimensions returns: to change that in place would be
-    wrong.  Such a change ends the first step (:func:`tell_of_views`), so a run without one need not be warned.
+    FSDP2 warns of each module whose output is a view, as every ``nn.Linear`` of three dimensions returns: to
+    change that in place would be wrong.  Such a change ends the first step (:func:`tell_of_views`), so a run
+    without one need not be warned.
     """
     warnings.filterwarnings("ignore", VIEW_WARNING, UserWarning, FSDP_STATE)
     for each in (*(model.get_submodule(name) for name in table.blocks), model):
@@ -257,7 +323,9 @@ def apply_fsdp(model: nn.Module, world: World, table: ShardingTable, precision: 
 
 
 def tell_of_views(error: RuntimeError) -> None:
-    """Adds what to do to the error of a backward pass that a change in place has left without the weights of a block."""
+    """Adds what to do to the error of a backward pass that a change in place has left without the weights of
+    a block.
+    """
     if FREED in str(error):
         error.add_note(CHANGED_VIEW)
 
@@ -269,14 +337,18 @@ def tell_of_reads(error: Exception) -> None:
 
 
 def _policy(module: nn.Module, precision: Precision) -> MixedPrecisionPolicy:
-    """Returns the dtypes of ``module``.  Gradients are summed in float64 if it has such parameters, and computes in their dtype.
+    """Returns the dtypes of ``module``.  Gradients are summed in float64 if it has such parameters, and
+    computes in their dtype.
 
-    Parameters of blocks in it, which are wrapped already, and frozen ones do not count: they would change how the others are summed.
+    Parameters of blocks in it, which are wrapped already, and frozen ones do not count: they would change how
+    the others are summed.
     """
     own = {each.dtype for each in module.parameters() if each.requires_grad and not isinstance(each, DTensor)}
     own = own if precision.compute is None else set()
     summed = reduce(torch.promote_types, own, precision.reduce)
-    return MixedPrecisionPolicy(param_dtype=precision.compute, reduce_dtype=summed, cast_forward_inputs=precision.casts_inputs)
+    return MixedPrecisionPolicy(
+        param_dtype=precision.compute, reduce_dtype=summed, cast_forward_inputs=precision.casts_inputs
+    )
 
 
 def apply_sync(model: nn.Module, scheme: Scheme, precision: Precision) -> None:
@@ -295,7 +367,9 @@ def apply_sync(model: nn.Module, scheme: Scheme, precision: Precision) -> None:
 
 
 def _group(module: FSDPModule) -> Any:
-    """Returns what FSDP2 gathers and sums together: the parameters of ``module`` that are in no wrapped module below; None without any."""
+    """Returns what FSDP2 gathers and sums together: the parameters of ``module`` that are in no wrapped
+    module below; None without any.
+    """
     return module._get_fsdp_state()._fsdp_param_group
 
 
@@ -307,7 +381,9 @@ def _reduce_of(module: FSDPModule) -> _Reduce | None:
 
 
 def _count(group: Any, ours: _Reduce) -> None:
-    """Lets ``ours`` know how often its module has run, and how often with gradients: a teacher, without them, has no part in the sums."""
+    """Lets ``ours`` know how often its module has run, and how often with gradients: a teacher, without them,
+    has no part in the sums.
+    """
     if group is None:
         return
     original = group._record_post_forward
@@ -321,10 +397,11 @@ def _count(group: Any, ours: _Reduce) -> None:
 
 
 def _end(group: Any, state: Any) -> None:
-    """Lets a module be idle as soon as its part of a backward pass is over, so that it may have another one in the same pass.
+    """Lets a module be idle as soon as its part of a backward pass is over, so that it may have another one
+    in the same pass.
 
-    By itself FSDP2 takes a later run of a reentrant checkpoint for what another checkpoint recomputes for the part that is over, and leaves
-    the gradients of that run out of every sum.
+    By itself FSDP2 takes a later run of a reentrant checkpoint for what another checkpoint recomputes for the
+    part that is over, and leaves the gradients of that run out of every sum.
     """
 
     def idle() -> None:
@@ -335,7 +412,8 @@ def _end(group: Any, state: Any) -> None:
 
 
 def _forget(group: Any, scheme: Scheme) -> None:
-    """Gives up the memory that FSDP2 takes for the result of each round, where the scheme keeps the sums and gives none but in the last.
+    """Gives up the memory that FSDP2 takes for the result of each round, where the scheme keeps the sums and
+    gives none but in the last.
 
     By itself FSDP2 keeps it, as large as the sums, until the next round begins.
     """
@@ -362,8 +440,8 @@ def _after_backward(group: Any, do: Callable[[], None]) -> None:
 def _fill(group: Any) -> None:
     """Lets a parameter without a gradient have zeros, where its module took part in a microbatch.
 
-    FSDP2 sums what has a gradient.  Where members' microbatches use different parameters, they would add unlike things.  Torch 2.13 can do
-    this itself (``set_reduce_scatter_unused_params``), 2.11 cannot.
+    FSDP2 sums what has a gradient.  Where members' microbatches use different parameters, they would add
+    unlike things.  Torch 2.13 can do this itself (``set_reduce_scatter_unused_params``), 2.11 cannot.
     """
     if group is None:
         return
@@ -410,13 +488,21 @@ class _Reduce:
         self.begins: Callable[[], None] = lambda: None
         """It is called when a sum begins."""
         self.passes = self.runs = 0
-        """The number of forward passes of its module in the present microbatch, and of those with gradients."""
+        """The number of forward passes of its module in the present microbatch, and of those with gradients.
+        """
 
-    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp, async_op: bool = False
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp,
+        async_op: bool = False,
     ) -> None:
         self.summed += 1
         self.begins()
@@ -425,7 +511,9 @@ class _Reduce:
 
 
 def settle(model: nn.Module) -> None:
-    """Lets FSDP2 do now what it would do before the first pass: it may move the part of a :class:`_Master` to other memory."""
+    """Lets FSDP2 do now what it would do before the first pass: it may move the part of a :class:`_Master` to
+    other memory.
+    """
     model._get_fsdp_state()._lazy_init()  # type: ignore[operator]  # of an FSDPModule
 
 
@@ -440,7 +528,9 @@ def keep_streams(model: nn.Module, world: World) -> None:
 
 @contextmanager
 def gathered(block: nn.Module) -> Iterator[None]:
-    """Gathers the parameters of ``block`` for a run that is none of its model's, if they are split.  Every member must do so."""
+    """Gathers the parameters of ``block`` for a run that is none of its model's, if they are split.  Every
+    member must do so.
+    """
     if not isinstance(block, FSDPModule):
         yield
         return

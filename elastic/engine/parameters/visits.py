@@ -1,16 +1,21 @@
-"""Weights that live in the memory of the host and visit the device: those of a block while it runs, and of one block more on their way.
+"""Weights that live in the memory of the host and visit the device: those of a block while it runs, and of
+one block more on their way.
 
-GeePS (Cui and others 2016) and ZeRO-Infinity (Rajbhandari and others 2021) do the same.  A group is the weights of one block, and lies in
-one piece of pinned memory.  It comes over a stream of its own while the block before it runs, in the backward pass while the block after it
-does.  It leaves when the block has run, and in the backward pass when all its gradients came, or another block needs its weights.  If some
-weights are frozen, the gradients of the others say nothing: only another block lets it leave.  Group 0 is the rest: weights outside of
-blocks, and those that several blocks share.  It comes once a step, and leaves after the last backward pass.
+GeePS (Cui and others 2016) and ZeRO-Infinity (Rajbhandari and others 2021) do the same.  A group is the
+weights of one block, and lies in one piece of pinned memory.  It comes over a stream of its own while the
+block before it runs, in the backward pass while the block after it does.  It leaves when the block has run,
+and in the backward pass when all its gradients came, or another block needs its weights.  If some weights are
+frozen, the gradients of the others say nothing: only another block lets it leave.  Group 0 is the rest:
+weights outside of blocks, and those that several blocks share.  It comes once a step, and leaves after the
+last backward pass.
 
-Values in the host's memory do not change within a step.  So a visit is new memory each time, and whoever still has a tensor of an earlier
-visit has the right values.  Only memory is at stake, and two things would keep it:
+Values in the host's memory do not change within a step.  So a visit is new memory each time, and whoever
+still has a tensor of an earlier visit has the right values.  Only memory is at stake, and two things would
+keep it:
 
 * Autograd keeps weights for the backward pass.  It gets a note in their place, and the weights come when it reads that.  The hooks for it
-  are the innermost; what is no weight goes on to the hooks around them, those of ``groups.py`` or ``activations.py``.
+  are the innermost; what is no weight goes on to the hooks around them, those of ``groups.py`` or
+  ``activations.py``.
 * A weight that is read outside of a call of its block comes then, and stays until the backward pass is over: nobody knows who has it.
 
 While a group is away its parameters are NaN, in memory that all of them share.
@@ -35,7 +40,8 @@ from elastic.engine.parameters.gathers import COLLECTIVES, Old
 from elastic.engine.streams import stream, wait_for
 
 ALIGNED = 512
-"""Bytes to which a weight is aligned, as torch's allocator does: kernels, and so the bits, may depend on it."""
+"""Bytes to which a weight is aligned, as torch's allocator does: kernels, and so the bits, may depend on it.
+"""
 WEIGHTS = "weights"
 """Purpose of the stream over which weights come."""
 
@@ -87,7 +93,9 @@ class Visits:
     """The weights of a model whose blocks get them for each run."""
 
     def __init__(self, model: nn.Module, blocks: Sequence[str], device: torch.device) -> None:
-        """Goes round ``forward`` of the blocks.  Whatever goes round it later runs the whole of this, also to run a block again."""
+        """Goes round ``forward`` of the blocks.  Whatever goes round it later runs the whole of this, also to
+        run a block again.
+        """
         self.device = device
         self._blocks = [model.get_submodule(name) for name in blocks]
         for number, block in enumerate(self._blocks, 1):
@@ -106,13 +114,19 @@ class Visits:
         self._backward = False
 
     def hold(self, model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-        """Takes over the parameters with which ``model`` computes, and returns the memory of the host for their values, by name.
+        """Takes over the parameters with which ``model`` computes, and returns the memory of the host for
+        their values, by name.
 
         What they have now, they will have while they are away.
         """
         inside = [{id(each) for each in block.parameters()} for block in self._blocks]
         within = {id(module) for block in self._blocks for module in block.modules()}
-        outside = {id(each) for module in model.modules() if id(module) not in within for each in module.parameters(recurse=False)}
+        outside = {
+            id(each)
+            for module in model.modules()
+            if id(module) not in within
+            for each in module.parameters(recurse=False)
+        }
         times = Counter(each for ids in inside for each in ids) + Counter(outside)
         numbers = {each: number for number, ids in enumerate(inside, 1) for each in ids if times[each] == 1}
         for parameter in parameters.values():
@@ -126,7 +140,10 @@ class Visits:
         for group in self._groups:
             group.host = memory.take(group.bytes)
             weakref.finalize(self, memory.give, group.host)
-            places |= {id(parameter): value for parameter, value in zip(group.parameters, group.views(group.host), strict=True)}
+            places |= {
+                id(parameter): value
+                for parameter, value in zip(group.parameters, group.views(group.host), strict=True)
+            }
         return {name: places[id(parameter)] for name, parameter in parameters.items()}
 
     def names(self, parameters: Mapping[str, nn.Parameter]) -> list[list[str]]:
@@ -135,7 +152,9 @@ class Visits:
         return [[names[id(parameter)] for parameter in group.parameters] for group in self._groups]
 
     def after(self, ready: Callable[[int], None]) -> None:
-        """Lets ``ready(number)`` come before a group is read from the memory of the host: its values may be on their way there."""
+        """Lets ``ready(number)`` come before a group is read from the memory of the host: its values may be
+        on their way there.
+        """
         self._ready = ready
 
     # ---- a step
@@ -156,12 +175,18 @@ class Visits:
     def release(self, parameters: Collection[nn.Parameter]) -> None:
         """Lets the groups of parameters leave whose gradients all came, unless one is frozen.
 
-        The backward pass may still need that: torch's checkpoint keeps a frozen parameter itself, which becomes NaN.
+        The backward pass may still need that: torch's checkpoint keeps a frozen parameter itself, which
+        becomes NaN.
         """
         ids = {id(each) for each in parameters}
         for number in [*self._here]:
             group = self._groups[number].parameters
-            if number and self._may_leave(number) and ids & {id(each) for each in group} and all(each.requires_grad for each in group):
+            if (
+                number
+                and self._may_leave(number)
+                and ids & {id(each) for each in group}
+                and all(each.requires_grad for each in group)
+            ):
                 self._leave(number)
 
     def end(self, *, last: bool) -> None:
@@ -173,8 +198,11 @@ class Visits:
                 self._leave(number)
 
     def need(self, number: int, step: int) -> None:
-        """Lets the present stream have a group, and begins to bring the one that is ``step`` further.  The host waits for nothing."""
-        with torch.no_grad(), _disable_current_modes():  # a run again may look at all operations, and these are not the block's
+        """Lets the present stream have a group, and begins to bring the one that is ``step`` further.  The
+        host waits for nothing.
+        """
+        # a run again may look at all operations, and these are not the block's
+        with torch.no_grad(), _disable_current_modes():
             if number not in self._here:
                 for other in [*self._here, *self._coming]:
                     if other not in (0, number, number + step) and self._may_leave(other):
@@ -246,11 +274,15 @@ class Visits:
             if not self._backward and self._may_leave(number):
                 self._leave(number)
 
-    def _pack(self, outer: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None, tensor: Tensor) -> Any:
+    def _pack(
+        self, outer: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None, tensor: Tensor
+    ) -> Any:
         if type(tensor) in (Tensor, nn.Parameter):
             number = self._number_of.get(tensor.untyped_storage()._cdata)
             if number:
-                return _SavedWeight(self, number, tensor.dtype, (tensor.storage_offset(), tensor.shape, tensor.stride()))
+                return _SavedWeight(
+                    self, number, tensor.dtype, (tensor.storage_offset(), tensor.shape, tensor.stride())
+                )
         return tensor if outer is None else _Other(outer[0](tensor), outer[1])
 
     def again(self, saved: _SavedWeight) -> Tensor:
@@ -261,12 +293,15 @@ class Visits:
 
 
 def bring(host: Tensor, device: torch.device) -> tuple[Tensor, torch.cuda.Event | None]:
-    """Begins to copy memory of the host to new memory of the device.  Returns that and, on a GPU, the end of the transfer."""
+    """Begins to copy memory of the host to new memory of the device.  Returns that and, on a GPU, the end of
+    the transfer.
+    """
     memory = torch.empty(len(host), dtype=torch.uint8, device=device)
     if device.type != "cuda":
         return memory.copy_(host), None
     side = stream(WEIGHTS, device)
-    side.wait_stream(torch.cuda.current_stream())  # for those who had this memory before, and who wrote the host's
+    # for those who had this memory before, and who wrote the host's
+    side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         memory.copy_(host, non_blocking=True)
         return memory, side.record_event()
@@ -283,7 +318,9 @@ def _unpack(kept: Any) -> Tensor:
 
 def absent(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Returns values that are not there: NaN (0 of an integer) in the memory of one element."""
-    return torch.full((), math.nan if dtype.is_floating_point else 0, dtype=dtype, device=device).expand(shape)
+    return torch.full((), math.nan if dtype.is_floating_point else 0, dtype=dtype, device=device).expand(
+        shape
+    )
 
 
 def parameters_of(module: nn.Module) -> Iterator[nn.Parameter]:

@@ -1,18 +1,22 @@
-"""Parameters that are whole where they are used: the model of every member computes with all of them, and nothing is gathered for a block.
+"""Parameters that are whole where they are used: the model of every member computes with all of them, and
+nothing is gathered for a block.
 
-The model computes with copies in the dtype of the precision policy, which are made once a step; weights of layers that multiply in fp8 are
-copied and gathered in fp8, unless the state is offloaded.  What a member holds and updates is its part: all of a parameter, or, where
-``dp_shard`` cuts the state, some of its rows.  Then the copies are gathered from the parts, those of a block while the blocks before it run
-(``gathers.py``).  That is stage 2 of ZeRO, and with ``deferred`` sums stage 1 (Rajbhandari and others 2020, section 5).  Where the copies
-live on the host, they are gathered there, and visit the device (``visits.py``).
+The model computes with copies in the dtype of the precision policy, which are made once a step; weights of
+layers that multiply in fp8 are copied and gathered in fp8, unless the state is offloaded.  What a member
+holds and updates is its part: all of a parameter, or, where ``dp_shard`` cuts the state, some of its rows.
+Then the copies are gathered from the parts, those of a block while the blocks before it run (``gathers.py``).
+That is stage 2 of ZeRO, and with ``deferred`` sums stage 1 (Rajbhandari and others 2020, section 5).  Where
+the copies live on the host, they are gathered there, and visit the device (``visits.py``).
 
-When the gradients of a unit (a bucket of blocks, or the rest of the model) are complete in a backward pass, they are put together and
-summed, while the backward pass goes on.  Units are summed in a fixed order, so that all members call their collectives in the same one even
-if some do not use some parameters.  A hook costs the host 2 µs, so not every parameter has one, only those that came last so far.
+When the gradients of a unit (a bucket of blocks, or the rest of the model) are complete in a backward pass,
+they are put together and summed, while the backward pass goes on.  Units are summed in a fixed order, so that
+all members call their collectives in the same one even if some do not use some parameters.  A hook costs the
+host 2 µs, so not every parameter has one, only those that came last so far.
 
-Within one backward pass torch brings the gradient of a parameter once.  A backward pass within the backward pass, as that of torch's
-checkpoint with ``use_reentrant=True``, brings its own part, and nobody can know whether another one follows.  Waiting for the end of the
-round would cost all others their overlap; so a part that comes after the sum is an error, and a parameter that comes once is none.
+Within one backward pass torch brings the gradient of a parameter once.  A backward pass within the backward
+pass, as that of torch's checkpoint with ``use_reentrant=True``, brings its own part, and nobody can know
+whether another one follows.  Waiting for the end of the round would cost all others their overlap; so a part
+that comes after the sum is an error, and a parameter that comes once is none.
 """
 
 from __future__ import annotations
@@ -42,13 +46,16 @@ from elastic.models.spec import ShardingTable
 from elastic.plan.axes import chunk
 
 TWICE = (
-    "a gradient of {!r} came in two parts, the second one after the first was summed: the model uses it more than once, and a backward "
-    "pass runs within another one, as that of torch's checkpoint with use_reentrant=True does, or within the forward pass; give the "
+    "a gradient of {!r} came in two parts, the second one after the first was summed: the model uses it "
+    "more than once, and a backward "
+    "pass runs within another one, as that of torch's checkpoint with use_reentrant=True does, or within "
+    "the forward pass; give the "
     "checkpoint use_reentrant=False, or leave it out and set recompute = 'block'"
 )
 
 SPARSE = (
-    "the gradient of {!r} is sparse, and sparse gradients cannot be summed in a fixed order; leave out sparse=True where the model calls "
+    "the gradient of {!r} is sparse, and sparse gradients cannot be summed in a fixed order; leave out "
+    "sparse=True where the model calls "
     "torch.nn.functional.embedding"
 )
 
@@ -69,7 +76,9 @@ class _Unit:
     """The sum of the gradients of a step, one after the other."""
 
     def came(self) -> list[Tensor] | None:
-        """Returns the gradients, in the order of ``names``, once the present backward pass has brought all of them; else None."""
+        """Returns the gradients, in the order of ``names``, once the present backward pass has brought all of
+        them; else None.
+        """
         found = list[Tensor]()
         for parameter in self.computing:
             if (grad := parameter.grad) is None:
@@ -97,31 +106,41 @@ class Whole(Parameters):
         bucket: int = 0,
         visits: Visits | None = None,
     ) -> None:
-        """Gives the parameters of ``model``, which may be on the meta device, memory on the device of ``world``.
+        """Gives the parameters of ``model``, which may be on the meta device, memory on the device of
+        ``world``.
 
-        A parameter that has memory there already keeps it, unless it is cut.  With ``offloads`` the parts are on the meta device until the
-        owner of their memory, which is the host's, sets them.  A bucket of joined blocks has at most ``bucket`` elements.  With ``visits``
-        the copies are in the host's memory, too.
+        A parameter that has memory there already keeps it, unless it is cut.  With ``offloads`` the parts are
+        on the meta device until the owner of their memory, which is the host's, sets them.  A bucket of
+        joined blocks has at most ``bucket`` elements.  With ``visits`` the copies are in the host's memory,
+        too.
         """
         self.world, self.scheme, self.shards, self.offloads = world, scheme, world.layout.dp_shard, offloads
         self._visits = visits
         self.fetch: Callable[[str], Tensor] | None = None
         """It returns a parameter's part on the device; whoever owns memory of the host sets it."""
         self._fresh = False
-        """True if the model's weights are those of the parts; it matters only where the parts are in host memory."""
+        """True if the model's weights are those of the parts; it matters only where the parts are in host
+        memory.
+        """
         known, buckets = dict(model.named_parameters()), buckets_of(model, table, bucket)
         self.parts = {name: self._part(parameter) for name, parameter in known.items()}
         self.trained = frozenset(name for name, parameter in known.items() if parameter.requires_grad)
         layers = weights_of(model, table) if precision.fp8 is not None and not offloads else {}
         self._fp8 = Fp8Weights(layers, world, precision.fp8 or "tensor")
-        self._computing = {name: self._copy(name, parameter, precision.compute) for name, parameter in known.items()}
+        self._computing = {
+            name: self._copy(name, parameter, precision.compute) for name, parameter in known.items()
+        }
         _replace(model, {id(known[name]): parameter for name, parameter in self._computing.items()})
-        self._used = {name: with_rows(each.detach()) for name, each in self._computing.items()} | self._hold_fp8()
+        self._used = {
+            name: with_rows(each.detach()) for name, each in self._computing.items()
+        } | self._hold_fp8()
         if visits is not None:
             self._used = {name: with_rows(each) for name, each in visits.hold(model, self._computing).items()}
         """Memory of all values with which the model computes, on the device or on the host."""
         memory = {name: part.untyped_storage()._cdata for name, part in self.parts.items()}
-        self.copies = [copy for name, copy in self._used.items() if copy.untyped_storage()._cdata != memory[name]]
+        self.copies = [
+            copy for name, copy in self._used.items() if copy.untyped_storage()._cdata != memory[name]
+        ]
         self._units: list[_Unit] = []
         """The units in the order in which a backward pass completes them."""
         self._next = 0
@@ -131,7 +150,11 @@ class Whole(Parameters):
         for each in buckets:
             self._add_unit([*each.parameters], precision.wire)
         blocks = [model.get_submodule(block) for block in table.blocks]
-        order = [[*each.parameters] for each in reversed(buckets)] if visits is None else visits.names(self._computing)
+        order = (
+            [[*each.parameters] for each in reversed(buckets)]
+            if visits is None
+            else visits.names(self._computing)
+        )
         gathered = [[self._weight(name) for name in names] for names in order] if self.shards > 1 else []
         if visits is None:
             self._gathers = Gathers(model, world, gathered, blocks)
@@ -153,11 +176,15 @@ class Whole(Parameters):
 
     def _mine(self, whole: Tensor) -> Tensor:
         """Returns this member's rows of a whole tensor."""
-        first, last = chunk(len(whole), self.shards, self.world.layout.coordinates(self.world.rank)["dp_shard"])
+        first, last = chunk(
+            len(whole), self.shards, self.world.layout.coordinates(self.world.rank)["dp_shard"]
+        )
         return whole.detach()[first:last]
 
     def _copy(self, name: str, parameter: nn.Parameter, dtype: torch.dtype | None) -> nn.Parameter:
-        """Returns a parameter with which the model computes: the part itself if that is all of it and has the ``dtype``."""
+        """Returns a parameter with which the model computes: the part itself if that is all of it and has the
+        ``dtype``.
+        """
         if name in self._fp8.layers:
             return in_place_of(parameter, self._fp8.carrier(name))
         part = self.parts[name]
@@ -181,15 +208,20 @@ class Whole(Parameters):
     def _add_unit(self, names: list[str], wire: torch.dtype | None) -> None:
         if names := [name for name in names if name in self.trained]:
             computing = [self._computing[name] for name in names]
-            self._units.append(_Unit(self.scheme.reduction(wire), names, computing, ends_of(computing, self.shards)))
-            self._watch(len(self._units) - 1, 0)  # what is used first in the forward pass usually comes last in the backward pass
+            self._units.append(
+                _Unit(self.scheme.reduction(wire), names, computing, ends_of(computing, self.shards))
+            )
+            # what is used first in the forward pass usually comes last in the backward pass
+            self._watch(len(self._units) - 1, 0)
 
     def _watch(self, number: int, place: int) -> None:
         """Lets a parameter of a unit tell when its gradient came."""
         unit = self._units[number]
         if place not in unit.hooked:
             unit.hooked.add(place)
-            unit.computing[place].register_post_accumulate_grad_hook(partial(_came, weakref.ref(self), number))
+            unit.computing[place].register_post_accumulate_grad_hook(
+                partial(_came, weakref.ref(self), number)
+            )
 
     def refresh(self) -> None:
         with torch.no_grad():
@@ -213,7 +245,9 @@ class Whole(Parameters):
         self._next = 0
 
     def _make_copies(self) -> None:
-        """Writes the present values into the parameters with which the model computes, or begins to gather them there."""
+        """Writes the present values into the parameters with which the model computes, or begins to gather
+        them there.
+        """
         if self.offloads and not self._fresh:
             assert self.fetch is not None, "the owner of the parts' memory has set it"
             for name in self.parts:
@@ -222,7 +256,9 @@ class Whole(Parameters):
         self._fp8.cast(self.parts)
         self._gathers.begin()
         if self.shards == 1 and not self.offloads:
-            pairs = [(copy, self.parts[name]) for name, copy in self._used.items() if name not in self._fp8.layers]
+            pairs = [
+                (copy, self.parts[name]) for name, copy in self._used.items() if name not in self._fp8.layers
+            ]
             pairs = [(copy, part) for copy, part in pairs if copy.dtype != part.dtype]
             if pairs:
                 copies = [copy for copy, _ in pairs]
@@ -231,10 +267,14 @@ class Whole(Parameters):
         self.current = True
 
     def take(self, name: str, values: Tensor) -> None:
-        """Writes values of this member's part, which are on the device, into the weight with which the model computes."""
+        """Writes values of this member's part, which are on the device, into the weight with which the model
+        computes.
+        """
         weight = self._mine(self._used[name])
         with torch.autograd._unsafe_preserve_version_counter(weight):
-            weight.copy_(values if weight.device == values.device else values.to(weight.dtype), non_blocking=True)
+            weight.copy_(
+                values if weight.device == values.device else values.to(weight.dtype), non_blocking=True
+            )
 
     def end_forward(self) -> None:
         self._gathers.finish()
@@ -251,10 +291,11 @@ class Whole(Parameters):
         return Weight(self._computing[name], self._used[name], part)
 
     def _came(self, number: int) -> None:
-        """Sums the units that are complete, now that the backward pass has brought a gradient of unit ``number``.
+        """Sums the units that are complete, now that the backward pass has brought a gradient of unit
+        ``number``.
 
-        If the unit still misses one, that one is watched too.  So somebody who has not come yet is watched until all have come, also where
-        the order changes from one microbatch to the next.
+        If the unit still misses one, that one is watched too.  So somebody who has not come yet is watched
+        until all have come, also where the order changes from one microbatch to the next.
         """
         while self._next < len(self._units) and (came := self._units[self._next].came()) is not None:
             self._sum(self._units[self._next], came)
@@ -268,9 +309,15 @@ class Whole(Parameters):
                     raise ModelError(TWICE.format(unit.names[place]))
         missing = set[str]()
         for unit in self._units[self._next :]:
-            missing |= {name for name, parameter in zip(unit.names, unit.computing, strict=True) if parameter.grad is None}
+            missing |= {
+                name
+                for name, parameter in zip(unit.names, unit.computing, strict=True)
+                if parameter.grad is None
+            }
             came = ((parameter, parameter.grad) for parameter in unit.computing)
-            self._sum(unit, [grad if grad is not None else torch.zeros_like(parameter) for parameter, grad in came])
+            self._sum(
+                unit, [grad if grad is not None else torch.zeros_like(parameter) for parameter, grad in came]
+            )
         self.missing = frozenset(missing)
         if self._visits is not None:
             self._visits.end(last=self.scheme.round.last)
@@ -280,13 +327,18 @@ class Whole(Parameters):
     def _sum(self, unit: _Unit, came: list[Tensor]) -> None:
         """Sums the gradients of the next unit."""
         self._next += 1
-        if sparse := next((name for name, grad in zip(unit.names, came, strict=True) if grad.layout is not torch.strided), None):
+        if sparse := next(
+            (name for name, grad in zip(unit.names, came, strict=True) if grad.layout is not torch.strided),
+            None,
+        ):
             raise ModelError(SPARSE.format(sparse))
         if self.shards == 1:
             flat = torch._utils._flatten_dense_tensors(came)
         else:
             dtype = reduce(torch.promote_types, {grad.dtype for grad in came})
-            flat = torch._chunk_cat([with_rows(grad.detach()).to(dtype) for grad in came], 0, self.shards).view(-1)
+            flat = torch._chunk_cat(
+                [with_rows(grad.detach()).to(dtype) for grad in came], 0, self.shards
+            ).view(-1)
         for parameter in unit.computing:
             parameter.grad = None
         if self._visits is not None:
@@ -299,7 +351,9 @@ class Whole(Parameters):
             flat.record_stream(self._stream)
 
     def _add(self, unit: _Unit, flat: Tensor) -> None:
-        """Sums the gradients of a round over the members, and over the rounds unless the scheme has done that."""
+        """Sums the gradients of a round over the members, and over the rounds unless the scheme has done
+        that.
+        """
         reduction = unit.reduction
         if (total := reduction.reduce(flat)) is not None:
             unit.total = total if unit.total is None else unit.total.add_(total)
@@ -321,16 +375,27 @@ class Whole(Parameters):
                     grads = torch._utils._unflatten_dense_tensors(unit.total, parts)
                 else:  # what is behind a short part belongs to none
                     places = zip(unit.ends, parts, strict=False)
-                    grads = [unit.total[first : first + part.numel()].view(part.shape) for first, part in places]
-                alike = (grad if grad.dtype == part.dtype else grad.to(part.dtype) for grad, part in zip(grads, parts, strict=True))
+                    grads = [
+                        unit.total[first : first + part.numel()].view(part.shape) for first, part in places
+                    ]
+                alike = (
+                    grad if grad.dtype == part.dtype else grad.to(part.dtype)
+                    for grad, part in zip(grads, parts, strict=True)
+                )
                 found.update(zip(unit.names, alike, strict=True))
             self._found = {name: found[name] for name in self.parts if name in found}
         return self._found
 
     def writes(self) -> Mapping[str, Hashable]:
         if self._visits is not None:  # which gives them other memory itself
-            return {name: (each._version, len(each._backward_hooks or ())) for name, each in self._computing.items()}
-        return {name: (each._version, each.data_ptr(), len(each._backward_hooks or ())) for name, each in self._computing.items()}
+            return {
+                name: (each._version, len(each._backward_hooks or ()))
+                for name, each in self._computing.items()
+            }
+        return {
+            name: (each._version, each.data_ptr(), len(each._backward_hooks or ()))
+            for name, each in self._computing.items()
+        }
 
     def is_own(self, name: str, found: object) -> bool:
         return found is self._computing[name]
@@ -346,15 +411,17 @@ class Whole(Parameters):
 def _came(whole: weakref.ref[Whole], number: int, _: Tensor) -> None:
     """Tells the owner of a parameter, if it is still there, that its gradient came.
 
-    The parameter's hook must not hold its owner, which holds the parameter: torch 2.11 hides hooks of a device's tensors from Python's
-    garbage collector, and the weights of each world that is over would stay in the device's memory.
+    The parameter's hook must not hold its owner, which holds the parameter: torch 2.11 hides hooks of a
+    device's tensors from Python's garbage collector, and the weights of each world that is over would stay in
+    the device's memory.
     """
     if (owner := whole()) is not None:
         owner._came(number)
 
 
 def _cast_inputs(module: nn.Module, dtype: torch.dtype) -> None:
-    """Lets ``module`` get floating-point inputs in ``dtype``, as FSDP2 does: a member that computes in another world does the same.
+    """Lets ``module`` get floating-point inputs in ``dtype``, as FSDP2 does: a member that computes in
+    another world does the same.
 
     A compiled module gets them so, too: a cast that is compiled with others may round at another place.
     """

@@ -1,4 +1,5 @@
-"""Sums by the library's collectives: faster than the ordered reduction over slow links, but the sum depends on the number of members.
+"""Sums by the library's collectives: faster than the ordered reduction over slow links, but the sum depends
+on the number of members.
 
 With ``wire`` each member's sum is rounded to that dtype before it is sent, and the library adds in it.
 """
@@ -14,8 +15,8 @@ from elastic.engine.world import reduce_scatter
 
 
 class Collective(Scheme):
-    """A reduce-scatter over the shards and an all-reduce over the replicas: in the last round, or, if parameters are split and the scheme
-    does not defer its sums, in every round.
+    """A reduce-scatter over the shards and an all-reduce over the replicas: in the last round, or, if
+    parameters are split and the scheme does not defer its sums, in every round.
     """
 
     keeps_sums = False

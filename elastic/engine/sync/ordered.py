@@ -1,19 +1,23 @@
 """The ordered reduction: a sum of gradients that does not depend on the number of data ranks.
 
-Floating-point addition is not associative.  A library's reduce-scatter adds in an order that depends on the number of ranks, and rounds are
-accumulated afterwards; so 2, 3 and 4 workers give three different sums.  Here bytes travel in all-to-alls instead, and every addition is
-ours, in an order that the job fixes: the microbatches of a block (``reduction.block``) are added from left to right, and so are the sums of
-the blocks.  A sum starts with its first piece and not with zeros, which would turn -0.0 into 0.0.  Gradients have the dtype of the
-precision policy, whether they travel or not, and all sums are float32, or float64 if the gradients are.  With ``wire`` the gradient of each
-microbatch is rounded to that dtype first of all, whether it travels or not.  A sum never is: where sums begin depends on the layout.
+Floating-point addition is not associative.  A library's reduce-scatter adds in an order that depends on the
+number of ranks, and rounds are accumulated afterwards; so 2, 3 and 4 workers give three different sums.  Here
+bytes travel in all-to-alls instead, and every addition is ours, in an order that the job fixes: the
+microbatches of a block (``reduction.block``) are added from left to right, and so are the sums of the blocks.
+A sum starts with its first piece and not with zeros, which would turn -0.0 into 0.0.  Gradients have the
+dtype of the precision policy, whether they travel or not, and all sums are float32, or float64 if the
+gradients are.  With ``wire`` the gradient of each microbatch is rounded to that dtype first of all, whether
+it travels or not.  A sum never is: where sums begin depends on the layout.
 
-Within a round, ``plan/batch.py`` gives whole blocks to single nodes.  A node adds such a block, or the beginning of one, before it sends
-it.  So with as many microbatches in a block as a node has ranks, a node sends one sum in place of many gradients.  ``plan/routes.py`` says
-which member of the node adds which piece, and to whom it goes.  Nothing else is added on the way.  The owner adds the pieces of a round to
-the sum of the open block, or of all blocks before; it holds these two sums at most.
+Within a round, ``plan/batch.py`` gives whole blocks to single nodes.  A node adds such a block, or the
+beginning of one, before it sends it.  So with as many microbatches in a block as a node has ranks, a node
+sends one sum in place of many gradients.  ``plan/routes.py`` says which member of the node adds which piece,
+and to whom it goes.  Nothing else is added on the way.  The owner adds the pieces of a round to the sum of
+the open block, or of all blocks before; it holds these two sums at most.
 
-With R replicas of S shards, world rank r·S + s owns sub-piece r of shard s while the sum runs (R·S distinct pieces, so no element
-is added twice), and the replicas exchange the finished sub-pieces once, after the last round.
+With R replicas of S shards, world rank r·S + s owns sub-piece r of shard s while the sum runs (R·S distinct
+pieces, so no element is added twice), and the replicas exchange the finished sub-pieces once, after the last
+round.
 """
 
 from __future__ import annotations
@@ -38,12 +42,15 @@ class Ordered(Scheme):
     needs_replicate_group = False
 
     def __init__(self, world: World, deal: Deal, *, deferred: bool = False) -> None:
-        super().__init__(world, deal, deferred=deferred)  # its sums cannot be deferred, since each microbatch is added in its turn
+        # its sums cannot be deferred, since each microbatch is added in its turn
+        super().__init__(world, deal, deferred=deferred)
         self.routes = Routes(world.layout, world.nodes, world.rank)
         self._legs: dict[tuple[int, int], _Legs] = {}
         order, shards = self.routes.order, world.layout.dp_shard
         self.order: tuple[Tensor, Tensor] | None = None
-        """The shards, and the sub-pieces of each, in the order of the handlers; None if that is the order in which they are."""
+        """The shards, and the sub-pieces of each, in the order of the handlers; None if that is the order in
+        which they are.
+        """
         if order != list(range(world.size)) or world.layout.dp_replicate > 1:
             found = torch.tensor([divmod(owner, shards)[::-1] for owner in order], device=world.device)
             self.order = found[:, 0], found[:, 1]
@@ -85,12 +92,19 @@ class _Legs:
 
     @cached_property
     def between_nodes(self) -> list[_Leg]:
-        """The sums, and then the single gradients; a kind that no node has is left out, and all if there is one node."""
+        """The sums, and then the single gradients; a kind that no node has is left out, and all if there is
+        one node.
+        """
         legs = []
-        for units in ([unit for unit in self.units if len(unit.ranks) > 1], [unit for unit in self.units if len(unit.ranks) == 1]):
+        for units in (
+            [unit for unit in self.units if len(unit.ranks) > 1],
+            [unit for unit in self.units if len(unit.ranks) == 1],
+        ):
             if units:
                 here = [unit for unit in units if unit.ranks[0] in self.row]
-                legs.append(_Leg(units, here, self.routes.to_owners(len(here)), *self.routes.from_handlers(units)))
+                legs.append(
+                    _Leg(units, here, self.routes.to_owners(len(here)), *self.routes.from_handlers(units))
+                )
         return legs
 
 
@@ -118,7 +132,9 @@ class OrderedReduction(GradientReduction):
         return self._from_replicas(total, grads.numel() // self.world.layout.dp_shard)
 
     def _add(self, unit: Unit, piece: Tensor) -> None:
-        """Adds the unit to the sum that it continues.  A sum has memory of its own, because pieces lie in buffers of a whole round."""
+        """Adds the unit to the sum that it continues.  A sum has memory of its own, because pieces lie in
+        buffers of a whole round.
+        """
         if not unit.begins:
             assert self.open is not None
             self.open.add_(piece)
@@ -143,7 +159,9 @@ class OrderedReduction(GradientReduction):
         return grads.reshape(layout.dp_shard, layout.dp_replicate, part)[self.scheme.order]
 
     def _to_handler(self, grads: Tensor, legs: _Legs) -> Tensor:
-        """Turns [owners, part] of this member into [members of this node with a gradient, owners that this member handles, part]."""
+        """Turns [owners, part] of this member into [members of this node with a gradient, owners that this
+        member handles, part].
+        """
         part = grads.shape[1]
         if not self.routes.node_each:
             grads = self.world.all_to_all(grads.view(-1), legs.sent, legs.got, part)
@@ -173,8 +191,8 @@ class OrderedReduction(GradientReduction):
     def _from_replicas(self, total: Tensor, count: int) -> Tensor:
         """Joins the sub-pieces of all replicas: flat [count].
 
-        Each sub-piece goes to every other node once, and is shared there.  These are all-to-alls among all members, in which only few send
-        each other anything.  That saves communicators for the replicas.
+        Each sub-piece goes to every other node once, and is shared there.  These are all-to-alls among all
+        members, in which only few send each other anything.  That saves communicators for the replicas.
         """
         routes, part = self.routes, total.numel()
         if self.world.layout.dp_replicate == 1:
@@ -182,11 +200,16 @@ class OrderedReduction(GradientReduction):
         owners = routes.brought[routes.rank]
         if not routes.one_node:
             total = self.world.all_to_all(
-                total.repeat(len(routes.reached)), dict.fromkeys(routes.reached, 1), dict.fromkeys(owners, 1), part
+                total.repeat(len(routes.reached)),
+                dict.fromkeys(routes.reached, 1),
+                dict.fromkeys(owners, 1),
+                part,
             )
         if routes.some_share:
             got = {mate: len(brought) for mate, brought in routes.brought.items()}
-            total = self.world.all_to_all(total.repeat(len(routes.near)), dict.fromkeys(routes.near, len(owners)), got, part)
+            total = self.world.all_to_all(
+                total.repeat(len(routes.near)), dict.fromkeys(routes.near, len(owners)), got, part
+            )
             owners = [owner for brought in routes.brought.values() for owner in brought]
         if owners != sorted(owners):
             places = sorted(range(len(owners)), key=owners.__getitem__)

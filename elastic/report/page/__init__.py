@@ -33,9 +33,18 @@ def _lead(facts: Facts) -> str:
     if not facts.reached and not told.state:
         return "The run has begun and has not committed a step yet."
     if facts.end:
-        reason = f": {clipped(told.reason)}" if told.reason and facts.end != "Finished" and told.state == facts.end else ""
+        reason = (
+            f": {clipped(told.reason)}"
+            if told.reason and facts.end != "Finished" and told.state == facts.end
+            else ""
+        )
         return f"{facts.end} at {where}{reason}."
-    doing = {"Running": "training", "Waiting": "waiting for workers", "Finishing": "saving the last step", "": "one process trained last"}
+    doing = {
+        "Running": "training",
+        "Waiting": "waiting for workers",
+        "Finishing": "saving the last step",
+        "": "one process trained last",
+    }
     return f"Not over: {doing.get('' if facts.local else told.state, 'forming a new world')} at {where}."
 
 
@@ -47,13 +56,23 @@ def _tiles(facts: Facts, shares: Sequence[TimeShare]) -> list[Tile]:
     if (best := best_validation(columns)) is not None:
         others = f"; {best.left_out}" if best.left_out else ""
         last = shown(next(reversed(columns.finite("validation_loss")), math.nan))
-        tiles.append(Tile("Best validation loss", shown(best.loss), f"after step {best.version.step:,}; {last} at last{others}"))
+        tiles.append(
+            Tile(
+                "Best validation loss",
+                shown(best.loss),
+                (f"after step {best.version.step:,}; {last} at last{others}"),
+            )
+        )
     if (rate := throughput(columns)) > 0:
         tiles.append(Tile("Throughput", shown(rate), f"{unit_of(facts)} a second, over all measured steps"))
     if shares:
         counts = sum(each.seconds for each in shares if each.kind in ("compute", "data"))
         up = sum(each.seconds for each in shares if each.kind != "away")
-        tiles.append(Tile("Goodput", percent(counts, up), f"{duration(counts)} of {duration(up)} in steps that count"))
+        tiles.append(
+            Tile(
+                "Goodput", percent(counts, up), (f"{duration(counts)} of {duration(up)} in steps that count")
+            )
+        )
     if told.life:
         unplanned = sum(not each.planned for each in told.recoveries)
         again = sum(each.again for each in told.worlds.values())
@@ -73,13 +92,23 @@ def _tiles_of_bad_data(facts: Facts) -> list[Tile]:
         told = ", ".join(counted(why[each], *names) for each, names in words.items() if why[each])
         tiles.append(Tile("Skipped steps", f"{why.total():,}", told))
     if warned := ((columns["spike"] == 1) & (columns["skipped"] == 0)).sum():
-        tiles.append(Tile("Spikes (warned)", f"{warned:,}", "only warned of; their steps counted all the same"))
+        tiles.append(
+            Tile("Spikes (warned)", f"{warned:,}", ("only warned of; their steps counted all the same"))
+        )
     for name, label, note in (
         ("would_leave_out", "Microbatches (warned)", "only warned of, and they counted all the same"),
         ("left_out", "Microbatches left out", "all others counted"),
     ):
         if (of_steps := columns[name][columns[name] > 0]).size:
-            tiles.append(Tile(label, f"{of_steps.sum():,.0f}", f"in {counted(of_steps.size, 'step')}; {note}"))
+            tiles.append(
+                Tile(label, f"{of_steps.sum():,.0f}", f"in {counted(of_steps.size, 'step')}; {note}")
+            )
     if facts.quarantine:
-        tiles.append(Tile("Samples in quarantine", f"{facts.quarantine:,}", "in the newest checkpoint; no step reads them"))
+        tiles.append(
+            Tile(
+                "Samples in quarantine",
+                f"{facts.quarantine:,}",
+                ("in the newest checkpoint; no step reads them"),
+            )
+        )
     return tiles

@@ -1,7 +1,8 @@
-"""Draws the plots with matplotlib: each as SVG for the page, or all of them, one below the other, as a picture.
+"""Draws the plots with matplotlib: each as SVG for the page, or all of them, one below the other, as a
+picture.
 
-One accent, blue; vermilion for what went wrong and for validation.  The two are told apart by all common kinds of colour blindness (Okabe
-and Ito 2008), and no mark is told from another by its colour alone.
+One accent, blue; vermilion for what went wrong and for validation.  The two are told apart by all common
+kinds of colour blindness (Okabe and Ito 2008), and no mark is told from another by its colour alone.
 """
 
 from __future__ import annotations
@@ -22,17 +23,33 @@ from numpy.typing import NDArray
 from elastic.report.page.model import Chart, Line, Page
 from elastic.report.words import shown
 
-COLORS = {"ink": "#1b232b", "mute": "#57636e", "line": "#dde2e7", "accent": "#0067a3", "raw": "#9dbfd6", "bad": "#c04a00"}
-"""The colors by light.  In the page they are the variables of these names in its style sheet, which has other ones for the dark."""
+COLORS = {
+    "ink": "#1b232b",
+    "mute": "#57636e",
+    "line": "#dde2e7",
+    "accent": "#0067a3",
+    "raw": "#9dbfd6",
+    "bad": "#c04a00",
+}
+"""The colors by light.  In the page they are the variables of these names in its style sheet, which has other
+ones for the dark.
+"""
 LOOK = ["default", {"svg.fonttype": "none", "svg.hashsalt": "elastic"}]
-"""The settings of matplotlib, whatever those of the machine are: text in SVG stays text, and the same plot has the same bytes."""
+"""The settings of matplotlib, whatever those of the machine are: text in SVG stays text, and the same plot
+has the same bytes.
+"""
 STYLES: Mapping[str, dict[str, Any]] = {
     "raw": {"color": COLORS["raw"], "linewidth": 0.7},
     "main": {"color": COLORS["accent"], "linewidth": 1.3},
     "stairs": {"color": COLORS["accent"], "linewidth": 1.3},
     "points": {"color": COLORS["bad"], "linewidth": 0.8, "linestyle": "--", "marker": "o", "markersize": 3.5},
 }
-SCALES = ((172_800.0, 86_400.0, "days"), (7200.0, 3600.0, "hours"), (180.0, 60.0, "minutes"), (0.0, 1.0, "seconds"))
+SCALES = (
+    (172_800.0, 86_400.0, "days"),
+    (7200.0, 3600.0, "hours"),
+    (180.0, 60.0, "minutes"),
+    (0.0, 1.0, "seconds"),
+)
 """The units of an axis of time: the seconds from which on each is used, its own seconds, and its name."""
 
 WIDE_IN, HALF_IN, LEFT_IN, RIGHT_IN = 11.0, 5.35, 0.6, 0.25
@@ -51,11 +68,16 @@ def png_of(page: Page) -> bytes:
         whole = Figure((WIDE_IN, sum(heights)), dpi=100)
         head, *parts = whole.subfigures(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0]
         tiles = "     ".join(f"{each.label} {each.value}" for each in page.tiles)
-        name, lead = (textwrap.shorten(said, most, placeholder="…") for said, most in ((page.name, MOST_TEXT // 2), (page.lead, MOST_TEXT)))
+        name, lead = (
+            textwrap.shorten(said, most, placeholder="…")
+            for said, most in ((page.name, MOST_TEXT // 2), (page.lead, MOST_TEXT))
+        )
         said = "\n".join([name, lead, *textwrap.wrap(tiles, MOST_TEXT + 20)])
         # matplotlib stumbles over control characters
         said = "".join(each if each == "\n" or each.isprintable() else "�" for each in said)
-        head.text(0.01, 0.95, said, fontsize=11, color=COLORS["ink"], va="top", linespacing=1.4, parse_math=False)
+        head.text(
+            0.01, 0.95, said, fontsize=11, color=COLORS["ink"], va="top", linespacing=1.4, parse_math=False
+        )
         for part, chart in zip(parts, page.charts, strict=True):
             _draw(part, chart, WIDE_IN)
             title = {"fontsize": 11, "color": COLORS["ink"], "fontweight": "bold"}
@@ -70,7 +92,8 @@ def svg_of(chart: Chart) -> str:
         figure = Figure((width, height), facecolor="none")
         _draw(figure, chart, width)
         svg = _saved(figure, "svg", dict.fromkeys(("Creator", "Date", "Format", "Type"))).decode()
-    head = f'<svg viewBox="0 0 {72 * width:g} {72 * height:g}" aria-hidden="true">'  # without its size, and the addresses of its names
+    # without its size, and the addresses of its names
+    head = f'<svg viewBox="0 0 {72 * width:g} {72 * height:g}" aria-hidden="true">'
     svg = re.sub(r"^.*?<svg [^>]*>", head, svg, flags=re.DOTALL)
     for name, color in COLORS.items():
         svg = svg.replace(color, f"var(--{name})")
@@ -100,14 +123,18 @@ def _draw(figure: FigureBase, chart: Chart, width: float) -> None:
     axes = figure.add_axes((LEFT_IN / width, bottom / whole, wide / width, high / whole), facecolor="none")
     size, unit = 1.0, "step"
     if chart.x_unit == "s":
-        size, unit = next((size, f"{name} since the run began") for least, size, name in SCALES if chart.x_range[1] >= least)
+        size, unit = next(
+            (size, f"{name} since the run began") for least, size, name in SCALES if chart.x_range[1] >= least
+        )
     start, end = (each / size for each in chart.x_range)
     for line in chart.lines:
         xs, ys = _path(line, chart.x_range[1] - chart.x_range[0])
         axes.plot(xs / size, ys, label=line.name, clip_on=False, **STYLES[line.look])
         around = np.isnan(np.concatenate([[np.nan], ys, [np.nan]]))
         alone = around[:-2] & around[2:]  # no line leads to it
-        axes.plot(xs[alone] / size, ys[alone], "o", markersize=2.5, color=STYLES[line.look]["color"], clip_on=False)
+        axes.plot(
+            xs[alone] / size, ys[alone], "o", markersize=2.5, color=STYLES[line.look]["color"], clip_on=False
+        )
     axes.set_xlim(start, end)
     axes.set_xlabel(unit, loc="right", fontsize=9, color=COLORS["mute"])
     _ticks(axes, chart)
@@ -116,11 +143,24 @@ def _draw(figure: FigureBase, chart: Chart, width: float) -> None:
         axes.legend(loc="lower right", bbox_to_anchor=(1, 1), **look)
     for place, lane in enumerate(chart.lanes):
         upper = -AXIS_IN - LANE_IN * place  # in inches below the axis
-        xs, ys = np.repeat([mark.x / size for mark in lane.marks], 3), np.tile([upper - 0.08, upper - 0.18, np.nan], len(lane.marks))
+        xs, ys = (
+            np.repeat([mark.x / size for mark in lane.marks], 3),
+            np.tile([upper - 0.08, upper - 0.18, np.nan], len(lane.marks)),
+        )
         color = COLORS["mute" if lane.kind == "plain" else lane.kind]
-        axes.plot(xs, ys / high, color=color, linewidth=1.3, clip_on=False, transform=axes.get_xaxis_transform())
+        axes.plot(
+            xs, ys / high, color=color, linewidth=1.3, clip_on=False, transform=axes.get_xaxis_transform()
+        )
         said = f"{lane.name} ({sum(mark.number for mark in lane.marks):,})"
-        axes.text(0, (upper + 0.03) / high, said, transform=axes.transAxes, fontsize=8, color=COLORS["mute"], va="center")
+        axes.text(
+            0,
+            (upper + 0.03) / high,
+            said,
+            transform=axes.transAxes,
+            fontsize=8,
+            color=COLORS["mute"],
+            va="center",
+        )
 
 
 def _ticks(axes: Axes, chart: Chart) -> None:
@@ -141,7 +181,8 @@ def _ticks(axes: Axes, chart: Chart) -> None:
 
 
 def _path(line: Line, span: float) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Returns the points to join.  Each bucket of a raw line goes from its least to its greatest number, and stairs end at their mean.
+    """Returns the points to join.  Each bucket of a raw line goes from its least to its greatest number, and
+    stairs end at their mean.
 
     NaN stands in the gaps in which there was no step: those much wider than most, and than 1 % of ``span``.
     """

@@ -1,4 +1,5 @@
-"""Fills in the page, ``page.html``: one file that needs nothing else, no network, no font, no script of others.
+"""Fills in the page, ``page.html``: one file that needs nothing else, no network, no font, no script of
+others.
 
 Every text of the run is escaped, by jinja2; only the plots, which have no text of a run, are HTML already.
 """
@@ -22,7 +23,9 @@ ROWS = 200
 LONG_TEXT = 6000
 """Largest number of characters of the traceback that ended a run."""
 UNSOUND = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
-"""Matches what HTML cannot hold: control characters but tab and newline, and halves of characters.  They become U+FFFD."""
+"""Matches what HTML cannot hold: control characters but tab and newline, and halves of characters.  They
+become U+FFFD.
+"""
 KEPT = {
     "newest": "newest",
     "last": "one of the last",
@@ -42,9 +45,13 @@ def html_of(page: Page) -> str:
     facts, told = page.facts, page.facts.timeline
     times = facts.columns.finite("time")
     known = [at for at in (told.began_at, *times[times > 0][:1], *times[-1:], told.at) if at and at > 0]
-    changes = ((branch, name, *pair) for branch in reversed(facts.branches) for name, pair in branch.changed.items())
+    changes = (
+        (branch, name, *pair) for branch in reversed(facts.branches) for name, pair in branch.changed.items()
+    )
     loader = PackageLoader("elastic.report.page", ".")
-    pages = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    pages = Environment(
+        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
     written = pages.get_template("page.html").render(
         page=page,
         facts=facts,
@@ -70,7 +77,11 @@ def _why_kept(rules: Sequence[str]) -> str:
 def _numbers(chart: Chart) -> dict[str, Any]:
     """Returns the numbers of a plot for the script that shows those below the pointer: eight digits each."""
     lines = [
-        {"name": line.name, "look": line.look, "points": [[float(f"{each:.8g}") for each in point] for point in line.points]}
+        {
+            "name": line.name,
+            "look": line.look,
+            "points": [[float(f"{each:.8g}") for each in point] for point in line.points],
+        }
         for line in chart.lines
     ]
     lanes = [lane._asdict() for lane in chart.lanes]

@@ -24,7 +24,9 @@ class CheckpointRow:
 
 @dataclass(frozen=True)
 class BranchRow:
-    """A branch after the first: the step from which it goes on, and what it changed, as (before, after) by setting."""
+    """A branch after the first: the step from which it goes on, and what it changed, as (before, after) by
+    setting.
+    """
 
     number: int
     step: int
@@ -47,7 +49,9 @@ class Facts:
     checkpoints: Sequence[CheckpointRow] = ()
     branches: Sequence[BranchRow] = ()
     end: str = ""
-    """The way in which the run ended, as the bucket says: Finished, Stopped or Failed; "" if it has not ended, or nobody knows."""
+    """The way in which the run ended, as the bucket says: Finished, Stopped or Failed; "" if it has not
+    ended, or nobody knows.
+    """
     local: bool = False
     """True if one process trained it last, with ``--local``."""
     owed: str = ""
@@ -96,7 +100,9 @@ class Lane(NamedTuple):
 
 @dataclass(frozen=True)
 class Chart:
-    """A plot.  ``x_unit`` is "step", or "s" for seconds since the run began; ``log`` asks for a logarithmic axis."""
+    """A plot.  ``x_unit`` is "step", or "s" for seconds since the run began; ``log`` asks for a logarithmic
+    axis.
+    """
 
     key: str
     title: str

@@ -1,4 +1,6 @@
-"""Series of numbers for plots: the columns of many rows, and a bounded number of buckets that keep every spike."""
+"""Series of numbers for plots: the columns of many rows, and a bounded number of buckets that keep every
+spike.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,20 @@ from numpy.typing import ArrayLike, NDArray
 BUCKETS = 480
 """Largest number of buckets of a line: about one for two pixels of a wide screen."""
 COLUMNS = (
-    *("step", "time", "final", "loss", "norm", "lr", "tokens", "skipped", "spike", "left_out", "would_leave_out", "world"),
+    *(
+        "step",
+        "time",
+        "final",
+        "loss",
+        "norm",
+        "lr",
+        "tokens",
+        "skipped",
+        "spike",
+        "left_out",
+        "would_leave_out",
+        "world",
+    ),
     *("generation", "validation_loss", "validation_data"),
     *("step_s", "tokens_per_s", "data_wait", "mfu", "peak_bytes"),
 )
@@ -26,7 +41,9 @@ Numbers = NDArray[np.float64]
 
 
 class Bin(NamedTuple):
-    """The points of a line that share a place: the last ``x`` of them, their least, greatest and mean ``y``, and their number."""
+    """The points of a line that share a place: the last ``x`` of them, their least, greatest and mean ``y``,
+    and their number.
+    """
 
     x: float
     low: float
@@ -62,7 +79,13 @@ class Columns:
         """
         if self["skipped"][place] != 1:
             return ""
-        return SPIKE if math.isfinite(self["norm"][place]) else GRADIENT if math.isfinite(self["loss"][place]) else LOSS
+        return (
+            SPIKE
+            if math.isfinite(self["norm"][place])
+            else GRADIENT
+            if math.isfinite(self["loss"][place])
+            else LOSS
+        )
 
     def time_of(self, step: int) -> float:
         """Returns the time of the last step that is not after ``step``; NaN without any."""
@@ -71,7 +94,9 @@ class Columns:
 
 
 def buckets(xs: ArrayLike, ys: ArrayLike, most: int = BUCKETS) -> list[Bin]:
-    """Returns the finite points, in order of ``xs``, in at most ``most`` buckets of equal width.  Few points have a bucket each."""
+    """Returns the finite points, in order of ``xs``, in at most ``most`` buckets of equal width.  Few points
+    have a bucket each.
+    """
     x, y = np.asarray(xs, float), np.asarray(ys, float)
     known = np.isfinite(x) & np.isfinite(y)
     x, y = x[known], y[known]
@@ -80,17 +105,22 @@ def buckets(xs: ArrayLike, ys: ArrayLike, most: int = BUCKETS) -> list[Bin]:
     places = np.minimum((x - x[0]) / ((x[-1] - x[0]) or 1.0) * most // 1, most - 1)
     ends = [*np.flatnonzero(np.diff(places)) + 1, len(x)]
     parts = zip(x[np.array(ends) - 1].tolist(), np.split(y, ends[:-1]), strict=True)
-    return [Bin(at, float(part.min()), float(part.max()), float(part.mean()), len(part)) for at, part in parts]
+    return [
+        Bin(at, float(part.min()), float(part.max()), float(part.mean()), len(part)) for at, part in parts
+    ]
 
 
 def smoothed(ys: ArrayLike, width: int) -> Numbers:
-    """Returns the average of the finite numbers among the ``width`` around each, which has its own place in their middle.
+    """Returns the average of the finite numbers among the ``width`` around each, which has its own place in
+    their middle.
 
     NaN stands where ``ys`` is not finite.
     """
     values = np.asarray(ys, float)
     known, ones = np.isfinite(values), np.ones(width)
-    sums, counts = (np.convolve(each, ones)[width // 2 :][: len(values)] for each in (np.where(known, values, 0.0), known))
+    sums, counts = (
+        np.convolve(each, ones)[width // 2 :][: len(values)] for each in (np.where(known, values, 0.0), known)
+    )
     return np.where(known, sums / np.maximum(counts, 1.0), np.nan)
 
 

@@ -11,30 +11,73 @@ from elastic.report.words import duration
 
 
 def shares_of(columns: Columns, told: Timeline) -> list[TimeShare]:
-    """Returns where the time went.  The parts add up to the time from the beginning of the run to the newest record or step."""
+    """Returns where the time went.  The parts add up to the time from the beginning of the run to the newest
+    record or step.
+    """
     took, waits = (np.nan_to_num(columns[name], posinf=0.0, neginf=0.0) for name in ("step_s", "data_wait"))
     steps_s, waited_s = float(took.sum()), float((took * waits).sum())
     useful = [
-        TimeShare("Computing", steps_s - waited_s, "steps that count: forward, backward, exchange, update", "compute"),
+        TimeShare(
+            "Computing",
+            steps_s - waited_s,
+            "steps that count: forward, backward, exchange, update",
+            "compute",
+        ),
         TimeShare("Waiting for data", waited_s, "the slowest worker of each step waited for samples", "data"),
     ]
     spent = told.spent
     if not told.life:
         times = columns.finite("time")
         times = times[times > 0]
-        total = times[-1] - times[0] + next(filter(None, took), 0.0) if times.size else 0.0  # an origin's steps have no time
-        parts = [TimeShare("Between steps", float(total) - steps_s, "saves and validation, and time in which no process trained", "rest")]
+        # an origin's steps have no time
+        total = times[-1] - times[0] + next(filter(None, took), 0.0) if times.size else 0.0
+        parts = [
+            TimeShare(
+                "Between steps",
+                float(total) - steps_s,
+                ("saves and validation, and time in which no process trained"),
+                "rest",
+            )
+        ]
     else:
         again_s = max(told.committed_s - steps_s, 0.0)
         left_s = spent["Running"] - steps_s - again_s
-        heal, away_s = duration(sum(each.heal_s for each in told.recoveries)), sum(spent[state] for state in (AWAY, *ENDED))
+        heal, away_s = (
+            duration(sum(each.heal_s for each in told.recoveries)),
+            sum(spent[state] for state in (AWAY, *ENDED)),
+        )
         parts = [
-            TimeShare("Steps done again", again_s, "committed once, and given up with the worker that alone had their state", "bad"),
-            TimeShare("Between steps", left_s, "first steps of worlds, interrupted steps, and faults not noticed yet", "rest"),
-            TimeShare("Agreeing", spent["Stopping"], "members are fenced, and the outcome of the last step is decided", "recover"),
+            TimeShare(
+                "Steps done again",
+                again_s,
+                ("committed once, and given up with the worker that alone had their state"),
+                "bad",
+            ),
+            TimeShare(
+                "Between steps",
+                left_s,
+                ("first steps of worlds, interrupted steps, and faults not noticed yet"),
+                "rest",
+            ),
+            TimeShare(
+                "Agreeing",
+                spent["Stopping"],
+                ("members are fenced, and the outcome of the last step is decided"),
+                "recover",
+            ),
             TimeShare("Forming worlds", spent["Forming"], f"of it {heal} healing the state", "recover"),
-            TimeShare("Waiting for workers", spent["Waiting"], "no world, since there were too few workers", "recover"),
-            TimeShare("Last save", spent["Finishing"], "all steps are done, and the checkpoint is on its way", "save"),
+            TimeShare(
+                "Waiting for workers",
+                spent["Waiting"],
+                "no world, since there were too few workers",
+                "recover",
+            ),
+            TimeShare(
+                "Last save",
+                spent["Finishing"],
+                "all steps are done, and the checkpoint is on its way",
+                "save",
+            ),
             TimeShare("Not running", away_s, "stopped or failed, until it was started again", "away"),
         ]
     return [each for each in (*useful, *parts) if each.seconds > 0.0005]

@@ -1,7 +1,8 @@
-"""Runs a job with ``--local``: one worker in this process, without Ray or threads.  Breakpoints work, and the bits are the cluster's.
+"""Runs a job with ``--local``: one worker in this process, without Ray or threads.  Breakpoints work, and the
+bits are the cluster's.
 
-The session, the state and the step are those of any worker.  There are no other members and no keeper, so this process writes its saves
-itself, slice for slice as an uploader does.
+The session, the state and the step are those of any worker.  There are no other members and no keeper, so
+this process writes its saves itself, slice for slice as an uploader does.
 """
 
 from __future__ import annotations
@@ -33,7 +34,15 @@ from elastic.plan.placement import written_by
 from elastic.protocol import lineage
 from elastic.protocol.actions import Retain
 from elastic.protocol.builds import Build
-from elastic.protocol.commit_record import ENDS, GO_ON, CommitShape, Outcome, Validated, out_of_patience, told_of
+from elastic.protocol.commit_record import (
+    ENDS,
+    GO_ON,
+    CommitShape,
+    Outcome,
+    Validated,
+    out_of_patience,
+    told_of,
+)
 from elastic.protocol.copy_schedule import due
 from elastic.protocol.events import Work
 from elastic.protocol.member import Member
@@ -65,7 +74,14 @@ from elastic.train.gauges.profiler import Profiler
 from elastic.train.heal import Healing, home_of
 from elastic.train.machine.device import memory_of
 from elastic.train.model import State, build_model, tensors_of
-from elastic.train.session import expect_same_samples, fingerprint_of, held_out_of, make_session, make_snapshots, prepare_process
+from elastic.train.session import (
+    expect_same_samples,
+    fingerprint_of,
+    held_out_of,
+    make_session,
+    make_snapshots,
+    prepare_process,
+)
 from elastic.train.step import Session, Step
 from elastic.train.validation import validate
 from storage.checkpoints import Checkpoints, ShardReceipt
@@ -82,7 +98,8 @@ if not sys.stdin.read() and os.path.exists(sys.argv[2]):
         print(f"elastic: the process died while it read {reading}: read these alone to see why", file=sys.stderr, flush=True)
     shutil.rmtree(os.path.dirname(sys.argv[2]), ignore_errors=True)
 """
-"""Program that waits for the end of a process, and says which samples it read if it has said no word itself."""
+"""Program that waits for the end of a process, and says which samples it read if it has said no word itself.
+"""
 
 
 def claimed(job: Job) -> tuple[Run, int]:
@@ -92,11 +109,16 @@ def claimed(job: Job) -> tuple[Run, int]:
 
 
 def run_local(
-    job: Job, show: Callable[[Line], None], begin: Callable[[Job], tuple[Run, int]] = claimed, build: Build | None = None
+    job: Job,
+    show: Callable[[Line], None],
+    begin: Callable[[Job], tuple[Run, int]] = claimed,
+    build: Build | None = None,
 ) -> tuple[str, str, int]:
-    """Trains to the end in this process; returns (state, reason, step).  Ctrl-C stops after a save of the last complete step.
+    """Trains to the end in this process; returns (state, reason, step).  Ctrl-C stops after a save of the
+    last complete step.
 
-    ``begin`` begins the run and claims it, once it is certain that it can begin.  ``build`` is that of its checks.
+    ``begin`` begins the run and claims it, once it is certain that it can begin.  ``build`` is that of its
+    checks.
 
     Raises :class:`JobError`, and :class:`PlatformGaveUp` if a save fails.
     """
@@ -115,7 +137,12 @@ def run_local(
 
 
 def _train(
-    run: Run, incarnation: int, device: torch.device, show: Callable[[Line], None], build: Build | None, ending: alone.EndWriter
+    run: Run,
+    incarnation: int,
+    device: torch.device,
+    show: Callable[[Line], None],
+    build: Build | None,
+    ending: alone.EndWriter,
 ) -> tuple[str, str, int]:
     job, start = run.job, run.standing(incarnation, time.time())
     with TemporaryDirectory() as folder, _last_words(Path(folder) / "counters") as counters:
@@ -158,7 +185,9 @@ def _train(
 
 @contextmanager
 def _last_words(counters: Path) -> Iterator[Path]:
-    """Lets another process say which samples were read if this one dies without a word, as in a library that crashes or exits."""
+    """Lets another process say which samples were read if this one dies without a word, as in a library that
+    crashes or exits.
+    """
     command = [sys.executable, "-I", "-S", "-c", LAST_WORDS, json.dumps(sys.path), str(counters)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True) as watcher:
         try:
@@ -169,7 +198,8 @@ def _last_words(counters: Path) -> Iterator[Path]:
 
 
 def save_here(checkpoints: Checkpoints, state: State, hook: Callable[[], None] | None = None) -> ShardReceipt:
-    """Writes this process's part of a save itself and returns the receipt; ``hook`` is called before each slice goes out.
+    """Writes this process's part of a save itself and returns the receipt; ``hook`` is called before each
+    slice goes out.
 
     Raises :class:`StateDamaged` if the state is in a file that changed.
     """
@@ -177,12 +207,17 @@ def save_here(checkpoints: Checkpoints, state: State, hook: Callable[[], None] |
     if state.shard.home is not None:
         for key in state.shard.home.values:
             look_at(state.shard.home, key)
-    parts = [(tensor, box.slice, _raw(state.shard.part(tensor, box.slice))) for tensor, box in written_by(state.tensors, layout, rank)]
+    parts = [
+        (tensor, box.slice, _raw(state.shard.part(tensor, box.slice)))
+        for tensor, box in written_by(state.tensors, layout, rank)
+    ]
 
     def done(tensor: Tensor) -> None:
         state.shard.let_go((tensor.kind, tensor.name))
 
-    return checkpoints.write_shard(state.shard.version, name_of(layout, rank), parts, hook, state.tensors, done)
+    return checkpoints.write_shard(
+        state.shard.version, name_of(layout, rank), parts, hook, state.tensors, done
+    )
 
 
 def _raw(value: torch.Tensor) -> memoryview:
@@ -201,7 +236,13 @@ class _Local:
     """Trains one run in this process."""
 
     def __init__(
-        self, run: Run, session: Session, world: World, start: RunState, show: Callable[[Line], None], ending: alone.EndWriter
+        self,
+        run: Run,
+        session: Session,
+        world: World,
+        start: RunState,
+        show: Callable[[Line], None],
+        ending: alone.EndWriter,
     ) -> None:
         self.ending = ending
         self.last, self.why = start.enough or run.job.steps, start.why
@@ -211,8 +252,21 @@ class _Local:
         self.boundary, self.reason = GO_ON, ""
         """The request for the boundary after the next commit, and why."""
         self.run, self.session, self.world, self.show = run, session, world, show
-        self.incarnation, self.lineage, self.saved = start.incarnation, start.history.lineage, list(start.history.saved)
-        self.plan = Plan(start.incarnation, world.generation, Layout(), (WORKER,), Version(0, 0), "init", (), NodeId("local"))
+        self.incarnation, self.lineage, self.saved = (
+            start.incarnation,
+            start.history.lineage,
+            list(start.history.saved),
+        )
+        self.plan = Plan(
+            start.incarnation,
+            world.generation,
+            Layout(),
+            (WORKER,),
+            Version(0, 0),
+            "init",
+            (),
+            NodeId("local"),
+        )
         self.apply_fence = ApplyFence(Member(WORKER))
         self.story = Story(run.job.steps, run.job.loss)
         self.health, self.skips, self.watched = start.health, start.skips, run.job.rules().watch
@@ -228,7 +282,9 @@ class _Local:
         self.found: tuple[int, Validated] | None = None
         """The newest validation, and the step after which it was made."""
         self.measured, self.enough = dict[Version, Loss](), 0
-        """The validations by which ``validation.patience`` is judged, and the step at which it is over; 0 if it is not."""
+        """The validations by which ``validation.patience`` is judged, and the step at which it is over; 0 if
+        it is not.
+        """
         self.profiler = Profiler(run.job, run.store, self.show_sentence)
 
     def train(self) -> tuple[str, str, int]:
@@ -237,7 +293,9 @@ class _Local:
         self._store_journaled()
         self.sinks.hand_on(self.lineage)  # what they lack of earlier processes
         self._pay()
-        self._judge(measured(self.run, self.lineage, held_out_of(self.session)) if job.validation.every else {})
+        self._judge(
+            measured(self.run, self.lineage, held_out_of(self.session)) if job.validation.every else {}
+        )
         go(self.apply_fence, self.plan, state.shard)
         for line in decay_line(state).splitlines():
             self.show_sentence(line)
@@ -256,7 +314,9 @@ class _Local:
             asked = str(interrupt) or "Ctrl-C"
             if self._is_harmed():
                 return "Stopped", f"{asked} in the middle of an update; the last save counts", self.step
-            self.show_sentence(f"{asked}: the run stops after a save; another Ctrl-C ends this command without it")
+            self.show_sentence(
+                f"{asked}: the run stops after a save; another Ctrl-C ends this command without it"
+            )
             self._save(state, stops=True)
             return "Stopped", f"{asked}; saved at step {self.step}", self.step
         except Exception as error:
@@ -268,8 +328,17 @@ class _Local:
         if not self.left:
             self._validated(state, self.step)
         rule = job.validation
-        top, why = mark(self.measured, rule.min_delta) if self._ends() else None, self.why or f"all {job.steps} steps are done"
-        return "Finished", why if top is None else out_of_patience(rule.patience, rule.min_delta, top.version.step, self.step), self.step
+        top, why = (
+            mark(self.measured, rule.min_delta) if self._ends() else None,
+            self.why or f"all {job.steps} steps are done",
+        )
+        return (
+            "Finished",
+            why
+            if top is None
+            else out_of_patience(rule.patience, rule.min_delta, top.version.step, self.step),
+            self.step,
+        )
 
     def _stop(self, why: str) -> None:
         self.boundary, self.reason = ENDS, self.reason or why
@@ -280,9 +349,11 @@ class _Local:
             self._end_early(state)
 
     def _end_early(self, state: State) -> None:
-        """Saves the step that is done as the last one.  The end is noted first, so that whoever finds the save finds it, too.
+        """Saves the step that is done as the last one.  The end is noted first, so that whoever finds the
+        save finds it, too.
 
-        The step behind which a loop is left is not validated: in a world of several, others may be in the next one.
+        The step behind which a loop is left is not validated: in a world of several, others may be in the
+        next one.
         """
         self.why = self.why or ("" if self.left else self.reason) or "the loop was left"
         if not self.left:
@@ -293,9 +364,13 @@ class _Local:
             self._save(state)
 
     def _steps(self, state: State, effects: Effects) -> Generator[Step, None, bool]:
-        """Yields the steps of the run; the loop commits each of them before the next one.  Returns True: the run ends with them."""
+        """Yields the steps of the run; the loop commits each of them before the next one.  Returns True: the
+        run ends with them.
+        """
         job, version = self.session.job, state.shard.version
-        shape = CommitShape(self.incarnation, self.world.generation, job.microbatches, job.microbatch_size, self.plan.layout)
+        shape = CommitShape(
+            self.incarnation, self.world.generation, job.microbatches, job.microbatch_size, self.plan.layout
+        )
 
         def done(outcome: Outcome, metrics: Metrics) -> None:
             step = self.step = outcome.step
@@ -305,7 +380,8 @@ class _Local:
             if outcome.boundary == ENDS and step < job.steps:
                 self._end_early(state)
             elif due(step, job.checkpoint.save_every, job.steps) or self.skips.failed:
-                self._validated(state, step)  # it belongs to the metrics of this step, which are stored with the save
+                # it belongs to the metrics of this step, which are stored with the save
+                self._validated(state, step)
                 self._save(state)
             if self.skips.failed:
                 raise JobError(f"{self.skips.failed}; resumes from step {step}")
@@ -316,14 +392,25 @@ class _Local:
                 return True
             validated = self._validated(state, step)
             with self.profiler.watch(step + 1, self.world):
-                doing = _Step(self.session, state, self.apply_fence, shape, step + 1, lambda: self.boundary, validated, done)
+                doing = _Step(
+                    self.session,
+                    state,
+                    self.apply_fence,
+                    shape,
+                    step + 1,
+                    lambda: self.boundary,
+                    validated,
+                    done,
+                )
                 yield doing
             if doing.outcome is not None and doing.outcome.boundary == ENDS:
                 return True
         return True
 
     def _validated(self, state: State, step: int, *, last: bool = False) -> Validated | None:
-        """Returns what the state after ``step`` loses on held-out samples, if it is due, as after the ``last`` step, and shows it."""
+        """Returns what the state after ``step`` loses on held-out samples, if it is due, as after the
+        ``last`` step, and shows it.
+        """
         if not self.session.job.validates(self.session.job.steps if last else step):
             return None
         if self.found is None and self._is_known():
@@ -341,36 +428,53 @@ class _Local:
 
     def _judge(self, found: dict[Version, Loss]) -> None:
         self.measured |= found
-        self.enough = enough(self.measured, self.session.job.validation.patience, self.session.job.validation.min_delta)
+        self.enough = enough(
+            self.measured, self.session.job.validation.patience, self.session.job.validation.min_delta
+        )
 
     def _is_known(self) -> bool:
         """Returns whether the state with which this process began was validated before, on the same samples."""
         there = validations.stored(self.run.store, self.run.job.name).get(lineage.tip(self.lineage))
-        return not self.rows and there is not None and there[1].data in (0, number_of(held_out_of(self.session)))
+        return (
+            not self.rows and there is not None and there[1].data in (0, number_of(held_out_of(self.session)))
+        )
 
     def _note(self, found: Validated) -> None:
         """Adds a validation to the row of the last step, or stores it by itself if that row is stored."""
         held_out, version = held_out_of(self.session), lineage.tip(self.lineage)
         if self.rows:
             self.rows[-1] = with_validation(self.rows[-1], found, held_out)
-        elif version not in validations.stored(self.run.store, self.run.job.name):  # else it is a measurement that was made before
-            validations.store_late(self.run.store, self.run.job.name, version, found.mean, found.count, held_out)
+        # else it is a measurement that was made before
+        elif version not in validations.stored(self.run.store, self.run.job.name):
+            validations.store_late(
+                self.run.store, self.run.job.name, version, found.mean, found.count, held_out
+            )
 
     def _healed(self) -> State:
-        """Returns the state of the newest readable checkpoint.  A damaged checkpoint is quarantined, and never read again."""
+        """Returns the state of the newest readable checkpoint.  A damaged checkpoint is quarantined, and
+        never read again.
+        """
         while True:
             version = max(self.saved, default=Version(0, 0))
             self.lineage = lineage.cut(self.lineage, version)
-            self.plan = replace(self.plan, version=version, tier="bucket" if self.saved else "init", lineage=self.lineage)
+            self.plan = replace(
+                self.plan, version=version, tier="bucket" if self.saved else "init", lineage=self.lineage
+            )
             self.show_sentence(f"one worker in this process, from {version} ({self.plan.tier})")
             home = home_of(self.session, self.plan, WORKER)
-            state = State(self.session.job, self.session.builder, self.session.rule, self.world, version, home)
+            state = State(
+                self.session.job, self.session.builder, self.session.rule, self.world, version, home
+            )
             healing = Healing(state, self.plan, WORKER, self.session)
             try:
                 healing.finish([], self.run.checkpoints)
             except Damaged as error:
                 self.saved.remove(version)
-                before = f"the one of {max(self.saved)} takes its place" if self.saved else "there is none before it"
+                before = (
+                    f"the one of {max(self.saved)} takes its place"
+                    if self.saved
+                    else "there is none before it"
+                )
                 self.show_sentence(f"the checkpoint of {version} is damaged ({error}): {before}")
                 self.run.checkpoints.quarantine(version, str(error))
             else:
@@ -378,16 +482,23 @@ class _Local:
                 return state
 
     def _store_journaled(self) -> None:
-        """Stores the rows of a cluster's coordinator that has died, or that ended while the last one waited for its validation."""
+        """Stores the rows of a cluster's coordinator that has died, or that ended while the last one waited
+        for its validation.
+        """
         try:
             store_journaled(self.run, self.lineage)
         except Damaged as error:
-            self.show_sentence(f"the metrics of earlier steps that only the journal has are lost, since it cannot be read: {error}")
+            self.show_sentence(
+                "the metrics of earlier steps that only the journal has are lost, since it "
+                f"cannot be read: {error}"
+            )
 
     def _committed(self, outcome: Outcome, work: Work, metrics: Metrics) -> None:
         self.lineage = lineage.extended(self.lineage, Version(outcome.step, outcome.generation))
         at, lr = time.time(), rate_for_readers(self.session.job, outcome.step, outcome.lr)
-        self.rows.append(row_of(at, outcome, lr, work, 1, leaves_out=self.run.job.spikes.leaves_out) | dict(metrics))
+        self.rows.append(
+            row_of(at, outcome, lr, work, 1, leaves_out=self.run.job.spikes.leaves_out) | dict(metrics)
+        )
         self.show_said()
         self.story.step(at, outcome, (WORKER,), lr, work)
         self.show(self.story.lines[-1])
@@ -397,7 +508,9 @@ class _Local:
             self.show_sentence(each)
 
     def _save(self, state: State, *, stops: bool = False) -> None:
-        """Saves the state, and does what is owed, unless the run ``stops``: then it does that when it goes on."""
+        """Saves the state, and does what is owed, unless the run ``stops``: then it does that when it goes
+        on.
+        """
         version = state.shard.version
         self._check_claim(version)
         while not self._is_written(state):
@@ -411,27 +524,42 @@ class _Local:
             self._retain(version)
 
     def _is_written(self, state: State) -> bool:
-        """Writes the state.  Returns False if there was no room for it and a checkpoint has made room, so that it can be tried again."""
+        """Writes the state.  Returns False if there was no room for it and a checkpoint has made room, so
+        that it can be tried again.
+        """
         version = state.shard.version
         try:
-            receipt = save_here(self.run.checkpoints, state, lambda: self.session.faults.strike("save", version.step, self.world))
-            store_rows(self.run.store, self.run.job.name, self.rows)  # before the save counts, or else a crash in between loses them
-            self._check_claim(version)  # the writing takes long, and who has claimed the run meanwhile may have gone back
+            receipt = save_here(
+                self.run.checkpoints,
+                state,
+                lambda: self.session.faults.strike("save", version.step, self.world),
+            )
+            # before the save counts, or else a crash in between loses them
+            store_rows(self.run.store, self.run.job.name, self.rows)
+            # the writing takes long, and who has claimed the run meanwhile may have gone back
+            self._check_claim(version)
             self.run.commit(version, [receipt], self.lineage, self.world.layout)
         except (StorageError, OSError) as error:
             if isinstance(error, Full) and self._retain(version, at_once=True):
                 return False
             where = f"bucket = {self.session.job.bucket!r}"
-            raise PlatformGaveUp(f"the save of {version} to {where} failed: {error}; mend that, and the same command resumes") from error
+            raise PlatformGaveUp(
+                f"the save of {version} to {where} failed: {error}; mend that, and the same command resumes"
+            ) from error
         return True
 
     def _retain(self, version: Version, *, at_once: bool = False) -> bool:
-        """Deletes what no rule keeps, ``at_once`` for the save of ``version``.  Returns whether a checkpoint is gone."""
+        """Deletes what no rule keeps, ``at_once`` for the save of ``version``.  Returns whether a checkpoint
+        is gone.
+        """
         try:
-            best = best_of(self.run) if self.session.job.checkpoint.keep_best else None  # no journal says which one it is
+            # no journal says which one it is
+            best = best_of(self.run) if self.session.job.checkpoint.keep_best else None
         except (StorageError, OSError):
             return False  # the next save looks again
-        asked = Retain(tuple(self.saved[-1:]), self.lineage, best and best.version, (self.plan.version, version), at_once)
+        asked = Retain(
+            tuple(self.saved[-1:]), self.lineage, best and best.version, (self.plan.version, version), at_once
+        )
         return self.retention.round(asked)
 
     def _is_harmed(self) -> bool:
@@ -441,7 +569,9 @@ class _Local:
 
     def _save_before(self, error: Exception, state: State) -> None:
         """Saves the steps before an error of the job, unless it may have changed the state."""
-        ours = isinstance(error, ElasticError) and (isinstance(error, StateChanged) or not isinstance(error, JobError))
+        ours = isinstance(error, ElasticError) and (
+            isinstance(error, StateChanged) or not isinstance(error, JobError)
+        )
         if ours or not self.rows or self._is_harmed():
             return
         try:
@@ -451,18 +581,24 @@ class _Local:
         except Exception as failed:  # the error of the job is what the user must hear of
             self.show_sentence(f"step {self.step} is not saved ({failed}); the last save counts")
         else:
-            self.show_sentence(f"step {self.step} is saved; an error of the job ends the run in the step after it")
+            self.show_sentence(
+                f"step {self.step} is saved; an error of the job ends the run in the step after it"
+            )
 
     def _check_claim(self, version: Version) -> None:
-        """Raises :class:`Refused` unless the newest claim of the run is this command's: ``version`` would not count."""
+        """Raises :class:`Refused` unless the newest claim of the run is this command's: ``version`` would not
+        count.
+        """
         owner = self.run.owner()
         if (latest := owner["incarnation"] if owner else 0) < self.incarnation:
             gone = self.run.store.full_name(f"{self.run.job.name}/owner/{self.incarnation:06d}.json")
             raise Refused(
-                f"{gone}, this command's claim, is gone: somebody has deleted it, or the run's folder; {version} is not saved, and this "
+                f"{gone}, this command's claim, is gone: somebody has deleted it, or the run's folder; "
+                f"{version} is not saved, and this "
                 f"command ends"
             )
-        if latest != self.incarnation or not alone.is_ours(owner):  # somebody may have deleted the run, and begun it anew
+        # somebody may have deleted the run, and begun it anew
+        if latest != self.incarnation or not alone.is_ours(owner):
             raise Refused(
                 f"another command has taken this run over (owner {latest}; this one is {self.incarnation}): "
                 f"{version} is not saved, and this command ends"
@@ -475,7 +611,10 @@ class _Local:
                 try:
                     said = pay(self.run, self.run.job, debt)[0]
                 except (Unavailable, OSError) as error:
-                    said = f"{debt} is not done: {error}; it is tried again at the next save, and `elastic owed --pay` does it"
+                    said = (
+                        f"{debt} is not done: {error}; it is tried again at the next save, and `elastic "
+                        "owed --pay` does it"
+                    )
                 if said:
                     self.show_sentence(said)
 
@@ -487,7 +626,9 @@ class _Local:
     def show_owed(self, state: str) -> None:
         """Says what is left to do: what failed, and validations that spares were to make."""
         with suppress(StorageError, OSError):  # `elastic owed` says it at any time
-            if said := owed.left(owed.debts(self.run, self.lineage, self.asked, end=self._last_step), state == "Finished"):
+            if said := owed.left(
+                owed.debts(self.run, self.lineage, self.asked, end=self._last_step), state == "Finished"
+            ):
                 self.show_sentence(said)
 
     def show_said(self) -> None:

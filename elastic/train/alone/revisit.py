@@ -1,4 +1,5 @@
-"""Looks again at a checkpoint, in this process: what it loses on held-out samples, and what the step after it does.
+"""Looks again at a checkpoint, in this process: what it loses on held-out samples, and what the step after it
+does.
 
 Nothing of the run is changed, so it may live meanwhile.
 """
@@ -48,14 +49,14 @@ def evaluate_here(
     average: bool = False,
     tell: Callable[[str], object] = lambda _: None,
 ) -> tuple[Version, Validated]:
-    """Returns the good checkpoint at ``step``, or the newest, and what it loses on the samples of ``[validation]``.
+    """Returns the good checkpoint at ``step``, or the newest, and what it loses on the samples of
+    ``[validation]``.
 
-    ``step`` may name the generation, too, as ``400.3``, of a checkpoint that the run has left behind, or be ``best``.
-    With ``average`` it is what the average of the weights loses.
-    ``tell`` is called with a sentence if these are the samples that are trained on, as they are without ``[validation]``, and if the best
-    one was never saved.
-    Raises :class:`JobError`, also if it was made with other code unless ``accept_code``, and :class:`~storage.errors.Damaged` for bytes
-    that changed.
+    ``step`` may name the generation, too, as ``400.3``, of a checkpoint that the run has left behind, or be
+    ``best``. With ``average`` it is what the average of the weights loses. ``tell`` is called with a sentence
+    if these are the samples that are trained on, as they are without ``[validation]``, and if the best one
+    was never saved. Raises :class:`JobError`, also if it was made with other code unless ``accept_code``, and
+    :class:`~storage.errors.Damaged` for bytes that changed.
     """
     return validate_here(job, step, accept_code=accept_code, average=average, tell=tell)[:2]
 
@@ -78,19 +79,28 @@ def validate_here(
     for each in instead(run, str(step), version):
         tell(each)
     made, by = (version, run.job_at(version)) if version.step else (run.made(0), run.job_of(0))
-    with _restored(run, job, run.job.replace(validation=asked), version, made, by, accept_code) as (session, state, fence):
+    with _restored(run, job, run.job.replace(validation=asked), version, made, by, accept_code) as (
+        session,
+        state,
+        fence,
+    ):
         for each in unlike_held_out(session):
             tell(each)
         if average:
             if not state.optimizer.rule.averages:
-                raise JobError(f"--average: {run.job.name} keeps no average of the weights, since optim.average = 0; leave it out")
+                raise JobError(
+                    f"--average: {run.job.name} keeps no average of the weights, since "
+                    "optim.average = 0; leave it out"
+                )
             state.evaluate_averages()
         return version, validate(session, state, fence, version.step), held_out_of(session)
 
 
 @dataclass(frozen=True)
 class Again:
-    """A step that was computed once more: what came out now, and what the run has recorded, or None if its journal lacks that step."""
+    """A step that was computed once more: what came out now, and what the run has recorded, or None if its
+    journal lacks that step.
+    """
 
     now: Outcome
     then: Outcome | None
@@ -99,15 +109,19 @@ class Again:
     def same(self) -> bool:
         """True if all recorded losses and the norm of the gradient have the same bits."""
         then = self.then
-        return then is not None and (self.now.losses, self.now.squared_norm) == (then.losses, then.squared_norm)
+        return then is not None and (self.now.losses, self.now.squared_norm) == (
+            then.losses,
+            then.squared_norm,
+        )
 
 
 def rerun_here(job: Job, which: int | str, *, accept_code: bool = False) -> Again:
-    """Computes a step again from the checkpoint before it, as its branch and the job's loop do, with the norms of all layers.
+    """Computes a step again from the checkpoint before it, as its branch and the job's loop do, with the
+    norms of all layers.
 
-    ``which`` is the step, or the step and its generation, as ``400.3``, of one that the run has left behind.  Raises :class:`JobError` if
-    there is no good checkpoint of the step before, or if the step was made with other code unless ``accept_code``, and
-    :class:`~storage.errors.Damaged` for bytes that changed.
+    ``which`` is the step, or the step and its generation, as ``400.3``, of one that the run has left behind.
+    Raises :class:`JobError` if there is no good checkpoint of the step before, or if the step was made with
+    other code unless ``accept_code``, and :class:`~storage.errors.Damaged` for bytes that changed.
     """
     run, (step, generation) = Run.begun(job), parsed(str(which))
     made = run.made(step) if generation is None else Version(step, generation)
@@ -115,40 +129,63 @@ def rerun_here(job: Job, which: int | str, *, accept_code: bool = False) -> Agai
     if not 1 <= step <= max(run.job.steps, its.steps):
         newest = run.newest()
         raise JobError(
-            f"--step {which}: {run.job.name} makes the steps 1 to {run.job.steps}, and its newest checkpoint is of step "
+            f"--step {which}: {run.job.name} makes the steps 1 to {run.job.steps}, and its newest "
+            "checkpoint is of step "
             f"{newest.step if newest else 0}; name one that has a checkpoint of the step before it"
         )
     if (newest_known := run.standing(0, 0.0).generation) < made.generation:
-        raise JobError(f"--step {which}: {run.job.name} has had {newest_known} generations so far; `elastic checkpoint ls` lists them")
+        raise JobError(
+            f"--step {which}: {run.job.name} has had {newest_known} generations so far; `elastic "
+            "checkpoint ls` lists them"
+        )
     watched = its.watch.model_copy(update={"every": 1})
     outcomes = list[Outcome]()
     try:
         before = version_at(run, str(step - 1)) if step > 1 and generation is None else Version(0, 0)
         version = before if step == 1 or generation is None else version_before(run, step, generation)
     except JobError as error:
-        raise JobError(f"--step {which}: it is computed from the checkpoint of step {step - 1}: {error}") from None
-    with _restored(run, job, its.replace(watch=watched, faults=()), version, made, its, accept_code) as (session, state, fence):
+        raise JobError(
+            f"--step {which}: it is computed from the checkpoint of step {step - 1}: {error}"
+        ) from None
+    with _restored(run, job, its.replace(watch=watched, faults=()), version, made, its, accept_code) as (
+        session,
+        state,
+        fence,
+    ):
         shape = CommitShape(1, 1, its.microbatches, its.microbatch_size, Layout())
 
         def once() -> Generator[Step]:
-            yield Step(session, state, fence, shape, step, lambda: GO_ON, done=lambda outcome, _: outcomes.append(outcome))
+            yield Step(
+                session,
+                state,
+                fence,
+                shape,
+                step,
+                lambda: GO_ON,
+                done=lambda outcome, _: outcomes.append(outcome),
+            )
 
         assert session.loop is not None
         Context(session.job, state, once, Effects(run.store, its.name, tells=False)).run(session.loop)
     segments = run.segments()
-    return Again(outcomes[0], ledger(segments).get(step) if generation is None else outcome_of(segments, made))
+    return Again(
+        outcomes[0], ledger(segments).get(step) if generation is None else outcome_of(segments, made)
+    )
 
 
 @contextmanager
 def _restored(
     run: Run, job: Job, its: Job, version: Version, made: Version, by: Job, accept_code: bool
 ) -> Iterator[tuple[Session, State, ApplyFence]]:
-    """Yields the state of ``version`` and what is needed to compute with it by the job ``its``, on the workers' kind of device that ``job``
-    names.
+    """Yields the state of ``version`` and what is needed to compute with it by the job ``its``, on the
+    workers' kind of device that ``job`` names.
 
-    Raises :class:`JobError` if ``made``, which a world of the job ``by`` committed, was made with other code, unless ``accept_code``.
+    Raises :class:`JobError` if ``made``, which a world of the job ``by`` committed, was made with other code,
+    unless ``accept_code``.
     """
-    its = code.with_objects(its, job).replace(workers=job.workers, offload="none", offload_folder="", offload_buffer_gb=1.0)
+    its = code.with_objects(its, job).replace(
+        workers=job.workers, offload="none", offload_folder="", offload_buffer_gb=1.0
+    )
     device = prepare_process(its)
     with TemporaryDirectory() as folder:
         session = make_session(its, Counters(Path(folder) / "counters", create=True))
@@ -162,11 +199,17 @@ def _restored(
 
 
 @contextmanager
-def _alone(session: Session, device: torch.device, checkpoints: Checkpoints, version: Version, fence: ApplyFence) -> Iterator[State]:
-    """Yields the state of ``version`` in a world of this process alone.  Its ``fence`` is also entered between slices that are read."""
+def _alone(
+    session: Session, device: torch.device, checkpoints: Checkpoints, version: Version, fence: ApplyFence
+) -> Iterator[State]:
+    """Yields the state of ``version`` in a world of this process alone.  Its ``fence`` is also entered
+    between slices that are read.
+    """
     world = World.alone(device, generation=1)
     try:
-        plan = Plan(1, 1, Layout(), (WORKER,), version, "bucket" if version.step else "init", (), NodeId("local"))
+        plan = Plan(
+            1, 1, Layout(), (WORKER,), version, "bucket" if version.step else "init", (), NodeId("local")
+        )
         state = State(session.job, session.builder, session.rule, world, version)
         healing = Healing(state, plan, WORKER, session)
 
@@ -196,13 +239,22 @@ class Interruptible(ApplyFence):
 
 
 def evaluate_between(
-    session: Session, device: torch.device, checkpoints: Checkpoints, version: Version, interrupted: Callable[[], bool]
+    session: Session,
+    device: torch.device,
+    checkpoints: Checkpoints,
+    version: Version,
+    interrupted: Callable[[], bool],
 ) -> Validated:
-    """Returns what a checkpoint loses on the held-out samples, measured by a worker that is no member, between two worlds.
+    """Returns what a checkpoint loses on the held-out samples, measured by a worker that is no member,
+    between two worlds.
 
-    Raises :class:`FencedOff` once it is ``interrupted``, before the next slice or microbatch, and :class:`~storage.errors.Damaged`.
+    Raises :class:`FencedOff` once it is ``interrupted``, before the next slice or microbatch, and
+    :class:`~storage.errors.Damaged`.
     """
-    job, fence = session.job.replace(offload="none", offload_folder="", offload_buffer_gb=1.0), Interruptible(interrupted)
+    job, fence = (
+        session.job.replace(offload="none", offload_folder="", offload_buffer_gb=1.0),
+        Interruptible(interrupted),
+    )
     own = replace(session, job=job, snapshots=None, faults=Faults(()), meter=Meter())
     with _alone(own, device, checkpoints, version, fence) as state:
         return validate(own, state, fence, version.step)

@@ -15,7 +15,9 @@ from storage.objects.folder import NO_LINKS, NO_SYNC, Folder, sync_folder
 from storage.objects.selftest import check
 
 WRONG_FOLDER = (EACCES, ENOENT, ENOTDIR, EPERM, EROFS)
-"""Errors of a new file that say that the folder is the wrong one.  Of others, such as a full disk, the job knows nothing."""
+"""Errors of a new file that say that the folder is the wrong one.  Of others, such as a full disk, the job
+knows nothing.
+"""
 UNABLE = {*NO_LINKS, *NO_SYNC}
 """Errors of a file system that lacks what a store of objects needs."""
 
@@ -23,8 +25,9 @@ UNABLE = {*NO_LINKS, *NO_SYNC}
 def check_bucket(job: Job) -> list[str]:
     """Tests the bucket, and returns what is to be said of it.
 
-    Raises as :func:`open_bucket`; :class:`JobError` for a folder that this user cannot write or whose file system cannot hold objects; and
-    :class:`Unavailable`, with the setting, for a bucket that cannot be relied on.
+    Raises as :func:`open_bucket`; :class:`JobError` for a folder that this user cannot write or whose file
+    system cannot hold objects; and :class:`Unavailable`, with the setting, for a bucket that cannot be relied
+    on.
     """
     named = f"bucket = {job.bucket!r}"
     try:
@@ -33,7 +36,8 @@ def check_bucket(job: Job) -> list[str]:
             return _check_folder(named, Path(store.url, job.name))
         late_s = check(store, job.name)
     except Unavailable as error:
-        shown = error.object if "…" in error.object else job.bucket  # a URL that is no bucket's may have a secret in it
+        # a URL that is no bucket's may have a secret in it
+        shown = error.object if "…" in error.object else job.bucket
         raise Unavailable(f"bucket = {shown!r}: {error.object}", *error.args[1:]) from error
     late = f"{named} lists a new object only {late_s:.1f} s after it was written"
     return [f"{late}; each start waits until what was written before it is listed"] if late_s else []
@@ -51,7 +55,9 @@ def open_bucket(job: Job) -> ObjectStore:
 
 
 def _check_folder(named: str, there: Path) -> list[str]:
-    """Writes objects into a folder of its own in the folder that is to hold ``there``, and returns what its file system lacks."""
+    """Writes objects into a folder of its own in the folder that is to hold ``there``, and returns what its
+    file system lacks.
+    """
     while not os.path.lexists(there):
         there = there.parent
     try:
@@ -69,4 +75,8 @@ def _check_folder(named: str, there: Path) -> list[str]:
             raise Unavailable(str(there), str(error)) from error
         wrong = f"{named} is not a folder that this user can write ({there}: {error.strerror})"
         raise JobError(f"{wrong}; name one that is, or a URL such as s3://bucket/prefix") from error
-    return [] if syncs else [f"{named}: its file system cannot sync a folder, so a power cut may take the newest checkpoint"]
+    return (
+        []
+        if syncs
+        else [f"{named}: its file system cannot sync a folder, so a power cut may take the newest checkpoint"]
+    )

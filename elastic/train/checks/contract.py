@@ -1,10 +1,13 @@
-"""Tries the user's loss on the run's first microbatch, before the first step: on the whole of it, and on its halves.
+"""Tries the user's loss on the run's first microbatch, before the first step: on the whole of it, and on its
+halves.
 
-A loss that returns a mean trains, and learns something else with each size of a microbatch, so nobody would notice.  What the halves return
-shows it: the numbers of terms of the halves add up to that of the whole, and so do the sums.  Not every loss is such a sum: one that
-compares the samples of a microbatch with each other has more terms in the whole than in its halves, and other sums.  So two things are
-refused, and only them: fewer terms in the whole than in its halves, as of a constant number, and a loss that is the mean of what the halves
-lose.  Dropout and the statistics of microbatches are off.  Of a loss that draws random numbers nothing is known, and nothing is said.
+A loss that returns a mean trains, and learns something else with each size of a microbatch, so nobody would
+notice.  What the halves return shows it: the numbers of terms of the halves add up to that of the whole, and
+so do the sums.  Not every loss is such a sum: one that compares the samples of a microbatch with each other
+has more terms in the whole than in its halves, and other sums.  So two things are refused, and only them:
+fewer terms in the whole than in its halves, as of a constant number, and a loss that is the mean of what the
+halves lose.  Dropout and the statistics of microbatches are off.  Of a loss that draws random numbers nothing
+is known, and nothing is said.
 """
 
 from __future__ import annotations
@@ -26,21 +29,26 @@ from elastic.train.step import Session, compare_tokens, loss_of, microbatch_seed
 from elastic.train.terms import CONTRACT, wrong_count
 
 CLOSE = 1e-2
-"""Largest difference, as a part of the loss, at which it still is the mean of the losses of its halves: bf16 rounds to 0.4%."""
+"""Largest difference, as a part of the loss, at which it still is the mean of the losses of its halves: bf16
+rounds to 0.4%.
+"""
 OutOfMemory = torch.OutOfMemoryError
 """The error of a device that is too small, which is nobody's mistake."""
 FAR = 0.1
-"""Smallest difference, as a part of the loss, at which it is not the sum of the losses of its halves: the mean is half of the sum."""
+"""Smallest difference, as a part of the loss, at which it is not the sum of the losses of its halves: the
+mean is half of the sum.
+"""
 
 
 def check_loss(session: Session, state: State, *, initialised: bool = False) -> None:
     """Tries data, model and loss, and changes nothing.  It must not be called between forward and backward.
 
-    ``initialised`` says that the weights are those with which the run begins.  Raises :class:`DataError` if the samples are not the same
-    when they are read again, :class:`ModelError` if the model or the loss fails with a microbatch, and :class:`LossError` if the loss is
-    certainly no sum.
+    ``initialised`` says that the weights are those with which the run begins.  Raises :class:`DataError` if
+    the samples are not the same when they are read again, :class:`ModelError` if the model or the loss fails
+    with a microbatch, and :class:`LossError` if the loss is certainly no sum.
 
-    The world has no other members: an error of the model with another number of samples is only printed, and would leave others waiting.
+    The world has no other members: an error of the model with another number of samples is only printed, and
+    would leave others waiting.
     """
     compare_tokens(session, state.model)
     batch = _read(session)
@@ -52,7 +60,8 @@ def check_loss(session: Session, state: State, *, initialised: bool = False) -> 
             found = _tried(session, state, batch)
         except OutOfMemory:
             raise
-        except Exception:  # the user's code may raise anything; a loss that differentiates cannot be tried without gradients
+        # the user's code may raise anything; a loss that differentiates cannot be tried without gradients
+        except Exception:
             found = None
         if found is None:
             _try_with_gradients(session, state, batch)
@@ -60,11 +69,15 @@ def check_loss(session: Session, state: State, *, initialised: bool = False) -> 
         loss, count = found
         if initialised and not isfinite(loss):
             raise LossError(
-                f"loss = {session.job.loss!r}: with the weights of init_weights() the first microbatch loses {loss:g}; mend the loss, the "
+                f"loss = {session.job.loss!r}: with the weights of init_weights() the first microbatch "
+                f"loses {loss:g}; mend the loss, the "
                 f"model's init_weights() or the samples"
             )
         if not count and loss and isfinite(loss):
-            raise LossError(f"loss = {session.job.loss!r}: the first microbatch loses {loss:g}, and the count is 0; {CONTRACT}")
+            raise LossError(
+                f"loss = {session.job.loss!r}: the first microbatch loses {loss:g}, and the "
+                f"count is 0; {CONTRACT}"
+            )
         try:
             _check(session, state, batch)
         except LossError:
@@ -76,10 +89,15 @@ def check_loss(session: Session, state: State, *, initialised: bool = False) -> 
 
 
 def _check_end_of_validation(session: Session, state: State) -> None:
-    """Raises :class:`ModelError` if the model or the loss fails with the fewer samples that end a validation, perhaps hours from now."""
+    """Raises :class:`ModelError` if the model or the loss fails with the fewer samples that end a validation,
+    perhaps hours from now.
+    """
     if session.held_out is None:
         return
-    usual, samples = session.job.microbatch_size, session.job.validation.samples or len(session.held_out.dataset)
+    usual, samples = (
+        session.job.microbatch_size,
+        session.job.validation.samples or len(session.held_out.dataset),
+    )
     if not (few := samples % usual):
         return
     try:
@@ -88,7 +106,8 @@ def _check_end_of_validation(session: Session, state: State) -> None:
         raise
     except Exception as error:  # the user's code may raise anything
         raise ModelError(
-            f"validation.samples = {samples}: its last microbatch has {few} of {usual} samples, with which model {session.job.model!r} or "
+            f"validation.samples = {samples}: its last microbatch has {few} of {usual} samples, with which "
+            f"model {session.job.model!r} or "
             f"loss = {session.job.loss!r} failed with {failure(error)}; take a multiple of {usual}"
         ) from error
 
@@ -105,21 +124,28 @@ def _read(session: Session) -> dict[str, Any]:
     """Reads the first microbatch, twice.  Raises :class:`DataError` unless both have the same tensors."""
     ids = session.cursor.some_ids(session.job.microbatch_size)
     batch, again = session.loader.read(ids), session.loader.read(ids)
-    first, second = ({name: (list(value.shape), value.dtype) for name, value in each.items()} for each in (batch, again))
+    first, second = (
+        {name: (list(value.shape), value.dtype) for name, value in each.items()} for each in (batch, again)
+    )
     if first != second:
         name = next(name for name in (*first, *second) if first.get(name) != second.get(name))
         came = [f"{each[name][1]} {each[name][0]}" if name in each else "nothing" for each in (first, second)]
         raise DataError(
-            f"{session.loader.named}: read() of the ids {list(ids)} returned {came[0]} as {name!r}, and at the next call {came[1]}; it "
+            f"{session.loader.named}: read() of the ids {list(ids)} returned {came[0]} as {name!r}, and at "
+            f"the next call {came[1]}; it "
             f"must return the same for the same ids, whatever was read before"
         )
     return batch
 
 
 def _tried(session: Session, state: State, batch: dict[str, Any]) -> tuple[float, float]:
-    """Returns the loss of the microbatch, and its count.  Raises :class:`LossError` if that is no number of terms."""
+    """Returns the loss of the microbatch, and its count.  Raises :class:`LossError` if that is no number of
+    terms.
+    """
     seed_all(microbatch_seed(session.job.seed, 0, 0), state.world.device)
-    loss, count = loss_of(session, state.model, {name: value.to(state.world.device, copy=True) for name, value in batch.items()})
+    loss, count = loss_of(
+        session, state.model, {name: value.to(state.world.device, copy=True) for name, value in batch.items()}
+    )
     state.parameters.end_forward()
     if not is_count(float(count)):
         raise LossError(wrong_count(f"loss = {session.job.loss!r}", float(count), "the first microbatch"))
@@ -135,10 +161,18 @@ def _try_with_gradients(session: Session, state: State, batch: dict[str, Any]) -
     except (ElasticError, OutOfMemory):
         raise
     except Exception as error:  # the user's code may raise anything
-        shapes = ", ".join(f"{name!r} {list(value.shape)} of {str(value.dtype).removeprefix('torch.')}" for name, value in batch.items())
-        mend = about_one_value(error, job) or remedy(error, state.model) or "mend the model, the loss or the dataset"
+        shapes = ", ".join(
+            f"{name!r} {list(value.shape)} of {str(value.dtype).removeprefix('torch.')}"
+            for name, value in batch.items()
+        )
+        mend = (
+            about_one_value(error, job)
+            or remedy(error, state.model)
+            or ("mend the model, the loss or the dataset")
+        )
         raise ModelError(
-            f"model = {job.model!r} with loss = {job.loss!r} failed with {failure(error)}; the microbatch had {shapes}: {mend}"
+            f"model = {job.model!r} with loss = {job.loss!r} failed with {failure(error)}; the microbatch "
+            f"had {shapes}: {mend}"
         ) from None
 
 
@@ -152,7 +186,9 @@ def _check(session: Session, state: State, read: dict[str, Any]) -> None:
 
     def lost(first: int, last: int, draw: int = 0) -> tuple[float, float]:
         seed_all(microbatch_seed(job.seed, 0, draw), world.device)
-        loss, count = loss_of(session, state.model, {name: value[first:last].clone() for name, value in batch.items()})
+        loss, count = loss_of(
+            session, state.model, {name: value[first:last].clone() for name, value in batch.items()}
+        )
         state.parameters.end_forward()
         return float(loss), float(count)
 
@@ -163,13 +199,19 @@ def _check(session: Session, state: State, read: dict[str, Any]) -> None:
     counts = f"{parts[0][1]:g} and {parts[1][1]:g}"
     what = f"loss = {job.loss!r}: of {size} samples" + (" (one, twice)" if job.microbatch_size == 1 else "")
     if whole[1] < parts[0][1] + parts[1][1]:
-        raise LossError(f"{what} it returns the count {whole[1]:g}, and of their halves {counts}, which is more; {CONTRACT}")
+        raise LossError(
+            f"{what} it returns the count {whole[1]:g}, and of their halves {counts}, which is "
+            f"more; {CONTRACT}"
+        )
     if not _near(whole[0], again[0], abs(whole[0]), CLOSE):
         return
     weights = ((half, size - half), (parts[0][1], parts[1][1]))
     if any(_is_mean(whole[0], (parts[0][0], parts[1][0]), each) for each in weights):
         losses = f"{parts[0][0]:g} and {parts[1][0]:g}"
-        raise LossError(f"{what} it returns the loss {whole[0]:g}, and of their halves {losses}, of which that is the mean; {CONTRACT}")
+        raise LossError(
+            f"{what} it returns the loss {whole[0]:g}, and of their halves {losses}, of which "
+            f"that is the mean; {CONTRACT}"
+        )
 
 
 def _is_mean(whole: float, parts: tuple[float, float], weights: tuple[float, float]) -> bool:

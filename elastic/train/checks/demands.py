@@ -1,4 +1,6 @@
-"""Tells before a run starts what it will take: memory of its nodes, and time, where that is near to a deadline."""
+"""Tells before a run starts what it will take: memory of its nodes, and time, where that is near to a
+deadline.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ TRIVIAL = 1e6
 TELLING_S = 10.0
 """Seconds of initialisation on a CPU from which on the user is told of them."""
 DRAWS = 2
-"""Number of times that an initialisation draws a value, as an estimate: in the constructors of layers, and in ``init_weights``."""
+"""Number of times that an initialisation draws a value, as an estimate: in the constructors of layers, and in
+``init_weights``.
+"""
 
 
 def copying(job: Job, state_bytes: int) -> list[str]:
@@ -33,40 +37,61 @@ def copying(job: Job, state_bytes: int) -> list[str]:
     if state_bytes < TRIVIAL and job.copies.copy_every != 0 and not job.offload_folder:
         return []
     text = taken_by_copies(job, state_bytes)
-    if job.layout_rule().dp_shard is None and number_of_cells(job.layouts()[-1]) < job.workers.max and state_bytes >= LARGE:
-        text += "; less where a device or a node has too little memory, because more workers share the state then"
+    if (
+        job.layout_rule().dp_shard is None
+        and number_of_cells(job.layouts()[-1]) < job.workers.max
+        and state_bytes >= LARGE
+    ):
+        text += (
+            "; less where a device or a node has too little memory, because more workers share the state then"
+        )
     return [text]
 
 
 def taken_by_copies(job: Job, state_bytes: int, least: int = 1) -> str:
-    """Returns the sentence on what copies take of a node, for each worker, if ``least`` workers or more share the state."""
+    """Returns the sentence on what copies take of a node, for each worker, if ``least`` workers or more share
+    the state.
+    """
     rules, cells = job.rules(), [number_of_cells(layout) for layout in job.layouts(least)]
     sizes, folder = (state_bytes / cells[-1], state_bytes / min(cells)), job.offload_folder
     return explained(*sizes, rules.copy_every, rules.buddy_every, offload=job.offloads, folder=folder)
 
 
 def hosting(job: Job, tensors: Sequence[Tensor]) -> list[str]:
-    """Returns sentences about state in the memory of the host: the stage that ``auto`` is, and the room of weights beside the state."""
+    """Returns sentences about state in the memory of the host: the stage that ``auto`` is, and the room of
+    weights beside the state.
+    """
     hosted, found = need_of(job, tensors).hosted, list[str]()
     if job.zero != job.parallel.zero and job.workers.max > 1:
         found.append(
-            f"parallel.zero = 'auto' is {job.zero} with offload = {job.offload!r}: all workers share the state, and each gathers all "
-            f"weights once a step; 3 is not possible, since blocks cannot be gathered from the memory of nodes"
+            f"parallel.zero = 'auto' is {job.zero} with offload = {job.offload!r}: all workers share the "
+            "state, and each gathers all "
+            "weights once a step; 3 is not possible, since blocks cannot be gathered from the memory of "
+            "nodes"
         )
     if hosted:
-        found.append(f"weights with which the model computes take {amount(hosted)} more of the node's memory for each worker")
+        found.append(
+            f"weights with which the model computes take {amount(hosted)} more of the node's "
+            "memory for each worker"
+        )
     return found
 
 
 def initialising(job: Job, model: nn.Module) -> list[str]:
     """Returns a sentence about an initialisation on the CPU that takes long."""
     tensors = [*model.parameters(), *model.buffers()]
-    numbers, largest = sum(each.numel() for each in tensors), max((each.nbytes for each in tensors), default=0)
+    numbers, largest = (
+        sum(each.numel() for each in tensors),
+        max((each.nbytes for each in tensors), default=0),
+    )
     takes_s = DRAWS * numbers * _draw_s() if not job.workers.gpus else 0.0
     if takes_s < TELLING_S:
         return []
     there = f"{amount(RESIDENT + 2 * largest)} of memory beside its part"
-    return [f"every worker initialises the model by itself on its CPU: about {takes_s:.0f} s before the first step, and up to {there}"]
+    return [
+        f"every worker initialises the model by itself on its CPU: about {takes_s:.0f} s before the "
+        f"first step, and up to {there}"
+    ]
 
 
 def updating(job: Job, state_bytes: int) -> list[str]:
@@ -76,15 +101,20 @@ def updating(job: Job, state_bytes: int) -> list[str]:
     if not job.offload_folder or takes_s <= fence_s / 2:
         return []
     return [
-        f"deadlines.fence_s = {fence_s:g} may be too short for an update of {amount(part)} of state in files, a worker's part where the "
-        f"fewest share it: at {amount(SLOW_DISK)} a second it takes {takes_s:.0f} s if the disk serves one worker, and as much more for "
-        f"each other worker of the node; a worker that does not answer a fence in time is ended; set it to {ceil(2 * takes_s)} or more for "
+        f"deadlines.fence_s = {fence_s:g} may be too short for an update of {amount(part)} of state in "
+        "files, a worker's part where the "
+        f"fewest share it: at {amount(SLOW_DISK)} a second it takes {takes_s:.0f} s if the disk serves one "
+        "worker, and as much more for "
+        "each other worker of the node; a worker that does not answer a fence in time is ended; set it to "
+        f"{ceil(2 * takes_s)} or more for "
         f"each worker of a node, and deadlines.stall_s too"
     ]
 
 
 def _draw_s() -> float:
-    """Returns the seconds in which this machine draws one normal number on one thread; a worker is taken to be as fast."""
+    """Returns the seconds in which this machine draws one normal number on one thread; a worker is taken to
+    be as fast.
+    """
     threads, numbers, found = torch.get_num_threads(), torch.empty(2**18), list[float]()
     torch.set_num_threads(1)
     for _ in range(3):

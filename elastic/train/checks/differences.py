@@ -1,4 +1,6 @@
-"""Measures how far two results of one microbatch are apart, and makes numbers by which a result is known again, for ``trial.py``."""
+"""Measures how far two results of one microbatch are apart, and makes numbers by which a result is known
+again, for ``trial.py``.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ if TYPE_CHECKING:
     from elastic.train.checks.plain import PlainResult
 
 SMALL = 0.01
-"""The part of the largest root mean square of a gradient below which that of a tensor is rounding, and is compared with this part."""
+"""The part of the largest root mean square of a gradient below which that of a tensor is rounding, and is
+compared with this part.
+"""
 WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Whole numbers with the bits of those with fractions, by their bytes."""
 ROUNDED = 2.0**-22
@@ -21,11 +25,16 @@ ROUNDED = 2.0**-22
 
 
 def summary_of(found: PlainResult, *, exact: bool) -> list[float]:
-    """Returns numbers that differ if the loss or any gradient does: its norm and, if ``exact``, the sum of its bits."""
+    """Returns numbers that differ if the loss or any gradient does: its norm and, if ``exact``, the sum of
+    its bits.
+    """
     norms = [each.detach().norm().float() for each in found.grads.values()]
     told = [found.loss, found.count, *(torch.stack(norms).tolist() if norms else ())]
     if exact and norms:
-        bits = [each.detach().contiguous().view(WORDS[each.dtype.itemsize]).sum(dtype=torch.int64) for each in found.grads.values()]
+        bits = [
+            each.detach().contiguous().view(WORDS[each.dtype.itemsize]).sum(dtype=torch.int64)
+            for each in found.grads.values()
+        ]
         told += torch.stack(bits).tolist()
     return [number if number == number else math.inf for number in told]
 
@@ -47,9 +56,15 @@ def apart_by(plain: float, ours: float) -> float:
 
 
 def parts_of(plain: Mapping[str, Tensor], ours: Mapping[str, Tensor]) -> dict[str, float]:
-    """Returns the difference of the gradients of each parameter, as a part of their norm, or of what is small beside all others."""
+    """Returns the difference of the gradients of each parameter, as a part of their norm, or of what is small
+    beside all others.
+    """
     norms = {name: float(each.float().norm()) for name, each in plain.items()}
-    finite = [norm / each.numel() ** 0.5 for norm, each in zip(norms.values(), plain.values(), strict=True) if math.isfinite(norm)]
+    finite = [
+        norm / each.numel() ** 0.5
+        for norm, each in zip(norms.values(), plain.values(), strict=True)
+        if math.isfinite(norm)
+    ]
     least, found = SMALL * max(finite, default=0.0), dict[str, float]()
     for name, each in plain.items():
         difference = float((ours[name].float().reshape(-1) - each.float().reshape(-1)).norm())
@@ -64,4 +79,6 @@ def parts_of(plain: Mapping[str, Tensor], ours: Mapping[str, Tensor]) -> dict[st
 def values_of(model: nn.Module) -> dict[str, float]:
     """Returns a number for each parameter that other values hardly have."""
     norms = {name: each.detach().float().norm() for name, each in model.named_parameters()}
-    return dict(zip(norms, torch.stack([*norms.values()]).nan_to_num().tolist(), strict=True)) if norms else {}
+    return (
+        dict(zip(norms, torch.stack([*norms.values()]).nan_to_num().tolist(), strict=True)) if norms else {}
+    )

@@ -1,4 +1,6 @@
-"""Checks a job as far as that needs no torch, whose import takes seconds: its code, tokens and sinks are there, and its bucket works."""
+"""Checks a job as far as that needs no torch, whose import takes seconds: its code, tokens and sinks are
+there, and its bucket works.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Estimates the memory of a member before anything runs: by class, by stage of ZeRO, and by the number of members that share the state."""
+"""Estimates the memory of a member before anything runs: by class, by stage of ZeRO, and by the number of
+members that share the state.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,15 @@ from elastic.plan.copy_budget import amount
 from elastic.plan.memory import NOTHING, Need, Transient, first_roomy, least_shard
 from elastic.train.checks.demands import taken_by_copies
 from elastic.train.gauges.inventory import off_device
-from elastic.train.machine.device import all_policies, least_whole, limit_of, most_shards, must_name_policy, need_of, policies_of
+from elastic.train.machine.device import (
+    all_policies,
+    least_whole,
+    limit_of,
+    most_shards,
+    must_name_policy,
+    need_of,
+    policies_of,
+)
 from elastic.train.model import BUFFERS, build_model, builder_of, bytes_of, in_its_stage, tensors_of
 from elastic.train.session import lengths_of, loss_of, opened
 from storage.slices import Tensor
@@ -41,29 +51,46 @@ CHANGES: tuple[dict[str, object], ...] = (
 FACTORS = (2, 4, 8, 16, 32)
 """Numbers of times its ``workers.max`` that a job is tried with."""
 SPLITS = {
-    "2 + 2 + 12, as the ZeRO paper counts": {"bf16 weights": 2, "bf16 gradients": 2, "float32 weights and moments": 12},
-    "4 + 4 + 8, as FSDP2 and Elastic hold it": {"float32 weights": 4, "float32 gradients": 4, "float32 moments": 8},
+    "2 + 2 + 12, as the ZeRO paper counts": {
+        "bf16 weights": 2,
+        "bf16 gradients": 2,
+        "float32 weights and moments": 12,
+    },
+    "4 + 4 + 8, as FSDP2 and Elastic hold it": {
+        "float32 weights": 4,
+        "float32 gradients": 4,
+        "float32 moments": 8,
+    },
 }
 """Bytes for each parameter in mixed precision with Adam, in the two ways in which they are counted."""
 
 
 def tensors_of_job(job: Job) -> tuple[Tensor, ...]:
-    """Returns every tensor of the state of ``job``.  Raises :class:`~elastic.errors.ElasticError` if model or optimizer do not fit."""
+    """Returns every tensor of the state of ``job``.  Raises :class:`~elastic.errors.ElasticError` if model or
+    optimizer do not fit.
+    """
     return tensors_of(build_model(job, builder_of(job)), rule_of(job))
 
 
 def of_parameters(count: float) -> Iterator[str]:
-    """Yields what ``count`` parameters take in mixed precision with Adam: 16 bytes each, and how these are made up."""
+    """Yields what ``count`` parameters take in mixed precision with Adam: 16 bytes each, and how these are
+    made up.
+    """
     yield f"{count:.3g} parameters in mixed precision with Adam: {gigabytes(16 * count)}, 16 bytes each"
     for how, parts in SPLITS.items():
         yield f"{how}: " + ", ".join(f"{gigabytes(size * count)} of {what}" for what, size in parts.items())
-    yield f"a worker that computes with whole weights (zero = 0, 1 or 2, or one worker) also holds {gigabytes(2 * count)} of bf16 weights"
+    yield (
+        "a worker that computes with whole weights (zero = 0, 1 or 2, or one worker) also holds "
+        f"{gigabytes(2 * count)} of bf16 weights"
+    )
 
 
 def classes(job: Job, tensors: Sequence[Tensor], shards: int, zero: int | None = None) -> dict[str, int]:
-    """Returns the bytes that a member holds at the end of a backward pass if ``shards`` members share the state.
+    """Returns the bytes that a member holds at the end of a backward pass if ``shards`` members share the
+    state.
 
-    The classes are those of ``train/gauges/inventory.py``.  ``zero`` is the stage of ZeRO, if it is not the job's.
+    The classes are those of ``train/gauges/inventory.py``.  ``zero`` is the stage of ZeRO, if it is not the
+    job's.
     """
     need = need_of(job, tensors, zero)
     where = off_device(job)
@@ -73,13 +100,18 @@ def classes(job: Job, tensors: Sequence[Tensor], shards: int, zero: int | None =
         f"weights{where}": -(-weights // shards),
         f"moments{where}": -(-moments // shards),
         "gradients": need.summed(shards),
-        **({"computing copies in host memory": need.hosted} if need.hosted else {"computing copies": need.copies(shards)}),
+        **(
+            {"computing copies in host memory": need.hosted}
+            if need.hosted
+            else {"computing copies": need.copies(shards)}
+        ),
         "buffers": bytes_of([tensor for tensor in tensors if tensor.kind in BUFFERS]),
     }
 
 
 def of_job(job: Job, tensors: Sequence[Tensor], found: Mapping[Policy, Need]) -> Iterator[str]:
-    """Yields what a member of the largest world holds, by class, and what its copies take of its node, with what ``auto`` takes.
+    """Yields what a member of the largest world holds, by class, and what its copies take of its node, with
+    what ``auto`` takes.
 
     ``found`` is that of :func:`by_recompute`, or empty if what a microbatch takes is not known.
     """
@@ -87,14 +119,21 @@ def of_job(job: Job, tensors: Sequence[Tensor], found: Mapping[Policy, Need]) ->
     yield f"{parameters:,} parameters; the state takes {gigabytes(bytes_of(tensors))}"
     memory, least, transient = limit_of(job), 1, NOTHING
     if not memory:
-        yield "how many workers must share it depends on the memory of their devices; name that, say --workers.device-gb 80"
+        yield (
+            "how many workers must share it depends on the memory of their devices; name that, say "
+            "--workers.device-gb 80"
+        )
     else:
         policy, least = _chosen(job, found or {"none": need_of_state(job)})
         if not least:
             yield _too_small(job, policy, found)
             return
         enough = f"{least} or more workers with {gigabytes(memory)} each"
-        yield f"recompute = {policy!r}: {enough} can train" if found else f"{enough} have room for it, without a microbatch"
+        yield (
+            f"recompute = {policy!r}: {enough} can train"
+            if found
+            else (f"{enough} have room for it, without a microbatch")
+        )
         transient = found[policy].transient if found else NOTHING
     layout = job.layouts(least)[-1]
     shards = layout.dp_shard
@@ -102,21 +141,31 @@ def of_job(job: Job, tensors: Sequence[Tensor], found: Mapping[Policy, Need]) ->
     if whole:
         yield "zero = 2: there is room for all weights to compute with, so they are gathered once a step"
     zero = 2 if whole else None
-    held = ", ".join(f"{gigabytes(size)} of {name}" for name, size in classes(job, tensors, shards, zero).items() if size)
-    whose = f"if {shards} of {layout.world} workers share the state, each" if shards > 1 else "if each worker has the whole state, it"
+    held = ", ".join(
+        f"{gigabytes(size)} of {name}" for name, size in classes(job, tensors, shards, zero).items() if size
+    )
+    whose = (
+        f"if {shards} of {layout.world} workers share the state, each"
+        if shards > 1
+        else "if each worker has the whole state, it"
+    )
     yield f"{whose} holds {held}; {gigabytes(need_of(job, tensors, zero).held(shards))} on its device"
     yield taken_by_copies(job, bytes_of(tensors), least)
 
 
 def _chosen(job: Job, found: Mapping[Policy, Need]) -> tuple[Policy, int]:
-    """Returns the policy that ``auto`` takes, and the smallest number of workers that must share the state with it; 0 if none is enough."""
+    """Returns the policy that ``auto`` takes, and the smallest number of workers that must share the state
+    with it; 0 if none is enough.
+    """
     least = {policy: least_of(job, need) for policy, need in found.items()}
     policy = first_roomy([*least], least.__getitem__, job.workers.min, most_shards(job))
     return policy, least[policy]
 
 
 def least_of(job: Job, need: Need) -> int:
-    """Returns the smallest number of workers that must share the state; 0 if the memory of devices is not known, or is too small."""
+    """Returns the smallest number of workers that must share the state; 0 if the memory of devices is not
+    known, or is too small.
+    """
     return least_shard(need, limit_of(job), most_shards(job))
 
 
@@ -124,22 +173,30 @@ def _too_small(job: Job, policy: Policy, found: Mapping[Policy, Need]) -> str:
     """Returns the sentence about a job that does not fit, with settings with which it would."""
     way_out = fitting_policy(job) if found else ""
     own, most = f" with recompute = {policy!r}" if way_out else "", job.workers.max
-    way_out = way_out or fitting_changes(job, min(found, key=lambda each: found[each].transient.shared, default=None))
-    few = f"{_workers(most)} with {gigabytes(limit_of(job))}{'' if most == 1 else ' each'} {'is' if most == 1 else 'are'} too few"
+    way_out = way_out or fitting_changes(
+        job, min(found, key=lambda each: found[each].transient.shared, default=None)
+    )
+    few = (
+        f"{_workers(most)} with {gigabytes(limit_of(job))}{'' if most == 1 else ' each'} "
+        f"{'is' if most == 1 else 'are'} too few"
+    )
     return "; ".join(filter(None, [f"it does not fit{own}: {few}", way_out]))
 
 
 def by_recompute(job: Job) -> dict[Policy, Need]:
-    """Returns what training needs with each policy that ``auto`` tries, or with the one that the job names.  Raises as :func:`needs`."""
+    """Returns what training needs with each policy that ``auto`` tries, or with the one that the job names.
+    Raises as :func:`needs`.
+    """
     return needs(job, policies_of(job))
 
 
 def needs(job: Job, policies: Sequence[Policy]) -> dict[Policy, Need]:
     """Returns what training needs with each of ``policies``, by a step on tensors that have no values.
 
-    A member that shares the state does so with as many others as the job allows, as in a worker's warm-up.  Sums of gradients shrink with
-    the number of members and activations do not, so beside fewer members no more comes and goes.  Where the whole state does not fit a
-    device anyway, its step is not tried.  Raises what opening the data raises, and what model or loss raise.
+    A member that shares the state does so with as many others as the job allows, as in a worker's warm-up.
+    Sums of gradients shrink with the number of members and activations do not, so beside fewer members no
+    more comes and goes.  Where the whole state does not fit a device anyway, its step is not tried.  Raises
+    what opening the data raises, and what model or loss raise.
     """
     batch, builder, loss = _longest(job), builder_of(job), loss_of(job)
     model = build_model(job, builder)
@@ -149,7 +206,9 @@ def needs(job: Job, policies: Sequence[Policy]) -> dict[Policy, Need]:
     degrees = (1,) if most == 1 else (most,) if 0 < limit_of(job) < need.held(1) else (1, most)
     for policy in policies:
         tried = job.replace(recompute=policy)
-        ask = partial(peak_bytes, partial(build_model, tried, builder), tried, loss, batch, torch.device("cpu"))
+        ask = partial(
+            peak_bytes, partial(build_model, tried, builder), tried, loss, batch, torch.device("cpu")
+        )
         sizes = [max(0, ask(shards) - need.summed(shards)) for shards in degrees]
         found[policy] = replace(need, transient=Transient(sizes[0], sizes[-1]))
     return found
@@ -162,7 +221,8 @@ def need_of_state(job: Job) -> Need:
 
 
 def fitting_policy(job: Job) -> str:
-    """Returns words that name a setting of ``recompute`` with which a job fits that does not fit with its own; "" if there is none.
+    """Returns words that name a setting of ``recompute`` with which a job fits that does not fit with its
+    own; "" if there is none.
 
     Raises as :func:`needs`.
     """
@@ -170,14 +230,20 @@ def fitting_policy(job: Job) -> str:
     policy, least = _chosen(job, needs(job, others)) if others else ("", 0)
     if not least:
         return ""
-    why = "; a compiled reproducible job must name it" if must_name_policy(job) and job.recompute == "auto" else ""
+    why = (
+        "; a compiled reproducible job must name it"
+        if must_name_policy(job) and job.recompute == "auto"
+        else ""
+    )
     return f"with recompute = {policy!r} it fits from {_workers(least)} on{why}"
 
 
 def fitting_changes(job: Job, policy: Policy | None) -> str:
-    """Returns words that name other settings, each with which alone a job fits that does not fit with its own; "" if there are none.
+    """Returns words that name other settings, each with which alone a job fits that does not fit with its
+    own; "" if there are none.
 
-    ``policy`` is the one that needs least; it is None if what a step takes is not known.  Raises as :func:`needs`.
+    ``policy`` is the one that needs least; it is None if what a step takes is not known.  Raises as
+    :func:`needs`.
     """
     found = list[str]()
 
@@ -188,7 +254,11 @@ def fitting_changes(job: Job, policy: Policy | None) -> str:
         with suppress(JobError):  # settings of the job that do not go with these
             other = job.replace(**_onto(job, changes))
             if least := least_of(other, need_with(other)):
-                found.append(f"with {' and '.join(f'{name} = {value!r}' for name, value in changes.items())} from {_workers(least)} on")
+                found.append(
+                    "with "
+                    f"{' and '.join(f'{name} = {value!r}' for name, value in changes.items())} from "
+                    f"{_workers(least)} on"
+                )
     with suppress(JobError):
         larger = (job.replace(**_onto(job, {"workers.max": factor * job.workers.max})) for factor in FACTORS)
         need = need_with(first := next(larger))  # of two that share the state, so that of all others too
@@ -211,20 +281,27 @@ def _workers(number: int) -> str:
 
 
 def unnamed_policy(job: Job) -> str:
-    """Returns a sentence about a job that does not fit because it must name its ``recompute``, and does not; "" for any other one.
+    """Returns a sentence about a job that does not fit because it must name its ``recompute``, and does not;
+    "" for any other one.
 
-    It is a guess before a worker has measured anything.  A model or a loss that does not run without values says nothing about memory.
+    It is a guess before a worker has measured anything.  A model or a loss that does not run without values
+    says nothing about memory.
     """
     if not limit_of(job) or job.recompute != "auto" or not must_name_policy(job):
         return ""
     with suppress(Exception):  # of the user's code
         if not _chosen(job, by_recompute(job))[1] and (way_out := fitting_policy(job)):
-            return f"recompute = 'auto' keeps everything here, and {gigabytes(limit_of(job))} for each worker seem too few; {way_out}"
+            return (
+                f"recompute = 'auto' keeps everything here, and {gigabytes(limit_of(job))} for each "
+                f"worker seem too few; {way_out}"
+            )
     return ""
 
 
 def _longest(job: Job) -> Batch:
-    """Returns a microbatch of the first samples; with ``group_by_length`` of the longest of the first ``LOOKED_AT``."""
+    """Returns a microbatch of the first samples; with ``group_by_length`` of the longest of the first
+    ``LOOKED_AT``.
+    """
     dataset, size = opened(job), job.microbatch_size
     ids = tuple(range(size))
     if job.data.group_by_length:
@@ -235,13 +312,18 @@ def _longest(job: Job) -> Batch:
 
 
 def by_stage(job: Job, tensors: Sequence[Tensor], most: int) -> list[tuple[int, list[int]]]:
-    """Returns pairs (members that share the state, bytes that must fit the device of one for each of ``STAGES``): 1, 2, 4, … ``most``.
+    """Returns pairs (members that share the state, bytes that must fit the device of one for each of
+    ``STAGES``): 1, 2, 4, … ``most``.
 
-    That is what it holds at the end of a backward pass, or while a world forms: an old part beside the new one.
+    That is what it holds at the end of a backward pass, or while a world forms: an old part beside the new
+    one.
     """
     counts = sorted({*(2**power for power in range(most.bit_length())), most})
     needs = {zero: need_of(job, tensors, zero) for zero in STAGES}
-    return [(shards, [need.of_a_member(shards if zero else 1) for zero, need in needs.items()]) for shards in counts]
+    return [
+        (shards, [need.of_a_member(shards if zero else 1) for zero, need in needs.items()])
+        for shards in counts
+    ]
 
 
 def gigabytes(size: float) -> str:

@@ -1,10 +1,11 @@
 """Notices what a pass of the model, or the loss, has changed of the state by other ways than a gradient.
 
-A parameter that is written to in place, or gets other memory, would part the replicas, and is lost where weights are gathered or copied;
-a buffer would depend on which worker computed which microbatch; a parameter that is frozen later would still be trained.  So each of them
-ends the run at the step where it happens.  Torch counts the writes of each tensor, so a look costs a fraction of a microsecond a tensor.
-It does not count writes through ``.data``, nor those of ``F.batch_norm``: values of buffers are compared once, in the first microbatch of
-each world, and writes to parameters are watched in the trial of a new run (``trial.py``).
+A parameter that is written to in place, or gets other memory, would part the replicas, and is lost where
+weights are gathered or copied; a buffer would depend on which worker computed which microbatch; a parameter
+that is frozen later would still be trained.  So each of them ends the run at the step where it happens.
+Torch counts the writes of each tensor, so a look costs a fraction of a microsecond a tensor. It does not
+count writes through ``.data``, nor those of ``F.batch_norm``: values of buffers are compared once, in the
+first microbatch of each world, and writes to parameters are watched in the trial of a new run (``trial.py``).
 """
 
 from __future__ import annotations
@@ -22,40 +23,51 @@ from elastic.engine.world import World
 from elastic.errors import StateChanged
 
 WRITTEN = (
-    "forward, backward, the loss or the loop changed the parameter {name!r} of {model!r} by itself, not by its gradient.  Such a change is "
+    "forward, backward, the loss or the loop changed the parameter {name!r} of {model!r} by itself, not by "
+    "its gradient.  Such a change is "
     "lost where weights are gathered or copied, and workers would differ.  Compute what you need from it, as "
     "w = nn.functional.normalize(self.weight), and leave out max_norm and clamping in place.  "
     "For an average of all weights set optim.average; a teacher that forward uses is not possible yet"
 )
 REPLACED = (
-    "forward, backward, the loss or the loop put another tensor in the place of the parameter {name!r} of {model!r}; build it in the "
+    "forward, backward, the loss or the loop put another tensor in the place of the parameter {name!r} of "
+    "{model!r}; build it in the "
     "constructor, and leave it there"
 )
 FROZEN = (
-    "requires_grad of the parameter {name!r} of {model!r} is {now} now, and was {before} when the model was built, by which the engine "
+    "requires_grad of the parameter {name!r} of {model!r} is {now} now, and was {before} when the model was "
+    "built, by which the engine "
     "trains; freeze or unfreeze it in the constructor or in build()"
 )
 ADDED = (
-    "forward, backward or the loss added {what} to {where} of {model!r}: it would be in no checkpoint, and on no other worker; register it "
+    "forward, backward or the loss added {what} to {where} of {model!r}: it would be in no checkpoint, and "
+    "on no other worker; register it "
     "in the constructor"
 )
 GRADIENT = (
-    "the loop uses or changes gradients of the parameters of {model!r} (parameter.grad), by which the engine updates, over all workers: "
-    "an optimizer of the loop, clip_grad_norm_ or a change by hand would do nothing, or workers would differ.  Set optim, optim.clip_norm "
-    "and schedule in the job, give a parameter a hook (register_hook), and take the norm from the outcome of step.commit()"
+    "the loop uses or changes gradients of the parameters of {model!r} (parameter.grad), by which the "
+    "engine updates, over all workers: "
+    "an optimizer of the loop, clip_grad_norm_ or a change by hand would do nothing, or workers would "
+    "differ.  Set optim, optim.clip_norm "
+    "and schedule in the job, give a parameter a hook (register_hook), and take the norm from the outcome "
+    "of step.commit()"
 )
 HOST, NORMS = "guard", "guard's norms"
 """Keys of the host memory for comparisons."""
 BUFFER = (
-    "forward or backward changed the buffer {name!r} of {model!r}.  Its value would depend on which worker computed which microbatch, so "
-    "the result would depend on the number of workers.  Keep it out of the model.  In place of a norm with statistics of its own use "
+    "forward or backward changed the buffer {name!r} of {model!r}.  Its value would depend on which worker "
+    "computed which microbatch, so "
+    "the result would depend on the number of workers.  Keep it out of the model.  In place of a norm with "
+    "statistics of its own use "
     "nn.BatchNorm1d, 2d or 3d, whose statistics the engine keeps, or a LayerNorm, RMSNorm or GroupNorm; "
     "nn.utils.parametrizations.spectral_norm keeps such a buffer, and weight_norm none"
 )
 
 
 class Trap(Tensor):
-    """Stands for a gradient that is not there, while a loop of the user's runs: whatever computes with it raises :class:`StateChanged`."""
+    """Stands for a gradient that is not there, while a loop of the user's runs: whatever computes with it
+    raises :class:`StateChanged`.
+    """
 
     model: str
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -67,10 +79,16 @@ class Trap(Tensor):
 
 
 class Guard:
-    """Looks at the parameters and buffers of one wrapped model before and after something runs that must not change them."""
+    """Looks at the parameters and buffers of one wrapped model before and after something runs that must not
+    change them.
+    """
 
-    def __init__(self, model: nn.Module, parameters: Parameters, world: World, named: str, *, compiles: bool = False) -> None:
-        """``named`` is the setting ``model`` of the job.  Code that ``compiles`` would look at gradients that are not there."""
+    def __init__(
+        self, model: nn.Module, parameters: Parameters, world: World, named: str, *, compiles: bool = False
+    ) -> None:
+        """``named`` is the setting ``model`` of the job.  Code that ``compiles`` would look at gradients that
+        are not there.
+        """
         self._parameters, self._member_of, self._named, self._compiles = parameters, world, named, compiles
         modules = [*model.named_modules()]
         names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -87,8 +105,13 @@ class Guard:
             for key, buffer in module._buffers.items()
             if buffer is None and key not in module._non_persistent_buffers_set
         ]
-        """Buffers that a checkpoint would have, if they had values.  Others without values are for what is computed once, as a table."""
-        self._sizes = [(where, module, len(module._parameters), len(module._modules), len(module._buffers)) for where, module in modules]
+        """Buffers that a checkpoint would have, if they had values.  Others without values are for what is
+        computed once, as a table.
+        """
+        self._sizes = [
+            (where, module, len(module._parameters), len(module._modules), len(module._buffers))
+            for where, module in modules
+        ]
         self._written: Mapping[str, Hashable] = {}
         self._marks: dict[str, tuple[int, int]] = {}
         self._values: dict[str, Tensor] = {}
@@ -98,9 +121,11 @@ class Guard:
         self._trapped: list[Tensor] = []
 
     def begin(self, *, values: bool = False, loop: bool = False) -> None:
-        """Remembers how the state is now, with ``values`` of the buffers if so.  The parameters must be those of the present round.
+        """Remembers how the state is now, with ``values`` of the buffers if so.  The parameters must be those
+        of the present round.
 
-        With ``loop`` a loop of the user's comes next, whose writes through ``.data`` and to gradients are noticed, too.
+        With ``loop`` a loop of the user's comes next, whose writes through ``.data`` and to gradients are
+        noticed, too.
         """
         self._written, self._marks = self._parameters.writes(), self._buffer_marks()
         self._values = self._buffer_values() if values else {}
@@ -117,7 +142,8 @@ class Guard:
     def check(self, *, buffers: bool = True, given_up: Callable[[], bool] = lambda: False) -> None:
         """Raises :class:`StateChanged` unless the state is as it was at :meth:`begin`.
 
-        It must be called outside of a pass.  If values are compared, the host waits for the device until ``given_up()``.
+        It must be called outside of a pass.  If values are compared, the host waits for the device until
+        ``given_up()``.
         """
         self._let_go()
         self._check_parameters()
@@ -138,7 +164,9 @@ class Guard:
         if before:
             values = self._buffer_values()
             changed = torch.stack([(values[name] != before[name]).any() for name in before])
-            for name, differs in zip(before, self._member_of.to_host(changed, given_up=given_up, key=HOST).tolist(), strict=True):
+            for name, differs in zip(
+                before, self._member_of.to_host(changed, given_up=given_up, key=HOST).tolist(), strict=True
+            ):
                 if differs:
                     self._refuse(BUFFER, name)
 
@@ -152,29 +180,49 @@ class Guard:
         if (now := self._parameters.writes()) != self._written:
             self._refuse(WRITTEN, next(name for name in now if now[name] != self._written.get(name)))
         for where, module, parameters, modules, buffers in self._sizes:
-            if len(module._buffers) > buffers and (key := [*module._buffers][-1]) not in module._non_persistent_buffers_set:
+            if (
+                len(module._buffers) > buffers
+                and (key := [*module._buffers][-1]) not in module._non_persistent_buffers_set
+            ):
                 self._refuse(ADDED, what=f"the buffer {key!r}", where=repr(where) if where else "the model")
             if len(module._parameters) != parameters or len(module._modules) != modules:
-                what = f"the parameter {[*module._parameters][-1]!r}" if len(module._parameters) > parameters else "a module"
+                what = (
+                    f"the parameter {[*module._parameters][-1]!r}"
+                    if len(module._parameters) > parameters
+                    else "a module"
+                )
                 self._refuse(ADDED, what=what, where=repr(where) if where else "the model")
 
     def _refuse(self, said: str, name: str = "", **more: object) -> None:
         raise StateChanged(said.format(name=name, model=self._named, **more))
 
     def _own_norms(self) -> Tensor:
-        """Returns the norm of what this member has of each parameter in its place: a number that other values hardly have."""
+        """Returns the norm of what this member has of each parameter in its place: a number that other values
+        hardly have.
+        """
         there = [dict.get(module._parameters, key) for _, module, key in self._slots]
         values = [each._local_tensor if isinstance(each, DTensor) else each for each in there]
         with torch.no_grad():
-            return torch.stack([each.detach().float().norm() if each is not None else self._zero for each in values])
+            return torch.stack(
+                [each.detach().float().norm() if each is not None else self._zero for each in values]
+            )
 
     def _trap(self) -> None:
-        """Puts a :class:`Trap` where a parameter has no gradient, of which a loop would not notice that it is not there."""
+        """Puts a :class:`Trap` where a parameter has no gradient, of which a loop would not notice that it is
+        not there.
+        """
         for name, module, key in self._slots:
             each = dict.get(module._parameters, key)
-            if each is not None and each.requires_grad and each.grad is None and not isinstance(each, DTensor):
+            if (
+                each is not None
+                and each.requires_grad
+                and each.grad is None
+                and not isinstance(each, DTensor)
+            ):
                 if name not in self._traps:
-                    self._traps[name] = Tensor._make_wrapper_subclass(Trap, each.shape, dtype=each.dtype, device=each.device)
+                    self._traps[name] = Tensor._make_wrapper_subclass(
+                        Trap, each.shape, dtype=each.dtype, device=each.device
+                    )
                     self._traps[name].model = self._named
                 each.grad = self._traps[name]
                 self._trapped.append(each)
@@ -187,20 +235,39 @@ class Guard:
 
     def _own_grads(self) -> list[object]:
         """Returns a mark of the gradient that each parameter has: mostly none, since the engine takes them."""
-        grads = (each.grad if (each := dict.get(module._parameters, key)) is not None else None for _, module, key in self._slots)
+        grads = (
+            each.grad if (each := dict.get(module._parameters, key)) is not None else None
+            for _, module, key in self._slots
+        )
         return [
-            None if each is None else (id(each), (each._local_tensor if isinstance(each, DTensor) else each)._version) for each in grads
+            None
+            if each is None
+            else (id(each), (each._local_tensor if isinstance(each, DTensor) else each)._version)
+            for each in grads
         ]
 
     def _buffer_marks(self) -> dict[str, tuple[int, int]]:
-        """Returns, by name, the address of each buffer, and how often it was written to, as far as torch counts that."""
+        """Returns, by name, the address of each buffer, and how often it was written to, as far as torch
+        counts that.
+        """
         found = ((name, module._buffers.get(key)) for name, module, key in self._buffers)
-        return {name: (buffer.data_ptr(), buffer._version) if buffer is not None else (0, 0) for name, buffer in found}
+        return {
+            name: (buffer.data_ptr(), buffer._version) if buffer is not None else (0, 0)
+            for name, buffer in found
+        }
 
     def _buffer_values(self) -> dict[str, Tensor]:
         """Returns copies of the bytes of all buffers by name."""
-        found = ((name, buffer) for name, module, key in self._buffers if (buffer := module._buffers.get(key)) is not None)
-        return {name: buffer.detach().clone().flatten().view(torch.uint8) for name, buffer in found if buffer.numel()}
+        found = (
+            (name, buffer)
+            for name, module, key in self._buffers
+            if (buffer := module._buffers.get(key)) is not None
+        )
+        return {
+            name: buffer.detach().clone().flatten().view(torch.uint8)
+            for name, buffer in found
+            if buffer.numel()
+        }
 
 
 def _places(model: nn.Module) -> list[tuple[str, str, str]]:

@@ -1,8 +1,10 @@
-"""Puts a number in place of ``microbatch = "auto"`` when a run begins, from the memory model and tensors that have no values.
+"""Puts a number in place of ``microbatch = "auto"`` when a run begins, from the memory model and tensors that
+have no values.
 
-The number is part of what fixes the bits, so it is decided once, before any worker starts, and stored with the run.  A GPU is busy from a
-few thousand tokens on, and recomputation costs more than a larger microbatch brings then.  So with ``recompute = "auto"`` the microbatch is
-as large as memory allows *without* recomputation; it makes room only where a single sample is too large.
+The number is part of what fixes the bits, so it is decided once, before any worker starts, and stored with
+the run.  A GPU is busy from a few thousand tokens on, and recomputation costs more than a larger microbatch
+brings then.  So with ``recompute = "auto"`` the microbatch is as large as memory allows *without*
+recomputation; it makes room only where a single sample is too large.
 """
 
 from __future__ import annotations
@@ -23,29 +25,34 @@ from storage.errors import Unavailable
 
 
 def decided(job: Job, memory: Callable[[], int], *, local: bool = False) -> tuple[Job, str]:
-    """Returns the job with a number in place of ``microbatch = "auto"``, and a sentence that says why; "" if the job names a number.
+    """Returns the job with a number in place of ``microbatch = "auto"``, and a sentence that says why; "" if
+    the job names a number.
 
-    A run that has begun keeps its own.  ``memory()`` is asked only if the run has not.  Raises as :func:`chosen` and :meth:`Run.look`.
+    A run that has begun keeps its own.  ``memory()`` is asked only if the run has not.  Raises as
+    :func:`chosen` and :meth:`Run.look`.
     """
     if job.microbatch != "auto":
         return job, ""
-    job, why = Run.look(job, branch=True).job, "the run began with it"  # whether it may go on with other settings is asked elsewhere
+    # whether it may go on with other settings is asked elsewhere
+    job, why = Run.look(job, branch=True).job, "the run began with it"
     if job.microbatch == "auto":
         job, why = chosen(job, memory(), local=local)
     return job, f"microbatch = {job.microbatch}: {why}"
 
 
 def chosen(job: Job, memory: int, *, local: bool = False) -> tuple[Job, str]:
-    """Returns the job with a number in place of ``microbatch = "auto"``, and the end of a sentence that says why it is that number.
+    """Returns the job with a number in place of ``microbatch = "auto"``, and the end of a sentence that says
+    why it is that number.
 
-    ``memory`` is that of the smallest device, in bytes; 0 means that it is not limited.  With ``local`` one worker has the whole state.
-    Raises :class:`JobError` if not even one sample fits, or if the memory of a microbatch cannot be found out, and what opening the data
-    raises.
+    ``memory`` is that of the smallest device, in bytes; 0 means that it is not limited.  With ``local`` one
+    worker has the whole state. Raises :class:`JobError` if not even one sample fits, or if the memory of a
+    microbatch cannot be found out, and what opening the data raises.
     """
     sizes, bound = job.microbatch_sizes(), "no larger number divides every batch"
     if sizes[-1] < job.microbatch_sizes(least=1)[-1]:
         bound = (
-            f"with the next that divides every batch, each of workers.max = {job.workers.max} has fewer than {ROUNDS} microbatches a step"
+            f"with the next that divides every batch, each of workers.max = {job.workers.max} has fewer "
+            f"than {ROUNDS} microbatches a step"
         )
     if not memory:
         return job.replace(microbatch=sizes[-1]), f"{bound}; the memory of CPUs is not limited"
@@ -60,13 +67,18 @@ def chosen(job: Job, memory: int, *, local: bool = False) -> tuple[Job, str]:
         return need.of_fewest(members)
 
     def told(size: int) -> str:
-        return f"recompute = {policies[0]!r} and {_shared(members)}, a worker needs {amount(least(size))}, and {room}"
+        return (
+            f"recompute = {policies[0]!r} and {_shared(members)}, a worker needs {amount(least(size))}, "
+            f"and {room}"
+        )
 
-    fitting = bisect_left(sizes, True, key=lambda size: least(size) > USABLE * memory)  # more samples need more memory
+    # more samples need more memory
+    fitting = bisect_left(sizes, True, key=lambda size: least(size) > USABLE * memory)
     if not fitting:
         if (one := min(need.of_fewest(most) for need in _needs(job, 1, policies))) > memory:
             raise JobError(
-                f"microbatch = 'auto': even with 1 sample and {_shared(most)}, a worker needs {amount(one)} of device memory, and {room} "
+                f"microbatch = 'auto': even with 1 sample and {_shared(most)}, a worker needs {amount(one)} "
+                f"of device memory, and {room} "
                 f"(workers.device_gb = {job.workers.device_gb}); {', or '.join(_fixes(job, most))}"
             )
         return job.replace(microbatch=1), f"even with that, {told(1)}"
@@ -86,7 +98,9 @@ def _needs(job: Job, size: int, policies: Sequence[Policy]) -> list[Need]:
 
 
 def _fixes(job: Job, most: int) -> Iterator[str]:
-    """Yields what to do if one sample fits no device, whatever is computed again and however many workers share the state."""
+    """Yields what to do if one sample fits no device, whatever is computed again and however many workers
+    share the state.
+    """
     yield "raise workers.device_gb" if job.workers.device_gb != "auto" else "take devices with more memory"
     if most > 1:
         yield "raise workers.max or parallel.dp_shard"

@@ -1,4 +1,6 @@
-"""The side of plain torch in a trial (``trial.py``): what it computes, what it must not do, and what it keeps."""
+"""The side of plain torch in a trial (``trial.py``): what it computes, what it must not do, and what it
+keeps.
+"""
 
 from __future__ import annotations
 
@@ -36,15 +38,30 @@ from elastic.train.step import Session, loss_of, microbatch_seed, seed_all
 EXACT = 1e-5
 """Largest difference in float32, as a part of the loss or of the norm of a gradient."""
 STEPS = {"bf16": ("bf16", 32), "fp16": ("fp16", 64), "fp8": ("fp8 e4m3", 8), "fp8-rowwise": ("fp8 e4m3", 8)}
-"""The largest difference in other formats: a format, and the multiple of the distance from 1 to its next larger number."""
+"""The largest difference in other formats: a format, and the multiple of the distance from 1 to its next
+larger number.
+"""
 TIMES = 11
-"""Bytes that a trial takes for each byte of the parameters: values, gradients and moments of both sides, and copies between them."""
+"""Bytes that a trial takes for each byte of the parameters: values, gradients and moments of both sides, and
+copies between them.
+"""
 ROOM = 0.5
-"""The part of the free memory that they may take; activations are in the rest.  Workers without a GPU share it, since they try at once."""
+"""The part of the free memory that they may take; activations are in the rest.  Workers without a GPU share
+it, since they try at once.
+"""
 KEPT = 2
 """Number of layers that stand for all where memory is short."""
 Batch = dict[str, Tensor]
-DROPOUTS = (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, torch.dropout, torch.dropout_)
+DROPOUTS = (
+    F.dropout,
+    F.dropout1d,
+    F.dropout2d,
+    F.dropout3d,
+    F.alpha_dropout,
+    F.feature_alpha_dropout,
+    torch.dropout,
+    torch.dropout_,
+)
 """The functions of torch that drop values of their first argument."""
 
 
@@ -74,12 +91,18 @@ class TorchOptimizer:
             each = model.get_parameter(name)
             decay = settings.weight_decay if group.weight_decay == "auto" else group.weight_decay
             decay = decay if decays(group, each.dim()) else 0.0
-            own = {"weight_decay": decay if l2 else 0.0, "decoupled": 0.0 if l2 else decay, "lr_scale": group.lr_scale}
+            own = {
+                "weight_decay": decay if l2 else 0.0,
+                "decoupled": 0.0 if l2 else decay,
+                "lr_scale": group.lr_scale,
+            }
             groups.append({"params": [each], **own})
         if settings.moments != "model" or not groups:
             return None
         if settings.kind == "adamw":
-            made: torch.optim.Optimizer = torch.optim.Adam(groups, lr=1.0, betas=settings.betas, eps=settings.eps, foreach=False)
+            made: torch.optim.Optimizer = torch.optim.Adam(
+                groups, lr=1.0, betas=settings.betas, eps=settings.eps, foreach=False
+            )
         elif settings.kind == "sgd":
             made = torch.optim.SGD(groups, lr=1.0, momentum=settings.momentum, foreach=False)
         else:
@@ -103,7 +126,9 @@ class TorchOptimizer:
 
 
 class NoWrites(TorchDispatchMode):
-    """Raises :class:`StateChanged` for an operation that writes to a parameter, also through ``.data``, which torch does not count."""
+    """Raises :class:`StateChanged` for an operation that writes to a parameter, also through ``.data``, which
+    torch does not count.
+    """
 
     def __init__(self, model: nn.Module, named: str) -> None:
         super().__init__()
@@ -116,7 +141,9 @@ class NoWrites(TorchDispatchMode):
             for argument, value in (*zip(func._schema.arguments, args, strict=False), *_named(func, kwargs)):
                 if argument.alias_info is not None and argument.alias_info.is_write:
                     for each in tree_leaves(value):
-                        if isinstance(each, Tensor) and (name := self.names.get(each.untyped_storage()._cdata)):
+                        if isinstance(each, Tensor) and (
+                            name := self.names.get(each.untyped_storage()._cdata)
+                        ):
                             raise StateChanged(WRITTEN.format(name=name, model=self.named))
         return func(*args, **kwargs)
 
@@ -142,7 +169,8 @@ class NoDropout(TorchFunctionMode):
             bound.arguments["dropout_p"] = 0.0
             args, kwargs = bound.args, bound.kwargs
         elif getattr(func, "__name__", "") in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
-            args = tuple(0.0 if type(each) is float else each for each in args)  # the one number with a fraction is that of dropout
+            # the one number with a fraction is that of dropout
+            args = tuple(0.0 if type(each) is float else each for each in args)
         return func(*args, **kwargs)
 
 
@@ -155,12 +183,20 @@ class TooLarge(Exception):
 
 
 class PlainSide:
-    """Builds the model in plain torch, computes microbatches with it, and looks for what it keeps from one to the next."""
+    """Builds the model in plain torch, computes microbatches with it, and looks for what it keeps from one to
+    the next.
+    """
 
     def __init__(self, session: Session, device: torch.device, tell: Callable[[str], None]) -> None:
         job, self.tell = session.job, tell
         policy = job.recompute if job.recompute != "auto" else "none"
-        changes: dict[str, Any] = {"compile": False, "activations": "keep", "recompute": policy, "offload": "none", "offload_folder": ""}
+        changes: dict[str, Any] = {
+            "compile": False,
+            "activations": "keep",
+            "recompute": policy,
+            "offload": "none",
+            "offload_folder": "",
+        }
         self.job = job.replace(**changes, offload_buffer_gb=1.0)
         self.session, self.device = replace(session, job=self.job), device
         self.left_out = [name for name, is_set in _others(job) if is_set]
@@ -183,7 +219,9 @@ class PlainSide:
         session, size = self.session, self.job.microbatch_size
         step = session.cursor.batches.since + 1
         after = (step, 1) if session.cursor.microbatches(step, size) > 1 else (step + 1, 0)
-        return session.loader.read(session.cursor.some_ids(size)), session.loader.read(session.cursor.microbatch_ids(*after, size))
+        return session.loader.read(session.cursor.some_ids(size)), session.loader.read(
+            session.cursor.microbatch_ids(*after, size)
+        )
 
     def _plain(self, blueprint: nn.Module) -> nn.Module:
         """Returns the model in plain torch, with the values of ``init_weights()``."""
@@ -221,7 +259,14 @@ class PlainSide:
             there[name].data.copy_(whole)
 
         with paged.seeded(job.seed):
-            paged.initialise(lambda: shortened(**job.model_args), self.device, job.seed, keep, lambda name, nbytes: None, lambda: None)
+            paged.initialise(
+                lambda: shortened(**job.model_args),
+                self.device,
+                job.seed,
+                keep,
+                lambda name, nbytes: None,
+                lambda: None,
+            )
         return model
 
     def _plainly(self, model: nn.Module, batch: Batch, number: int, *, watch: bool = False) -> PlainResult:
@@ -235,10 +280,15 @@ class PlainSide:
             loss, count = self._loss(model, batch, number)
             loss.backward()
         self._draws = self._draws or _state(self.device) != self._seeded
-        grads = {name: each.grad for name, each in model.named_parameters() if each.requires_grad and each.grad is not None}
+        grads = {
+            name: each.grad
+            for name, each in model.named_parameters()
+            if each.requires_grad and each.grad is not None
+        }
         if sparse := next((name for name, each in grads.items() if each.layout is not torch.strided), ""):
             raise ModelError(
-                f"the gradient of {sparse!r} of {self.job.model!r} is sparse, and sparse gradients cannot be summed in a fixed order; "
+                f"the gradient of {sparse!r} of {self.job.model!r} is sparse, and sparse gradients cannot "
+                "be summed in a fixed order; "
                 f"leave out sparse=True where the model calls torch.nn.functional.embedding"
             )
         return PlainResult(float(loss.detach()), float(count), grads)
@@ -251,7 +301,8 @@ class PlainSide:
             return loss_of(self.session, model, there)
         except StateChanged:
             raise
-        except ElasticError as error:  # the model or the loss breaks its contract, and that is told where it is used
+        # the model or the loss breaks its contract, and that is told where it is used
+        except ElasticError as error:
             raise Theirs(str(error)) from error
 
     def _alike(self) -> Any:
@@ -259,7 +310,9 @@ class PlainSide:
         return nullcontext() if self.exact else NoDropout()
 
     def _remembers(self, model: nn.Module, first: Batch, second: Batch) -> None:
-        """Raises :class:`ModelError` if plain torch computes the first microbatch otherwise after another one."""
+        """Raises :class:`ModelError` if plain torch computes the first microbatch otherwise after another
+        one.
+        """
         job, exact = self.job, self.job.reproducible
         memory = {name: (id(each), each.untyped_storage()._cdata) for name, each in model.named_parameters()}
         values = values_of(model)
@@ -281,17 +334,29 @@ class PlainSide:
             if name in dict(model.named_buffers()):
                 raise StateChanged(BUFFER.format(name=name, model=job.model))
             raise ModelError(
-                f"forward or the loss changes {name!r} of {job.model!r} with each microbatch: its value would depend on which worker "
-                f"computed which microbatch, and is in no checkpoint.  Compute it anew in each forward pass; draw random numbers from the "
+                f"forward or the loss changes {name!r} of {job.model!r} with each microbatch: its value "
+                "would depend on which worker "
+                "computed which microbatch, and is in no checkpoint.  Compute it anew in each forward "
+                "pass; draw random numbers from the "
                 f"default generators of torch, Python and numpy, which are seeded for each microbatch"
             )
-        same = before == after if exact else all(apart_by(a, b) <= 1e-3 for a, b in zip(before, after, strict=True))
+        same = (
+            before == after
+            if exact
+            else all(apart_by(a, b) <= 1e-3 for a, b in zip(before, after, strict=True))
+        )
         if not same:
             kept = changed(noted, since)
-            what = f"forward or the loss has set {kept!r}" if kept else "something outside of the model keeps a value"
+            what = (
+                f"forward or the loss has set {kept!r}"
+                if kept
+                else ("something outside of the model keeps a value")
+            )
             raise ModelError(
-                f"model = {job.model!r} with loss = {job.loss!r}: plain torch computes the first microbatch otherwise once another one was "
-                f"computed (loss {before[0]:g}, then {after[0]:g}): {what}.  The result would depend on which worker computed which "
+                f"model = {job.model!r} with loss = {job.loss!r}: plain torch computes the first microbatch "
+                "otherwise once another one was "
+                f"computed (loss {before[0]:g}, then {after[0]:g}): {what}.  The result would depend on "
+                "which worker computed which "
                 f"microbatch; let each depend on its samples and the weights alone"
             )
 
@@ -305,7 +370,9 @@ class PlainSide:
             self._plainly(model, batch, 0)
 
     def _evaluates(self, model: nn.Module, batch: Batch) -> None:
-        """Raises :class:`StateChanged` if evaluation, as in a validation, or the way there and back, writes to a parameter or a buffer."""
+        """Raises :class:`StateChanged` if evaluation, as in a validation, or the way there and back, writes
+        to a parameter or a buffer.
+        """
         before = {name: each.detach().clone() for name, each in model.named_buffers()}
         try:
             with NoWrites(model, self.job.model), torch.no_grad():
@@ -355,7 +422,9 @@ def _shorten(model: nn.Module) -> None:
     for name in {block.rpartition(".")[0] for block in blocks}:
         layers = model.get_submodule(name)
         if not isinstance(layers, nn.ModuleList):
-            raise TooLarge(f"both sides do not fit the memory, and {name!r} is no list that can be made shorter")
+            raise TooLarge(
+                f"both sides do not fit the memory, and {name!r} is no list that can be made shorter"
+            )
         del layers[KEPT:]
     names = {name for name, _ in model.named_modules()}
     table = ShardingTable(tuple(block for block in blocks if block in names))

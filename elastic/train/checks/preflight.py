@@ -1,4 +1,6 @@
-"""Checks a job before a worker starts: the driver itself looks at the model, the loss, the data and the bucket."""
+"""Checks a job before a worker starts: the driver itself looks at the model, the loss, the data and the
+bucket.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,14 @@ from elastic.engine.fp8 import MULTIPLE, layers_of
 from elastic.engine.loss import expect_documents
 from elastic.engine.optim.groups import check_groups
 from elastic.engine.optim.trial import check_rule
-from elastic.engine.parallelize import apply_kernels, has_dropout, sharding_table, shared_across, unlike_within, without_dimensions
+from elastic.engine.parallelize import (
+    apply_kernels,
+    has_dropout,
+    sharding_table,
+    shared_across,
+    unlike_within,
+    without_dimensions,
+)
 from elastic.engine.parameters.buckets import buckets_of, described
 from elastic.engine.peak import calls_of
 from elastic.engine.precision import PRECISIONS
@@ -48,7 +57,15 @@ from elastic.train.checks.estimate import unnamed_policy
 from elastic.train.errands import check_samples
 from elastic.train.gauges.counters import Counters
 from elastic.train.heal import WEIGHTS
-from elastic.train.model import AS_IT_IS_THERE, begun_anew, build_model, builder_of, bytes_of, misfit, tensors_of
+from elastic.train.model import (
+    AS_IT_IS_THERE,
+    begun_anew,
+    build_model,
+    builder_of,
+    bytes_of,
+    misfit,
+    tensors_of,
+)
 from elastic.train.session import build_of, make_session, unlike_held_out
 from elastic.train.step import Session, by_next_token
 from storage.checkpoints.reader import Reader
@@ -56,21 +73,26 @@ from storage.objects import ObjectStore
 from storage.slices import Tensor
 
 PLACES = re.compile(r"bucket$|model_args\.|metrics\.sinks\.|\w+\.args\.")
-"""The settings in which secrets are looked for: code of the user's reads the arguments, and the store its URL."""
+"""The settings in which secrets are looked for: code of the user's reads the arguments, and the store its
+URL.
+"""
 DIVIDING = ("adamw", "adagrad", "rmsprop", "muon")
 """Optimizers of ours that divide by the root of a moment and ``optim.eps``."""
 
 UNTRACED = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError, ImportError)
 """Errors of models that cannot run with tensors that have no values."""
 NO_ATTENTION = (
-    "recompute = 'attention' has no effect: the model does not call torch's scaled_dot_product_attention by itself, and that alone is "
+    "recompute = 'attention' has no effect: the model does not call torch's scaled_dot_product_attention by "
+    "itself, and that alone is "
     "computed again; set it to 'selective' or 'block', or leave it out"
 )
 
 
 @dataclass(frozen=True)
 class Checked:
-    """A job that passed the checks: the build that it was checked with, and sentences that its user should read."""
+    """A job that passed the checks: the build that it was checked with, and sentences that its user should
+    read.
+    """
 
     build: Build
     notes: list[str]
@@ -87,11 +109,13 @@ def preflight(
     start: StartPoint | None = None,
     run: Run | None = None,
 ) -> Checked:
-    """Checks before a worker starts what :func:`~elastic.train.checks.early.check_early` has not checked.  It leaves nothing in the bucket.
+    """Checks before a worker starts what :func:`~elastic.train.checks.early.check_early` has not checked.  It
+    leaves nothing in the bucket.
 
-    Code that has changed since the run's last start is refused, unless ``accept_code`` says that the run may go on with it.  ``start`` says
-    whether the run begins from a checkpoint of another one.  ``run`` is the run if the caller has found it.
-    Raises :class:`~elastic.errors.JobError`, or :class:`~storage.errors.Unavailable` for a bucket that cannot be relied on.
+    Code that has changed since the run's last start is refused, unless ``accept_code`` says that the run may
+    go on with it.  ``start`` says whether the run begins from a checkpoint of another one.  ``run`` is the
+    run if the caller has found it. Raises :class:`~elastic.errors.JobError`, or
+    :class:`~storage.errors.Unavailable` for a bucket that cannot be relied on.
     """
     leaked = _check_secrets(job)
     model = build_model(job, builder_of(job))
@@ -103,7 +127,12 @@ def preflight(
         session = make_session(tried, Counters(Path(folder) / "counters", create=True), prefetch=0)
         build = build_of(session, model)
         unread = [*_check_calls(tried, session, model), *_check_held_out(tried, session)]
-        of_rows = [note for each in (session.loader, session.held_out) if each is not None for note in notes_of(each.dataset)]
+        of_rows = [
+            note
+            for each in (session.loader, session.held_out)
+            if each is not None
+            for note in notes_of(each.dataset)
+        ]
         session.close()
     check_rule(job, session.rule)
     _check_dataset(job, model, session)
@@ -117,19 +146,29 @@ def preflight(
     notes += [*_of_its_structure(model), *_without_blocks(job, model), *_not_in_fp8(job, model)]
     if job.parallel.bucket_elements != "block":
         found = described(buckets_of(model, sharding_table(model), job.parallel.elements))
-        notes.append(f"parallel.bucket_elements = {job.parallel.bucket_elements}: gradients are summed in {found}")
+        notes.append(
+            f"parallel.bucket_elements = {job.parallel.bucket_elements}: gradients are summed in {found}"
+        )
     state_bytes = bytes_of(tensors := tensors_of(model, session.rule))
     _check_buffer(job, tensors)
     _check_flops(model, job)
     if job.profile:
-        notes.append(f"profile = {job.profile!r}: world rank 0 writes its profile to {run.store.full_name(f'{job.name}/profiles')}")
+        notes.append(
+            f"profile = {job.profile!r}: world rank 0 writes its profile to "
+            f"{run.store.full_name(f'{job.name}/profiles')}"
+        )
     anew = begun_anew(job, session.rule, tensors)
     sources, lasting = sources_of(job.trajectory_code()), [tensor for tensor in tensors if tensor not in anew]
     if start is not None and start.origin is not None:
         notes += _check_origin(start, start.origin, lasting, run.store, build)
         if not job.init:
             origin = Run(job.replace(name=start.origin.run), run.store)
-            code.check_that_of(origin, start.origin.version, sources, accept=accept_code or start.origin.version.step >= job.steps)
+            code.check_that_of(
+                origin,
+                start.origin.version,
+                sources,
+                accept=accept_code or start.origin.version.step >= job.steps,
+            )
     if (newest := run.newest()) is None:
         notes += demands.initialising(job, model)
     else:
@@ -141,17 +180,27 @@ def preflight(
     notes += _attention(job, model, session.loader.dataset)
     if local:
         return Checked(build, [*notes, *_unused(job)], sources)
-    notes += [*filter(None, [unnamed_policy(tried)]), *demands.copying(job, state_bytes), *demands.hosting(job, tensors)]
+    notes += [
+        *filter(None, [unnamed_policy(tried)]),
+        *demands.copying(job, state_bytes),
+        *demands.hosting(job, tensors),
+    ]
     return Checked(build, [*notes, *demands.updating(job, state_bytes), *groups], sources)
 
 
 def _check_secrets(job: Job) -> list[str]:
-    """Raises :class:`JobError` for an argument that is a secret, and for one in the URL of the bucket, where all settings are written.
+    """Raises :class:`JobError` for an argument that is a secret, and for one in the URL of the bucket, where
+    all settings are written.
 
     Returns a sentence for each that is there already, because an older release has begun the run.
     """
     settings = job.model_dump(mode="json")
-    found = [name for setting, value in settings.items() for name in literal_secrets(setting, value) if PLACES.match(name)]
+    found = [
+        name
+        for setting, value in settings.items()
+        for name in literal_secrets(setting, value)
+        if PLACES.match(name)
+    ]
     if not found:
         return []
     stored = branches.flat(Branches(ObjectStore.open(job.bucket), job.name).job())
@@ -159,20 +208,33 @@ def _check_secrets(job: Job) -> list[str]:
     where, notes = f"in {job.name}/job.json in the bucket", list[str]()
     for name in found:
         variable = re.sub(r"\W", "_", name.rpartition(".")[2]).upper()
-        variable = f"MY_{variable}" if variable in ("PATH", "PWD", "USER") else variable  # these have a meaning for every program
-        fix = f"write {name} = '${{{variable}}}', and set that environment variable for this command, and where the nodes are started"
+        # these have a meaning for every program
+        variable = f"MY_{variable}" if variable in ("PATH", "PWD", "USER") else variable
+        fix = (
+            f"write {name} = '${{{variable}}}', and set that environment variable for this command, and "
+            "where the nodes are started"
+        )
         what = "is a secret"
         if name == "bucket":  # only arguments are read from the environment
             what, scheme = "has a secret in it", job.bucket.partition("://")[0].upper()
-            fix = f"leave it out; fsspec takes that of a bucket from a variable of the environment, as FSSPEC_{scheme}_PASSWORD"
-        at = next(each for each in here if f"{name}.".startswith(f"{each}."))  # the list that it is in, if it is in one
+            fix = (
+                "leave it out; fsspec takes that of a bucket from a variable of the environment, as "
+                f"FSSPEC_{scheme}_PASSWORD"
+            )
+        # the list that it is in, if it is in one
+        at = next(each for each in here if f"{name}.".startswith(f"{each}."))
         if at not in stored or stored[at] != here[at]:
             raise JobError(f"{name} {what}, and would stand {where} for everybody who reads it; {fix}")
-        notes.append(f"{name} {what}, and stands {where} since the run began: replace the secret by a new one, and {fix}")
+        notes.append(
+            f"{name} {what}, and stands {where} since the run began: replace the secret by a new "
+            f"one, and {fix}"
+        )
     return notes
 
 
-def _check_origin(start: StartPoint, origin: Origin, tensors: Sequence[Tensor], store: ObjectStore, build: Build) -> list[str]:
+def _check_origin(
+    start: StartPoint, origin: Origin, tensors: Sequence[Tensor], store: ObjectStore, build: Build
+) -> list[str]:
     """Returns what is to be said of the checkpoint of another run.
 
     Raises :class:`JobError` unless it fits the model and, if the run goes on from it, the samples.
@@ -200,10 +262,15 @@ def _quarantined(job: Job, reader: Reader, version: Version) -> list[str]:
     samples = f"{number} sample{'s' * (number > 1)}"
     if number and job.spikes.action == "none":
         raise JobError(
-            f"spikes.action = 'none' would read again what {version} has in quarantine, {samples}; set it to 'warn', "
+            f"spikes.action = 'none' would read again what {version} has in quarantine, {samples}; set it "
+            "to 'warn', "
             f"which keeps them out and changes nothing else, or to 'forget', which reads them again"
         )
-    return [f"spikes.action = 'forget': what {version} has in quarantine is read again, {samples}"] if number else []
+    return (
+        [f"spikes.action = 'forget': what {version} has in quarantine is read again, {samples}"]
+        if number
+        else []
+    )
 
 
 def _check_layers(job: Job, model: nn.Module) -> None:
@@ -212,55 +279,71 @@ def _check_layers(job: Job, model: nn.Module) -> None:
     tracking(model, table, job)
     if PRECISIONS[job.precision].fp8 is not None and not layers_of(model, table):
         raise ModelError(
-            f"precision = {job.precision!r}: no block of {job.model!r} has a torch.nn.Linear whose sizes are multiples of {MULTIPLE}, and "
+            f"precision = {job.precision!r}: no block of {job.model!r} has a torch.nn.Linear whose sizes "
+            f"are multiples of {MULTIPLE}, and "
             f"nothing else multiplies in fp8; take 'bf16', or other sizes"
         )
 
 
 def _check_eps(job: Job, model: nn.Module) -> None:
-    """Raises :class:`JobError` if ``optim.eps`` is zero in the format of a parameter: one without a gradient then becomes 0 / 0."""
+    """Raises :class:`JobError` if ``optim.eps`` is zero in the format of a parameter: one without a gradient
+    then becomes 0 / 0.
+    """
     if job.optim.kind not in DIVIDING:
         return
     for name, value in model.named_parameters():
         if value.requires_grad and not torch.tensor(job.optim.eps, dtype=value.dtype):
             kept = str(value.dtype).removeprefix("torch.")
             raise JobError(
-                f"optim.eps = {job.optim.eps:g} is 0 in {kept}, the format of {name!r} in {job.model!r}, so an update would divide by "
-                f"zero; keep the weights in float32, with precision = 'fp16' or 'bf16' for what is computed, or set optim.eps to 1e-4"
+                f"optim.eps = {job.optim.eps:g} is 0 in {kept}, the format of {name!r} in {job.model!r}, so "
+                "an update would divide by "
+                "zero; keep the weights in float32, with precision = 'fp16' or 'bf16' for what is "
+                "computed, or set optim.eps to 1e-4"
             )
 
 
 def _check_again(job: Job, model: nn.Module) -> None:
-    """Raises :class:`ModelError` if the builder returns another model when it is called again, as each worker does."""
-    first, second = ({n: list(p.shape) for n, p in each.named_parameters()} for each in (model, build_model(job, builder_of(job))))
+    """Raises :class:`ModelError` if the builder returns another model when it is called again, as each worker
+    does.
+    """
+    first, second = (
+        {n: list(p.shape) for n, p in each.named_parameters()}
+        for each in (model, build_model(job, builder_of(job)))
+    )
     if first != second:
         name = next(name for name in (*first, *second) if first.get(name) != second.get(name))
         came = [f"of shape {each[name]}" if name in each else "missing" for each in (first, second)]
         raise ModelError(
-            f"model = {job.model!r} builds another model at each call: the parameter {name!r} is {came[0]}, and then {came[1]}; every "
+            f"model = {job.model!r} builds another model at each call: the parameter {name!r} is {came[0]}, "
+            f"and then {came[1]}; every "
             f"worker builds it by itself, so let it depend on model_args alone"
         )
 
 
 def _check_shared(job: Job, model: nn.Module) -> None:
-    """Raises :class:`ModelError` if the job gathers weights block by block, and the model has some with which that is not possible."""
+    """Raises :class:`ModelError` if the job gathers weights block by block, and the model has some with which
+    that is not possible.
+    """
     if job.parallel.zero != 3 or all(layout.dp_shard == 1 for layout in job.layouts()):
         return
     if names := shared_across(model):
         raise ModelError(
-            f"parallel.zero = 3: {names[0]!r} and {names[1]!r} of {job.model!r} are one weight, and stage 3 gathers and frees the weights "
+            f"parallel.zero = 3: {names[0]!r} and {names[1]!r} of {job.model!r} are one weight, and stage 3 "
+            "gathers and frees the weights "
             f"of each block by itself; set parallel.zero = 2, which gathers each weight once a step"
         )
     if name := without_dimensions(model):
         raise ModelError(
-            f"parallel.zero = 3: {name!r} of {job.model!r} has no dimensions, and stage 3 cuts each parameter; set parallel.zero = 2, or "
+            f"parallel.zero = 3: {name!r} of {job.model!r} has no dimensions, and stage 3 cuts each "
+            "parameter; set parallel.zero = 2, or "
             f"make it a tensor of shape [1]"
         )
     if names := unlike_within(model):
         formats = (str(model.get_parameter(name).dtype).removeprefix("torch.") for name in names)
         of = " and ".join(f"{name!r} is {dtype}" for name, dtype in zip(names, formats, strict=True))
         raise ModelError(
-            f"parallel.zero = 3: {of} in {job.model!r}, and stage 3 sums the gradients of a block, and all others, in one format; "
+            f"parallel.zero = 3: {of} in {job.model!r}, and stage 3 sums the gradients of a block, and all "
+            "others, in one format; "
             f"set parallel.zero = 2, or give them one format"
         )
 
@@ -274,24 +357,31 @@ def _check_held_out(job: Job, session: Session) -> list[str]:
         return []
     ids = tuple(range(min(job.microbatch_size, len(session.held_out.dataset), len(session.loader.dataset))))
     batches = (session.loader.read(ids), session.held_out.read(ids))
-    trained, held_out = ({name: (list(value.shape), value.dtype) for name, value in batch.items()} for batch in batches)
+    trained, held_out = (
+        {name: (list(value.shape), value.dtype) for name, value in batch.items()} for batch in batches
+    )
     if trained.keys() != held_out.keys() or (job.compile and trained != held_out):
         why = "blocks would be compiled again while the run goes on" if job.compile else "the loss gets both"
         raise DataError(
-            f"validation.dataset: a batch has {_shapes(held_out)}, and one that is trained on has {_shapes(trained)}; make them alike, "
+            f"validation.dataset: a batch has {_shapes(held_out)}, and one that is trained on has "
+            f"{_shapes(trained)}; make them alike, "
             f"since {why}"
         )
     return unlike_held_out(session)
 
 
 def _shapes(batch: dict[str, tuple[list[int], torch.dtype]]) -> str:
-    return ", ".join(f"{name!r} {shape} of {str(dtype).removeprefix('torch.')}" for name, (shape, dtype) in sorted(batch.items()))
+    return ", ".join(
+        f"{name!r} {shape} of {str(dtype).removeprefix('torch.')}"
+        for name, (shape, dtype) in sorted(batch.items())
+    )
 
 
 def _check_calls(job: Job, session: Session, model: nn.Module) -> list[str]:
     """Raises :class:`ModelError` if the model reads a weight that is held in fp8.
 
-    Returns a sentence if that cannot be found out, and one if the model makes no call for which ``recompute = "attention"`` is there.
+    Returns a sentence if that cannot be found out, and one if the model makes no call for which ``recompute =
+    "attention"`` is there.
     """
     holds_fp8 = PRECISIONS[job.precision].fp8 is not None and not job.offloads
     again = job.recompute == "attention" and bool(sharding_table(model).blocks)
@@ -302,20 +392,24 @@ def _check_calls(job: Job, session: Session, model: nn.Module) -> list[str]:
         calls = calls_of(partial(build_model, job, session.builder), job, session.loss, batch)
     except UNTRACED as error:  # not every model can be traced
         unknown = (
-            f"precision = {job.precision!r}: whether the model reads weights of linear layers by itself is not known: {failure(error)}"
+            f"precision = {job.precision!r}: whether the model reads weights of linear layers by itself is "
+            f"not known: {failure(error)}"
         )
         return [unknown] if holds_fp8 else []
     if holds_fp8 and calls.of_fp8 is not None:
         name, function = calls.of_fp8
         raise ModelError(
-            f"precision = {job.precision!r}: {job.model!r} calls {function}() with the weight {name!r} itself, and that is held in fp8 by "
+            f"precision = {job.precision!r}: {job.model!r} calls {function}() with the weight {name!r} "
+            "itself, and that is held in fp8 by "
             f"its layer alone; call the layer, or take 'bf16'"
         )
     return [NO_ATTENTION] if again and not calls.attention else []
 
 
 def _check_buffer(job: Job, tensors: Sequence[Tensor]) -> None:
-    """Raises :class:`JobError` if a parameter with its moments is larger than a group that passes through ``offload_buffer_gb``."""
+    """Raises :class:`JobError` if a parameter with its moments is larger than a group that passes through
+    ``offload_buffer_gb``.
+    """
     if not job.offload_folder:
         return
     cell, units = cell_of(min(job.layouts(), key=number_of_cells), 0), Counter[str]()
@@ -324,26 +418,44 @@ def _check_buffer(job: Job, tensors: Sequence[Tensor]) -> None:
     name, largest = units.most_common(1)[0]
     if largest > group_bytes(job):
         raise JobError(
-            f"offload_buffer_gb = {job.offload_buffer_gb:g} is too small: the state passes through it in {SHARES} groups, and {name!r} of "
-            f"{job.model!r} with its moments has {amount(largest)} where the fewest workers share it; set it to "
+            f"offload_buffer_gb = {job.offload_buffer_gb:g} is too small: the state passes through it in "
+            f"{SHARES} groups, and {name!r} of "
+            f"{job.model!r} with its moments has {amount(largest)} where the fewest workers share it; set "
+            "it to "
             f"{buffer_gb(largest)} or more, or raise workers.min or parallel.min_shard"
         )
 
 
 def _unused(job: Job) -> list[str]:
     """Returns a sentence about the settings that ask for more than the one worker of ``--local``."""
-    asked = {"workers.min": job.workers.min} | {f"parallel.{name}": value for name, value in job.parallel.model_dump().items()}
+    asked = {"workers.min": job.workers.min} | {
+        f"parallel.{name}": value for name, value in job.parallel.model_dump().items()
+    }
     if job.offloads:
         del asked["parallel.zero"]  # offloading asks for it
-    unused = [f"{name} = {value!r}" for name, value in asked.items() if value not in (1, "auto", "all", "block")]
-    notes = [f"--local trains with one worker: {', '.join(unused)} {'have' if len(unused) > 1 else 'has'} no effect"] if unused else []
+    unused = [
+        f"{name} = {value!r}" for name, value in asked.items() if value not in (1, "auto", "all", "block")
+    ]
+    notes = (
+        [
+            f"--local trains with one worker: {', '.join(unused)} {'have' if len(unused) > 1 else 'has'} "
+            "no effect"
+        ]
+        if unused
+        else []
+    )
     if job.validation.by == "spares" and job.validation.every:
-        notes.append("--local has no spares for validation.by = 'spares': this process validates by itself, between steps")
+        notes.append(
+            "--local has no spares for validation.by = 'spares': this process validates by itself, "
+            "between steps"
+        )
     return notes
 
 
 def _check_dataset(job: Job, model: nn.Module, session: Session) -> None:
-    """Raises :class:`ModelError` if the model cannot train on what the dataset gives, or continue the prompts of the job."""
+    """Raises :class:`ModelError` if the model cannot train on what the dataset gives, or continue the prompts
+    of the job.
+    """
     _check_vocabulary(model, session.loader.dataset)
     if by_next_token(session):  # other code may do as it likes with samples
         _check_length(model, session.loader.dataset)
@@ -357,50 +469,63 @@ def _check_dataset(job: Job, model: nn.Module, session: Session) -> None:
 def _check_vocabulary(model: nn.Module, dataset: Dataset) -> None:
     """Raises :class:`ModelError` if the dataset's vocabulary is larger than the model's.
 
-    A token that the model does not know would end the first step in a worker's kernel.  Nothing is checked unless both give a number.
+    A token that the model does not know would end the first step in a worker's kernel.  Nothing is checked
+    unless both give a number.
     """
     known, used = getattr(model, "vocab", None), getattr(dataset, "vocabulary", None)
     if isinstance(known, int) and isinstance(used, int) and known < used:
         raise ModelError(
-            f"the vocabulary of the model, {known}, is smaller than that of the dataset, {used}; set it to {used} or more in model_args"
+            f"the vocabulary of the model, {known}, is smaller than that of the dataset, {used}; set it to "
+            f"{used} or more in model_args"
         )
 
 
 def _check_length(model: nn.Module, dataset: Dataset) -> None:
-    """Raises :class:`ModelError` if samples are longer than a model with learned positions can read, which would end its first step."""
+    """Raises :class:`ModelError` if samples are longer than a model with learned positions can read, which
+    would end its first step.
+    """
     most, used = getattr(model, "most_positions", None), getattr(dataset, "seq_len", None)
     if isinstance(most, int) and isinstance(used, int) and most < used:
         raise ModelError(
-            f"seq_len = {used} of the dataset is longer than any sequence that the model has positions for, {most}; lower it to {most}, or "
+            f"seq_len = {used} of the dataset is longer than any sequence that the model has positions for, "
+            f"{most}; lower it to {most}, or "
             f"raise length, n_positions or max_position_embeddings in model_args to {used}"
         )
 
 
 def _check_documents(model: nn.Module, dataset: Dataset) -> None:
-    """Raises :class:`ModelError` if the dataset tells the documents of its samples, and the model cannot keep them apart."""
+    """Raises :class:`ModelError` if the dataset tells the documents of its samples, and the model cannot keep
+    them apart.
+    """
     if getattr(dataset, "documents", False) is not True:
         return
     kind: Any = type(model)
     expect_documents(kind)
     if callable(own := getattr(model, "mixes_documents", None)) and (why := own()):
         raise ModelError(
-            f"data.args.documents = true: {why}; set it to false, or take a model whose layers attend to all earlier tokens, as 'llama'"
+            f"data.args.documents = true: {why}; set it to false, or take a model whose layers attend to "
+            "all earlier tokens, as 'llama'"
         )
 
 
 def _check_flops(model: nn.Module, job: Job) -> None:
-    """Raises :class:`ModelError` if a model's own count of operations does not work: it is called after each step."""
+    """Raises :class:`ModelError` if a model's own count of operations does not work: it is called after each
+    step.
+    """
     try:
         float(flops_of(model)(1.0, True))
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise ModelError(
-            f"flops_per_token of {job.model!r} failed with {failure(error)}; let flops_per_token(seq, causal) return a number, or leave it "
+            f"flops_per_token of {job.model!r} failed with {failure(error)}; let flops_per_token(seq, "
+            "causal) return a number, or leave it "
             f"out"
         ) from error
 
 
 def _check_code(run: Run, sources: Sources, start: StartPoint | None, newest: Version, accept: bool) -> str:
-    """Compares the job's code with that of the version that the run goes on from.  Returns and raises as the two checks do."""
+    """Compares the job's code with that of the version that the run goes on from.  Returns and raises as the
+    two checks do.
+    """
     if start is None or start.at is None:
         return code.check(run, sources, newest, accept=accept)
     code.check_that_of(run, start.at, sources, accept=accept)
@@ -422,18 +547,24 @@ def _attention(job: Job, model: nn.Module, dataset: Dataset) -> list[str]:
     chosen = getattr(model, "attends_in_documents", own and Kernel.TORCH) if packed else own
     said = [f"attention is by {chosen.value}"] if isinstance(chosen, Kernel) else []
     if chosen is Kernel.FLEX and job.recompute == "attention":
-        said.append("recompute = 'attention' has no effect with FlexAttention, which keeps little more than its inputs; leave it out")
+        said.append(
+            "recompute = 'attention' has no effect with FlexAttention, which keeps little more than "
+            "its inputs; leave it out"
+        )
     if not packed or chosen is Kernel.FLEX:
         return said
     return [
         *said,
-        "data.args.documents = true: without FlexAttention, attention within documents is slow on a GPU, and needs a mask of seq_len × "
+        "data.args.documents = true: without FlexAttention, attention within documents is slow on a GPU, "
+        "and needs a mask of seq_len × "
         "seq_len; FlexAttention needs compile = true and a model without dropout",
     ]
 
 
 def _check_flash(job: Job, model: nn.Module, packed: bool) -> None:
-    """Raises :class:`ModelError` with all that flash-attention 4 does not fit, unless it can attend for ``model``."""
+    """Raises :class:`ModelError` with all that flash-attention 4 does not fit, unless it can attend for
+    ``model``.
+    """
     reasons = {
         "it is for GPUs, and workers.gpus = 0; set it to 1": not job.workers.gpus,
         f"{job.model!r} attends by itself": not hasattr(model, "attends"),
@@ -456,36 +587,56 @@ def _wrapping(blocks: tuple[str, ...]) -> str:
         case ():
             what = "the model has no ModuleList either, so all its parameters are one unit"
         case (only,):
-            what = f"wraps {only}, the only child of the largest ModuleList, and all other parameters as one unit"
+            what = (
+                f"wraps {only}, the only child of the largest ModuleList, and all other parameters as "
+                "one unit"
+            )
         case (first, *_, last):
-            what = f"wraps {first} … {last}, the children of the largest ModuleList, and all other parameters as one unit"
+            what = (
+                f"wraps {first} … {last}, the children of the largest ModuleList, and all other "
+                "parameters as one unit"
+            )
     return f"no sharding table: {what}; data parallel only"
 
 
 def _without_blocks(job: Job, model: nn.Module) -> list[str]:
     """Returns a sentence about settings that act on blocks, if the model has none."""
     asked = {"recompute": ("none", "auto"), "activations": ("keep",), "compile": (False,)}
-    idle = [f"{name} = {value!r}" for name, usual in asked.items() if (value := getattr(job, name)) not in usual]
+    idle = [
+        f"{name} = {value!r}" for name, usual in asked.items() if (value := getattr(job, name)) not in usual
+    ]
     idle += ["offload = 'weights' (but for what 'optimizer' does)"] if job.offload == "weights" else []
     if not idle or sharding_table(model).blocks:
         return []
     have = "have" if len(idle) > 1 else "has"
-    return [f"the model has no blocks: {', '.join(idle)} {have} no effect; put its layers into a ModuleList, or name them in sharding()"]
+    return [
+        f"the model has no blocks: {', '.join(idle)} {have} no effect; put its layers into a "
+        "ModuleList, or name them in sharding()"
+    ]
 
 
 def _not_in_fp8(job: Job, model: nn.Module) -> list[str]:
-    """Returns a sentence about weights of blocks that do not multiply in fp8, although the job asks for it, if there are some."""
+    """Returns a sentence about weights of blocks that do not multiply in fp8, although the job asks for it,
+    if there are some.
+    """
     if PRECISIONS[job.precision].fp8 is None:
         return []
     table = sharding_table(model)
     fp8 = {id(layer.weight) for layer in layers_of(model, table)}
     looked_up = {id(each.weight) for each in model.modules() if isinstance(each, nn.Embedding)}
-    weights = [(name, value) for name, value in model.named_parameters() if table.block_of(name) and value.dim() > 1]
+    weights = [
+        (name, value) for name, value in model.named_parameters() if table.block_of(name) and value.dim() > 1
+    ]
     others = {name: value.numel() for name, value in weights if id(value) not in fp8 | looked_up}
     if not others:
         return []
-    there, largest = sum(value.numel() for _, value in weights if id(value) in fp8), max(others, key=others.__getitem__)
+    there, largest = (
+        sum(value.numel() for _, value in weights if id(value) in fp8),
+        max(others, key=others.__getitem__),
+    )
     return [
-        f"precision = {job.precision!r}: {there:,} of {there + sum(others.values()):,} elements of weights in blocks multiply in fp8, "
-        f"those of torch.nn.Linear whose sizes are multiples of {MULTIPLE}; others, such as {largest!r}, do so in bf16"
+        f"precision = {job.precision!r}: {there:,} of {there + sum(others.values()):,} elements of weights "
+        "in blocks multiply in fp8, "
+        f"those of torch.nn.Linear whose sizes are multiples of {MULTIPLE}; others, such as {largest!r}, do "
+        "so in bf16"
     ]

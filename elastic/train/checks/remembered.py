@@ -1,8 +1,10 @@
-"""Finds what a module keeps from one microbatch to the next outside of parameters and buffers: a counter, a statistic, a generator.
+"""Finds what a module keeps from one microbatch to the next outside of parameters and buffers: a counter, a
+statistic, a generator.
 
-Such state depends on which worker computed which microbatch, and is in no checkpoint.  A model may write an attribute in each forward pass
-and read it in the same one, as the loss of an auxiliary head; that is no state.  So nobody can tell from a write alone.  But if the same
-microbatch is computed twice in a row, attributes of the second kind have the same values again, and those of the first kind do not.
+Such state depends on which worker computed which microbatch, and is in no checkpoint.  A model may write an
+attribute in each forward pass and read it in the same one, as the loss of an auxiliary head; that is no
+state.  So nobody can tell from a write alone.  But if the same microbatch is computed twice in a row,
+attributes of the second kind have the same values again, and those of the first kind do not.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ LARGE = 1 << 22
 
 
 def attributes_of(model: nn.Module, *, exact: bool) -> dict[str, Hashable]:
-    """Returns a mark of each attribute of each module of ``model``, by its path, and of each buffer but those of norms.
+    """Returns a mark of each attribute of each module of ``model``, by its path, and of each buffer but those
+    of norms.
 
     Without ``exact`` a kernel may round otherwise at the next time, so numbers with fractions are left out.
     """
@@ -57,7 +60,12 @@ def _mark(value: Any, exact: bool, deep: int) -> Hashable:
         case float():
             return ("float", value if value == value else "nan") if exact else None
         case Tensor():
-            if (not exact and value.is_floating_point()) or value.numel() > LARGE or value.is_meta or value.layout is not torch.strided:
+            if (
+                (not exact and value.is_floating_point())
+                or value.numel() > LARGE
+                or value.is_meta
+                or value.layout is not torch.strided
+            ):
                 return "tensor", tuple(value.shape)
             raw = value.detach().contiguous().flatten().view(torch.uint8).cpu().numpy().tobytes()
             return "tensor", tuple(value.shape), hashlib.blake2b(raw, digest_size=8).digest()
@@ -70,16 +78,27 @@ def _mark(value: Any, exact: bool, deep: int) -> Hashable:
         case numpy.random.RandomState():
             return "generator", repr(value.get_state(legacy=False))
         case numpy.ndarray():
-            return "array", value.shape, hashlib.blake2b(numpy.ascontiguousarray(value).tobytes(), digest_size=8).digest()
+            return (
+                "array",
+                value.shape,
+                hashlib.blake2b(numpy.ascontiguousarray(value).tobytes(), digest_size=8).digest(),
+            )
         case nn.Module() | type():
             return None
         case list() | tuple() | deque() if deep:
-            return "list", len(value), *(_mark(each, exact, deep - 1) for each, _ in zip(value, range(MANY), strict=False))
+            return (
+                "list",
+                len(value),
+                *(_mark(each, exact, deep - 1) for each, _ in zip(value, range(MANY), strict=False)),
+            )
         case dict() if deep:
             return (
                 "dict",
                 len(value),
-                *((str(key), _mark(each, exact, deep - 1)) for (key, each), _ in zip(value.items(), range(MANY), strict=False)),
+                *(
+                    (str(key), _mark(each, exact, deep - 1))
+                    for (key, each), _ in zip(value.items(), range(MANY), strict=False)
+                ),
             )
         case set() | frozenset():
             return "set", len(value)

@@ -1,4 +1,6 @@
-"""Refuses microbatches of several shapes where blocks are compiled and bits must not depend on who computes what."""
+"""Refuses microbatches of several shapes where blocks are compiled and bits must not depend on who computes
+what.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ if TYPE_CHECKING:
     from elastic.train.step import Session
 
 
-def expect_shapes(session: Session, model: torch.nn.Module, batch: dict[str, torch.Tensor], ids: tuple[int, ...]) -> None:
+def expect_shapes(
+    session: Session, model: torch.nn.Module, batch: dict[str, torch.Tensor], ids: tuple[int, ...]
+) -> None:
     """Raises :class:`DataError` if a microbatch has other shapes than the first one, and compiled blocks run."""
     shapes = {name: list(value.shape) for name, value in batch.items()}
     session.shapes = session.shapes or shapes
@@ -21,8 +25,11 @@ def expect_shapes(session: Session, model: torch.nn.Module, batch: dict[str, tor
         return
     name = next(name for name in (*shapes, *session.shapes) if shapes.get(name) != session.shapes.get(name))
     raise DataError(
-        f"{session.loader.named}: {name!r} of the samples {list(ids)} has the shape {shapes.get(name)}, and that of an earlier microbatch "
-        f"{session.shapes.get(name)}: with compile = true and reproducible = true all microbatches must have the same shapes, since torch "
-        f"compiles for the lengths that a worker happens to see first, and rounds by them; pad all samples to one length, or set compile = "
+        f"{session.loader.named}: {name!r} of the samples {list(ids)} has the shape {shapes.get(name)}, and "
+        "that of an earlier microbatch "
+        f"{session.shapes.get(name)}: with compile = true and reproducible = true all microbatches must "
+        "have the same shapes, since torch "
+        "compiles for the lengths that a worker happens to see first, and rounds by them; pad all samples "
+        "to one length, or set compile = "
         f"false or reproducible = false"
     )

@@ -1,16 +1,19 @@
-"""Compares the engine with plain torch on the user's own model, loss and samples, before the first step of a run.
+"""Compares the engine with plain torch on the user's own model, loss and samples, before the first step of a
+run.
 
-Nobody can list what a module may do.  So a new run builds its model once more in plain torch, where nothing of the engine is: the values
-of ``init_weights()``, the loss as it is, gradients by ``backward()``, an optimizer of ``torch.optim``.  Both compute the same two
-microbatches from the same values and seeds.  What the engine does otherwise shows as another loss, another gradient, or other values after
-an update.
+Nobody can list what a module may do.  So a new run builds its model once more in plain torch, where nothing
+of the engine is: the values of ``init_weights()``, the loss as it is, gradients by ``backward()``, an
+optimizer of ``torch.optim``.  Both compute the same two microbatches from the same values and seeds.  What
+the engine does otherwise shows as another loss, another gradient, or other values after an update.
 
-In between plain torch computes one microbatch again after the other one, and then once more.  Another loss, or another value of an
-attribute, is state of the model or the loss that no checkpoint has (``remembered.py``).  And no operation may write to a parameter.
+In between plain torch computes one microbatch again after the other one, and then once more.  Another loss,
+or another value of an attribute, is state of the model or the loss that no checkpoint has
+(``remembered.py``).  And no operation may write to a parameter.
 
-The run's own format is compared with float32, within a multiple of its precision, and without dropout, since masks of 16 bits may differ.
-Everything is put back afterwards: a run has the same bits with and without its trial.  Compiled code, other layouts than that of one
-worker, offloading and compressed activations are not compared; where memory is short, the first layers stand for all.
+The run's own format is compared with float32, within a multiple of its precision, and without dropout, since
+masks of 16 bits may differ. Everything is put back afterwards: a run has the same bits with and without its
+trial.  Compiled code, other layouts than that of one worker, offloading and compressed activations are not
+compared; where memory is short, the first layers stand for all.
 """
 
 from __future__ import annotations
@@ -43,20 +46,30 @@ from elastic.train.step import Session, compare_tokens
 from storage.errors import Unavailable
 
 TIMES_MOVED = 4
-"""Number of ways in which weights are rounded, to find out how sensitive a model is: a choice among experts falls otherwise in some."""
+"""Number of ways in which weights are rounded, to find out how sensitive a model is: a choice among experts
+falls otherwise in some.
+"""
 OTHER = 2.0**-6
 """The part by which the weights are others when the engine computes its first microbatch."""
 SENSITIVE = 4
-"""Times that a gradient may be further away than rounding of the weights alone moves it in float32, if that is more than the limit."""
+"""Times that a gradient may be further away than rounding of the weights alone moves it in float32, if that
+is more than the limit.
+"""
 UPDATED = 1e-2
-"""Largest difference of the values after two updates, as a part of what these have changed: AdamW divides by small gradients."""
+"""Largest difference of the values after two updates, as a part of what these have changed: AdamW divides by
+small gradients.
+"""
 
 
-def compare_with_torch(session: Session, device: torch.device, tell: Callable[[str], None] = lambda doing: None) -> str:
-    """Returns a sentence that says what was compared, and what was not; "" if the job asks for no trial.  ``tell`` gets what it does next.
+def compare_with_torch(
+    session: Session, device: torch.device, tell: Callable[[str], None] = lambda doing: None
+) -> str:
+    """Returns a sentence that says what was compared, and what was not; "" if the job asks for no trial.
+    ``tell`` gets what it does next.
 
-    No world may be there.  Raises :class:`ModelError` if the engine gives anything else than plain torch, or if the model or the loss keeps
-    state or changes parameters.  Errors that plain torch has, too, are left to the first step.
+    No world may be there.  Raises :class:`ModelError` if the engine gives anything else than plain torch, or
+    if the model or the loss keeps state or changes parameters.  Errors that plain torch has, too, are left to
+    the first step.
     """
     if not session.job.trial:
         return ""
@@ -103,17 +116,23 @@ class Trial(PlainSide):
         if self._skipped:
             which = "both microbatches" if self._skipped == 2 else "one of two microbatches"
             self.left_out.append(
-                f"loss and gradients of {which}, since the model draws random numbers, which torch draws otherwise in 16 bits"
+                f"loss and gradients of {which}, since the model draws random numbers, which torch draws "
+                "otherwise in 16 bits"
             )
         if self._skipped == 2:
             return f"not compared with plain torch: {', '.join(self.left_out)}"
-        said = f"compared with plain torch on 2 microbatches: loss, gradients{self._updates} agree to {self.largest:.1e}"
+        said = (
+            f"compared with plain torch on 2 microbatches: loss, gradients{self._updates} agree to "
+            f"{self.largest:.1e}"
+        )
         return f"{said}; not compared: {', '.join(self.left_out)}" if self.left_out else said
 
     # ---- the engine
 
     def _compare(self, model: nn.Module, world: World, first: Batch, second: Batch) -> None:
-        """Raises :class:`ModelError` unless the engine has the loss, the gradients and the updates of plain torch."""
+        """Raises :class:`ModelError` unless the engine has the loss, the gradients and the updates of plain
+        torch.
+        """
         session = self.session
         state = State(self.job, session.builder, session.rule, world, Version(0, 0))
         self._fill(state, model)
@@ -122,7 +141,8 @@ class Trial(PlainSide):
             for part in state.parameters.parts.values():
                 if part.is_floating_point():
                     part.mul_(1 + OTHER)
-        self._by_the_engine(state, second, 1)  # what the model takes from its first weights is that of others here
+        # what the model takes from its first weights is that of others here
+        self._by_the_engine(state, second, 1)
         self._fill(state, model)
         for number, batch in ((1, second), (0, first)):  # plain torch began with the other one
             plain = self._plainly(model, batch, number)
@@ -130,18 +150,32 @@ class Trial(PlainSide):
         if (optimizer := TorchOptimizer.of(self.job, model) if self.exact else None) is None:
             self.left_out.append("updates")
             return
-        updates = sum(self._update(state, model, optimizer, batch, number) for number, batch in ((0, first), (1, second)))
+        updates = sum(
+            self._update(state, model, optimizer, batch, number)
+            for number, batch in ((0, first), (1, second))
+        )
         self._updates = " and two updates" if updates == 2 else ""
 
-    def _update(self, state: State, model: nn.Module, optimizer: TorchOptimizer, batch: Batch, number: int) -> bool:
+    def _update(
+        self, state: State, model: nn.Module, optimizer: TorchOptimizer, batch: Batch, number: int
+    ) -> bool:
         """Updates both by the gradient of a microbatch.  Returns False if there is nothing to update by.
 
         Raises :class:`ModelError` if a parameter has another value than in plain torch.
         """
         plain, ours = self._plainly(model, batch, number), self._by_the_engine(state, batch, number)
-        step, squares = max(self.job.steps // 2, 1), sum(float(each.norm()) ** 2 for each in ours.grads.values())
+        step, squares = (
+            max(self.job.steps // 2, 1),
+            sum(float(each.norm()) ** 2 for each in ours.grads.values()),
+        )
         skipped = self.job.numerics < UNUSED_SINCE and state.parameters.missing
-        if skipped or not plain.count or not is_count(plain.count) or not math.isfinite(squares) or not learning_rate_of(self.job, step):
+        if (
+            skipped
+            or not plain.count
+            or not is_count(plain.count)
+            or not math.isfinite(squares)
+            or not learning_rate_of(self.job, step)
+        ):
             return False
         before = {name: each.detach().clone() for name, each in model.named_parameters()}
         outcome = Outcome(step, 1, squares, (ours.loss,), (int(ours.count),), ((0,),), finite=True)
@@ -160,7 +194,8 @@ class Trial(PlainSide):
                 if tensor.kind in ("parameter", *BUFFERS):
                     if tensor.name not in values:
                         raise ModelError(
-                            f"{tensor.name!r} of model = {self.job.model!r} is there on the meta device, and not on {self.device}"
+                            f"{tensor.name!r} of model = {self.job.model!r} is there on the meta device, "
+                            f"and not on {self.device}"
                         )
                     cut(state, tensor, values[tensor.name].detach())
 
@@ -176,7 +211,8 @@ class Trial(PlainSide):
                 or "the sentences in the guide, at “Your own code”, say what a module may do"
             )
             raise ModelError(
-                f"model = {self.job.model!r} with loss = {self.job.loss!r} computes a microbatch in plain torch, and failed in the engine "
+                f"model = {self.job.model!r} with loss = {self.job.loss!r} computes a microbatch in plain "
+                "torch, and failed in the engine "
                 f"with {failure(error)}: {mend}"
             ) from error
 
@@ -185,8 +221,10 @@ class Trial(PlainSide):
         if self.exact or not any(word in str(error).lower() for word in ("dtype", "type (", "scalar type")):
             return ""
         return (
-            f"precision = {self.job.precision!r} is no autocast: weights are in that format, and floating-point inputs are cast where the "
-            f"model itself and its blocks are called.  Cast what forward makes (x.to(self.weight.dtype)), call the model and not a part of "
+            f"precision = {self.job.precision!r} is no autocast: weights are in that format, and "
+            "floating-point inputs are cast where the "
+            "model itself and its blocks are called.  Cast what forward makes (x.to(self.weight.dtype)), "
+            "call the model and not a part of "
             f"it, or take precision = 'fp32' with torch.autocast in the loss"
         )
 
@@ -204,7 +242,11 @@ class Trial(PlainSide):
                 (loss * scale if scale != 1 else loss).backward()
             state.parameters.end_round()
             state.guard.check()
-            grads = {name: each for name, each in state.parameters.grads().items() if name not in state.parameters.missing}
+            grads = {
+                name: each
+                for name, each in state.parameters.grads().items()
+                if name not in state.parameters.missing
+            }
             if scale <= 1 or all(bool(torch.isfinite(each).all()) for each in grads.values()):
                 break
             scale /= 16  # as the run would find out in its first steps
@@ -212,24 +254,37 @@ class Trial(PlainSide):
             grads = {name: each / scale for name, each in grads.items()}
         return PlainResult(float(loss.detach()), float(count), grads)
 
-    def _agree(self, model: nn.Module, batch: Batch, number: int, plain: PlainResult, ours: PlainResult) -> None:
+    def _agree(
+        self, model: nn.Module, batch: Batch, number: int, plain: PlainResult, ours: PlainResult
+    ) -> None:
         """Raises :class:`ModelError` unless both have the same count, loss and gradients."""
         named = f"model = {self.job.model!r} with loss = {self.job.loss!r}"
         if name := min(plain.grads.keys() ^ ours.grads.keys(), default=""):
-            raise ModelError(f"{named}: {name!r} has a gradient {'in plain torch' if name in plain.grads else 'in the engine'} alone")
+            raise ModelError(
+                f"{named}: {name!r} has a gradient "
+                f"{'in plain torch' if name in plain.grads else 'in the engine'} alone"
+            )
         apart_, parts, wrong = apart_by(plain.loss, ours.loss), parts_of(plain.grads, ours.grads), ""
         furthest = max(parts, key=parts.__getitem__, default="")
         if plain.count != ours.count and plain.count == plain.count:  # what is no number is another matter
-            wrong = f"the count of a microbatch is {plain.count:g} in plain torch, and {ours.count:g} in the engine"
+            wrong = (
+                f"the count of a microbatch is {plain.count:g} in plain torch, and {ours.count:g} in "
+                "the engine"
+            )
         elif max(apart_, parts.get(furthest, 0.0)) > self.most:
             kept = replace(plain, grads={name: each.clone() for name, each in plain.grads.items()})
             loss_by, by = self._by_rounding(model, batch, number, kept)
             over = {name: part for name, part in parts.items() if part > max(self.most, SENSITIVE * by[name])}
             if apart_ > max(self.most, SENSITIVE * loss_by):
-                wrong = f"a microbatch loses {plain.loss:.8g} in plain torch, and {ours.loss:.8g} in the engine"
+                wrong = (
+                    f"a microbatch loses {plain.loss:.8g} in plain torch, and {ours.loss:.8g} in the engine"
+                )
             elif over:
                 name = max(over, key=over.__getitem__)
-                wrong = f"the gradient of {name!r} in the engine is {over[name]:.2g} of its norm away from that of plain torch"
+                wrong = (
+                    f"the gradient of {name!r} in the engine is {over[name]:.2g} of its norm away from "
+                    "that of plain torch"
+                )
             plain = kept
         if wrong and self._draws and not self.exact:  # torch draws other numbers in 16 bits
             self._skipped += 1
@@ -238,18 +293,30 @@ class Trial(PlainSide):
             raise ModelError(f"{named}: {wrong}; {self._why(model, batch, number, plain)}")
         self.largest = max(self.largest, apart_, parts.get(furthest, 0.0))
 
-    def _by_rounding(self, model: nn.Module, batch: Batch, number: int, plain: PlainResult) -> tuple[float, dict[str, float]]:
-        """Returns how far the loss and each gradient move at most, in float32, if the weights alone are rounded, in several ways."""
+    def _by_rounding(
+        self, model: nn.Module, batch: Batch, number: int, plain: PlainResult
+    ) -> tuple[float, dict[str, float]]:
+        """Returns how far the loss and each gradient move at most, in float32, if the weights alone are
+        rounded, in several ways.
+        """
         before = [each.detach().clone() for each in model.parameters()]
         loss, parts = 0.0, dict.fromkeys(plain.grads, 0.0)
         for kind in range(TIMES_MOVED):
             with torch.no_grad():
                 for each, value in zip(model.parameters(), before, strict=True):
-                    rounded = value.to(self._dtype) if not self.exact and not kind else moved(value, self._moves, kind)
+                    rounded = (
+                        value.to(self._dtype)
+                        if not self.exact and not kind
+                        else moved(value, self._moves, kind)
+                    )
                     each.copy_(rounded)
             other = self._plainly(model, batch, number)
             loss = max(loss, apart_by(plain.loss, other.loss))
-            by = parts_of(plain.grads, other.grads) if other.grads.keys() == plain.grads.keys() else dict.fromkeys(parts, math.inf)
+            by = (
+                parts_of(plain.grads, other.grads)
+                if other.grads.keys() == plain.grads.keys()
+                else dict.fromkeys(parts, math.inf)
+            )
             parts = {name: max(part, by[name]) for name, part in parts.items()}
         with torch.no_grad():
             for each, value in zip(model.parameters(), before, strict=True):
@@ -271,33 +338,54 @@ class Trial(PlainSide):
             plain = replace(plain, grads={name: each.clone() for name, each in plain.grads.items()})
             for name, value in batch.items():
                 if value.is_floating_point():
-                    rounded = self._plainly(model, {**batch, name: value.to(self._dtype).to(value.dtype)}, number)
-                    differs = rounded.count != plain.count or apart_by(plain.loss, rounded.loss) > self.most / 2
-                    if differs or max(parts_of(plain.grads, rounded.grads).values(), default=0.0) > self.most / 2:
+                    rounded = self._plainly(
+                        model, {**batch, name: value.to(self._dtype).to(value.dtype)}, number
+                    )
+                    differs = (
+                        rounded.count != plain.count or apart_by(plain.loss, rounded.loss) > self.most / 2
+                    )
+                    if (
+                        differs
+                        or max(parts_of(plain.grads, rounded.grads).values(), default=0.0) > self.most / 2
+                    ):
                         return _rounded(name, self.job)
             return (
-                f"precision = {self.job.precision!r} rounds weights, inputs of the model and of its blocks, and what they compute.  Do "
-                f"in float32 what is sensitive to that, first of all choices (argmax, top-k, routing), as F.linear(x.float(), w.float()); "
-                f"set casts_inputs = False on a model whose inputs must stay as they are; or set precision = 'fp32'.  If that is not "
+                f"precision = {self.job.precision!r} rounds weights, inputs of the model and of its blocks, "
+                "and what they compute.  Do "
+                "in float32 what is sensitive to that, first of all choices (argmax, top-k, routing), as "
+                "F.linear(x.float(), w.float()); "
+                "set casts_inputs = False on a model whose inputs must stay as they are; or set precision "
+                "= 'fp32'.  If that is not "
                 f"the reason, trial = false goes on without a trial"
             )
         if name := changed(self._at_first, self._noted):
             return (
-                f"{name!r} is set by the first microbatch that a model computes, and the engine has begun with other samples and weights; "
-                f"let it depend on the shapes of samples alone, or set it in init_weights().  If that is not the reason, trial = false "
+                f"{name!r} is set by the first microbatch that a model computes, and the engine has begun "
+                "with other samples and weights; "
+                "let it depend on the shapes of samples alone, or set it in init_weights().  If that is "
+                "not the reason, trial = false "
                 f"goes on without a trial"
             )
         return (
-            "the module does something that the engine does not do as torch does; the guide says what a module may do (“Your own code”).  "
+            "the module does something that the engine does not do as torch does; the guide says what a "
+            "module may do (“Your own code”).  "
             "If you know that the difference is right, trial = false goes on without a trial"
         )
 
-    def _same_values(self, state: State, model: nn.Module, before: Mapping[str, Tensor], plain: PlainResult) -> None:
+    def _same_values(
+        self, state: State, model: nn.Module, before: Mapping[str, Tensor], plain: PlainResult
+    ) -> None:
         """Raises :class:`ModelError` if an update gives a parameter other values than plain torch."""
-        largest = max((float(each.norm()) / each.numel() ** 0.5 for each in plain.grads.values()), default=0.0)
+        largest = max(
+            (float(each.norm()) / each.numel() ** 0.5 for each in plain.grads.values()), default=0.0
+        )
         for name, parameter in model.named_parameters():
             ours = state.parameters.parts[name].view(-1).to(parameter.dtype)
-            grad, theirs, was = plain.grads.get(name), parameter.detach().reshape(-1), before[name].reshape(-1)
+            grad, theirs, was = (
+                plain.grads.get(name),
+                parameter.detach().reshape(-1),
+                before[name].reshape(-1),
+            )
             if grad is not None:  # AdamW makes much of what is rounding
                 sure = grad.reshape(-1).abs() >= 1e-4 * largest
                 ours, theirs, was = ours[sure], theirs[sure], was[sure]
@@ -305,14 +393,18 @@ class Trial(PlainSide):
             apart_ = float((ours - theirs).float().norm())
             if not apart_ <= UPDATED * moved_ + 1e-6 * float(theirs.float().norm()):
                 raise ModelError(
-                    f"model = {self.job.model!r}: an update by optim.kind = {self.job.optim.kind!r} leaves {name!r} at {apart_:.2g} from "
-                    f"where torch.optim leaves it, which has moved it by {moved_:.2g}; this is a fault of Elastic.  trial = false goes on "
+                    f"model = {self.job.model!r}: an update by optim.kind = {self.job.optim.kind!r} leaves "
+                    f"{name!r} at {apart_:.2g} from "
+                    f"where torch.optim leaves it, which has moved it by {moved_:.2g}; this is a fault of "
+                    "Elastic.  trial = false goes on "
                     f"without a trial"
                 )
 
 
 def _rounded(name: str, job: Job) -> str:
     return (
-        f"{name!r} of the batch is rounded to the format of precision = {job.precision!r} on its way into the model (in bf16 999 becomes "
-        f"1000).  Give it as a whole number, or set casts_inputs = False on the model and cast there what layers need"
+        f"{name!r} of the batch is rounded to the format of precision = {job.precision!r} on its way into "
+        "the model (in bf16 999 becomes "
+        "1000).  Give it as a whole number, or set casts_inputs = False on the model and cast there what "
+        "layers need"
     )

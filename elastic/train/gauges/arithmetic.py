@@ -20,7 +20,9 @@ class Arithmetic:
         self._peak = peak_flops(torch.cuda.get_device_name(world.device), precision) if cuda else 0.0
 
     def of(self, outcome: Outcome) -> Work:
-        """Returns the work of a step.  Only tokens that the loss counts are counted, in sequences of the mean length of the step."""
+        """Returns the work of a step.  Only tokens that the loss counts are counted, in sequences of the mean
+        length of the step.
+        """
         tokens = sum(outcome.counts)
         seq = tokens / max(sum(map(len, outcome.samples)), 1)
         full, causal = (self._flops(seq, causal) * tokens for causal in (False, True))

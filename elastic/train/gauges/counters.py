@@ -1,7 +1,9 @@
-"""Progress counters of one worker in shared memory: read by its keeper while the worker is busy, stuck or dead.
+"""Progress counters of one worker in shared memory: read by its keeper while the worker is busy, stuck or
+dead.
 
-They are a file of 64-bit integers in ``/dev/shm`` with one writer.  A reader needs no help from the worker, so a held GIL hides nothing,
-and the work of a killed worker can still be counted.  The writer, with what it has forked, holds a lock on the file as long as it lives.
+They are a file of 64-bit integers in ``/dev/shm`` with one writer.  A reader needs no help from the worker,
+so a held GIL hides nothing, and the work of a killed worker can still be counted.  The writer, with what it
+has forked, holds a lock on the file as long as it lives.
 """
 
 from __future__ import annotations
@@ -32,17 +34,21 @@ FIELDS = (
     "copies",
     "started",
 )
-"""``step``, ``microbatch`` and ``collective`` are the last completed ones.  ``operation`` is the worker's present one, an index into
-:data:`OPERATIONS`; while it initialises or heals, ``collective`` is the time at which it last got further.  ``microbatches_run`` counts
-since the process began, without idle rounds.  ``healed_live_bytes``, ``healed_host_bytes`` and ``healed_bucket_bytes`` are the bytes of
-state that came from members, keepers' copies and the bucket.  ``stepping_since_ns`` is the wall clock at which computing of the
-generation's first microbatch began, 0 before.  ``copies`` is the descriptor of the worker's region of host copies, 0 for none.
-``started`` is when the process began, as the kernel counts it; a later process with the same ``pid`` began later."""
+"""``step``, ``microbatch`` and ``collective`` are the last completed ones.  ``operation`` is the worker's
+present one, an index into :data:`OPERATIONS`; while it initialises or heals, ``collective`` is the time at
+which it last got further.  ``microbatches_run`` counts since the process began, without idle rounds.
+``healed_live_bytes``, ``healed_host_bytes`` and ``healed_bucket_bytes`` are the bytes of state that came from
+members, keepers' copies and the bucket.  ``stepping_since_ns`` is the wall clock at which computing of the
+generation's first microbatch began, 0 before.  ``copies`` is the descriptor of the worker's region of host
+copies, 0 for none. ``started`` is when the process began, as the kernel counts it; a later process with the
+same ``pid`` began later."""
 PLACES = {name: place for place, name in enumerate(FIELDS)}
 IDS = 64
 """Largest number of samples that a death in a read is told with."""
 LOADERS = ("data", "validation")
-"""The sections of the datasets that a worker reads.  After the fields, each has the number of samples that it reads now, and their ids."""
+"""The sections of the datasets that a worker reads.  After the fields, each has the number of samples that it
+reads now, and their ids.
+"""
 BYTES = 8 * (len(FIELDS) + len(LOADERS) * (1 + IDS))
 OPERATIONS = ("", "forms", "reads data", "computes", "commits", "updates", INITIALISES, "validates", HEALS)
 FOLDER = Path("/dev/shm")
@@ -54,15 +60,19 @@ def segment(run: str, worker: str) -> Path:
 
 
 class Counters:
-    """Reads and writes counters: ``counters["step"] += 1``.  The worker creates them; any process on its node may open them."""
+    """Reads and writes counters: ``counters["step"] += 1``.  The worker creates them; any process on its node
+    may open them.
+    """
 
     def __init__(self, path: Path, *, create: bool) -> None:
         flags = os.O_RDWR | os.O_CREAT if create else os.O_RDWR
         descriptor = os.open(path, flags, 0o600)
         try:
             if create:
-                os.posix_fallocate(descriptor, 0, BYTES)  # without room this call fails, instead of the first write by SIGBUS
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # kept by the mapping, which has the same open file
+                # without room this call fails, instead of the first write by SIGBUS
+                os.posix_fallocate(descriptor, 0, BYTES)
+                # kept by the mapping, which has the same open file
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._memory = mmap.mmap(descriptor, BYTES)
         finally:
             os.close(descriptor)
@@ -88,7 +98,9 @@ class Counters:
         for number, section in enumerate(LOADERS):
             place = len(FIELDS) + number * (1 + IDS)
             if count := self._view[place]:
-                told.append(f"samples {self._view[place + 1 : place + 1 + count].tolist()} of {section}.dataset")
+                told.append(
+                    f"samples {self._view[place + 1 : place + 1 + count].tolist()} of {section}.dataset"
+                )
         return " and ".join(told)
 
     def at(self, operation: str) -> None:
@@ -96,7 +108,9 @@ class Counters:
         self["operation"] = OPERATIONS.index(operation)
 
     def got_further(self) -> None:
-        """Writes into ``collective`` that the worker does not stand still: the time, which is more than any earlier value."""
+        """Writes into ``collective`` that the worker does not stand still: the time, which is more than any
+        earlier value.
+        """
         self["collective"] = time.monotonic_ns() // 1_000_000
 
     def close(self) -> None:
@@ -107,8 +121,9 @@ class Counters:
 def writer_lives(path: Path) -> bool | None:
     """Returns whether the process that made the counters at ``path`` lives.
 
-    It is None if that process has not written its pid yet, or if the counters are gone or another user's.  The lock tells it.  The pid
-    would not: containers with a common ``/dev/shm`` have different numbers and clocks for a process.
+    It is None if that process has not written its pid yet, or if the counters are gone or another user's.
+    The lock tells it.  The pid would not: containers with a common ``/dev/shm`` have different numbers and
+    clocks for a process.
     """
     try:
         with open(path, "rb") as file:

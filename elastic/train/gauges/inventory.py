@@ -1,4 +1,6 @@
-"""Lists what a member holds at the start of a world, for its log: memory by class, and the parameters whose weights decay."""
+"""Lists what a member holds at the start of a world, for its log: memory by class, and the parameters whose
+weights decay.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,11 @@ from elastic.train.model import BUFFERS, State
 
 
 def memory_by_class(state: State) -> dict[str, int]:
-    """Returns the bytes of the live memory of each class.  It is called after a backward pass, while gradients are there.
+    """Returns the bytes of the live memory of each class.  It is called after a backward pass, while
+    gradients are there.
 
-    Memory that several tensors share counts once, in the first class that has it.  What comes and goes in a step, such as activations and
-    gathered parameters, is in no class.
+    Memory that several tensors share counts once, in the first class that has it.  What comes and goes in a
+    step, such as activations and gathered parameters, is in no class.
     """
     values, seen = state.shard.values, set[int]()
     where = off_device(state.job)
@@ -33,8 +36,16 @@ def memory_by_class(state: State) -> dict[str, int]:
 
 
 def off_device(job: Job) -> str:
-    """Returns the words that follow the name of a class that is not on the device: where it is instead; "" if all is there."""
-    return f" in files of {job.offload_folder}" if job.offload_folder else " in host memory" if job.offloads else ""
+    """Returns the words that follow the name of a class that is not on the device: where it is instead; "" if
+    all is there.
+    """
+    return (
+        f" in files of {job.offload_folder}"
+        if job.offload_folder
+        else " in host memory"
+        if job.offloads
+        else ""
+    )
 
 
 def _bytes(tensors: Iterable[Tensor], seen: set[int]) -> int:
@@ -52,13 +63,16 @@ def memory_line(classes: Mapping[str, int]) -> str:
 
 
 def decay_line(state: State) -> str:
-    """Returns which parameters decay and which do not; a ``*`` stands for the numbers of layers that are alike.
+    """Returns which parameters decay and which do not; a ``*`` stands for the numbers of layers that are
+    alike.
 
     If the job has groups of parameters, it is the table of these.
     """
     parts, settings = state.optimizer.parts.values(), state.job.optim
     if settings.groups:
-        return "\n".join(table_of(settings, ((part.group, part.decays, math.prod(part.shape)) for part in parts)))
+        return "\n".join(
+            table_of(settings, ((part.group, part.decays, math.prod(part.shape)) for part in parts))
+        )
     told = [
         _told([part.name for part in parts if part.decays is decays], words)
         for decays, words in ((True, ("decays", "decay")), (False, ("does not", "do not")))

@@ -1,4 +1,5 @@
-"""Measures what each step takes on this member: seconds by the host's clock, bytes by the counters of torch's allocator.
+"""Measures what each step takes on this member: seconds by the host's clock, bytes by the counters of torch's
+allocator.
 
 Nothing here waits for the device, and nothing is launched on it.
 """
@@ -25,7 +26,8 @@ class Meter:
         """Bytes by class that this member held in that step: see ``train/gauges/inventory.py``."""
 
     def begin(self, generation: int, waited_s: float, device: torch.device) -> None:
-        """Begins a step.  Only the first step of a generation begins now; any other began at the record of the step before.
+        """Begins a step.  Only the first step of a generation begins now; any other began at the record of
+        the step before.
 
         ``waited_s`` is the time that the training thread has waited for data in all steps so far.
         """
@@ -48,7 +50,10 @@ class Meter:
         now, peak, reserved = self._clock(), 0, 0
         if device.type == "cuda":
             counters = torch.cuda.memory_stats_as_nested_dict(device)
-            peak, reserved = counters["allocated_bytes"]["all"]["peak"], counters["reserved_bytes"]["all"]["current"]
+            peak, reserved = (
+                counters["allocated_bytes"]["all"]["peak"],
+                counters["reserved_bytes"]["all"]["current"],
+            )
             torch.cuda.reset_peak_memory_stats(device)
         found = Usage(now - self._since, waited_s - self._waited_s, peak, reserved)
         self._since, self._waited_s = now, waited_s

@@ -18,9 +18,13 @@ NAME = re.compile(r"[\w./-]{1,64}", re.ASCII)
 
 
 def checked_metrics(metrics: Mapping[str, Any]) -> Metrics:
-    """Returns the numbers that a loop of the user's tells of a step.  Raises :class:`LoopError` for what cannot be in a row."""
+    """Returns the numbers that a loop of the user's tells of a step.  Raises :class:`LoopError` for what
+    cannot be in a row.
+    """
     if len(metrics) > MOST:
-        raise LoopError(f"step.commit(metrics=…) has {len(metrics)} numbers, and a step may have {MOST}; leave some out")
+        raise LoopError(
+            f"step.commit(metrics=…) has {len(metrics)} numbers, and a step may have {MOST}; leave some out"
+        )
     found = []
     for name, value in metrics.items():
         named = f"step.commit(metrics={{{name!r}: {value!r:.40}}})"

@@ -1,7 +1,9 @@
-"""Profiles the steps that the setting ``profile`` names, in world rank 0: a trace of operations, and on a GPU the history of its memory.
+"""Profiles the steps that the setting ``profile`` names, in world rank 0: a trace of operations, and on a GPU
+the history of its memory.
 
-The profiler only watches, so the bits stay.  What it finds goes to the folder ``profiles/`` of the run, from a thread of its own: a slow
-bucket does not hold up training, and a failure does not end it.  A profile ends with its last step or with the world, if that ends before.
+The profiler only watches, so the bits stay.  What it finds goes to the folder ``profiles/`` of the run, from
+a thread of its own: a slow bucket does not hold up training, and a failure does not end it.  A profile ends
+with its last step or with the world, if that ends before.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ PIECE = 2**23
 
 
 class Profiler:
-    """Profiles the steps of one process.  ``say`` receives a sentence about where a profile is, or why there is none."""
+    """Profiles the steps of one process.  ``say`` receives a sentence about where a profile is, or why there
+    is none.
+    """
 
     def __init__(self, job: Job, store: ObjectStore, say: Callable[[str], None]) -> None:
         self._steps, self._store, self._say = job.profiled(), store, say
@@ -46,7 +50,9 @@ class Profiler:
 
     @contextlib.contextmanager
     def watch(self, step: int, world: World) -> Iterator[None]:
-        """Surrounds a step.  If the step fails, the profile waits for :meth:`finish`, because the device may hang now."""
+        """Surrounds a step.  If the step fails, the profile waits for :meth:`finish`, because the device may
+        hang now.
+        """
         if step not in self._steps or world.rank:
             yield
             return
@@ -111,7 +117,10 @@ class Profiler:
                     self._store.put(f"{self._folder}/{name}.{file.name}", _pieces(file))
             self._say(". ".join([f"a profile is at {self._store.full_name(self._folder)}/{name}.*", *hidden]))
         except Exception:  # a boundary: training goes on without the profile
-            self._say(f"the profile {name} could not be written to {self._store.full_name(self._folder)}:\n{traceback.format_exc()}")
+            self._say(
+                f"the profile {name} could not be written to "
+                f"{self._store.full_name(self._folder)}:\n{traceback.format_exc()}"
+            )
 
 
 def _pieces(file: Path) -> Iterator[bytes]:

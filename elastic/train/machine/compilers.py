@@ -1,4 +1,6 @@
-"""Tells torch's compiler and Triton where to keep what they make, by the environment variables that both demand."""
+"""Tells torch's compiler and Triton where to keep what they make, by the environment variables that both
+demand.
+"""
 
 from __future__ import annotations
 
@@ -18,17 +20,31 @@ from elastic.state.compiled import Compiled
 INDUCTOR_DIR, TRITON_DIR = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
 CPU = Path("/proc/cpuinfo")
 CPU_FIELDS = ("vendor_id", "model name", "flags", "CPU implementer", "CPU part", "Features")
-"""Fields on which C++ code of torch's compiler depends: it is made for the CPU of its node, and may crash on another one."""
-SETTINGS = ("model", "model_args", "loss", "precision", "microbatch", "recompute", "activations", "numerics", "reproducible")
-"""Settings on which the code of a model's blocks depends.  They only keep the folders of jobs apart: both compilers find code by its
-content, so a setting that were missing here would merely let two jobs share a folder."""
+"""Fields on which C++ code of torch's compiler depends: it is made for the CPU of its node, and may crash on
+another one.
+"""
+SETTINGS = (
+    "model",
+    "model_args",
+    "loss",
+    "precision",
+    "microbatch",
+    "recompute",
+    "activations",
+    "numerics",
+    "reproducible",
+)
+"""Settings on which the code of a model's blocks depends.  They only keep the folders of jobs apart: both
+compilers find code by its content, so a setting that were missing here would merely let two jobs share a
+folder."""
 
 
 def place(job: Job, code: str, kind: str, root: Path) -> Compiled | None:
     """Lets this process keep compiled code below ``root``, and returns the place.
 
-    ``code`` is the digest of the user's code and ``kind`` the worker's kind.  Returns None if the job compiles nothing, or if the user has
-    chosen a place by ``TORCHINDUCTOR_CACHE_DIR``: it stays, and nothing goes to other nodes.
+    ``code`` is the digest of the user's code and ``kind`` the worker's kind.  Returns None if the job
+    compiles nothing, or if the user has chosen a place by ``TORCHINDUCTOR_CACHE_DIR``: it stays, and nothing
+    goes to other nodes.
     """
     if not job.compile or os.environ.get(INDUCTOR_DIR, _usual()) != _usual():
         return None
@@ -38,18 +54,24 @@ def place(job: Job, code: str, kind: str, root: Path) -> Compiled | None:
 
 
 def _usual() -> str:
-    """Returns the place that torch's compiler uses unless told otherwise.  When it is imported, it sets the variable to this place."""
+    """Returns the place that torch's compiler uses unless told otherwise.  When it is imported, it sets the
+    variable to this place.
+    """
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
     return default_cache_dir()
 
 
 def key_of(job: Job, code: str, kind: str) -> str:
-    """Returns a digest of all that compiled code depends on: the same text means that the code of one node runs on the other."""
+    """Returns a digest of all that compiled code depends on: the same text means that the code of one node
+    runs on the other.
+    """
     settings = {name: getattr(job, name) for name in SETTINGS} | {"data": job.data.model_dump(mode="json")}
     machine = [platform.machine(), *platform.libc_ver(), *_cpu()]
     software = [sys.version, torch.__version__, str(torch.version.git_version), _triton()]
-    return sha256(json.dumps([settings, code, kind, machine, software], sort_keys=True).encode()).hexdigest()[:32]
+    return sha256(json.dumps([settings, code, kind, machine, software], sort_keys=True).encode()).hexdigest()[
+        :32
+    ]
 
 
 def _cpu() -> list[str]:

@@ -1,4 +1,6 @@
-"""Finds out among how many members the state must be cut so that each part fits this worker's device, and its copies fit the node."""
+"""Finds out among how many members the state must be cut so that each part fits this worker's device, and its
+copies fit the node.
+"""
 
 from __future__ import annotations
 
@@ -33,21 +35,28 @@ def memory_of(job: Job, device: torch.device) -> int:
 
 
 def need_of(job: Job, tensors: Sequence[Tensor], zero: int | None = None) -> Need:
-    """Returns what training needs beside activations.  With blocks of several microbatches a member holds two sums of gradients.
+    """Returns what training needs beside activations.  With blocks of several microbatches a member holds two
+    sums of gradients.
 
-    ``zero`` is the stage of ZeRO, if it is not the job's.  With fp8 it is a bit too much: every parameter counts as one of a layer that
-    multiplies so where that makes it more, and none where it makes it less.
+    ``zero`` is the stage of ZeRO, if it is not the job's.  With fp8 it is a bit too much: every parameter
+    counts as one of a layer that multiplies so where that makes it more, and none where it makes it less.
     """
     parameters = [tensor for tensor in tensors if tensor.kind == "parameter"]
     elements = sum(math.prod(tensor.shape) for tensor in parameters)
     with_moments = {tensor.name for tensor in tensors if tensor.kind.startswith("moment.")}
-    trained = sum(math.prod(tensor.shape) for tensor in parameters if tensor.name in with_moments or not with_moments)
+    trained = sum(
+        math.prod(tensor.shape) for tensor in parameters if tensor.name in with_moments or not with_moments
+    )
     matrices = sum(math.prod(tensor.shape) for tensor in tensors if tensor.kind == f"moment.{MOMENTUM}")
     sums = 2 if job.reproducible and job.reduction.block > 1 else 1
     compute, stage = PRECISIONS[job.precision].compute, job.zero if zero is None else zero
     copies = compute.itemsize * elements if compute is not None else 0
     whole = copies or sum(nbytes(tensor, tensor.whole()) for tensor in parameters)
-    used = _visiting({tensor.name: math.prod(tensor.shape) for tensor in parameters}, whole) if job.offload == "weights" else whole
+    used = (
+        _visiting({tensor.name: math.prod(tensor.shape) for tensor in parameters}, whole)
+        if job.offload == "weights"
+        else whole
+    )
     units = Counter[str]()
     for tensor in tensors:
         units[tensor.name] += nbytes(tensor, tensor.whole())
@@ -56,15 +65,20 @@ def need_of(job: Job, tensors: Sequence[Tensor], zero: int | None = None) -> Nee
         gradients=4 * sums * trained + torch.bfloat16.itemsize * matrices,
         computing=used if job.offloads else copies,
         gathered=used if stage in (1, 2) else 0,
-        fp8=elements if PRECISIONS[job.precision].fp8 is not None and stage not in (1, 2) and not job.offloads else 0,
+        fp8=elements
+        if PRECISIONS[job.precision].fp8 is not None and stage not in (1, 2) and not job.offloads
+        else 0,
         deferred=stage == 1 and not job.reproducible,
-        streamed=min(GROUPS * group_bytes(job) + sum(sorted(units.values())[-GROUPS:]), units.total()) if job.offloads else 0,
+        streamed=min(GROUPS * group_bytes(job) + sum(sorted(units.values())[-GROUPS:]), units.total())
+        if job.offloads
+        else 0,
         hosted=whole if job.offload == "weights" else 0,
     )
 
 
 def _visiting(sizes: Mapping[str, int], whole: int) -> int:
-    """Returns how many of ``whole`` bytes are on the device at once: what is in no block, and the two largest blocks.
+    """Returns how many of ``whole`` bytes are on the device at once: what is in no block, and the two largest
+    blocks.
 
     The name of a block is all before the first number in the names of its parameters, and that number.
     """
@@ -77,7 +91,9 @@ def _visiting(sizes: Mapping[str, int], whole: int) -> int:
 
 
 def measured_need(job: Job, tensors: Sequence[Tensor], took: int) -> Need:
-    """Returns what training needs, if a member took ``took`` bytes when it warmed up in a world of ``workers.max`` shards."""
+    """Returns what training needs, if a member took ``took`` bytes when it warmed up in a world of
+    ``workers.max`` shards.
+    """
     need = need_of(job, tensors)
     size = max(0, took - need.held(job.workers.max))
     return replace(need, transient=Transient(size, size))
@@ -92,7 +108,8 @@ def most_shards(job: Job) -> int:
 def policies_of(job: Job) -> tuple[str | float, ...]:
     """Returns the setting of ``recompute`` that the job names, or those that ``auto`` tries, in their order.
 
-    Compiled blocks have other bits with each, and each worker chooses by the memory of its own device, so a reproducible job must name one.
+    Compiled blocks have other bits with each, and each worker chooses by the memory of its own device, so a
+    reproducible job must name one.
     """
     if job.recompute != "auto":
         return (job.recompute,)
@@ -100,7 +117,9 @@ def policies_of(job: Job) -> tuple[str | float, ...]:
 
 
 def all_policies(job: Job) -> tuple[str, ...]:
-    """Returns the settings of ``recompute`` that keep less from one to the next, as far as the other settings allow them."""
+    """Returns the settings of ``recompute`` that keep less from one to the next, as far as the other settings
+    allow them.
+    """
     return ("none", "selective", "block") if job.activations == "keep" else ("none", "block")
 
 
@@ -110,7 +129,9 @@ def must_name_policy(job: Job) -> bool:
 
 
 def states_fitting(job: Job, tensors: Sequence[Tensor]) -> float:
-    """Returns the number of states, cut among workers or not, of which this node has room for all copies and saves."""
+    """Returns the number of states, cut among workers or not, of which this node has room for all copies and
+    saves.
+    """
     rule = job.rules()
     slots = slots_a_worker(rule.copy_every, rule.buddy_every, offload=job.offloads)
     room = whole_disk(job.offload_folder) if job.offload_folder else whole_memory()
@@ -118,23 +139,28 @@ def states_fitting(job: Job, tensors: Sequence[Tensor]) -> float:
 
 
 def fitting_whole(job: Job, tensors: Sequence[Tensor], device: torch.device, took: int) -> int:
-    """Returns the smallest shard degree at which ``device`` also has room for the whole weights with which the model computes.
+    """Returns the smallest shard degree at which ``device`` also has room for the whole weights with which
+    the model computes.
 
-    They are gathered once a step then (stage 2 of ZeRO), not block by block for each microbatch (stage 3).  It is 0 if there is no such
-    degree, if memory is not limited, and if the job chooses its stage or its degree.  ``took`` is as for :func:`fitting_shard`.
+    They are gathered once a step then (stage 2 of ZeRO), not block by block for each microbatch (stage 3).
+    It is 0 if there is no such degree, if memory is not limited, and if the job chooses its stage or its
+    degree.  ``took`` is as for :func:`fitting_shard`.
     """
     return least_whole(job, tensors, memory_of(job, device), measured_need(job, tensors, took).transient)
 
 
 def least_whole(job: Job, tensors: Sequence[Tensor], memory: int, transient: Transient) -> int:
-    """Returns what :func:`fitting_whole` does, for a device with so much memory and so many bytes that come and go in a step."""
+    """Returns what :func:`fitting_whole` does, for a device with so much memory and so many bytes that come
+    and go in a step.
+    """
     if not memory or job.zero != "auto" or job.layout_rule().dp_shard is not None:
         return 0
     return least_roomy(replace(need_of(job, tensors, zero=2), transient=transient), memory, most_shards(job))
 
 
 def fitting_shard(job: Job, tensors: Sequence[Tensor], device: torch.device, took: int = 0) -> int:
-    """Returns the smallest shard degree at which a member fits ``device``; ``took`` is what :func:`warm_up` has measured.
+    """Returns the smallest shard degree at which a member fits ``device``; ``took`` is what :func:`warm_up`
+    has measured.
 
     Raises :class:`JobError` if no degree that the job allows is large enough.
     """
@@ -150,7 +176,9 @@ def fitting_shard(job: Job, tensors: Sequence[Tensor], device: torch.device, too
     comes = f", {amount(transient)} of it for a while in each step" if transient else ""
     less = ", lower microbatch" + (", or set recompute to 'block'" if job.recompute != "block" else "")
     raise JobError(
-        f"workers.max = {job.workers.max}: even if {most} of them share the state ({amount(need.state)}), each needs "
-        f"{amount(need.of_a_member(most))} of device memory{comes}, and {amount(USABLE * memory)} can be used here; raise "
+        f"workers.max = {job.workers.max}: even if {most} of them share the state ({amount(need.state)}), "
+        "each needs "
+        f"{amount(need.of_a_member(most))} of device memory{comes}, and {amount(USABLE * memory)} can be "
+        "used here; raise "
         f"workers.max or parallel.dp_shard{less if transient else ''}"
     )

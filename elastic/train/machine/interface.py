@@ -1,4 +1,6 @@
-"""Chooses the network interface of a worker's sockets: the one by which other nodes reach it, or the one that the job names."""
+"""Chooses the network interface of a worker's sockets: the one by which other nodes reach it, or the one that
+the job names.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +15,15 @@ from pathlib import Path
 from elastic.errors import JobError
 
 SOCKETS = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-"""Variables that name the interface for gloo and for NCCL.  Without the first, gloo listens at the address of the host's own name, which on
-many machines is a loopback address that no other host reaches."""
+"""Variables that name the interface for gloo and for NCCL.  Without the first, gloo listens at the address of
+the host's own name, which on many machines is a loopback address that no other host reaches."""
 _SIOCGIFADDR = 0x8915
 DEVICES = Path("/sys/class/net")
 
 
 def choose(wanted: str, address: str, *, gpu: bool = False) -> None:
-    """Sets the interface of this process's sockets: the job's, else the one in the environment, else the one that has ``address``.
+    """Sets the interface of this process's sockets: the job's, else the one in the environment, else the one
+    that has ``address``.
 
     Raises as :func:`check`.
     """
@@ -32,14 +35,20 @@ def choose(wanted: str, address: str, *, gpu: bool = False) -> None:
         elif found:
             os.environ.setdefault(variable, found)
     if address:
-        print(f"sockets use interface {interface() or 'that the libraries choose'}; other nodes reach this one at {address}", flush=True)
+        print(
+            (
+                f"sockets use interface {interface() or 'that the libraries choose'}; other nodes reach this "
+                f"one at {address}"
+            ),
+            flush=True,
+        )
     if wanted == "auto" and (better := faster_than(interface())):
         print(f"{better}: where every node has it, set network.interface = {better.split()[0]!r}", flush=True)
 
 
 def check(wanted: str, *, gpu: bool) -> None:
-    """Raises :class:`JobError` if this machine does not have the interface that the job names, or that the environment names for the
-    library that a worker uses: NCCL with a ``gpu``, else gloo.
+    """Raises :class:`JobError` if this machine does not have the interface that the job names, or that the
+    environment names for the library that a worker uses: NCCL with a ``gpu``, else gloo.
     """
     there = [name for _, name in socket.if_nameindex()]
     if wanted != "auto" and wanted not in there:
@@ -49,7 +58,8 @@ def check(wanted: str, *, gpu: bool) -> None:
     value = os.environ.get(SOCKETS[gpu], "")
     if wanted == "auto" and value and not (_nccl_finds if gpu else _gloo_finds)(value, there):
         raise JobError(
-            f"the environment variable {SOCKETS[gpu]} = {value!r} names no network interface of this node, which has {', '.join(there)}; "
+            f"the environment variable {SOCKETS[gpu]} = {value!r} names no network interface of this node, "
+            f"which has {', '.join(there)}; "
             f"correct it, unset it, or set network.interface"
         )
 
@@ -60,26 +70,37 @@ def _gloo_finds(value: str, there: Sequence[str]) -> bool:
 
 
 def _nccl_finds(value: str, there: Sequence[str]) -> bool:
-    """Returns whether ``value`` leaves NCCL an interface: beginnings of names, whole names after "=", or after "^" names that are left out.
+    """Returns whether ``value`` leaves NCCL an interface: beginnings of names, whole names after "=", or
+    after "^" names that are left out.
 
     A port may follow a name.
     """
     names = [name.partition(":")[0] for name in value.lstrip("^=").split(",")]
     exact = value.lstrip("^").startswith("=")
-    meant = [each for each in there if any(each == name or (not exact and each.startswith(name)) for name in names)]
+    meant = [
+        each for each in there if any(each == name or (not exact and each.startswith(name)) for name in names)
+    ]
     return bool(set(there) - set(meant)) if value.startswith("^") else bool(meant)
 
 
 def faster_than(name: str, devices: Path = DEVICES) -> str:
-    """Returns a sentence about a hardware interface that is up and at least five times as fast as ``name``; "" if there is none."""
+    """Returns a sentence about a hardware interface that is up and at least five times as fast as ``name``;
+    "" if there is none.
+    """
     speeds = {link.parent.name: _speed(link.parent) for link in devices.glob("*/device")}
     best = max(speeds, key=lambda each: speeds[each], default="")
     mine = speeds.get(name, 0)
-    return f"{best} runs at {speeds[best]} Mb/s, {name} at {mine}" if mine > 0 and speeds[best] >= 5 * mine else ""
+    return (
+        f"{best} runs at {speeds[best]} Mb/s, {name} at {mine}"
+        if mine > 0 and speeds[best] >= 5 * mine
+        else ""
+    )
 
 
 def _speed(device: Path) -> int:
-    """Returns the speed of an interface in Mb/s; 0 if it is down, unknown or virtual (a virtual one may report any speed)."""
+    """Returns the speed of an interface in Mb/s; 0 if it is down, unknown or virtual (a virtual one may
+    report any speed).
+    """
     with suppress(OSError, ValueError):
         if (device / "device").exists() and (device / "operstate").read_text().strip() == "up":
             return max(int((device / "speed").read_text()), 0)

@@ -1,7 +1,8 @@
-"""Measures how much shared and how much lockable memory this process may take, and says what to do where that is little.
+"""Measures how much shared and how much lockable memory this process may take, and says what to do where that
+is little.
 
-The workers' progress counters lie in /dev/shm, and so does the memory that NCCL shares between the GPUs of a node.  (Ray checks its own use
-of it.)  Copies do not lie there: ``elastic/state/node_memory.py``.
+The workers' progress counters lie in /dev/shm, and so does the memory that NCCL shares between the GPUs of a
+node.  (Ray checks its own use of it.)  Copies do not lie there: ``elastic/state/node_memory.py``.
 """
 
 from __future__ import annotations
@@ -20,15 +21,20 @@ SEGMENT = -(-BYTES // mmap.PAGESIZE) * mmap.PAGESIZE
 SHARED = 2**30
 """Free bytes of ``FOLDER`` below which the user is warned.
 
-It is what containers with NCCL are usually given (``--shm-size=1g``); the default of Docker and Kubernetes is a sixteenth of it.
+It is what containers with NCCL are usually given (``--shm-size=1g``); the default of Docker and Kubernetes is
+a sixteenth of it.
 """
-LARGER = f"on Kubernetes an emptyDir with medium: Memory and a sizeLimit, mounted at {FOLDER}; with docker --shm-size"
+LARGER = (
+    f"on Kubernetes an emptyDir with medium: Memory and a sizeLimit, mounted at {FOLDER}; with docker "
+    "--shm-size"
+)
 
 
 def shared_memory(folder: Path = FOLDER) -> int:
     """Returns the bytes that may still be written to ``folder``."""
     found = os.statvfs(folder)
-    return found.f_bavail * found.f_frsize if found.f_blocks else sys.maxsize  # a tmpfs without a limit says 0 of 0
+    # a tmpfs without a limit says 0 of 0
+    return found.f_bavail * found.f_frsize if found.f_blocks else sys.maxsize
 
 
 def lockable_memory() -> int:
@@ -42,7 +48,8 @@ def no_segment(free: int) -> str:
     if free >= SEGMENT:
         return ""
     return (
-        f"{FOLDER} has {amount(free)} left, and the counters of one worker take {amount(SEGMENT)} of it; make it larger ({LARGER}), "
+        f"{FOLDER} has {amount(free)} left, and the counters of one worker take {amount(SEGMENT)} of it; "
+        f"make it larger ({LARGER}), "
         "or remove what fills it"
     )
 
@@ -52,18 +59,23 @@ def little_shared(free: int) -> str:
     if free >= SHARED:
         return ""
     return (
-        f"{FOLDER} has {amount(free)} left, less than the {amount(SHARED)} that NCCL is usually given to share between the GPUs of a node: "
+        f"{FOLDER} has {amount(free)} left, less than the {amount(SHARED)} that NCCL is usually given to "
+        "share between the GPUs of a node: "
         f"where it is full a process ends by SIGBUS, or a world does not form; make it larger ({LARGER})"
     )
 
 
 def little_lockable(needed: int, limit: int) -> str:
-    """Returns a warning if ``needed`` bytes are to be pinned and only ``limit`` may be locked; "" if that is enough."""
+    """Returns a warning if ``needed`` bytes are to be pinned and only ``limit`` may be locked; "" if that is
+    enough.
+    """
     if needed <= limit:
         return ""
     return (
-        f"this worker pins {amount(needed)} of host memory for copies, and RLIMIT_MEMLOCK is {amount(limit)}: InfiniBand's verbs "
-        f"count pinned memory against that limit; for CUDA's driver this was not verified; raise it by {amount(needed - limit)} or "
+        f"this worker pins {amount(needed)} of host memory for copies, and RLIMIT_MEMLOCK is "
+        f"{amount(limit)}: InfiniBand's verbs "
+        "count pinned memory against that limit; for CUDA's driver this was not verified; raise it by "
+        f"{amount(needed - limit)} or "
         f"more (`ulimit -l unlimited` before `ray start`; with docker --ulimit memlock=-1; "
         f"on Kubernetes LimitMEMLOCK=infinity for the node's container runtime)"
     )

@@ -1,4 +1,6 @@
-"""The operations a second that a device can do at most, from its vendor's data sheet: dense, without sparsity, by torch's name of it."""
+"""The operations a second that a device can do at most, from its vendor's data sheet: dense, without
+sparsity, by torch's name of it.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +27,14 @@ PEAKS = {
 }
 """Operations a second in bfloat16 (float16 has the same number) and in float32, which is not rounded to TF32.
 
-The words of a row are all in the name of the device, such as "NVIDIA H100 80GB HBM3"; the first such row counts.
+The words of a row are all in the name of the device, such as "NVIDIA H100 80GB HBM3"; the first such row
+counts.
 """
 
 
 def peak_flops(name: str, precision: str) -> float:
-    """Returns the operations a second of the device ``name`` in ``precision`` (a setting of the job); 0 if they are not known.
+    """Returns the operations a second of the device ``name`` in ``precision`` (a setting of the job); 0 if
+    they are not known.
 
     A part of a device (MIG) is not known.
     """

@@ -1,4 +1,5 @@
-"""Strikes a training system again and again, always in the same way, and measures from its own steps what that cost.
+"""Strikes a training system again and again, always in the same way, and measures from its own steps what
+that cost.
 
 The measures are:
 
@@ -22,8 +23,8 @@ from typing import Any, Protocol, TypeVar
 from tests.benchmarks.peers.toy import WORKERS, Mark
 
 SETTLED = range(10, 20)
-"""Numbers of steps that a world may take undisturbed before the next strike.  One is drawn, so that strikes do not keep time with
-checkpoints."""
+"""Numbers of steps that a world may take undisturbed before the next strike.  One is drawn, so that strikes
+do not keep time with checkpoints."""
 DEADLINE_S = 240.0
 POLL_S = 0.02
 
@@ -45,7 +46,9 @@ class System(Protocol):
 
 
 def until(found: Callable[[], T | None], what: str) -> T:
-    """Polls until ``found`` returns something true, and returns it.  Raises :class:`TimeoutError` after ``DEADLINE_S``."""
+    """Polls until ``found`` returns something true, and returns it.  Raises :class:`TimeoutError` after
+    ``DEADLINE_S``.
+    """
     deadline = time.monotonic() + DEADLINE_S
     while time.monotonic() < deadline:
         value = found()
@@ -60,7 +63,9 @@ def commits(system: System) -> list[Mark]:
 
 
 def settled(system: System, workers: int, draw: Random) -> int:
-    """Waits until a world of ``workers`` members has taken a drawn number of steps undisturbed.  Returns its epoch."""
+    """Waits until a world of ``workers`` members has taken a drawn number of steps undisturbed.  Returns its
+    epoch.
+    """
     peace = draw.choice(SETTLED)
 
     def look() -> int:
@@ -73,11 +78,16 @@ def settled(system: System, workers: int, draw: Random) -> int:
 
 def change(system: System, epoch: int, moment: float) -> dict[str, float]:
     """Measures the change from the world ``epoch`` to the next one, after an event at ``moment``."""
-    after = until(lambda: next((mark for mark in commits(system) if mark.epoch > epoch and mark.at > moment), None), "the next commit")
+    after = until(
+        lambda: next((mark for mark in commits(system) if mark.epoch > epoch and mark.at > moment), None),
+        "the next commit",
+    )
     load = os.getloadavg()[0]
     marks = system.marks()
     before = [mark for mark in marks if mark.what == "commit" and mark.epoch <= epoch]
-    begun = [mark.at for mark in marks if mark.what == "begin" and mark.pid == after.pid and mark.at <= after.at]
+    begun = [
+        mark.at for mark in marks if mark.what == "begin" and mark.pid == after.pid and mark.at <= after.at
+    ]
     return {
         "first_microbatch_s": max(begun, default=after.at) - moment,
         "next_commit_s": after.at - moment,
@@ -89,7 +99,9 @@ def change(system: System, epoch: int, moment: float) -> dict[str, float]:
 
 
 def whole_again(system: System, epoch: int, moment: float) -> dict[str, float]:
-    """Measures growth: the time until the world is whole, and the longest pause on the way from the world ``epoch`` to it."""
+    """Measures growth: the time until the world is whole, and the longest pause on the way from the world
+    ``epoch`` to it.
+    """
 
     def look() -> Mark | None:
         return next((mark for mark in commits(system) if mark.epoch > epoch and mark.world == WORKERS), None)
@@ -103,7 +115,9 @@ def whole_again(system: System, epoch: int, moment: float) -> dict[str, float]:
 
 
 def process_kills(system: System, kills: int) -> list[dict[str, Any]]:
-    """Strikes one of two workers ``kills`` times; the system replaces it by itself.  Returns a row for each strike."""
+    """Strikes one of two workers ``kills`` times; the system replaces it by itself.  Returns a row for each
+    strike.
+    """
     rows, draw = [], Random(kills)
     for _ in range(kills):
         epoch = settled(system, WORKERS, draw)
@@ -119,7 +133,8 @@ def process_kills(system: System, kills: int) -> list[dict[str, Any]]:
 
 
 def node_kills(system: System, kills: int) -> list[dict[str, Any]]:
-    """Strikes all processes of one of two nodes ``kills`` times; when the other node has settled, a new one comes.
+    """Strikes all processes of one of two nodes ``kills`` times; when the other node has settled, a new one
+    comes.
 
     Returns a row for each strike.
     """
@@ -139,7 +154,9 @@ def node_kills(system: System, kills: int) -> list[dict[str, Any]]:
 
 
 def step_s(system: System, world: int) -> float:
-    """Returns the median time in seconds between two commits of one world of ``world`` members; NaN if there are none."""
+    """Returns the median time in seconds between two commits of one world of ``world`` members; NaN if there
+    are none.
+    """
     first: dict[tuple[int, int], float] = {}
     for mark in commits(system):
         if mark.world == world:

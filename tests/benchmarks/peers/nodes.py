@@ -18,7 +18,9 @@ HEALTH = {
     "health_check_timeout_ms": 1000,
     "health_check_failure_threshold": 3,
 }
-"""Settings by which the head notices a dead node; with Ray's defaults that takes 15 s.  They serve both systems that run on Ray."""
+"""Settings by which the head notices a dead node; with Ray's defaults that takes 15 s.  They serve both
+systems that run on Ray.
+"""
 VARIABLES = {
     "RAY_AUTH_MODE": "disabled",
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -33,9 +35,19 @@ class Nodes:
     def __init__(self) -> None:
         self.cluster = Cluster(
             initialize_head=True,
-            head_node_args={"num_cpus": 0, "object_store_memory": 80 * 2**20, "include_dashboard": False, "_system_config": HEALTH},
+            head_node_args={
+                "num_cpus": 0,
+                "object_store_memory": 80 * 2**20,
+                "include_dashboard": False,
+                "_system_config": HEALTH,
+            },
         )
-        ray.init(address=self.cluster.address, namespace=cluster.NAMESPACE, log_to_driver=False, logging_level="warning")
+        ray.init(
+            address=self.cluster.address,
+            namespace=cluster.NAMESPACE,
+            log_to_driver=False,
+            logging_level="warning",
+        )
         self.nodes: dict[str, Any] = {}
         self.still: list[Any] = []
 
@@ -71,7 +83,9 @@ class Nodes:
         self.still.clear()
 
     def close(self) -> None:
-        """Kills all nodes, the head last: a driver of Ray Train that still waits for its run does not survive an orderly shutdown."""
+        """Kills all nodes, the head last: a driver of Ray Train that still waits for its run does not survive
+        an orderly shutdown.
+        """
         self.bury()
         for node in [*self.nodes.values(), self.cluster.head_node]:
             end(node)

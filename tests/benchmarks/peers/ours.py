@@ -33,19 +33,23 @@ CHANGES: dict[str, dict[str, Any]] = {
     "node, silent": {"deadlines": {"grow_debounce_s": 1, "silence_s": 2}},
     "hang": {"deadlines": {"grow_debounce_s": 1, "stall_s": 4}},
 }
-"""Settings for each event.  Two replicas heal from each other; a shard is restored from a copy in a keeper, the dead worker's own or a
-buddy's; a spare waits on a third node."""
+"""Settings for each event.  Two replicas heal from each other; a shard is restored from a copy in a keeper,
+the dead worker's own or a buddy's; a spare waits on a third node."""
 PHASES = ("decide_s", "abort_s", "form_s", "heal_s", "go_s", "step_s")
 
 
 class Ours:
     """Elastic, as a system that is measured.
 
-    The coordinator tells the commits; the members themselves note the first microbatch of a world, in shared memory.
+    The coordinator tells the commits; the members themselves note the first microbatch of a world, in shared
+    memory.
     """
 
     def __init__(self, folder: Path, event: str) -> None:
-        self.nodes, self.how = Nodes(), signal.SIGSTOP if event in ("hang", "node, silent") else signal.SIGKILL
+        self.nodes, self.how = (
+            Nodes(),
+            signal.SIGSTOP if event in ("hang", "node, silent") else signal.SIGKILL,
+        )
         values: dict[str, Any] = {
             "name": "recovery",
             "steps": 100_000,
@@ -110,7 +114,11 @@ class Ours:
         """Kills or freezes a node with a worker and without the coordinator."""
         from ray._private.state import actors
 
-        home = next(each["Address"]["NodeID"] for each in actors().values() if each["Name"] == f"{self.job.name}/coordinator")
+        home = next(
+            each["Address"]["NodeID"]
+            for each in actors().values()
+            if each["Name"] == f"{self.job.name}/coordinator"
+        )
         victim = next(node for node in self.view().workers.values() if node != home)
         self.nodes.freeze(victim) if self.how == signal.SIGSTOP else self.nodes.kill(victim)
 
@@ -126,7 +134,12 @@ class Ours:
             return next((each for each in changes if not each.planned and each.known_at >= killed_at), None)
 
         found = until(look, "the recovery in the journal")
-        plans = [action["plan"] for record in Run.open(self.job).records() for action in record["actions"] if action["$"] == "Form"]
+        plans = [
+            action["plan"]
+            for record in Run.open(self.job).records()
+            for action in record["actions"]
+            if action["$"] == "Form"
+        ]
         tier = next(plan["tier"] for plan in plans if plan["generation"] == found.generation)
         return {
             "tier": tier,

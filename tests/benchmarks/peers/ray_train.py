@@ -1,4 +1,6 @@
-"""Ray Train elastic (Ray 2.60, ``ScalingConfig(num_workers=(1, 2))``), gloo, DDP, on the same Ray cluster as ours."""
+"""Ray Train elastic (Ray 2.60, ``ScalingConfig(num_workers=(1, 2))``), gloo, DDP, on the same Ray cluster as
+ours.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +75,10 @@ def save(model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int, ra
 
 
 class RayTrain:
-    settings = f"{TUNED}, elastic_resize_monitor_interval_s = {RESIZE_S:g}, a checkpoint every {toy.SAVE_EVERY} steps"
+    settings = (
+        f"{TUNED}, elastic_resize_monitor_interval_s = {RESIZE_S:g}, a checkpoint every "
+        f"{toy.SAVE_EVERY} steps"
+    )
 
     def __init__(self, folder: Path) -> None:
         os.environ.update(TUNED)
@@ -84,7 +89,9 @@ class RayTrain:
             train_loop,
             train_loop_config={"folder": str(self.folder)},
             torch_config=TorchConfig(backend="gloo"),
-            scaling_config=ScalingConfig(num_workers=(1, toy.WORKERS), elastic_resize_monitor_interval_s=RESIZE_S),
+            scaling_config=ScalingConfig(
+                num_workers=(1, toy.WORKERS), elastic_resize_monitor_interval_s=RESIZE_S
+            ),
             run_config=RunConfig(
                 name="recovery",
                 storage_path=str(folder / "storage"),

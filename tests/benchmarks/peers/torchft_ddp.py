@@ -1,5 +1,5 @@
-"""Runs torchft 0.2: two replica groups of one rank each, with gloo and DDP, a lighthouse, and one torchrun per replica as its guide starts
-them."""
+"""Runs torchft 0.2: two replica groups of one rank each, with gloo and DDP, a lighthouse, and one torchrun
+per replica as its guide starts them."""
 
 from __future__ import annotations
 
@@ -19,8 +19,15 @@ from tests.benchmarks.peers.nodes import kill
 from tests.benchmarks.peers.toy import Mark
 from tests.support.processes import frozen, wait_gone
 
-LIGHTHOUSE: dict[str, Any] = {"min_replicas": 1, "quorum_tick_ms": 100, "join_timeout_ms": 10_000, "heartbeat_timeout_ms": 1000}
-"""Settings of the lighthouse: the first three are those of its README; the heartbeat timeout is 5000 ms by default."""
+LIGHTHOUSE: dict[str, Any] = {
+    "min_replicas": 1,
+    "quorum_tick_ms": 100,
+    "join_timeout_ms": 10_000,
+    "heartbeat_timeout_ms": 1000,
+}
+"""Settings of the lighthouse: the first three are those of its README; the heartbeat timeout is 5000 ms by
+default.
+"""
 
 
 class Torchft:
@@ -38,7 +45,14 @@ class Torchft:
 
     def launch(self, replica: int) -> None:
         """Starts a node of one replica."""
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1", "--nproc_per_node=1", "--max_restarts=100"]
+        torchrun = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--nnodes=1",
+            "--nproc_per_node=1",
+            "--max_restarts=100",
+        ]
         command = [
             *torchrun,
             f"--master_port={free_port()}",
@@ -49,7 +63,11 @@ class Torchft:
         ]
         address = self.lighthouse.address()
         log = (self.folder / f"replica{replica}.log").open("ab")
-        environment = os.environ | {"TORCHFT_LIGHTHOUSE": address, "OMP_NUM_THREADS": "1", "LOGLEVEL": "WARNING"}
+        environment = os.environ | {
+            "TORCHFT_LIGHTHOUSE": address,
+            "OMP_NUM_THREADS": "1",
+            "LOGLEVEL": "WARNING",
+        }
         self.launchers[replica] = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
 
     def marks(self) -> Sequence[Mark]:

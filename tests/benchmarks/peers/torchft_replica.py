@@ -1,7 +1,9 @@
-"""One torchft replica group of one rank, started by torchrun: the loop of torchft's ``train_ddp.py`` with the toy job.
+"""One torchft replica group of one rank, started by torchrun: the loop of torchft's ``train_ddp.py`` with the
+toy job.
 
-The gradients are averaged by ``Manager.allreduce``, in one piece.  torchft 0.2.0's own ``DistributedDataParallel`` (``--ddp``) kills the
-survivor on gloo: when the all-reduce fails its hook finds no future (``assert fut._fut``, ddp.py:76), and both replicas begin again.
+The gradients are averaged by ``Manager.allreduce``, in one piece.  torchft 0.2.0's own
+``DistributedDataParallel`` (``--ddp``) kills the survivor on gloo: when the all-reduce fails its hook finds
+no future (``assert fut._fut``, ddp.py:76), and both replicas begin again.
 """
 
 from __future__ import annotations
@@ -52,7 +54,9 @@ def main() -> None:
             average(manager, model)
         optimizer.step()
         done = manager.current_step()  # a replica that was healed jumps
-        log.write("commit" if done > step else "dropped", done, manager._quorum_id + 1, manager.num_participants())
+        log.write(
+            "commit" if done > step else "dropped", done, manager._quorum_id + 1, manager.num_participants()
+        )
 
 
 def average(manager: Manager, model: torch.nn.Module) -> None:
@@ -60,7 +64,9 @@ def average(manager: Manager, model: torch.nn.Module) -> None:
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     bucket = torch.cat([gradient.flatten() for gradient in gradients])
     manager.allreduce(bucket).wait()
-    for gradient, part in zip(gradients, bucket.split([gradient.numel() for gradient in gradients]), strict=True):
+    for gradient, part in zip(
+        gradients, bucket.split([gradient.numel() for gradient in gradients]), strict=True
+    ):
         gradient.copy_(part.view_as(gradient))
 
 

@@ -1,9 +1,11 @@
-"""Runs TorchTitan 0.2.2 on models and batches of the sizes of ``plain_loop.py``, and prints the same line of JSON.
+"""Runs TorchTitan 0.2.2 on models and batches of the sizes of ``plain_loop.py``, and prints the same line of
+JSON.
 
     torchrun --nproc-per-node N -m tests.benchmarks.peers.torchtitan_row --size 1b-untied [--recompute]
 
-TorchTitan's own trainer takes the steps, with its Llama 3, compiled blocks, a compiled loss and fused AdamW; FSDP2 splits the state over
-all GPUs.  On one GPU TorchTitan does not use FSDP2 but autocast.  What is ours are the sizes, the random tokens and the clock.
+TorchTitan's own trainer takes the steps, with its Llama 3, compiled blocks, a compiled loss and fused AdamW;
+FSDP2 splits the state over all GPUs.  On one GPU TorchTitan does not use FSDP2 but autocast.  What is ours
+are the sizes, the random tokens and the clock.
 """
 
 from __future__ import annotations
@@ -75,7 +77,8 @@ def spec_of(size: Size, seq: int) -> TrainSpec:
         vocab_size=size.vocab,
         rope_theta=500_000,
         multiple_of=64,
-        ffn_dim_multiplier=size.hidden / (8 * size.dim / 3),  # of two thirds of 4 × dim, rounded up to a multiple
+        # of two thirds of 4 × dim, rounded up to a multiple
+        ffn_dim_multiplier=size.hidden / (8 * size.dim / 3),
     )
     return replace(
         get_train_spec(),
@@ -104,7 +107,10 @@ def main() -> None:
     known = parser.parse_args()
     size = SIZES[known.size]
     if size.tied:
-        parser.error(f"--size {known.size} ties the output to the embedding, which TorchTitan 0.2.2's Llama cannot: take an untied size")
+        parser.error(
+            f"--size {known.size} ties the output to the embedding, which TorchTitan 0.2.2's Llama "
+            "cannot: take an untied size"
+        )
     init_logger()
     register_train_spec("ours", spec_of(size, known.seq))
     trainer = Timed(config_of(known, int(os.environ["WORLD_SIZE"])))

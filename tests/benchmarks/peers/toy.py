@@ -1,7 +1,8 @@
 """The toy job of the recovery benchmark, as plain PyTorch, and the log of its steps.
 
-A Llama of four layers learns the walks of ``tests.support.toys.Sums``: eight microbatches of two samples a step over all workers, each
-of which takes 20 ms to read.  A trainer writes one line as it begins a step and one when the step is committed, with the wall clock.
+A Llama of four layers learns the walks of ``tests.support.toys.Sums``: eight microbatches of two samples a
+step over all workers, each of which takes 20 ms to read.  A trainer writes one line as it begins a step and
+one when the step is committed, with the wall clock.
 """
 
 from __future__ import annotations
@@ -67,7 +68,9 @@ class StepLog:
 
     def __init__(self, folder: str | Path, rank: int, node: str = "") -> None:
         self.rank, self.node = rank, node
-        self.descriptor = os.open(Path(folder) / f"{os.getpid()}.steps", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        self.descriptor = os.open(
+            Path(folder) / f"{os.getpid()}.steps", os.O_WRONLY | os.O_CREAT | os.O_APPEND
+        )
 
     def write(self, what: str, step: int, epoch: int, world: int) -> None:
         mark = Mark(time.time(), what, step, epoch, world, self.rank, os.getpid(), self.node)

@@ -1,10 +1,12 @@
-"""``python -m tests.benchmarks.scale [MODULE ...] [--sizes 64,256,…] [--limit SECONDS]`` measures the product at many sizes.
+"""``python -m tests.benchmarks.scale [MODULE ...] [--sizes 64,256,…] [--limit SECONDS]`` measures the product
+at many sizes.
 
-Workers, nodes and network are modelled; all that one coordinator, worker or keeper computes, writes and reads is the product's.  Each
-module of this package has ``measure(n)``, which returns figures by name for n workers; a name ends with its unit.  A figure that does
-not come within the limit is missing.  Results replace those of the same module and size in results/scale.json, with the commit, the day and
-the load of the machine.  results/scale.png draws them in both logarithms, with the slope between the two largest sizes: 1 is linear, 2 is
-quadratic.  ``--table`` measures nothing and prints all that is recorded.
+Workers, nodes and network are modelled; all that one coordinator, worker or keeper computes, writes and reads
+is the product's.  Each module of this package has ``measure(n)``, which returns figures by name for n
+workers; a name ends with its unit.  A figure that does not come within the limit is missing.  Results replace
+those of the same module and size in results/scale.json, with the commit, the day and the load of the machine.
+results/scale.png draws them in both logarithms, with the slope between the two largest sizes: 1 is linear, 2
+is quadratic.  ``--table`` measures nothing and prints all that is recorded.
 """
 
 from __future__ import annotations
@@ -31,7 +33,10 @@ peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 print("figures: " + json.dumps({**found, "process_peak_bytes": peak}))
 """
 
-ASKED = (("rev-parse", "--short", "HEAD"), ("status", "--porcelain", "--", "elastic", "actors", "storage", "tests/benchmarks/scale"))
+ASKED = (
+    ("rev-parse", "--short", "HEAD"),
+    ("status", "--porcelain", "--", "elastic", "actors", "storage", "tests/benchmarks/scale"),
+)
 """Questions to git: the commit, and what of the measured code differs from it."""
 
 Figures = dict[str, dict[int, float]]
@@ -42,11 +47,17 @@ Where = dict[int, str]
 
 def modules() -> list[str]:
     """Returns the names of all modules that measure something."""
-    return sorted(each.name for each in pkgutil.iter_modules([str(Path(__file__).parent)]) if not each.name.startswith("_"))
+    return sorted(
+        each.name
+        for each in pkgutil.iter_modules([str(Path(__file__).parent)])
+        if not each.name.startswith("_")
+    )
 
 
 def measure(module: str, size: int, limit_s: float) -> dict[str, float]:
-    """Returns the figures of one module at one size, from a process of its own; empty if it took too long or failed."""
+    """Returns the figures of one module at one size, from a process of its own; empty if it took too long or
+    failed.
+    """
     command = [sys.executable, "-c", ONE, f"tests.benchmarks.scale.{module}", str(size)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False)
@@ -62,7 +73,9 @@ def measure(module: str, size: int, limit_s: float) -> dict[str, float]:
 
 
 def slope(values: dict[int, float]) -> float | None:
-    """Returns the exponent with which a figure grows between its two largest sizes, or None if it has not two values above zero."""
+    """Returns the exponent with which a figure grows between its two largest sizes, or None if it has not two
+    values above zero.
+    """
     known = [(size, value) for size, value in sorted(values.items()) if value > 0][-2:]
     if len(known) < 2:
         return None
@@ -73,13 +86,17 @@ def slope(values: dict[int, float]) -> float | None:
 def table(figures: dict[str, Figures]) -> str:
     """Returns all figures as the rows of a Markdown table."""
     sizes = sorted({size for each in figures.values() for values in each.values() for size in values})
-    head = f"| figure | {' | '.join(f'{size:,}' for size in sizes)} | slope |\n|---|{'---|' * (len(sizes) + 1)}"
+    head = (
+        f"| figure | {' | '.join(f'{size:,}' for size in sizes)} | slope |\n|---|{'---|' * (len(sizes) + 1)}"
+    )
     rows = [head]
     for module, each in figures.items():
         for name, values in each.items():
             shown = [f"{values[size]:.4g}" if size in values else "" for size in sizes]
             grows = slope(values)
-            rows.append(f"| {module} {name} | {' | '.join(shown)} | {'' if grows is None else f'{grows:.2f}'} |")
+            rows.append(
+                f"| {module} {name} | {' | '.join(shown)} | {'' if grows is None else f'{grows:.2f}'} |"
+            )
     return "\n".join(rows)
 
 
@@ -102,7 +119,9 @@ def draw(figures: dict[str, Figures], path: Path) -> None:
             points = sorted((size, value) for size, value in values.items() if value > 0)
             grows = slope(values)
             label = name if grows is None else f"{name} (slope {grows:.2f})"
-            place.loglog([size for size, _ in points], [value for _, value in points], marker="o", label=label)
+            place.loglog(
+                [size for size, _ in points], [value for _, value in points], marker="o", label=label
+            )
         place.set_title(module)
         place.set_xlabel("workers")
         place.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
@@ -112,7 +131,10 @@ def draw(figures: dict[str, Figures], path: Path) -> None:
 
 def where() -> str:
     """Returns the commit, the day, and the number of processes that wanted a core in the last minute."""
-    said = [subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip() for words in ASKED]
+    said = [
+        subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+        for words in ASKED
+    ]
     commit = f"{said[0]}{'-dirty' if said[1] else ''}"
     return f"{commit}, {time.strftime('%Y-%m-%d')}, load {os.getloadavg()[0]:.1f}"
 
@@ -123,7 +145,10 @@ def recorded() -> dict[str, tuple[Figures, Where]]:
         return {}
     return {
         module: (
-            {name: {int(size): value for size, value in values.items()} for name, values in each["figures"].items()},
+            {
+                name: {int(size): value for size, value in values.items()}
+                for name, values in each["figures"].items()
+            },
             {int(size): at for size, at in each["measured"].items()},
         )
         for module, each in json.loads(FILE.read_text(encoding="utf-8")).items()
@@ -131,7 +156,10 @@ def recorded() -> dict[str, tuple[Figures, Where]]:
 
 
 def record(known: dict[str, tuple[Figures, Where]]) -> None:
-    found = {module: {"measured": measured, "figures": figures} for module, (figures, measured) in sorted(known.items())}
+    found = {
+        module: {"measured": measured, "figures": figures}
+        for module, (figures, measured) in sorted(known.items())
+    }
     FILE.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
@@ -155,7 +183,9 @@ def measure_all(names: list[str], sizes: list[int], limit_s: float) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("modules", nargs="*", metavar="MODULE", help=f"{', '.join(modules())} (default: all)")
-    parser.add_argument("--sizes", default=",".join(map(str, SIZES)), help="numbers of workers, with commas between them")
+    parser.add_argument(
+        "--sizes", default=",".join(map(str, SIZES)), help=("numbers of workers, with commas between them")
+    )
     parser.add_argument("--limit", type=float, default=300.0, help="seconds for one module at one size")
     parser.add_argument("--table", action="store_true", help="print what is recorded")
     known = parser.parse_args()
@@ -174,7 +204,9 @@ def main() -> None:
     try:
         draw(figures, RESULTS / "scale.png")
     except ModuleNotFoundError as error:
-        print(f"no picture: {error}; `pip install matplotlib`, and run this again with any module", flush=True)
+        print(
+            f"no picture: {error}; `pip install matplotlib`, and run this again with any module", flush=True
+        )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
-"""N1, N2, N3: what the coordinator computes and writes while N workers join, form, step, are fenced and form again.
+"""N1, N2, N3: what the coordinator computes and writes while N workers join, form, step, are fenced and form
+again.
 
-The decisions, the encoding, the journal on a local disk, the rules of its replicas and the performing of actions are the product's.  Each
-message is pickled as Ray would; what a call of Ray costs beyond that is not in these figures.  Nodes have eight workers; a step has
-4,096 samples in microbatches of one at 1,024 workers, and in proportion elsewhere.  The coordinator's own processor time is its clock
-during the fence: all answers arrive within a second, and ``fence_s`` is 10 s.
+The decisions, the encoding, the journal on a local disk, the rules of its replicas and the performing of
+actions are the product's.  Each message is pickled as Ray would; what a call of Ray costs beyond that is not
+in these figures.  Nodes have eight workers; a step has 4,096 samples in microbatches of one at 1,024 workers,
+and in proportion elsewhere.  The coordinator's own processor time is its clock during the fence: all answers
+arrive within a second, and ``fence_s`` is 10 s.
 """
 
 from __future__ import annotations
@@ -45,7 +47,9 @@ SAMPLES = 4
 """Samples of a step for each worker."""
 STEPS, BEATS_S, LEASE_S = 20, 0.5, 120.0
 SEGMENT_STEPS = 5
-"""Steps in one object of the journal: in life an object ends after five seconds, and so many steps take half a second here."""
+"""Steps in one object of the journal: in life an object ends after five seconds, and so many steps take half
+a second here.
+"""
 
 
 class Coordinator:
@@ -53,7 +57,16 @@ class Coordinator:
 
     def __init__(self, workers: int, folder: Path) -> None:
         layout = LayoutRule(dp_replicate=None, dp_shard=8, min_shard=8)
-        self.rules = Rules(8, workers, layout, target_step=10**6, save_every=1000, lease_s=LEASE_S, copy_every=1, buddy_every=1)
+        self.rules = Rules(
+            8,
+            workers,
+            layout,
+            target_step=10**6,
+            save_every=1000,
+            lease_s=LEASE_S,
+            copy_every=1,
+            buddy_every=1,
+        )
         self.run = self.recorded = RunState.begin(1, 0.0)
         self.nodes = [NodeId(f"{number:056x}") for number in range(-(-workers // PER_NODE))]
         self.names = [WorkerId(f"w{number}") for number in range(1, workers + 1)]
@@ -69,8 +82,14 @@ class Coordinator:
         self.events = Counter[str]()
 
     def tell(self, *events: ev.Event) -> None:
-        """Handles events that arrived together: the keepers get the journal at the end, or where a record must be durable."""
-        kind, messages, before_s = type(events[0]).__name__, [pickle.dumps(event) for event in events], self.spent_s
+        """Handles events that arrived together: the keepers get the journal at the end, or where a record
+        must be durable.
+        """
+        kind, messages, before_s = (
+            type(events[0]).__name__,
+            [pickle.dumps(event) for event in events],
+            self.spent_s,
+        )
         self.receive(messages)
         while not self.inbox.empty():
             self.take()
@@ -122,7 +141,8 @@ class Coordinator:
         parts = orders(action)
         for number, part in parts:
             self.sent["orders"] += number
-            times = 1 if number >= MANY else number  # see actors/perform.py: a long message is put into Ray's object store once
+            # see actors/perform.py: a long message is put into Ray's object store once
+            times = 1 if number >= MANY else number
             self.sent["order bytes"] += sum(len(pickle.dumps(part)) for _ in range(times))
 
     @property
@@ -133,7 +153,13 @@ class Coordinator:
     # ---- what all of them say
 
     def join(self) -> None:
-        self.tell(*(each for node in self.nodes for each in (ev.NodeFound(node), ev.KeeperUp(node, f"{node[:8]}:7000"))))
+        self.tell(
+            *(
+                each
+                for node in self.nodes
+                for each in (ev.NodeFound(node), ev.KeeperUp(node, f"{node[:8]}:7000"))
+            )
+        )
         self.tell(ev.Capacity(len(self.names)))
         self.tell(*(ev.Joined(name, self.home[name], "cuda", CLASSES) for name in self.names))
         self.now += self.rules.grow_debounce_s
@@ -152,17 +178,23 @@ class Coordinator:
         losses = tuple(2.0 + ((i * 7919 + step) % 1009) / 1013 for i in range(count))
         ids = tuple((((i + 1) * 48271 + step * 69621) * 16807 % 999_999_937,) for i in range(count))
         saves = due(step, self.rules.save_every, self.rules.target_step)
-        return Outcome(step, generation, 1.5, losses, (8192,) * count, ids, True, saves=saves, copied_through=step - 1)
+        return Outcome(
+            step, generation, 1.5, losses, (8192,) * count, ids, True, saves=saves, copied_through=step - 1
+        )
 
     def step(self, step: int) -> None:
-        """Lets the world step for a second: beats, leases that are renewed every quarter of their time, ticks, and the commit."""
+        """Lets the world step for a second: beats, leases that are renewed every quarter of their time,
+        ticks, and the commit.
+        """
         members, generation = self.plan.members, self.plan.generation
         for half in range(round(1 / BEATS_S)):
             self.now += BEATS_S
             beats = list[ev.Event]()
             for first in range(0, len(self.names), PER_NODE):
                 there = [name for name in self.names[first : first + PER_NODE] if name in self.run.workers]
-                progress = tuple(ev.Progress(name, generation, step, half, 3 * half + 1, "computes") for name in there)
+                progress = tuple(
+                    ev.Progress(name, generation, step, half, 3 * half + 1, "computes") for name in there
+                )
                 beats.append(ev.Beat(self.nodes[first // PER_NODE], progress))
             self.tell(*beats)
         share = max(1, round(len(members) / (LEASE_S / 4)))
@@ -174,7 +206,9 @@ class Coordinator:
             self.journal.ship(0.0)
 
     def fence(self, step: int) -> float:
-        """Lets a member die while two steps are not acknowledged.  All answers arrive within a second.  Returns the seconds it took."""
+        """Lets a member die while two steps are not acknowledged.  All answers arrive within a second.
+        Returns the seconds it took.
+        """
         seen, generation = (self.outcome(step), self.outcome(step + 1)), self.plan.generation
         plan = self.plan
         self.tell(ev.Lost(plan.members[3], "its process died"))
@@ -232,7 +266,10 @@ def measure(n: int) -> dict[str, float]:
         def phase(name: str, do: Callable[[], object]) -> None:
             before_s, before = one.spent_s, one.journal.end
             do()
-            found[f"{name}_s"], found[f"{name}_journal_bytes"] = one.spent_s - before_s, one.journal.end - before
+            found[f"{name}_s"], found[f"{name}_journal_bytes"] = (
+                one.spent_s - before_s,
+                one.journal.end - before,
+            )
 
         phase("join", one.join)
         phase("form", one.form)

@@ -1,7 +1,9 @@
-"""The initialisation of one of n members: a Llama of 70 B on meta, and the real initialisation of a few of its layers.
+"""The initialisation of one of n members: a Llama of 70 B on meta, and the real initialisation of a few of
+its layers.
 
-The real part is two blocks of the 70 B model on this CPU, with this member's slices kept.  Seconds and bytes of the whole model are
-*extrapolated*: the blocks are all alike, so time grows with their number, while the memory for whole tensors does not grow.
+The real part is two blocks of the 70 B model on this CPU, with this member's slices kept.  Seconds and bytes
+of the whole model are *extrapolated*: the blocks are all alike, so time grows with their number, while the
+memory for whole tensors does not grow.
 """
 
 from __future__ import annotations
@@ -17,7 +19,15 @@ from elastic.plan.layout import Layout
 from elastic.plan.placement import cell_of, held
 from storage.slices import Tensor
 
-SEVENTY_B = {"vocab": 128256, "dim": 8192, "layers": 80, "heads": 64, "kv_heads": 8, "hidden": 28672, "tied": False}
+SEVENTY_B = {
+    "vocab": 128256,
+    "dim": 8192,
+    "layers": 80,
+    "heads": 64,
+    "kv_heads": 8,
+    "hidden": 28672,
+    "tied": False,
+}
 REAL_LAYERS = 2
 
 
@@ -42,7 +52,9 @@ def measure(n: int) -> dict[str, float]:
             kept[name] = values[part].clone()
 
     began = time.process_time()
-    passes, peak = paged.initialise(blocks, torch.device("cpu"), 0, keep, lambda name, nbytes: None, lambda: None)
+    passes, peak = paged.initialise(
+        blocks, torch.device("cpu"), 0, keep, lambda name, nbytes: None, lambda: None
+    )
     took_s = time.process_time() - began
     assert passes == 1
     real = sum(each.numel() for each in blocks_on_meta().parameters())

@@ -1,7 +1,9 @@
-"""A long run of n workers: each step has four microbatches of one sample a worker, with losses that no two steps share.
+"""A long run of n workers: each step has four microbatches of one sample a worker, with losses that no two
+steps share.
 
-The real codec and the real journal write ``STEPS`` steps into a bucket, with an object every five steps, as when a step takes a second.
-Then another coordinator recovers the run from the bucket.  Record numbers begin at a million, as in a run of that age.
+The real codec and the real journal write ``STEPS`` steps into a bucket, with an object every five steps, as
+when a step takes a second. Then another coordinator recovers the run from the bucket.  Record numbers begin
+at a million, as in a run of that age.
 """
 
 from __future__ import annotations
@@ -48,7 +50,9 @@ class Counting(Forwarding):
 
 
 def outcome(step: int, microbatches: int, draw: random.Random) -> Outcome:
-    """A step whose losses are fp32 numbers about 2, as a model computes them, and whose sample ids are a permutation's."""
+    """A step whose losses are fp32 numbers about 2, as a model computes them, and whose sample ids are a
+    permutation's.
+    """
     losses = tuple(float(np.float32(draw.gauss(2.0, 0.5))) for _ in range(microbatches))
     ids = tuple((draw.randrange(10**9),) for _ in range(microbatches))
     return Outcome(step, 1, draw.random(), losses, (4096,) * microbatches, ids, True)
@@ -63,13 +67,18 @@ class Writer:
         self.folder, self.microbatches, self.draw, self.disk = folder, microbatches, random.Random(1), 0
         job = toy_job("memory://unused")
         self.run = Run(job, self.store)
-        self.journal = Journal(self.store, job.name, folder, AGE, codec.snapshot(self.play.run), segment_s=3600.0)
+        self.journal = Journal(
+            self.store, job.name, folder, AGE, codec.snapshot(self.play.run), segment_s=3600.0
+        )
 
     def steps(self, first: int, last: int) -> float:
         """Commits these steps, and returns the seconds of the processor that encoding and writing took."""
         spent = 0.0
         for step in range(first, last + 1):
-            before, event = self.play.run, StepDone(self.play.plan.members[0], 1, outcome(step, self.microbatches, self.draw))
+            before, event = (
+                self.play.run,
+                StepDone(self.play.plan.members[0], 1, outcome(step, self.microbatches, self.draw)),
+            )
             self.play.tell(event)
             began = time.thread_time()
             record = codec.record(self.journal.next, 0.0, event, before, self.play.last)

@@ -1,7 +1,8 @@
 """A checkpoint of a Llama of 70 B, written by n members: its manifest, and one member that heals from it.
 
-The tensors have the names and the number of those of 70 B with two moments (2,169), and one row for each member.  Receipts, index, manifest
-and the healing member's file are the product's; of the other members only the receipts exist, since a reader must not touch their files.
+The tensors have the names and the number of those of 70 B with two moments (2,169), and one row for each
+member.  Receipts, index, manifest and the healing member's file are the product's; of the other members only
+the receipts exist, since a reader must not touch their files.
 """
 
 from __future__ import annotations
@@ -20,7 +21,17 @@ from tests.support.stores import Forwarding
 
 V = Version(1000, 3)
 KINDS = ("parameter", "moment.exp_avg", "moment.exp_avg_sq")
-LAYER = ("attention.wq", "attention.wk", "attention.wv", "attention.wo", "mlp.gate", "mlp.up", "mlp.down", "norm_1", "norm_2")
+LAYER = (
+    "attention.wq",
+    "attention.wk",
+    "attention.wv",
+    "attention.wo",
+    "mlp.gate",
+    "mlp.up",
+    "mlp.down",
+    "norm_1",
+    "norm_2",
+)
 WIDTHS = (1, 1, 1, 1, 2, 2, 3, 4, 4)
 """Stand for the different shapes of a layer's tensors."""
 SHARE = 5
@@ -53,7 +64,11 @@ class Counting(Forwarding):
 
 def tensors_of(rows: int, layers: int = 80) -> list[Tensor]:
     """Returns the tensors of a model of so many layers, each with ``rows`` rows."""
-    names = [(f"layers.{layer}.{name}", width) for layer in range(layers) for name, width in zip(LAYER, WIDTHS, strict=True)]
+    names = [
+        (f"layers.{layer}.{name}", width)
+        for layer in range(layers)
+        for name, width in zip(LAYER, WIDTHS, strict=True)
+    ]
     names += [("embed.weight", 1), ("norm", 4), ("head.weight", 1)]
     return [Tensor(name, kind, "F32", (rows, width)) for name, width in names for kind in KINDS]
 
@@ -63,17 +78,31 @@ def parts_of(tensors: list[Tensor], rank: int) -> list[Slice]:
 
 
 def saved(n: int, layers: int = 80) -> tuple[Checkpoints, Counting, list[Tensor], list[bytes]]:
-    """Returns a checkpoint of n members that lacks only its manifest, its store, its tensors, and the packed receipts."""
+    """Returns a checkpoint of n members that lacks only its manifest, its store, its tensors, and the packed
+    receipts.
+    """
     store = Counting(ObjectStore.open(f"memory://manifests-{next(_numbers)}"))
     checkpoints, tensors, healing = Checkpoints(store, "run"), tensors_of(n, layers), n // SHARE
-    parts = [(tensor, part, memoryview(bytes(4 * part.count))) for tensor, part in zip(tensors, parts_of(tensors, healing), strict=True)]
+    parts = [
+        (tensor, part, memoryview(bytes(4 * part.count)))
+        for tensor, part in zip(tensors, parts_of(tensors, healing), strict=True)
+    ]
     real, receipts = checkpoints.write_shard(V, _name(healing), parts, state=tensors), []
     for rank in range(n):
         name = f"{_name(rank)}.safetensors"
-        cuts = [{"tensors": cut.tensors, "start": (rank, 0), "stop": (rank + 1, cut.stop[1])} for cut in real.cuts]
-        file, header = File(name, real.file.size, real.file.blake3), File(name, real.header.size, real.header.blake3)
+        cuts = [
+            {"tensors": cut.tensors, "start": (rank, 0), "stop": (rank + 1, cut.stop[1])} for cut in real.cuts
+        ]
+        file, header = (
+            File(name, real.file.size, real.file.blake3),
+            File(name, real.header.size, real.header.blake3),
+        )
         store.believed[name] = file.size
-        receipts.append(ShardReceipt(V, file, header, tuple(type(real.cuts[0])(**cut) for cut in cuts), real.state).packed())  # type: ignore[arg-type]
+        receipts.append(
+            ShardReceipt(
+                V, file, header, tuple(type(real.cuts[0])(**cut) for cut in cuts), real.state
+            ).packed()
+        )  # type: ignore[arg-type]
     return checkpoints, store, tensors, receipts
 
 
@@ -87,7 +116,8 @@ def commit(checkpoints: Checkpoints, receipts: list[bytes]) -> None:
 
 
 def longest_pause_s(call: threading.Thread) -> float:
-    """Runs ``call`` and returns the longest time for which this thread, which wants to run every millisecond, did not.
+    """Runs ``call`` and returns the longest time for which this thread, which wants to run every millisecond,
+    did not.
 
     It counts the processor's time of this process, so other processes of the machine do not matter.
     """
@@ -104,7 +134,10 @@ def measure(n: int) -> dict[str, float]:
     began = time.process_time()
     pause_s = longest_pause_s(threading.Thread(target=commit, args=(checkpoints, receipts)))
     commit_s, requests = time.process_time() - began, store.requests
-    index_bytes, manifest = checkpoints.manifest(V).index.size, store.get(f"{checkpoints.folder(V)}/MANIFEST.json")
+    index_bytes, manifest = (
+        checkpoints.manifest(V).index.size,
+        store.get(f"{checkpoints.folder(V)}/MANIFEST.json"),
+    )
 
     store.requests = store.bytes = 0
     began = time.process_time()

@@ -1,7 +1,8 @@
-"""Measures one member at the end of a step: the norm of the gradient, and the conclusion from the commit records of all members.
+"""Measures one member at the end of a step: the norm of the gradient, and the conclusion from the commit
+records of all members.
 
-The gradients are on the device "meta", which computes nothing: the figures count memory and launches.  Shards have 64 members.  The records
-are those of 4 microbatches a member, one sample each, encoded by the product.
+The gradients are on the device "meta", which computes nothing: the figures count memory and launches.  Shards
+have 64 members.  The records are those of 4 microbatches a member, one sample each, encoded by the product.
 """
 
 from __future__ import annotations
@@ -28,7 +29,15 @@ def dense() -> Iterator[tuple[int, ...]]:
     """The shapes of a Llama of 70 B."""
     yield from ((128_256, 8_192), (128_256, 8_192), (8_192,))
     for _ in range(80):
-        yield from ((8_192, 8_192), (1_024, 8_192), (1_024, 8_192), (8_192, 8_192), (28_672, 8_192), (28_672, 8_192), (8_192, 28_672))
+        yield from (
+            (8_192, 8_192),
+            (1_024, 8_192),
+            (1_024, 8_192),
+            (8_192, 8_192),
+            (28_672, 8_192),
+            (28_672, 8_192),
+            (8_192, 28_672),
+        )
         yield from ((8_192,), (8_192,))
 
 
@@ -36,7 +45,15 @@ def experts() -> Iterator[tuple[int, ...]]:
     """The shapes of 94 layers with 128 experts each, of which every matrix is a tensor."""
     yield from ((151_936, 4_096), (151_936, 4_096), (4_096,))
     for _ in range(94):
-        yield from ((8_192, 4_096), (512, 4_096), (512, 4_096), (4_096, 8_192), (128, 4_096), (4_096,), (4_096,))
+        yield from (
+            (8_192, 4_096),
+            (512, 4_096),
+            (512, 4_096),
+            (4_096, 8_192),
+            (128, 4_096),
+            (4_096,),
+            (4_096,),
+        )
         for _ in range(128):
             yield from ((1_536, 4_096), (1_536, 4_096), (4_096, 1_536))
 
@@ -53,10 +70,21 @@ def measure(n: int) -> dict[str, float]:
             squared_norm(grads, [shape[0] for shape in shapes], world)
         figures[f"{name}_norm_bytes"] = live.peak_bytes
         figures[f"{name}_norm_operations"] = live.operations
-    shape = CommitShape(incarnation=1, generation=1, microbatches=4 * n, microbatch=1, layout=Layout(-(-n // 8), 8))
+    shape = CommitShape(
+        incarnation=1, generation=1, microbatches=4 * n, microbatch=1, layout=Layout(-(-n // 8), 8)
+    )
     norm = torch.ones((), dtype=torch.float64)
-    said = Share([torch.ones(())] * shape.rounds, [torch.ones((), dtype=torch.int64)] * shape.rounds, [(5,)] * shape.rounds)
-    records = torch.cat([fill_record(blank_record(shape, head_of(shape, rank, 1, 0), said), said, norm) for rank in range(shape.world)])
+    said = Share(
+        [torch.ones(())] * shape.rounds,
+        [torch.ones((), dtype=torch.int64)] * shape.rounds,
+        [(5,)] * shape.rounds,
+    )
+    records = torch.cat(
+        [
+            fill_record(blank_record(shape, head_of(shape, rank, 1, 0), said), said, norm)
+            for rank in range(shape.world)
+        ]
+    )
     gathered = records.numpy().tobytes()
     conclude(shape, 1, gathered)
     times = []

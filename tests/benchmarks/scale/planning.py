@@ -1,7 +1,9 @@
-"""Planning of one member's moves: a Llama of 70 B on nodes of 8, whose world loses a node, takes one in, or is cut anew.
+"""Planning of one member's moves: a Llama of 70 B on nodes of 8, whose world loses a node, takes one in, or
+is cut anew.
 
-Each case plans for the member with most to do: one that stays, one that is new, one whose copy comes from keepers.  CPU seconds are those
-of this process; ``peak_bytes`` is the largest memory that Python took meanwhile, measured in a second run.
+Each case plans for the member with most to do: one that stays, one that is new, one whose copy comes from
+keepers.  CPU seconds are those of this process; ``peak_bytes`` is the largest memory that Python took
+meanwhile, measured in a second run.
 """
 
 from __future__ import annotations
@@ -59,7 +61,9 @@ def cases(n: int) -> dict[str, Callable[[], int]]:
     plan = Plan(1, 2, one, tuple(fresh), AT, "host", kept, NodeId("node0"), nodes=tuple(homes(n)))
     found = moves(tensors(), kept, one, fresh, homes(n), of=fresh[3])
 
-    def planned(before: list[Holding], after: Layout, members: Sequence[WorkerId], of: WorkerId) -> Callable[[], int]:
+    def planned(
+        before: list[Holding], after: Layout, members: Sequence[WorkerId], of: WorkerId
+    ) -> Callable[[], int]:
         return lambda: len(moves(tensors(), before, after, members, homes(len(members)), of=of, partly=True))
 
     return {
@@ -69,7 +73,9 @@ def cases(n: int) -> dict[str, Callable[[], int]]:
         "cut_anew": planned(whole, other, names[: other.world], names[3]),
         "one_replica_shrinks": planned(cut, Layout(1, n - A_NODE), names[:-A_NODE], names[n // 2]),
         "from_hosts": planned(list(kept), one, fresh, fresh[3]),
-        "from_hosts_ranges": lambda: sum(len(ranges) for _, ranges in _turns(tensors(), plan, fresh[3], found)),
+        "from_hosts_ranges": lambda: sum(
+            len(ranges) for _, ranges in _turns(tensors(), plan, fresh[3], found)
+        ),
         "from_bucket": planned(cut[A_NODE:], one, with_new, with_new[-1]),
         "from_bucket_missing": lambda: len(missing(tensors(), cut[A_NODE:], cell_of(one, 3))),
     }

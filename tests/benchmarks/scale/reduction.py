@@ -1,9 +1,11 @@
-"""Bytes that the ordered reduction sends out of a node, and the members with which one talks, by the product's own deal and routes.
+"""Bytes that the ordered reduction sends out of a node, and the members with which one talks, by the
+product's own deal and routes.
 
-Nodes have 8 workers, and a step has four microbatches for each worker.  Members of the first, a middle and the last node run the
-reduction of one module over tensors without memory (``meta``); what they hand to the world's all-to-all is counted.  Bytes are in
-multiples of what a hierarchical reduce-scatter sends out of the same node: a float32 sum, once a round, of all that other nodes own.
-The largest of the three nodes counts, and the mean of a step's rounds.
+Nodes have 8 workers, and a step has four microbatches for each worker.  Members of the first, a middle and
+the last node run the reduction of one module over tensors without memory (``meta``); what they hand to the
+world's all-to-all is counted.  Bytes are in multiples of what a hierarchical reduce-scatter sends out of the
+same node: a float32 sum, once a round, of all that other nodes own. The largest of the three nodes counts,
+and the mean of a step's rounds.
 """
 
 from __future__ import annotations
@@ -41,7 +43,9 @@ class Counting:
     def keep_up(self) -> None:
         """Nothing runs ahead here."""
 
-    def all_to_all(self, mine: torch.Tensor, sent: Mapping[int, int], got: Mapping[int, int], size: int) -> torch.Tensor:
+    def all_to_all(
+        self, mine: torch.Tensor, sent: Mapping[int, int], got: Mapping[int, int], size: int
+    ) -> torch.Tensor:
         assert sum(sent.values()) * size <= mine.numel()
         for rank, pieces in sent.items():
             if rank != self.rank:
@@ -54,7 +58,9 @@ class Counting:
 
 
 def reduced(world: Any, deal: Deal) -> tuple[int, int]:
-    """Runs the member's rounds of a step; returns the bytes for other nodes, without those after the last round, and its peers."""
+    """Runs the member's rounds of a step; returns the bytes for other nodes, without those after the last
+    round, and its peers.
+    """
     scheme = Ordered(world, deal)
     reduction, elements = scheme.reduction(), ELEMENTS * world.size
     grads = torch.empty(elements, device="meta")
@@ -76,7 +82,10 @@ def figures(layout: Layout, microbatches: int, block: int) -> tuple[float, int]:
         mates = range(node * NODE, min((node + 1) * NODE, layout.world))
         found = [reduced(Counting(layout, nodes, rank), deal) for rank in mates]
         expected = 4 * ELEMENTS * (layout.world - len(mates)) * deal.rounds
-        most, peers = max(most, sum(out for out, _ in found) / expected), max(peers, *(count for _, count in found))
+        most, peers = (
+            max(most, sum(out for out, _ in found) / expected),
+            max(peers, *(count for _, count in found)),
+        )
     return most, peers
 
 

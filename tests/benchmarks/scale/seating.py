@@ -1,8 +1,9 @@
-"""Seating by the coordinator: nodes of 8 whose workers joined in any order, then the loss of a worker, of a node, and its return.
+"""Seating by the coordinator: nodes of 8 whose workers joined in any order, then the loss of a worker, of a
+node, and its return.
 
-Replicas have at least 8 shards.  CPU seconds are those of one whole plan: layout, members, source.  ``moves`` counts the members that
-begin with another cell than they hold; ``spares`` those that are left over; ``across`` the replicas that lie over several nodes; ``broken``
-the replicas that lost a member.
+Replicas have at least 8 shards.  CPU seconds are those of one whole plan: layout, members, source.  ``moves``
+counts the members that begin with another cell than they hold; ``spares`` those that are left over;
+``across`` the replicas that lie over several nodes; ``broken`` the replicas that lost a member.
 """
 
 from __future__ import annotations
@@ -22,17 +23,28 @@ from storage.slices import Tensor
 
 A_NODE = 8
 AT = Version(9, 1)
-CLASSES = tuple(Tensor(f"of {rows}", "parameter", "F32", (rows, 8)) for rows in (8_192, 28_672, 1_024, 128_256))
+CLASSES = tuple(
+    Tensor(f"of {rows}", "parameter", "F32", (rows, 8)) for rows in (8_192, 28_672, 1_024, 128_256)
+)
 
 
 def run_of(nodes: dict[WorkerId, NodeId], before: Plan | None) -> RunState:
     """Returns a run with these workers; those that were members of the plan ``before`` hold its cells at AT."""
-    held = {member: (Holding(member, AT, cell_of(before.layout, rank)),) for rank, member in enumerate(before.members)} if before else {}
+    held = (
+        {
+            member: (Holding(member, AT, cell_of(before.layout, rank)),)
+            for rank, member in enumerate(before.members)
+        }
+        if before
+        else {}
+    )
     workers = {worker: Worker(node, "gpu", 0.0, held.get(worker, ())) for worker, node in nodes.items()}
     seats = before.members if before else ()
     keepers = tuple(dict.fromkeys(nodes.values()))
     history = History(((1, 9),), ()) if before else History()
-    return RunState(1, 1, Waiting(0.0), Members(workers, classes=CLASSES, seats=seats), Cluster(keepers=keepers), history)
+    return RunState(
+        1, 1, Waiting(0.0), Members(workers, classes=CLASSES, seats=seats), Cluster(keepers=keepers), history
+    )
 
 
 def planned(nodes: dict[WorkerId, NodeId], before: Plan | None = None) -> tuple[Plan, float]:
@@ -55,8 +67,15 @@ def measure(n: int) -> dict[str, float]:
     for what, gone in lost.items():
         left = {worker: node for worker, node in mixed.items() if worker not in gone}
         plan, took_s = planned(left, first)
-        found |= {f"{what}_lost_cpu_s": took_s, f"{what}_lost_moves": _moved(first, plan), f"{what}_lost_across": _across(plan)}
-        found |= {f"{what}_lost_spares": len(left) - len(plan.members), f"{what}_lost_broken": _broken(first, gone)}
+        found |= {
+            f"{what}_lost_cpu_s": took_s,
+            f"{what}_lost_moves": _moved(first, plan),
+            f"{what}_lost_across": _across(plan),
+        }
+        found |= {
+            f"{what}_lost_spares": len(left) - len(plan.members),
+            f"{what}_lost_broken": _broken(first, gone),
+        }
         back = left | {WorkerId(f"new-{worker}"): mixed[worker] for worker in sorted(gone)}
         again, took_s = planned(back, first)
         found |= {f"{what}_back_cpu_s": took_s, f"{what}_back_moves": _moved(first, again)}
@@ -74,4 +93,7 @@ def _broken(plan: Plan, gone: set[WorkerId]) -> int:
 
 def _moved(before: Plan, after: Plan) -> int:
     held = {member: cell_of(before.layout, rank) for rank, member in enumerate(before.members)}
-    return sum(member in held and held[member] != cell_of(after.layout, rank) for rank, member in enumerate(after.members))
+    return sum(
+        member in held and held[member] != cell_of(after.layout, rank)
+        for rank, member in enumerate(after.members)
+    )

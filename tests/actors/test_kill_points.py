@@ -109,7 +109,7 @@ def test_a_kill_while_weights_are_gathered(tmp_path: Path) -> None:
         broken = (
             f"(a collective of generation {fault.generation} failed|generation {fault.generation} is aborted)"
         )
-        assert re.search(rf"axes/gathers.py.*\n(.*\n){{1,20}}.*WorldBroken: {broken}", logs), broken
+        assert re.search(rf"parameters/gathers.py.*\n(.*\n){{1,20}}.*WorldBroken: {broken}", logs), broken
 
 
 DOCUMENTS = CASES["documents"]

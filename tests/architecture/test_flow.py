@@ -157,6 +157,6 @@ def test_a_recovery_passes_few_files() -> None:
     assert flow.strike.sent_at < flow.strike.dead_at < flow.strike.committed_at
     assert len(flow.only()) <= MOST_ONLY, sorted(flow.only())
     assert {
-        f"elastic/{name}.py" for name in ("control/stopping", "train/blame", "state/heal")
+        f"elastic/{name}.py" for name in ("control/stopping", "train/blame", "train/heal")
     } <= flow.only(), "no start has run these"
     assert "elastic/engine/parallelize.py" in flow.own() - flow.only(), "the first world was formed by it"

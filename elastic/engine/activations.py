@@ -1,15 +1,17 @@
-"""Moves what blocks keep for the backward pass to the host's memory, or keeps it with eight bits a number.
+"""Moves activations of blocks to the host's memory until the backward pass, or keeps them with eight bits a
+number.
 
-Autograd calls hooks where it keeps a tensor, and where it needs it again.  Here they act on whole memory,
-whatever views of it are kept, so strides stay as they were, and nothing is stored twice.  Weights stay where
-they are, and so does what is not the block's own, such as positions and masks, and what is small, such as the
-statistics of norms and of attention.
+Autograd calls a hook when it keeps a tensor, and another one when it needs the tensor again.  Here the hooks
+act on the whole memory of a tensor and not on single views of it, so strides stay as they were, and nothing
+is stored twice.  Three kinds of memory stay as they are: weights, tensors that are not the block's own
+(positions, masks), and small ones (the statistics of norms and of attention).
 
-* Offload.  A stream of its own copies what a block keeps to pinned memory, while the next block runs; then the device's memory is free.  In
-  the backward pass the memory of a block comes back while the block after it goes back.  The host waits for
-  nothing, and the bits stay.
-* Compression to int8 (blockwise: Dettmers and others 2022, section 2.1) or to fp8, for the backward pass only.  The forward pass is exact.
-  The result is a function of one microbatch, so all layouts give the same bits.
+* Offload.  A stream of its own copies a block's activations to pinned memory while the next block runs; then
+  the device's memory is free.  In the backward pass the activations of a block come back while the backward
+  pass of the block after it runs.  The host waits for nothing, and the bits stay the same.
+* Compression to int8 (blockwise: Dettmers and others 2022, section 2.1) or to fp8, for the backward pass
+  only.  The forward pass is exact.  The result is a function of one microbatch, so all layouts give the same
+  bits.
 """
 
 from __future__ import annotations
@@ -35,9 +37,10 @@ from elastic.engine.streams import stream
 from elastic.models.spec import ShardingTable, each_once
 
 SMALL = 8
-"""Memory with fewer bytes than the input of a block, divided by this number, stays as it is.
+"""Memory smaller than a block's input divided by this number stays as it is.
 
-The keys of attention have more in common models, the statistics of norms and of attention a tenth.
+In common models the keys of attention are larger than that, and the statistics of norms and of attention
+about a tenth of it.
 """
 ROW = 128
 """Number of neighbours in memory that share a scale, a float32, in int8."""
@@ -53,12 +56,12 @@ LOSSY = (torch.float32, torch.bfloat16, torch.float16)
 Restore = Callable[[], Tensor]
 """Returns a tensor in memory that has the values of the memory that was held."""
 Hold = Callable[[Tensor], Restore | None]
-"""Takes over the memory of a tensor that autograd keeps, or returns None, and it stays as it is."""
+"""Takes over the memory of a tensor that autograd keeps.  If it returns None, the memory stays as it is."""
 
 
 def apply_activations(model: nn.Module, table: ShardingTable, policy: str) -> None:
-    """Lets each block of ``model`` keep in another form what its backward pass needs, by the setting
-    ``activations``.
+    """Lets each block of ``model`` keep its activations in the form that the setting ``activations``
+    names.
     """
     if policy == "keep":
         return
@@ -84,7 +87,7 @@ def _run(hold: Hold, block: nn.Module, forward: Any, *args: Any, **kwargs: Any) 
 
 
 class _Held:
-    """Memory that is kept in another form.  From its first use to its last one it is as it was."""
+    """Memory that is kept in another form, and is restored at its first use."""
 
     def __init__(self, restore: Restore) -> None:
         self.restore = restore
@@ -115,8 +118,8 @@ class _Kept:
     """The memory that is not the block's own."""
     small: int
     known: dict[tuple[StorageWeakRef, int], _Held | None] = field(default_factory=dict)
-    """The form in which memory is held, by the memory and the number of changes to it.  None: it stays as it
-    is.
+    """The form in which memory is held, by the memory and the number of changes to it.  None: the memory
+    stays as it is.
     """
 
     def pack(self, tensor: Tensor) -> Tensor | _View:
@@ -149,7 +152,7 @@ def _unpack(kept: Tensor | _View) -> Tensor:
 def _flat(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns all memory of ``tensor`` in one dimension."""
     memory = tensor.untyped_storage()
-    # ``set_`` would leave it in a cycle, and who counts memory would count it too long
+    # ``set_`` would leave fake memory in a reference cycle, and ``peak.py`` would count it too long
     if isinstance(tensor, FakeTensor):
         return tensor.as_strided((memory.nbytes() // tensor.element_size(),), (1,), 0).view(dtype)
     return torch.empty(0, dtype=dtype, device=tensor.device).set_(memory)
@@ -159,11 +162,11 @@ def _flat(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _compressed(compress: Callable[[Tensor, Tensor], Restore], tensor: Tensor) -> Restore | None:
-    """Holds memory that is one tensor.  A kernel may leave gaps in memory, and what is in gaps must not
-    decide about scales.
+    """Compresses a tensor of a :data:`LOSSY` format that fills its memory; returns None for any other tensor.
+    A kernel may leave gaps in memory, and the numbers in gaps must not decide about scales.
 
-    Attention may keep a mask of -inf, which stays.  Other numbers that are not finite become some that are
-    not finite.
+    Attention may keep a mask with -inf, and -inf stays -inf.  Any other number that is not finite becomes
+    some number that is not finite.
     """
     if (
         tensor.dtype not in LOSSY
@@ -205,7 +208,7 @@ _FORMATS: dict[str, Hold] = {"int8": partial(_compressed, _int8), "fp8": partial
 
 
 class _Offload:
-    """The blocks of a model, while a forward pass goes from one to the next."""
+    """Offloads a model block by block: the copies of a block end while the next block runs."""
 
     def __init__(self) -> None:
         self.last: Callable[[], _Copies | None] = lambda: None
@@ -243,8 +246,8 @@ class _Copies:
         return copy.restore
 
     def leave(self) -> None:
-        """Begins the copies to the host, and frees the device's memory of the block before, whose copies had
-        the time of this one.
+        """Begins the copies to the host, and frees the device's memory of the previous block: its copies had
+        the time in which this block ran.
         """
         copies = self._used()
         with self._transfer(copies):
@@ -256,7 +259,7 @@ class _Copies:
                 copy.free()
 
     def fetch(self) -> None:
-        """Begins the copies back to the device, the first time."""
+        """Begins the copies back to the device; a second call does nothing."""
         if self._fetched:
             return
         self._fetched = True
@@ -288,8 +291,8 @@ class _Copies:
 
 
 class _Copy:
-    """One memory on its way to the host and back.  All transfers are on one stream, so host memory may be
-    taken again at once.
+    """One piece of memory on its way to the host and back.  All transfers are on one stream, so host memory
+    may be taken again at once.
     """
 
     def __init__(self, copies: _Copies, source: Tensor) -> None:
@@ -298,10 +301,9 @@ class _Copy:
         """The memory itself, until the next block has run."""
         self.back: Tensor | None = None
         hosts, size = host_memory(pinned=source.is_cuda), source.untyped_storage().nbytes()
-        # A power of two: microbatches of other lengths take other sizes, each of which would stay for ever.
-        # It costs nothing more, since
-        # torch pins memory in powers of two anyway, and memory that is not pinned is there only once it is
-        # written.
+        # A power of two, so that microbatches of many lengths take few sizes: pieces stay for ever.
+        # It costs nothing: torch pins memory in powers of two anyway, and memory that is not pinned is taken
+        # only where it is written.
         whole = hosts.take(1 << (size - 1).bit_length())
         self.host = whole[:size]
         weakref.finalize(self, hosts.give, whole)

@@ -49,10 +49,9 @@ class NormStatistics:
 def apply_batch_norm(
     model: nn.Module, table: ShardingTable, device: torch.device, job: Job
 ) -> dict[str, _BatchNorm]:
-    """Lets the norms of ``model`` that track running statistics leave these alone, and returns the norms by
-    name.
+    """Stops the norms of ``model`` from changing their running statistics, and returns these norms by name.
 
-    Raises :class:`ModelError` as :func:`tracking`.
+    Raises :class:`ModelError` as :func:`tracking` does.
     """
     norms = tracking(model, table, job)
     for norm in norms.values():
@@ -62,7 +61,7 @@ def apply_batch_norm(
 
 
 def tracking(model: nn.Module, table: ShardingTable, job: Job) -> dict[str, _BatchNorm]:
-    """Returns the norms of ``model`` that track running statistics by name: those that compute as torch's
+    """Returns, by name, the norms of ``model`` that track running statistics and compute as torch's
     BatchNorm1d, 2d and 3d do.
 
     Raises :class:`ModelError` if the job has settings with which their statistics would be wrong.
@@ -92,8 +91,8 @@ def tracking(model: nn.Module, table: ShardingTable, job: Job) -> dict[str, _Bat
 
 
 def about_one_value(error: Exception, job: Job) -> str:
-    """Returns what to do about the error of a norm that gets a single sample, because a microbatch has no
-    more; "" for any other one.
+    """Returns advice about the error of a norm that gets a single value because a microbatch is a single
+    sample; "" for any other error.
     """
     if ONE_VALUE not in str(error) or job.microbatch_size > 1:
         return ""
@@ -113,7 +112,7 @@ def _forward(norm: Any, x: Tensor) -> Tensor:
     norm._check_input_dim(x)
     seen: NormStatistics = norm.seen
     if norm.training:
-        seen.uses += 1  # compiled code is made for its value, so whoever runs the model begins each round
+        seen.uses += 1  # compiled code assumes its value, so begin_round() resets it
     mean, variance = (seen.mean, seen.variance) if norm.training else (norm.running_mean, norm.running_var)
     # torch takes no other dtype
     weight, bias = (each if each is None else each.to(mean.dtype) for each in (norm.weight, norm.bias))
@@ -124,7 +123,7 @@ class Statistics:
     """The running statistics of all norms of a model.  A step calls the methods in this order."""
 
     def __init__(self, norms: dict[str, _BatchNorm], scheme: Scheme, model: str) -> None:
-        """``scheme`` must sum over all rounds; ``model`` is its name in messages."""
+        """``scheme`` must sum over all rounds; ``model`` is the model's name in messages."""
         self.norms, self.scheme, self.model = norms, scheme, model
         self.seen: list[NormStatistics] = [norm.seen for norm in norms.values()]  # type: ignore[misc]
         self.values = [value for seen in self.seen for value in (seen.mean, seen.variance)]
@@ -143,10 +142,11 @@ class Statistics:
         torch._foreach_zero_(self.values)  # a NaN would stay, even with a momentum of 1
 
     def add(self, microbatch: int | None) -> None:
-        """Adds what the forward pass of ``microbatch`` has seen; nothing for None, an idle round.
+        """Adds the statistics of ``microbatch`` to the sum of the step.  None, in an idle round, adds
+        nothing.
 
-        It comes before the backward pass, which may compute norms again.  Raises :class:`ModelError` unless
-        each norm was used once.
+        It is called before the backward pass, which may compute norms again.  Raises :class:`ModelError`
+        unless each norm was used once.
         """
         if self.norms:
             self._add(microbatch)

@@ -15,8 +15,8 @@ INDUCTOR = "inductor"
 
 
 VARIANTS = 8
-"""Number of compilations of each block that torch permits at most: a number that differs between blocks, as
-that of a layer, is compiled into each of them, and each is compiled with gradients and without.
+"""Largest number of compilations of each block.  A number that differs between blocks, such as the index of a
+layer, is compiled into each block, and each block is compiled with gradients and without.
 """
 
 
@@ -27,7 +27,7 @@ def apply_compile(
     process share one compilation.
 
     With ``forward_alone`` what is put around ``forward`` later stays outside of the compiled code.
-    ``backend`` is one of torch's.
+    ``backend`` is a backend of torch's compiler.
     """
     config: Any = torch._dynamo.config
     config.recompile_limit = max(config.recompile_limit, VARIANTS * len(table.blocks))
@@ -43,7 +43,7 @@ def apply_compile(
 
 
 def _forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Runs the block's own ``forward``: torch compiles no function that is its own, such as that of
-    ``nn.Sequential``, unless another one calls it.
+    """Runs the block's own ``forward``.  Torch does not compile its own functions, such as the ``forward`` of
+    ``nn.Sequential``, unless code from elsewhere calls them.
     """
     return type(block).forward(block, *args, **kwargs)

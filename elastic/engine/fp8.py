@@ -1,20 +1,21 @@
 """Matrix products in fp8 (Micikevicius and others 2022): E4M3 for inputs and weights, E5M2 for gradients,
 each with a scale.
 
-The linear layers of the blocks multiply so; everything else computes in bf16.  A scale is the largest power
-of two with which the largest element that it belongs to fits.  So scaling changes no bits, and a scale
-depends on no order.  There are two recipes:
+The linear layers of the blocks multiply in fp8; everything else computes in bf16.  A scale is the largest
+power of two with which the largest of its elements fits into the format.  So scaling rounds nothing, and a
+scale depends on no order of additions.  There are two recipes:
 
-* ``tensor``: a tensor has one scale, and all three products of a layer are in fp8.  A tensor is the whole input of a microbatch, or a whole
-  weight, whatever members hold of it.
-* ``row``: each row of an input, of a gradient and of a weight (an output of the layer) has a scale, so an outlier costs precision in its
-  own row only.  The product for the gradient of the input sums over the rows of the weight, and no product
-  takes scales there; so that gradient is multiplied by them before it gets scales of its own, and the same
-  fp8 values of the weight serve both products.  The gradient of the weight sums over the rows of inputs, so
-  it is a product in bf16 (as in torchao's recipe ``rowwise_with_gw_hp``).
+* ``tensor``: a tensor has one scale, and all three products of a layer are in fp8.  A tensor is the whole
+  input of a microbatch, or a whole weight, even if each member holds a part of it.
+* ``row``: each row of an input, of a gradient and of a weight (an output of the layer) has a scale, so an
+  outlier costs precision in its own row only.  The product for the gradient of the input sums over the rows
+  of the weight, and a kernel takes no scales along a dimension that it sums over.  So the gradient of the
+  output is multiplied by the weight's scales first, and then gets scales of its own; both products use the
+  same fp8 values of the weight.  The gradient of the weight sums over the rows of inputs, so it is a product
+  in bf16 (as in torchao's recipe ``rowwise_with_gw_hp``).
 
-So the products have the same bits in every layout.  If an element is not finite, no element that its scale
-belongs to is. ``fp8_weights.py`` casts weights once a step.
+The products have the same bits in every layout.  If an element is not finite, no element with the same scale
+stays finite.  ``fp8_weights.py`` casts weights once a step.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ FORWARD, BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2
 MULTIPLE = 16
 """Each size of a layer must be a multiple of this number, as cuBLAS demands."""
 LEAST = 2.0**-100
-"""Largest element that counts as zero."""
+"""Least maximum for which a scale is computed: elements with a smaller one get the scale of this number."""
 EXPONENT = 0x7F800000
 """The bits of a float32 that hold its exponent."""
 ONCE = (
@@ -53,7 +54,7 @@ def apply_fp8(model: nn.Module, table: ShardingTable, recipe: Recipe = "tensor")
 
 
 def layers_of(model: nn.Module, table: ShardingTable) -> list[nn.Linear]:
-    """Returns the linear layers of the blocks whose sizes fit."""
+    """Returns the linear layers of the blocks whose sizes are multiples of :data:`MULTIPLE`."""
     found = [module for name in table.blocks for module in model.get_submodule(name).modules()]
     return [
         each
@@ -66,8 +67,8 @@ def hold(layer: nn.Linear, values: Tensor | None, inverse: Tensor | None) -> Non
     """Lets ``layer`` multiply by fp8 ``values`` with their ``inverse`` scale or scales, in place of its
     weight.
 
-    None: it casts its weight in each pass.  They are attributes and no buffers, because buffers are part of
-    the state.
+    With None the layer casts its weight in each pass.  The values are attributes and not buffers, because
+    buffers are part of the state.
     """
     layer.fp8_values, layer.fp8_inverse = values, inverse  # type: ignore[assignment]
 
@@ -97,11 +98,11 @@ def _forward(kind: type[torch.autograd.Function], layer: nn.Linear, x: Tensor) -
 
 
 class _Product(torch.autograd.Function):
-    """The product x @ w.T: x [..., in], w [out, in] -> [..., out].  Of the input it keeps the fp8 values
-    alone.
+    """The product x @ w.T: x [..., in], w [out, in] -> [..., out].  For the backward pass it keeps only the
+    fp8 values of the input.
 
-    ``values`` and ``inverse`` are those of ``w``, which has none of its own then; None: they are computed
-    here.
+    ``values`` and ``inverse`` are the fp8 values of ``w`` and their inverse scale; the values of ``w`` itself
+    are not read then.  If they are None, they are computed from ``w``.
     """
 
     @staticmethod
@@ -131,7 +132,9 @@ class _Product(torch.autograd.Function):
 
 
 class _RowProduct(torch.autograd.Function):
-    """A product as :class:`_Product` is one, with a scale for each row.  It keeps the input as it is."""
+    """The product of :class:`_Product` with a scale for each row.  For the backward pass it keeps the input
+    as it is.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, values: Tensor | None, inverse: Tensor | None) -> Tensor:
@@ -165,7 +168,8 @@ def scaled(values: Tensor, dtype: torch.dtype, *, by_row: bool = False) -> tuple
     """Returns ``values`` times powers of two in the fp8 ``dtype``, and the inverse of these powers, float32:
     a scalar, or [rows, 1].
 
-    The maximum is taken of rows first also for a scalar: the compiler can do that where it computes the rows.
+    For a scalar, too, the maximum of each row is taken first: the compiler can do that where it computes the
+    rows.
     """
     largest = values.abs().amax(-1, keepdim=by_row)
     power = power_of((largest if by_row else largest.amax()).float(), dtype)

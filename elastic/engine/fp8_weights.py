@@ -4,7 +4,8 @@ A weight goes from the member's part of it (the master) to bf16, as all weights 
 the scale of ``fp8.py``.  So the bits are those of casting the whole weight in bf16.  The scale needs the
 largest element of all parts: one all-reduce of the maxima of all weights together, at the start of a step.
 The maxima travel as integers, with the bits of the float32: for numbers of 0 and more the order is the same,
-and infinity and NaN come last.  So one maximum also says what is not finite, and it depends on no order.
+and infinity and NaN come last.  So a maximum also shows that an element is not finite, and it depends on no
+order.
 
 The model computes with the fp8 values.  The parameter of such a layer only carries the gradient: its values
 are NaN, in memory that all of them share.  So code of a model that reads the ``weight`` of such a layer by
@@ -28,12 +29,12 @@ from elastic.models.spec import ShardingTable
 from elastic.plan.axes import chunk, chunk_size
 
 UNSIGNED = 0x7FFFFFFF
-"""The bits of a float32 without that of the sign, which NaN may have."""
+"""Mask of a float32's bits without its sign bit, which a NaN may have set."""
 
 
 def weights_of(model: nn.Module, table: ShardingTable) -> dict[str, nn.Linear]:
-    """Returns, by the name of the weight, the layers whose weights may be held in fp8: no other module has
-    them.
+    """Returns, by the name of the weight, the layers whose weights may be held in fp8: weights that no second
+    module shares.
     """
     owners = Counter(id(each) for module in model.modules() for each in module._parameters.values())
     layers = {id(layer.weight): layer for layer in layers_of(model, table) if owners[id(layer.weight)] == 1}
@@ -54,7 +55,7 @@ class Fp8Weights:
             )
             for name, layer in layers.items()
         }
-        """This member's rows of each weight, and as many more as the longest part has."""
+        """This member's rows of each weight, padded to the length of the longest part."""
         self.inverse = {
             name: torch.empty(layer.out_features if recipe == "row" else (), device=world.device)
             for name, layer in layers.items()
@@ -64,7 +65,7 @@ class Fp8Weights:
         self._nan = torch.full((largest,), math.nan, dtype=torch.bfloat16, device=world.device)
 
     def carrier(self, name: str) -> Tensor:
-        """Returns what stands in the place of a whole weight, and carries its gradient: NaN, bfloat16 [out,
+        """Returns a tensor that stands in for a whole weight and carries its gradient: NaN, bfloat16 [out,
         in].
         """
         layer = self.layers[name]

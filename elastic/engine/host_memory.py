@@ -12,8 +12,8 @@ from torch import Tensor
 
 
 class HostMemory:
-    """Pieces of host memory by their size.  Steps, and worlds, take the same sizes again, so after the first
-    one nothing is allocated.
+    """Free pieces of host memory by their size.  Each step and each world takes the same sizes, so nothing is
+    allocated after the first step.
 
     Allocating pinned memory waits for the device, where a collective may hang: see
     :class:`elastic.engine.world.Staging`.
@@ -23,7 +23,7 @@ class HostMemory:
         self.pinned = pinned
         self.free: dict[int, list[Tensor]] = defaultdict(list)
         self.making: Callable[[], AbstractContextManager[None]] = nullcontext
-        """Each new piece is made within what it returns."""
+        """Returns a context in which a new piece is made."""
 
     def take(self, size: int) -> Tensor:
         free = self.free[size]
@@ -38,5 +38,7 @@ class HostMemory:
 
 @cache
 def host_memory(*, pinned: bool) -> HostMemory:
-    """Returns this process's host memory for what leaves the device for a while; all worlds use the same."""
+    """Returns this process's host memory for tensors that leave the device for a while.  All worlds share
+    it.
+    """
     return HostMemory(pinned)

@@ -1,4 +1,5 @@
-"""The gradient norms of single layers, from the norms of the tensors that the global norm is made of.
+"""The gradient norms of single layers, computed from the norms of single tensors, which the global norm needs
+anyway.
 
 Every member knows the squared norm of each whole tensor, with the same bits in every layout (``norm.py``).
 They go to the host with the commit records, in the same copy, so nothing is launched, sent or waited for
@@ -41,10 +42,11 @@ class Layers:
         return Layers(places, tuple(block for block in table.blocks if block in places))
 
     def recorded(self, squares: Sequence[float], scale: float, *, finite: bool) -> LayerSquares:
-        """Returns what a commit tells of the layers: all of them, or, if the step is not ``finite``, only the
-        one in which that began.
+        """Returns the squared norms of layers that a commit records: of all layers, or, if the step is not
+        ``finite``, only of the layer that was not finite first.
 
-        ``squares`` are those of the tensors of the gradient of a loss that was multiplied by ``scale``.
+        ``squares`` has the squared norm of each tensor of the gradient.  The loss was multiplied by
+        ``scale``.
         """
         found = {
             name: math.fsum(squares[place] for place in places) / scale**2
@@ -56,11 +58,12 @@ class Layers:
         return ((first, found[first]),) if first else ()
 
     def _first(self, strange: Iterable[str]) -> str:
-        """Returns which of the layers that are not finite was so first; "" if there is none.
+        """Returns the layer that was not finite first, among the layers ``strange`` that are not finite; ""
+        if there is none.
 
-        The backward pass goes through the blocks from the last to the first, and what is not finite stays so.
-        If all blocks are strange, the first may be a layer behind them, which is the last one of the model if
-        its layers are declared in the order of their use.
+        The backward pass goes through the blocks from the last to the first, and values that are not finite
+        stay so.  If the last block is strange, the first layer may be one behind the blocks: the last of the
+        strange ones, if the model declares its layers in the order of their use.
         """
         names = tuple(strange)
         blocks = [block for block in self.blocks if block in names]

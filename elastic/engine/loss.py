@@ -21,8 +21,8 @@ def next_token(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tens
 
     ``batch["tokens"]`` is int64 [batch, seq + 1]; negative targets are masked, and negative inputs read as
     token 0.  If the batch has ``"documents"`` of the same shape, the model gets those of its inputs, and a
-    target in another document than its input is masked. Raises :class:`ModelError` if the model takes none,
-    or returns something other than logits.
+    target in another document than its input is masked.  Raises :class:`ModelError` if the model takes no
+    documents, or returns something other than logits.
     """
     tokens, documents = batch["tokens"], batch.get("documents")
     inputs, targets = tokens[:, :-1].clamp_min(0), tokens[:, 1:].clamp_min(-1)
@@ -45,8 +45,8 @@ def next_token(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tens
 
 
 def _logits(returned: Any, inputs: Tensor) -> Tensor:
-    """Returns the logits if that is what the model returned.  With batch and sequence exchanged there are as
-    many, for other targets.
+    """Returns ``returned`` if it has the shape of logits; else raises :class:`ModelError`.  If batch and
+    sequence are exchanged, the number of logits is right, but they belong to other targets.
     """
     if isinstance(returned, Tensor):
         if returned.dim() == 3 and returned.shape[:2] == inputs.shape and returned.is_floating_point():

@@ -19,8 +19,8 @@ SCALARS = ("loss_scale", "good_steps")
 """The scalars of the state; a ``loss_scale`` of 0 stands for ``FIRST``."""
 FIRST = 2.0**4
 """First scale.  Our losses are sums over tokens, so that a gradient of the logits is at most the scale
-itself, and that of a weight grows with the tokens of a microbatch.  With 16,384 of them 2 is as much as works
-(99.5 M parameters, one H200), and each halving costs a step.
+itself, and that of a weight grows with the tokens of a microbatch.  With 16,384 tokens 2 is the largest scale
+that works (99.5 M parameters, one H200), and each halving costs a step.
 """
 LEAST = 2.0**-14
 """Least scale: a loss that overflows even then is not a matter of its scale."""
@@ -35,7 +35,7 @@ def is_scaled(job: Job) -> bool:
 
 
 class LossScale:
-    """The scale of one job, which is 1 in every other precision."""
+    """The loss scale of one job: 1 in every precision but fp16."""
 
     def __init__(self, job: Job, scalars: Mapping[str, Tensor]) -> None:
         """``scalars`` are those of the state, by name."""
@@ -53,7 +53,9 @@ class LossScale:
 
     @property
     def shrinks(self) -> bool:
-        """True if a gradient that is not finite makes the scale smaller, so that it need not mean anything."""
+        """True if a gradient that is not finite halves the scale, so that it need not be a sign of a
+        fault.
+        """
         return self._setting == "dynamic" and self.value > LEAST
 
     def after(self, *, finite: bool) -> None:

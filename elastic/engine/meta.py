@@ -21,10 +21,9 @@ def without_memory() -> Iterator[None]:
 
 
 class _Unfilled(TorchFunctionMode):
-    """Leaves tensors on the meta device as they are where a module draws normal numbers.
+    """Draws no normal numbers for tensors on the meta device, which have no values.
 
-    They have no values, and torch imports its compiler for these calls (2.13), which takes a second in each
-    command and worker.
+    For these calls torch 2.13 imports its compiler, which takes a second in each command and worker.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -5,9 +5,10 @@ Library reductions add in an order that depends on the number of rows and thread
 tensor, and a third one the tensors.  Members split tensors between rows and never inside a row, so the trees
 are the same for every distribution of the rows.
 
-The result of a tree does not change if zeros are appended, or if other trees grow beside it.  So tensors of
-equal shape are added together, which takes few kernels, and all tensors take turns, which takes memory for
-the rows of the largest one and not of all: a mixture of experts has 36,000 tensors, and 86 million rows.
+The result of a tree does not change if zeros are appended, or if other trees are computed in the same kernel.
+So tensors of equal shape are added together, which takes few kernels.  And tensors take turns, so that memory
+holds the rows of the largest tensor and not of all: a mixture of experts has 36,000 tensors, and 86 million
+rows.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ collective.
 WIDEST = 1 << 15
 """Number of elements of the widest row that a kernel of our own adds on a GPU."""
 SQUARED = 1 << 24
-"""Number of elements that are squared at once, or else those of one row: 64 MiB as float32."""
+"""Largest number of elements that are squared at once, unless one row has more: 64 MiB as float32."""
 
 
 def tree_sum(values: Tensor) -> Tensor:
@@ -72,7 +73,7 @@ def squared_norms(grads: Sequence[Tensor], rows: Sequence[int], world: World) ->
             )
         everyone = _gathered(torch.cat([mine[number] for number in turn]), world)
         first = 0
-        # one after the other, because a turn is sorted by them
+        # tensors with equal numbers of rows are neighbours, because a turn is sorted by them
         for alike in _alike(turn, lambda number: rows[number]):
             count, size = rows[alike[0]], sizes[alike[0]]
             columns = (
@@ -110,7 +111,7 @@ def _alike(turn: Iterable[int], key: Callable[[int], Hashable]) -> Iterable[list
 
 
 def _gathered(mine: Tensor, world: World) -> Tensor:
-    """Returns what every member of the shard group has in place of ``mine`` [n]: [members, n]."""
+    """Returns ``mine`` [n] of every member of the shard group: [members, n]."""
     if world.layout.dp_shard == 1:
         return mine[None]
     everyone = mine.new_empty(world.layout.dp_shard, mine.numel())
@@ -122,7 +123,7 @@ def _row_sums(grads: Sequence[Tensor], size: int) -> Tensor:
     """Returns the sums of squares of the rows of tensors of equal shape, padded with zeros: float64 [tensors,
     size].
 
-    They are added in float32, and squared in portions of at most ``SQUARED`` elements.
+    The squares are added in float32, and computed in portions of at most ``SQUARED`` elements.
     """
     rows, columns = len(grads[0]), grads[0][:1].numel()
     sums = torch.zeros(len(grads), size, dtype=torch.float64, device=grads[0].device)

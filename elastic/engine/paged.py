@@ -8,12 +8,12 @@ largest tensors in use at once.  (Recording on the meta device and replaying doe
 looks at values, and does nothing on meta tensors.)
 
 Most pages are written anew when they come back, since constructors draw values that ``init_weights()``
-replaces.  If the old values are read instead, they are gone, because nobody can foresee that.  Then the pass
-is lost, and another one begins from the same seed; it knows which pages are read again, and lays those aside
-in host memory until then.  A lost pass goes on in order to learn of more such pages, up to the point at which
-values decide what the code does.  The last pass lays aside everything, so there are never more than
-``PASSES``.  (Slices at other members are no help: a page that comes back is needed whole, by all members at
-the same time, in the middle of an operation.)
+replaces.  If the old values are read instead, they are lost, because nobody can foresee the read.  Then
+another pass begins from the same seed; it knows which pages are read again, and lays their values aside in
+host memory until the read.  A pass that has lost values goes on in order to find more such pages, up to the
+point at which values decide what the code does.  The last pass lays the values of all pages aside, so there
+are never more than ``PASSES`` passes.  (Slices at other members are no help: a page that comes back is needed
+whole, by all members at the same time, in the middle of an operation.)
 """
 
 from __future__ import annotations
@@ -120,8 +120,8 @@ replaced later.
 
 
 class Fact(NamedTuple):
-    """The engine takes these from a parameter or buffer beside its values when the model is built, and never
-    later.
+    """The facts besides its values that the engine takes from a parameter or buffer when the model is built,
+    and never later.
     """
 
     trained: bool
@@ -174,10 +174,10 @@ def names_of(build: Callable[[], nn.Module]) -> tuple[Order, dict[str, Fact]]:
 
 
 def refuse_other_than_values(before: Mapping[str, Fact], built: Collection[str], model: nn.Module) -> None:
-    """Raises :class:`ModelError` if ``init_weights()`` has done more to ``model`` than to give values.
+    """Raises :class:`ModelError` if ``init_weights()`` has done more to ``model`` than set values.
 
-    ``before`` is of the model on the meta device, and ``built`` has the names of the tensors before
-    ``init_weights()``.
+    ``before`` has the facts of the model on the meta device, and ``built`` has the names of the tensors
+    before ``init_weights()``.
     """
     after = facts_of(model)
     if more := next((name for name in built if name not in before), ""):
@@ -226,8 +226,8 @@ def initialise(
     moved: Callable[[], None],
     resident: int = RESIDENT,
 ) -> tuple[int, int]:
-    """Builds and initialises the model on ``device``, page by page; each of its tensors has been kept with
-    its final values at the end.
+    """Builds and initialises the model on ``device``, page by page.  At the end ``keep`` has got each of its
+    tensors with its final values.
 
     ``moved`` is called before each operation.  Returns the number of passes, and the largest number of bytes
     of pages at once.  Raises what the user's code and the callbacks raise.
@@ -284,7 +284,9 @@ def _registering(tell: Callable[[Tensor], None]) -> Iterator[None]:
 
 
 class _Outside(TorchFunctionMode):
-    """Notices calls that reach a tensor's memory without an operation, and tensors that get another memory."""
+    """Notices calls that reach a tensor's memory without an operation, and tensors that get another
+    memory.
+    """
 
     def __init__(self, pages: Pages) -> None:
         super().__init__()
@@ -306,8 +308,8 @@ class _Outside(TorchFunctionMode):
 
 
 class Pages(TorchDispatchMode):
-    """One pass.  ``needed`` names the pages, with the number of the visit, whose values are read again after
-    that visit.
+    """One pass.  ``needed`` has pairs (page, visit): the values that the page had in this visit are read
+    again later.
     """
 
     def __init__(
@@ -325,7 +327,7 @@ class Pages(TorchDispatchMode):
         self.order, self.facts, self.needed, self.keep, self.lay = order, facts, needed, keep, lay
         self.moved, self.resident, self.everything = moved, resident, everything
         self.again: set[tuple[int, int]] = set()
-        """The pages, with visits, whose values were lost and then read."""
+        """The pairs (page, visit) whose values were lost and then read."""
         self.peak = 0
         self.registered = 0
         self.pages: dict[int, _Page] = {}
@@ -366,7 +368,7 @@ class Pages(TorchDispatchMode):
         self._finish(model, built)
 
     def _finish(self, model: nn.Module, built: Collection[str]) -> None:
-        """Keeps the final values of what has not been kept yet, and frees all pages."""
+        """Hands to ``keep`` each tensor whose final values it has not got yet, and frees all pages."""
         final: dict[str, Tensor] = {
             **dict(model.named_parameters(remove_duplicate=False)),
             **dict(model.named_buffers(remove_duplicate=False)),
@@ -402,7 +404,9 @@ class Pages(TorchDispatchMode):
             self.name_of[id(tensor)] = name
 
     def _page_of(self, tensor: Tensor) -> _Page | None:
-        """Returns the page of a parameter or buffer.  Memory that cannot be freed and taken again is no page."""
+        """Returns the page of a parameter or buffer.  Memory that cannot be freed and taken again is no
+        page.
+        """
         storage = tensor.untyped_storage()
         found = self.pages.get(storage._cdata)
         if found is None and tensor.device.type != "meta" and storage.nbytes() and storage.resizable():
@@ -498,8 +502,8 @@ class Pages(TorchDispatchMode):
             self._arrived(page.size)
 
     def _touch(self, pages: Sequence[_Page], overwritten: _Page | None = None) -> None:
-        """Prepares for an operation that reads and writes ``pages``.  Values that are gone are lost, unless
-        the page is ``overwritten``.
+        """Prepares for an operation that reads and writes ``pages``.  A page without its values is noted in
+        ``again``, unless it is ``overwritten``.
         """
         self._bring(pages)
         for page in pages:
@@ -513,8 +517,8 @@ class Pages(TorchDispatchMode):
         self.peak = max(self.peak, self.there)
 
     def _make_room(self, touched: int, coming: int) -> None:
-        """Lets pages leave, those first that were not touched for the longest time, until the rest is small
-        or is but one.
+        """Lets pages leave, the least recently touched first, until the rest and ``coming`` bytes fit into
+        ``resident``, or ``touched`` + 1 pages are left.
 
         The last ``touched`` pages of ``live`` are in use.
         """

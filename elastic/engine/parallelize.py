@@ -1,8 +1,8 @@
-"""Applies all axes to a model, in their order, on one page.
+"""Applies all axes to a model, in their order.
 
 The process group of a wrapped model cannot be replaced, so no generation uses the model of an earlier one.
-Each wraps a new blueprint that is made on the meta device, and its shards are filled from the members,
-keepers or checkpoints that hold them.
+Each generation wraps a new blueprint, which is made on the meta device, and its shards are filled from the
+members, keepers or checkpoints that hold them.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ from elastic.models.spec import ShardingTable
 from elastic.plan.batch import deal_of
 
 ALONE = 1 << 20
-"""Number of elements up to which blocks of a member without others are joined: 4 MiB of gradients in float32.
-Nothing travels there that could begin earlier, and a GPU sums such a bucket in less time than the host takes
-to launch that.
+"""Number of elements up to which blocks are joined into one bucket in a world of one member: 4 MiB of
+gradients in float32.  Nothing travels there, so small buckets gain nothing, and a GPU sums a bucket of this
+size in less time than the host takes to launch the sum.
 """
 
 
@@ -56,7 +56,7 @@ def parallelize(
     blueprint: nn.Module, world: World, job: Job, *, backend: str = INDUCTOR
 ) -> tuple[nn.Module, Parameters, Scheme, Statistics]:
     """Wraps ``blueprint`` (on meta) for ``world`` and gives it memory, but no values yet.  ``backend``
-    compiles its blocks, if it may.
+    compiles its blocks, if the job says so.
 
     Returns the wrapped model, this member's parts of its parameters, the scheme that sums their gradients,
     and the running statistics.
@@ -159,9 +159,10 @@ def scheme_of(job: Job) -> type[Scheme]:
 def sharding_table(model: nn.Module) -> ShardingTable:
     """Returns the model's own table.  If it has none, the blocks are the children of its largest ModuleList.
 
-    A block is a module that is called: what acts on a block goes round its ``forward``.  A container is none,
-    such as a ModuleList of the parts of a layer; in the place of one that a list holds, its children are
-    blocks.  Raises :class:`ModelError` for one in the own table.
+    A block is a module that is called, because the engine acts on a block by wrapping its ``forward``.  A
+    container, such as a ModuleList of the parts of a layer, is no block; where the largest list holds a
+    container, the modules in the container are blocks.  Raises :class:`ModelError` for a container in the
+    model's own table.
     """
     own: Callable[[], ShardingTable] | None = getattr(model, "sharding", None)
     if own is not None:
@@ -234,8 +235,8 @@ def unlike_within(model: nn.Module) -> tuple[str, str] | None:
     """Returns two trained parameters with different dtypes in one block, or in the rest of the model; None if
     there are none.
 
-    FSDP2 sums the gradients of a block, and of the rest, in one memory, so such a model cannot be wrapped in
-    stage 3 of ZeRO either.
+    FSDP2 sums all gradients of a block in one memory, and those of the rest as well, so such a model cannot
+    be wrapped in stage 3 of ZeRO.
     """
     found = dict[str, tuple[torch.dtype, str]]()
     for unit, name, parameter in _units(model):
@@ -250,7 +251,7 @@ def unlike_within(model: nn.Module) -> tuple[str, str] | None:
 
 
 def _units(model: nn.Module) -> Iterator[tuple[str, str, nn.Parameter]]:
-    """Yields each parameter by each of its names, after the block that has it there; "" is the rest of the
+    """Yields (block, name, parameter) for each name of each parameter; the block "" is the rest of the
     model.
     """
     table = sharding_table(model)

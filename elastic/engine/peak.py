@@ -51,16 +51,15 @@ def peak_bytes(
     device: torch.device,
     shards: int = 1,
 ) -> int:
-    """Returns the most bytes that live at once on the device in the microbatches of a step, of what the step
-    itself makes.
+    """Returns the largest number of bytes of a step's own tensors that live on the device at once.
 
-    A member of a world with so many shards runs forward and backward on fake tensors, round after round, with
-    the engine's own hooks.  So the number has all that a step makes in their course: what the forward pass
-    leaves and the backward pass computes again, the gradients of activations, the weights that stage 3 of
-    ZeRO gathers, the gradients of the parameters of a unit in the dtype in which the model computes, their
-    flat copy, and the sums of all gradients, which stay from one round to the next.  The state, and copies of
-    weights, are there before and are not in it.  Nor is the memory of the host to which ``activations =
-    "offload"`` moves what blocks keep.
+    A member of a world with ``shards`` shards runs forward and backward on fake tensors, round after round,
+    with the engine's own hooks.  So the number counts all that a step makes: what the forward pass leaves and
+    the backward pass computes again, the gradients of activations, the weights that stage 3 of ZeRO gathers,
+    the gradients of the parameters of a unit in the dtype in which the model computes, their flat copy, and
+    the sums of all gradients, which stay from one round to the next.  It does not count the state and the
+    copies of weights, which are there before the step, nor the host's memory to which ``activations =
+    "offload"`` moves activations.
 
     Operations of compiled blocks run one by one, as the compiler has split them, and kernels fuse some: the
     number may be too large then.
@@ -68,9 +67,9 @@ def peak_bytes(
     ``build()`` returns a new model of the job on the meta device; only shapes and dtypes of ``batch``, a
     microbatch, matter.  To compare settings, call it with ``job.replace(recompute=...)``.
 
-    Call it while no world is there, best before the first one: it ends with an empty compiler, and fake
-    tensors stay in whatever cache the model's code keeps for the whole process.  Raises what the model or the
-    loss raises, and torch's DataDependentOutputException if they ask for values of tensors.
+    Call it while no world is there, best before the first one: it empties torch's compiler, and fake tensors
+    stay in whatever cache the model's code keeps for the whole process.  Raises what the model or the loss
+    raises, and torch's DataDependentOutputException if they ask for values of tensors.
     """
     (job, rounds), model = in_few_rounds(job.replace(offload="none")), build()
     with _imagined(device, shards) as world, _fake(gpu=job.workers.gpus > 0) as fake:
@@ -85,7 +84,7 @@ def peak_bytes(
                 last = number + 1 == rounds
                 parameters.begin_round(number, last=last)
                 statistics.begin_round(number, deal)
-                # others sum what is not there as zeros
+                # ``Whole`` sums missing gradients as zeros, so its last round is enough
                 result = loss(model, moved)[0] if last or isinstance(parameters, Split) else None
                 parameters.end_forward()
                 if result is not None:
@@ -98,12 +97,12 @@ def peak_bytes(
 
 
 def in_few_rounds(job: Job) -> tuple[Job, int]:
-    """Returns a job whose members hold, after so many rounds, as much as those of ``job`` do if one has all
-    microbatches of a step.
+    """Returns a job, and a number of rounds after which its member holds as much as a member of ``job`` that
+    runs all microbatches of a step.
 
-    From the second round on a member holds the sum of its gradients during the forward pass.  In blocks of
-    several microbatches it holds that of the blocks before, too, from the second microbatch of the second
-    block on.
+    From the second round on a member holds the sum of its gradients during the forward pass.  If a block has
+    several microbatches, the member also holds the sum of the earlier blocks, from the second microbatch of
+    the second block on.
     """
     block = job.reduction.block if job.reproducible else 1
     rounds = 4 if block > 1 and job.microbatches > block + 1 else min(job.microbatches, 2)
@@ -117,11 +116,11 @@ class Calls(NamedTuple):
     """A weight that is held in fp8 and that the model reads by itself, and the function that it calls; None
     if there is none.
 
-    There it would get NaN (``fp8_weights.py``).
+    The model would get NaN from it (``fp8_weights.py``).
     """
     attention: bool
-    """One is torch's attention, as the setting ``recompute`` sees it: what torch's own modules call inside
-    stays unseen.  It need not be in a block.
+    """True if the model calls torch's attention where the setting ``recompute`` sees the call, within a block
+    or not.  Calls by torch's own modules stay unseen.
     """
 
 
@@ -143,8 +142,8 @@ def calls_of(
 
 
 class _Calls(TorchFunctionMode):
-    """Notes the first call of a torch function with one of the parameters ``held``, by id, which those of a
-    layer itself are not, and whether one is attention.
+    """Notes the first call of a torch function on one of the parameters ``held``, by id, and whether
+    attention is called.  The product of a layer with its own weight is no such call.
     """
 
     def __init__(self, held: Mapping[int, str]) -> None:
@@ -169,7 +168,7 @@ def _imagined(device: torch.device, shards: int = 1) -> Iterator[World]:
     world = World.imagined(Layout(1, shards), device)
     try:
         if shards > 1:
-            assert world.shard_mesh  # while tensors have values
+            assert world.shard_mesh  # made now, while tensors have values
         yield world
     finally:
         world.close()
@@ -178,7 +177,7 @@ def _imagined(device: torch.device, shards: int = 1) -> Iterator[World]:
 
 
 def _forget() -> None:
-    """Drops compiled code, and tensors in caches, which are fake or must not become so."""
+    """Drops compiled code and cached tensors, since fake and real tensors must not meet."""
     torch.compiler.reset()
     causal_mask.cache_clear()
     host_memory.cache_clear()
@@ -196,11 +195,7 @@ def _fake(*, gpu: bool) -> FakeTensorMode:
 
 
 class _Peak(TorchDispatchMode):
-    """Knows how many bytes of what operations made live at once.
-
-    FSDP2 frees and takes the memory of gathered weights by ``resize_`` of their storage, which is no
-    operation; so that is watched, too, as torch's own ``MemTracker`` does.
-    """
+    """Counts the bytes of the tensors that operations have made and that live at once."""
 
     supports_higher_order_operators = True
 
@@ -208,7 +203,7 @@ class _Peak(TorchDispatchMode):
         super().__init__()
         self.most = 0
         """The most bytes so far."""
-        self._now = 0  # with those of memory that lives no more, until somebody looks
+        self._now = 0  # also counts dead memory, until _set() looks for it
         self._living: dict[int, tuple[StorageWeakRef, int]] = {}
         self._counts = True
         self._resize: Any = None

@@ -43,7 +43,7 @@ def update(parts: list[Part], grads: list[Tensor], hyper: Hyper) -> None:
 
 
 def _rounded(part: Part, grad: Tensor, hyper: Hyper) -> None:
-    """Updates with moments in the dtype of the values, a portion at a time, and rounds these."""
+    """Updates a portion at a time with moments in the dtype of the values, and rounds the moments."""
     keys = {kind: key_of(hyper, part.name, kind) for kind in part.moments}
     for rows, places in portions(part):
         wide = {kind: moment[rows].to(part.values.dtype) for kind, moment in part.moments.items()}
@@ -55,7 +55,7 @@ def _rounded(part: Part, grad: Tensor, hyper: Hyper) -> None:
 def _rounded_by_kernel(
     part: Part, grad: Tensor, hyper: Hyper, whence: list[tuple[slice, int, int, int]]
 ) -> None:
-    """Updates and rounds them in one pass over memory, with the same bits."""
+    """Updates, and rounds the moments, in one pass over memory, with the same bits as :func:`_rounded`."""
     from elastic.kernels.triton_kernels import Rounding
 
     keys = [word for kind in (AVERAGE, SQUARE) for word in key_of(hyper, part.name, kind)]
@@ -90,8 +90,8 @@ def _by_kernel(part: Part, grad: Tensor, hyper: Hyper, rounding: Rounding | None
 def _by_foreach(parts: list[Part], grads: list[Tensor], hyper: Hyper) -> None:
     """Updates by the operations of torch's own function with ``foreach``, in their order.
 
-    Torch keeps the number of updates of each tensor in another one, on which it spends more of the host's
-    time than on the update of a small tensor.
+    Torch's function keeps the number of updates of each tensor in a second tensor, which costs the host more
+    time than the update of a small tensor.
     """
     settings, (beta1, beta2) = hyper.settings, hyper.settings.betas
     values, updates = [part.values for part in parts], hyper.updates_of(parts)

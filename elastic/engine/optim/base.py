@@ -43,7 +43,9 @@ RULES = {
 """Places of the rules that have a short name.  Any other rule is named as ``pkg.module:NAME``."""
 
 TURN = 1 << 24
-"""Number of elements whose roots are there at once, or else those of one tensor: 64 MiB as float32."""
+"""Largest number of elements whose roots are in memory at once, unless one tensor has more: 64 MiB as
+float32.
+"""
 
 
 @dataclass(frozen=True)
@@ -79,11 +81,11 @@ class Before:
     """The number by which the summed gradients are divided: a float64 scalar on the device, as ``clip`` is.
     """
     clip: Tensor
-    """The number by which they are multiplied then."""
+    """The number by which the mean gradients are then multiplied."""
     world: World
 
     def mean(self, grad: Tensor) -> Tensor:
-        """Returns the mean gradient, clipped.  It is that of :func:`mean_`, but for the last bit on some
+        """Returns the mean gradient, clipped.  It equals that of :func:`mean_` but for the last bit on some
         devices.
         """
         return (grad / self.divide).mul_(self.clip)
@@ -107,7 +109,7 @@ class Hyper:
     divide: float = 1.0
     """The number by which a rule that :attr:`~Rule.scales` divides the summed gradients."""
     clip: float = 1.0
-    """The number by which it multiplies them then."""
+    """The number by which such a rule then multiplies the mean gradients."""
     prepared: Mapping[str, Tensor] = field(default_factory=dict)
     """The tensors that the rule has prepared for this step."""
     seed: int = 0
@@ -141,7 +143,7 @@ class Rule:
     scales: bool = False
     """True if ``update`` gets sums, and takes the mean and clips by itself, as :func:`mean_` does."""
     matrix_moments: tuple[str, ...] | None = None
-    """The moments of :attr:`matrices <Part.is_matrix>`, if they are others than ``moments``."""
+    """The moments of :attr:`matrices <Part.is_matrix>`, if they differ from ``moments``."""
     prepare: Callable[[list[Part], list[Tensor], Before], Mapping[str, Tensor]] | None = None
     """``prepare(parts, grads, before)`` runs before the commit, gets sums, and returns tensors for the
     update.
@@ -170,7 +172,9 @@ class Rule:
 
 
 def dtype_of_average(values: Tensor) -> torch.dtype:
-    """Returns the dtype of the average of ``values``: in 16 bits it would stand still."""
+    """Returns the dtype of the average of ``values``: float32 at least, since an average in 16 bits would
+    stand still.
+    """
     return torch.promote_types(values.dtype, torch.float32)
 
 
@@ -204,8 +208,8 @@ def decay_(parts: Sequence[Part], hyper: Hyper) -> None:
 def descend_(values: list[Tensor], grads: list[Tensor], squares: list[Tensor], hyper: Hyper) -> None:
     """Subtracts lr·g / (√s + eps), where s is an average or a sum of squared gradients.
 
-    Tensors take turns, since the roots need memory: no plan for the device's memory knows of as much as all
-    squares have.
+    Tensors take turns, because the plan of the device's memory has no room for the roots of all tensors at
+    once.
     """
     first = 0
     while first < len(squares):
@@ -288,9 +292,10 @@ class Optimizer:
         """Makes the state of ``rule``, which is the job's.
 
         ``parameters`` are local shards by name, which share memory with the model; ``boxes`` are their places
-        in the whole tensors. ``decayed`` has the names of the parameters whose weights decay, ``matrices``
+        in the whole tensors.  ``decayed`` has the names of the parameters whose weights decay, ``matrices``
         those of the matrices of blocks.  ``shapes`` has the shapes of the whole tensors, if ``parameters``
-        are not whole, and ``groups`` the groups of those that the job names.
+        are not whole.  ``groups`` has the group of each parameter that is not in
+        :data:`~elastic.engine.optim.groups.REST`.
         """
         self.job, self.rule = job, rule
         self._settings = job.optim.model_copy(update={"args": arguments("optim.args", job.optim.args)})
@@ -298,8 +303,8 @@ class Optimizer:
         """Number of updates applied.  A step that is skipped does not count."""
         self._names = sorted(parameters)
         self.missed = torch.zeros(len(parameters) if rule.counts else 0, dtype=torch.float32)
-        """Number of updates that left each parameter alone, in the order of their names: that in which a
-        model has them may change.
+        """Number of updates that left each parameter alone, in the order of their names, because their order
+        in the model may change.
         """
         self.scalars = {name: torch.zeros((), dtype=torch.float32) for name in self.rule.scalars}
         self.loss_scale = LossScale(job, self.scalars)
@@ -328,8 +333,8 @@ class Optimizer:
         self.visit: Callable[[Callable[[list[Part]], None]], None] = lambda update: update(
             [*self.parts.values()]
         )
-        """Calls ``update`` with all parts on the device: at once, or group by group where they live
-        elsewhere.
+        """Calls ``update`` with parts on the device: with all at once, or group by group if the parts live in
+        the host's memory.
         """
         self._prepared: Mapping[str, Tensor] = {}
 

@@ -30,7 +30,7 @@ def decays(group: ParameterGroup, dimensions: int) -> bool:
 
 
 def check_groups(job: Job, model: nn.Module) -> list[str]:
-    """Returns the lines of the table of the groups, if there are some.
+    """Returns the lines of a table of the groups; none if the job has no groups.
 
     Raises :class:`JobError` for a pattern that gives no parameter to its group.
     """
@@ -91,7 +91,7 @@ def _matches(patterns: Iterable[str], names: Iterable[str]) -> bool:
 
 
 def _trained(model: nn.Module) -> dict[str, list[str]]:
-    """Returns all names of each trained parameter, of which a tied one has several, by the first of them."""
+    """Returns all names of each trained parameter, by its first name.  A tied parameter has several."""
     found: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if parameter.requires_grad:

@@ -3,8 +3,8 @@ everything else.
 
 The update of a matrix is its Nesterov momentum, made nearly orthogonal by Newton–Schulz iterations.  These
 need whole matrices, and members hold rows; so they run before the commit, when a member may still be lost.
-The update itself needs nobody.  The iterations run in bfloat16, as those of ``torch.optim.Muon`` do, and so
-do the rows that travel.
+The update itself needs no other member.  The iterations run in bfloat16, as those of ``torch.optim.Muon`` do,
+and so do the rows that travel.
 
 The learning rate of a matrix is 0.2 × √(its longer side) times ``optim.lr``.  With that an update is as large
 as one of AdamW (Liu and others 2025, section 2.2), and both share the learning rate and the weight decay.
@@ -29,12 +29,12 @@ ITERATIONS = 5
 MOMENTUM = "momentum_buffer"
 """Name of the moment of a matrix."""
 LEAST_NORM = 1e-7
-"""Least norm by which a matrix is divided: one of zeros stays zero."""
+"""Least norm by which a matrix is divided, so that a matrix of zeros stays zero."""
 
 
 def orthogonalised(matrix: Tensor) -> Tensor:
     """Returns U·Vᵀ of the singular value decomposition of ``matrix``, roughly: its singular values become 0.5
-    to 1.5.  In bfloat16.
+    to 1.5.  The result is in bfloat16.
     """
     a, b, c = COEFFICIENTS
     is_tall = matrix.shape[0] > matrix.shape[1]
@@ -79,7 +79,7 @@ def update(parts: list[Part], grads: list[Tensor], hyper: Hyper) -> None:
     for part in matrices:
         values = part.values.to(torch.promote_types(part.values.dtype, torch.float32))
         values.add_(hyper.prepared[part.name], alpha=-hyper.lr * (0.2 * math.sqrt(max(part.shape))))
-        part.values.copy_(values)  # nothing to do unless they have 16 bits
+        part.values.copy_(values)  # copies nothing unless the part has 16 bits
 
 
 MUON = replace(ADAMW, update=update, matrix_moments=(MOMENTUM,), prepare=prepare)

@@ -24,8 +24,8 @@ from elastic.engine.world import World
 from elastic.plan.axes import chunk
 
 TURN_ELEMENTS = 1 << 25
-"""Number of elements that an owner has in one turn, if no matrix has more: 64 MiB in bfloat16.  Each turn
-costs two collectives.
+"""Largest number of elements that an owner has in one turn, unless one matrix has more: 64 MiB in bfloat16.
+Each turn costs two collectives.
 """
 Shape = tuple[int, int]
 
@@ -65,8 +65,8 @@ def owners_of(shapes: tuple[Shape, ...], members: int) -> tuple[int, ...]:
 def turns_of(
     shapes: tuple[Shape, ...], owners: tuple[int, ...], elements: int
 ) -> tuple[tuple[int, ...], ...]:
-    """Returns the numbers of the matrices of each turn, in order of their owners, each of which has at most
-    so many ``elements``.
+    """Returns the numbers of the matrices of each turn, in order of their owners.  An owner has at most
+    ``elements`` elements in a turn, unless one matrix has more.
     """
     most = max([elements, *(rows * columns for rows, columns in shapes)])
     turns, taken = defaultdict[int, list[int]](list), dict[int, tuple[int, int]]()
@@ -87,7 +87,7 @@ def _take_turn(
     mates: Sequence[int],
     world: World,
 ) -> list[Tensor]:
-    """Returns as :func:`by_owners`, for the matrices of one turn."""
+    """Returns the results of :func:`by_owners` for the matrices of one turn."""
 
     def size(number: int, member: int) -> int:
         first, last = chunk(shapes[number][0], len(mates), member)

@@ -1,11 +1,11 @@
 """Stochastic rounding to bfloat16, by random bits that are a function of the element alone.
 
-A number between two neighbours in bfloat16 becomes the upper one as often as it is near it, so that its mean
-is right.  Rounding to the nearest would lose every change of less than half a step, 2⁻⁹ of the number: with
-``betas[1]`` = 0.999 the average of squares would stand still.  The bits are a hash of the job's seed, the
-step, the name of the tensor, the moment, and the place of the element in the tensor (a counter-based
-generator; Salmon and others 2011).  So they do not depend on how the tensor is cut, and a step that is done
-again is rounded as before.
+A number between two neighbours in bfloat16 becomes the upper one with a probability that grows from 0 at the
+lower one to 1 at the upper one, so that its mean is right.  Rounding to the nearest would lose every change
+of less than half a step, 2⁻⁹ of the number: with ``betas[1]`` = 0.999 the average of squares would stand
+still.  The bits are a hash of the job's seed, the step, the name of the tensor, the moment, and the place of
+the element in the tensor (a counter-based generator; Salmon and others 2011).  So they do not depend on how
+the tensor is cut, and a step that is done again is rounded as before.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from torch import Tensor
 from elastic.engine.optim.base import Hyper, Part
 
 PORTION = 1 << 22
-"""Number of elements that are updated and rounded at once, or else those of one row: about 200 MiB of scratch
-memory.
+"""Largest number of elements that are updated and rounded at once, unless one row has more: about 200 MiB of
+scratch memory.
 """
 WORD = (1 << 32) - 1
 """Mask of 32 bits."""
@@ -45,9 +45,9 @@ def portions(part: Part) -> Iterator[tuple[slice, Tensor]]:
 
 
 def lines(part: Part) -> list[tuple[slice, int, int, int]] | None:
-    """Returns the rows of each box with three numbers, ``first``, ``run`` and ``whole``: its element ``i`` is
-    the element ``first + i // run * whole + i % run`` of the whole tensor.  None if boxes are cut along two
-    dimensions besides the first.
+    """Returns the rows of each box with three numbers, ``first``, ``run`` and ``whole``: the element ``i`` of
+    the box is the element ``first + i // run * whole + i % run`` of the whole tensor.  None if boxes are cut
+    along two dimensions besides the first.
     """
     found, at = [], 0
     for box in part.boxes:
@@ -66,8 +66,8 @@ def lines(part: Part) -> list[tuple[slice, int, int, int]] | None:
 
 
 def round_(moment: Tensor, values: Tensor, places: Tensor, key: tuple[int, int]) -> None:
-    """Rounds ``values`` to bfloat16 and stores them in ``moment``; ``places`` are those of the elements, and
-    ``key`` of :func:`key_of`.
+    """Rounds ``values`` to bfloat16 and stores them in ``moment``; ``places`` are the places of the elements
+    in the whole tensor, and ``key`` is the result of :func:`key_of`.
 
     The 16 bits that bfloat16 lacks and 16 random ones are added as integers; a carry makes the number the
     upper neighbour.

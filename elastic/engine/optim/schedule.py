@@ -50,9 +50,9 @@ def learning_rate(
 
 
 def learning_rate_of(job: Job, step: int) -> float:
-    """Returns :func:`learning_rate` with the settings of ``job``, or what the user's schedule says.
+    """Returns :func:`learning_rate` with the settings of ``job``, or the rate by the user's schedule.
 
-    Raises :class:`CodeError` if that is no number that can be a part of a rate.
+    Raises :class:`CodeError` if the schedule fails, or returns anything but a finite number of 0 or more.
     """
     schedule = job.schedule
     if ":" in schedule.kind:
@@ -69,18 +69,19 @@ def learning_rate_of(job: Job, step: int) -> float:
 
 
 def own_rate_of(job: Job, step: int) -> float | None:
-    """Returns the learning rate of a step if the user's schedule says it.  None: whoever knows the job can
-    compute it.
+    """Returns the learning rate of a step if a schedule of the user's sets it; None if the settings of the
+    job do.
 
-    Its commit tells this number, so that nobody who reads of the run needs the user's code.
+    The commit of the step records this number, so that readers of the run do not need the user's code.
     """
     return learning_rate_of(job, step) if ":" in job.schedule.kind else None
 
 
 def rate_for_readers(job: Job, step: int, told: float | None) -> float:
-    """Returns the learning rate of a step whose commit has ``told`` this, without the user's code.
+    """Returns the learning rate of a step without the user's code.  ``told`` is the rate that the commit of
+    the step records, or None.
 
-    It is NaN for the steps of older versions, whose commits do not tell what the user's schedule said.
+    The result is NaN for a schedule of the user's in steps of older versions, whose commits record no rate.
     """
     if told is not None:
         return told
@@ -89,7 +90,7 @@ def rate_for_readers(job: Job, step: int, told: float | None) -> float:
 
 def check_schedule(job: Job) -> None:
     """Tries a schedule of the user's at steps of the whole run, twice each.  Raises :class:`CodeError` if it
-    cannot be one.
+    is no valid schedule.
     """
     if ":" not in job.schedule.kind:
         return

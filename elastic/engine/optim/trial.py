@@ -1,8 +1,8 @@
 """Tries an optimizer of the user's on small tensors before the run begins: on whole ones, and on the same
 ones cut in two.
 
-A rule that takes a slice for the whole trains on one worker, and learns something else on two, so nobody
-would notice.  The cut shows it.
+A rule that takes a slice for the whole tensor trains on two workers, too, but to other weights than on one,
+and nobody would notice.  The cut tensors show it.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ CUT = 2
 def check_rule(job: Job, rule: Rule) -> None:
     """Raises :class:`CodeError` if an optimizer of the user's cannot train in every layout.
 
-    One that exchanges whole matrices (:attr:`Rule.prepare`) is left out, and so is one for GPUs if this
-    machine has none.
+    A rule that exchanges whole matrices (:attr:`Rule.prepare`) is not tried, and neither is any rule if the
+    job needs GPUs and this machine has none.
     """
     gpu = job.workers.gpus > 0
     if ":" not in job.optim.kind or rule.prepare is not None or (gpu and not torch.cuda.is_available()):
@@ -108,7 +108,9 @@ class _Tried:
 
     @property
     def wrong(self) -> str:
-        """The end of a sentence about a tensor that was replaced or has another shape; "" if there is none."""
+        """The end of a sentence about a tensor that was replaced or has another shape; "" if there is
+        none.
+        """
         now = self._tensors()
         for name, value in self._before.items():
             if (there := now.get(name)) is not value:

@@ -3,8 +3,8 @@ steps.
 
 ``loop(ctx)`` is called on every member, once for each world: if a member is lost or joins, the function is
 left by an exception and called again, in the same process, and ``ctx.steps()`` goes on where the world
-stands.  So what stands between two steps may run twice for one step number, and only what the engine keeps
-(weights, moments, buffers) and what depends on the number of the step is the same again.
+stands.  So the code between two steps may run twice for one step number.  Only what the engine keeps
+(weights, moments, buffers), and what depends on the step number alone, is the same both times.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class Built:
     """The job's model, wrapped for this world.  Call it, on every member; do not change it, and keep it in no
     place that outlives the loop.
 
-    Its parameters are what it computes with: of an older step until it is called, in the format of forward,
-    perhaps only a part of each.
+    Its parameters are those with which it computes: in the format of forward, perhaps only a part of each,
+    and of an older step until the model is called.
     """
     step: int
-    """The number of the step after which these weights are."""
+    """The number of the newest step that these weights include."""
 
 
 class Context:
@@ -63,7 +63,7 @@ class Context:
         """``steps()`` yields the steps of the world, and returns whether the run ends there.  ``stop`` gets
         the reason of :meth:`stop`.
 
-        ``leave()`` makes the newest step the last one of the run, because the loop was left behind it.
+        ``leave()`` makes the newest step the last one of the run, because the loop was left after it.
         """
         self.job = job
         """The job, with all settings."""
@@ -77,8 +77,8 @@ class Context:
     def build(self) -> Built:
         """Returns the model, with the weights at which this world begins.
 
-        A call of it between steps has the weights after the last commit, for which the members may gather
-        them: all must call it.
+        A call of the model between steps computes with the weights after the last commit.  The members may
+        have to gather these weights, so all members must call the model.
         """
         if not self._built:
             before_calls(self._state.model, self._refresh)
@@ -99,11 +99,11 @@ class Context:
         self._effects.add(function)
 
     def steps(self) -> Iterator[Step]:
-        """Yields the steps of the run that are to be done, each to be committed before the next comes.
+        """Yields the remaining steps of the run; each must be committed before the next one is taken.
 
-        It ends after the last step of the run: that of the job, or the one with which :meth:`stop` ends the
-        run.  If it is left before, by ``break`` or ``return``, on every member after the same step, that step
-        is the last one of the run.
+        The iterator ends after the last step of the run: the job's last one, or the one with which
+        :meth:`stop` ends the run.  If every member leaves it after the same earlier step, by ``break`` or
+        ``return``, that step is the last one of the run.
         """
         self._expect(not self._begun, "ctx.steps() is called twice; go through it once")
         self._begun = True
@@ -135,10 +135,10 @@ class Context:
             raise
 
     def stop(self, reason: str) -> None:
-        """Ends the run with the next step that is committed, on all members, with a save: before
-        ``step.commit()`` that is the present one.
+        """Ends the run on all members, with a save, after the next step that is committed: the present one,
+        if it is called before ``step.commit()``.
 
-        ``reason`` is shown.  One member that asks is enough.
+        One member that asks is enough.  ``reason`` is shown to the user.
         """
         self._expect(
             isinstance(reason, str) and bool(reason.strip()), (f"ctx.stop({reason!r}): say why in words")
@@ -146,8 +146,8 @@ class Context:
         self._stop(reason)
 
     def _leave_early(self) -> None:
-        """Says at once that the loop was left, since what comes after it may take long.  An error is raised
-        once it has returned.
+        """Tells at once that the loop was left, since the user's code after it may take long.  An error in
+        here is raised once the user's function has returned.
         """
         step = self._step
         if (
@@ -169,10 +169,10 @@ class Context:
         return self._step is not None and self._step.begun and self._step.outcome is None
 
     def run(self, loop: Callable[[Context], object]) -> None:
-        """Calls ``loop``.  If it is left before the last step of the run, the newest step is the last one.
+        """Calls ``loop``.  If it ends before the last step of the run, the newest step becomes the last one.
 
-        Raises :class:`LoopError` if it is left without any step, or within one, and what it raises, or has
-        hidden.
+        Raises :class:`LoopError` if the loop ends without any step, or within one.  Raises the loop's own
+        error, and an error of a step that the loop has hidden.
         """
         broken = False
         try:
@@ -217,8 +217,8 @@ class Context:
 
 
 def _raises(frame: FrameType) -> bool:
-    """Returns whether an error is on its way through ``frame``, which no ``sys.exc_info()`` shows: its
-    traceback names the frame.
+    """Returns whether an exception is leaving ``frame``.  ``sys.exc_info()`` does not show it here, but the
+    traceback of the exception refers to the frame.
     """
     return any(isinstance(each, TracebackType) for each in gc.get_referrers(frame))
 

@@ -2,9 +2,10 @@
 for the next plan.
 
 There are two threads.  The training thread is in ``run``; the control thread brings the orders
-(``train/orders.py``).  Neither leaves a group before the coordinator settles the generation: leaving breaks
-the group's commit, and a member that is not yet fenced could still apply it.  The member
-(``protocol/member.py``) decides under its lock which orders count and what the answers are.
+(``train/orders.py``).  Neither thread leaves a process group before the coordinator settles the generation:
+leaving breaks the commit that the group is making, and a member that is not fenced yet could still apply that
+commit.  The member (``protocol/member.py``) decides, under the lock of the apply fence, which orders count
+and how they are answered.
 """
 
 from __future__ import annotations
@@ -48,29 +49,29 @@ from elastic.train.validation import validate
 from storage.checkpoints import Checkpoints
 
 SLOW_S = 5.0
-"""Seconds after its settlement at which a generation that is not left yet has the stacks of all threads
-written to the log.
+"""Seconds after the settlement of a generation at which the stacks of all threads are written to the log,
+unless the generation was left by then.
 """
 WITNESS_S = 0.05
-"""Seconds that the flight recorder has to say what is in flight before the world is aborted."""
+"""Longest time in seconds for which an abort waits until the collectives in flight are written to the log."""
 SHOWN = 8
 """Number of collectives in flight that are written to the log: the newest ones."""
 ABORT_S = 15.0
-"""Seconds that an abort may take.  It takes one or two on a busy device; if it takes longer than this,
-something is stuck.
+"""Seconds that the abort of the previous world may take.  It takes one or two on a busy device; a longer one
+is stuck.
 """
 LOOKS = 6
-"""Number of times in ``deadlines.stall_s`` that a member looks whether it stands still because members run
-unlike blocks.
+"""Number of times in ``deadlines.stall_s`` that a member checks whether the world stands still because
+members run unlike blocks.
 
-It takes up to three looks to tell, and the coordinator has counted since before.
+A finding takes up to three checks, and the coordinator begins to count ``stall_s`` earlier than the member.
 """
 UNLIKE = "ModelError: members ran unlike blocks"
 """Signature of the error that makes a world stand still because its members gather and sum blocks in
 different orders.
 """
 RUN_TIMEOUT_S = 24 * 3600.0
-"""Seconds after which collectives time out; so long that a loss is always noticed in another way."""
+"""Seconds after which a collective times out: so many that the loss of a member is always noticed earlier."""
 
 
 class Trainer(Controlled):
@@ -98,12 +99,12 @@ class Trainer(Controlled):
         self._newest: Outcome | None = None
         """The newest commit of the present world."""
         self._best: Score | None = None
-        """The validation by which the patience is measured."""
+        """The best validation so far, from which the patience counts."""
         self._worse = 0
-        """The number of validations after that one."""
+        """The number of validations since the best one."""
         self._left: Version | None = None
-        """The version that the loop has left behind as the last one; if its world was over by then, the next
-        one is told.
+        """The version after which the loop was left, so that it is the last one of the run.  If its world was
+        over by then, the coordinator is told of it in the next world.
         """
 
     # ---- control thread
@@ -119,9 +120,10 @@ class Trainer(Controlled):
             self._abort.start()
 
     def _aborts(self, world: World, before: threading.Thread | None) -> None:
-        """Aborts ``world`` on a thread of its own, and ends when the abort ``before`` has also ended.
+        """Aborts ``world``, and then waits for the end of the abort ``before``.
 
-        The control thread must hear the next plan meanwhile, and the training thread must build its world.
+        It runs on a thread of its own: meanwhile the control thread must hear the next plan, and the training
+        thread must build the next world.
         """
         witness = threading.Thread(target=self._tell_what_hangs, args=(world,), daemon=True)
         witness.start()
@@ -161,8 +163,8 @@ class Trainer(Controlled):
             self.profiler.close()
 
     def _evaluate(self, version: Version) -> None:
-        """Validates a checkpoint and notes the result in the bucket, or that it failed; an order that comes
-        meanwhile ends it.
+        """Validates a checkpoint and notes the result, or the failure, in the bucket.  An order that comes
+        meanwhile ends the validation.
         """
         validate_by_spare(
             self.session, self.device, self.checkpoints, version, lambda: not self.orders.empty()
@@ -317,7 +319,7 @@ class Trainer(Controlled):
             job.reduction.block,
             plan.nodes,
         )
-        self.profiler.finish()  # of a world that broke
+        self.profiler.finish()  # the profile of a world that broke
         snapshots = self.session.snapshots
         if snapshots is not None:
             snapshots.enter(plan, self.worker, state.shard)
@@ -335,8 +337,8 @@ class Trainer(Controlled):
             snapshots.make_room(lambda: not self.orders.empty())
 
     def _looking_at_the_order(self, plan: Plan, state: State) -> AbstractContextManager[None]:
-        """Tells the coordinator if the world stands still because members run unlike blocks, before it is
-        stopped without a cause.
+        """Returns a context in which the coordinator is told if the world stands still because members run
+        unlike blocks: before the coordinator itself stops the world and can name no cause.
         """
 
         def tell(sentence: str) -> None:
@@ -361,8 +363,8 @@ class Trainer(Controlled):
         self._say(Ends(self.worker, plan.generation, 0, why))
 
     def _loses_patience(self, state: State, found: Validated) -> bool:
-        """Returns whether ``found``, of the present state, is the last validation for which the run has
-        patience.
+        """Counts ``found``, the validation of the present state, and returns whether the run has no patience
+        left.
         """
         version, rule = state.shard.version, self.session.job.validation
         self._best = better_of(self._best, score := Score(version, found), rule.min_delta)
@@ -370,10 +372,10 @@ class Trainer(Controlled):
         return 0 < rule.patience <= self._worse
 
     def _leave(self, plan: Plan, state: State) -> None:
-        """Ends the run with the step that the loop has left behind.
+        """Ends the run with the newest step, after which the loop was left.
 
-        It is validated only if all members know that it is the last one: others may be in the next step by
-        now.
+        The state is validated only if all members know that this step is the last one: otherwise some of them
+        may be in the next step by now.
         """
         self._left, outcome = state.shard.version, self._newest
         if self._left.step >= self._last(plan) or (outcome is not None and outcome.boundary == ENDS):
@@ -385,8 +387,8 @@ class Trainer(Controlled):
         return min(plan.ends or self.session.job.steps, self.session.job.steps)
 
     def _save_last(self, plan: Plan, state: State, *, patience: bool = False) -> None:
-        """Tells the coordinator that the step that is done is the last one, if it is not that of the job, and
-        begins its save, if its commit has not.
+        """Tells the coordinator that the newest step is the last one of the run, and begins its save unless
+        its commit did.  After the job's own last step it does nothing.
         """
         if (step := state.shard.version.step) < self.session.job.steps:
             with self.apply_fence as member:
@@ -397,10 +399,10 @@ class Trainer(Controlled):
             self._say(Ends(self.worker, plan.generation, step, patience=patience, asked=asked))
 
     def _ends(self, plan: Plan, state: State, found: Validated | None = None) -> None:
-        """Ends the run with the step that is done, on all members: saves it, and validates what this world
-        has made.
+        """Ends the run with the newest step, on all members: saves the state, and validates it if this world
+        has made a step.
 
-        A run without patience was ended by ``found``.
+        ``found`` is the validation with which the run lost its patience, if that is why it ends.
         """
         job, step, outcome = self.session.job, state.shard.version.step, self._newest
         self._save_last(plan, state, patience=found is not None)
@@ -417,8 +419,8 @@ class Trainer(Controlled):
     def _steps(
         self, plan: Plan, state: State, shape: CommitShape, effects: Effects
     ) -> Generator[Step, None, bool]:
-        """Yields the steps of this world; the loop commits each of them before the next one.  Returns whether
-        the run ends with them.
+        """Yields the steps of this world; the loop commits each step before it takes the next one.  Returns
+        whether the run ends with the last of them.
         """
         job, world, step = self.session.job, state.world, plan.version.step
         last = self._last(plan)

@@ -55,8 +55,8 @@ UPDATES = Tensor("updates", "scalar", "F32", ())
 """Number of updates that were applied; a step that is skipped does not count."""
 
 MISSED = "updates.missed"
-"""Name of the scalars that count, for each trained parameter in the order of names, the updates that left it
-alone.
+"""Name of the scalars that count, for each trained parameter in the order of names, the updates that did not
+change it.
 """
 
 BUFFERS = ("buffer", "constant")
@@ -127,15 +127,15 @@ def build_model(job: Job, builder: Builder) -> nn.Module:
                 f"{without_secrets('model_args', job.model_args)}"
             )
         usual = torch.empty_like(parameter, memory_format=torch.contiguous_format)
-        # parts of it have these, and kernels rely on one order in memory
+        # its parts get these strides, and kernels rely on one order in memory
         if parameter.stride() != usual.stride():
             parameter.data = usual.data
     return model
 
 
 def _check_parameters(job: Job, model: nn.Module) -> None:
-    """Raises :class:`ModelError` for a parameter that cannot be part of the state, or not as the one that it
-    is.
+    """Raises :class:`ModelError` for a parameter that the state cannot hold: one without a shape, a tensor
+    subclass, one with a hook after accumulation, or one that shares its memory with another.
     """
     for name, parameter in model.named_parameters():
         named = f"parameter {name!r} of {job.model!r}"
@@ -188,12 +188,12 @@ def _fix_of(error: Exception) -> str:
 
 
 OTHER_DEVICE = ("same device", "not compiled with CUDA", "NVIDIA driver", "No CUDA GPUs")
-"""Words of torch about a tensor on a device on which the microbatch is not."""
+"""Words of torch's errors about a tensor that is not on the device of the microbatch."""
 
 
 def remedy(error: Exception, model: nn.Module) -> str:
-    """Returns what to do about an error of memory, or of tensors that are in no place that the engine knows;
-    "" for any other error.
+    """Returns what to do about a lack of memory, or about tensors that the engine cannot find and so does not
+    put on the device; "" for any other error.
     """
     if less := less_memory(error):
         return less
@@ -289,8 +289,8 @@ def digest_of(model: nn.Module) -> str:
 
 
 def begun_anew(job: Job, rule: Rule, tensors: Iterable[Tensor]) -> set[Tensor]:
-    """Returns the tensors that a branch begins anew if its checkpoint has none: with zeros, which stand for
-    the first loss scale, and averages with the weights.
+    """Returns the tensors that a branch begins anew if its checkpoint lacks them: averages with the values of
+    the weights, all others with zeros.  A loss scale of zero stands for the first loss scale.
     """
     averages = (tensor for tensor in tensors if tensor.kind == AVERAGE)
     return {*rule.kept, *(_scalar(name) for name in SCALARS if is_scaled(job)), *averages}
@@ -304,7 +304,7 @@ def in_its_stage(job: Job, model: nn.Module) -> Job:
     """Returns the job with stage 2 of ZeRO in place of ``auto``, if stage 3 cannot gather the weights of its
     model.
 
-    Its layouts are those of another job, so plans are made with ``job`` itself.
+    The returned job may have other layouts, so plans are made with ``job`` itself.
     """
     return (
         job.in_stage(2)
@@ -411,8 +411,8 @@ class State:
         self.guard = Guard(self.model, self.parameters, world, job.model, compiles=job.compile)
         self._modules, self._put_into_training = [*self.model.modules()], False
         self.used: torch.Tensor | None = None
-        """It has a 0 for each trained parameter that no microbatch of the prepared step gave a gradient; None
-        if there is none.
+        """A number for each trained parameter: 0 if no microbatch of the prepared step gave it a gradient,
+        else 1; None if all are 1.
         """
         self.tried = False
         """True once a microbatch was computed."""
@@ -467,7 +467,7 @@ class State:
         return values
 
     def begin_averages(self) -> None:
-        """Lets the averages be the weights, as before the first update, or where a branch begins them."""
+        """Sets the averages to the weights: before the first update, or where a branch begins to average."""
         for (kind, name), value in self.shard.values.items():
             if kind == AVERAGE and self.optimizer.rule.averages:
                 value.copy_(self.shard.values["parameter", name])
@@ -515,7 +515,7 @@ class State:
 
     def move(self) -> None:
         """Lets the shard live in the next slot, to which an update has brought the streamed tensors, and
-        writes the others.
+        writes the other tensors there.
         """
         assert self.next_home is not None
         self._live_in(self.next_home)
@@ -554,8 +554,8 @@ class State:
         self.guard.reserve()
 
     def train(self) -> None:
-        """Puts the model into training mode by its own ``train()``, which may leave parts of it out, unless
-        that was done and all is.
+        """Puts the model into training mode by its own ``train()``, which may leave some modules out.  It
+        does nothing if that was done and all modules are still in training mode.
         """
         if not (self._put_into_training and all(module.training for module in self._modules)):
             self.model.train()

@@ -53,33 +53,36 @@ from storage.errors import Unavailable
 from storage.slices import Tensor
 
 MICROBATCH = 1024
-"""Largest microbatch that an error proposes."""
+"""Largest microbatch that an error message proposes."""
 SAVE_S = 5.0
-"""Seconds that a due save waits, once, for the previous save.  It is a balance: checkpoints that are far
-apart cost steps, and so does waiting for a bucket that is down."""
+"""Seconds that a due save waits, once, for the previous save.  If it does not wait, checkpoints are further
+apart, and a failure costs more steps; if the bucket is down, waiting costs time.
+"""
 NCCL = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # torch's watchdog must not end the process: recovery is ours
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
-    # else its watchdog sleeps 4 × 15 s once a peer's socket breaks, and ending the group waits
+    # else torch's watchdog sleeps 4 × 15 s when a peer's socket breaks, and the end of the group waits for it
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
-    # its thread crashes processes whose peers come and go (NCCL issues 1996 and 2346)
+    # NCCL's RAS thread crashes processes whose peers come and go (NCCL issues 1996 and 2346)
     "NCCL_RAS_ENABLE": "0",
     "NCCL_NVLS_ENABLE": "0",  # an abort crashes on memory that is registered for multicast
 }
 DETERMINISTIC = {"TORCHINDUCTOR_DETERMINISTIC": "1"}
-"""Says to torch's compiler what ``torch.use_deterministic_algorithms`` says to it; it reads this when it is
-imported.
+"""The variable that has the effect of ``torch.use_deterministic_algorithms`` on torch's compiler, which reads
+it when it is imported.
 """
 ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-"""Settings of torch's allocator.  Each layout has tensors of other sizes: with segments of fixed size the
-remains of every world add up, and NCCL finds no memory."""
+"""Settings of torch's allocator.  The sizes of tensors change with the layout: with segments of fixed size,
+unused pieces from every world would add up until NCCL finds no memory.
+"""
 
 
 COMES_S = 5.0
-"""Seconds within which more of a node's memory must become free, or no more is coming.  The system needs half
-a minute to give back what a large process had that was killed."""
+"""Seconds without more free memory on the node after which no more is expected.  The system needs half a
+minute to give back the memory of a large process that was killed.
+"""
 IN_MEMORY = ("tmpfs", "ramfs")
 """Filesystems whose files are in memory."""
 OVER_A_NETWORK = (
@@ -93,9 +96,9 @@ def prepare_process(job: Job, address: str = "", *, alone: bool = False) -> torc
     """Fixes what would vary between processes; returns this worker's device.  Other nodes reach this one at
     ``address``.
 
-    A process that stays ``alone`` does without torch's compiler, whose import takes a second, unless the job
-    or the user's code compiles. For others FSDP2 needs it: it is imported here, and not while the members of
-    a world wait for each other.
+    The import of torch's compiler takes a second.  A process that stays ``alone`` imports it only if the job
+    or the user's code compiles.  Any other process needs it for FSDP2, and imports it here, so that the
+    members of a world do not wait for each other's import.
 
     Raises :class:`JobError` if this machine lacks something that the job asks for.
     """
@@ -149,7 +152,7 @@ def prepare_process(job: Job, address: str = "", *, alone: bool = False) -> torc
 def check_folder(folder: str, kind_of_disk: Callable[[str], str] = filesystem) -> str:
     """Returns a warning if ``folder`` is not on a disk of this node, or "".
 
-    Raises :class:`JobError` unless this process can make files there, and if they would be in memory.
+    Raises :class:`JobError` if this process cannot make files there, or if the files would be in memory.
     """
     try:
         with TemporaryFile(dir=folder):
@@ -267,8 +270,8 @@ def _sizes_of(job: Job, dataset: Dataset) -> tuple[int, ...]:
 
 
 def _readers_of(job: Job, section: str = "data") -> Readers | None:
-    """Returns the processes that read the dataset, if the job asks for some.  Raises :class:`JobError` for
-    one that they cannot open.
+    """Returns the processes that read the dataset, or None if the job asks for none.  Raises
+    :class:`JobError` for a dataset that they cannot open.
     """
     if not job.data.readers:
         return None
@@ -283,7 +286,9 @@ def _readers_of(job: Job, section: str = "data") -> Readers | None:
 
 
 def _held_out(job: Job, loader: Loader, counters: Counters) -> Loader | None:
-    """Opens the samples of the validation, if there is one.  Raises :class:`DataError`."""
+    """Returns the loader of the held-out samples, or None if the job has no validation.  Raises
+    :class:`DataError`.
+    """
     validation = job.validation
     if not validation.every:
         return None
@@ -344,12 +349,13 @@ def make_snapshots(
     least: int = 1,
     shared: int = 1,
 ) -> Snapshots:
-    """Returns this worker's slots.  They may become as large as its shard in the smallest permitted world of
-    ``least`` or more shards, if the node has the memory.  They begin as in a world of ``shared`` or more.
+    """Returns this worker's slots.  If the node has the memory, they may grow to the size of its shard in the
+    smallest permitted world of ``least`` or more shards.  They begin at the size of its shard in the largest
+    permitted world, of ``shared`` or more shards.
 
-    Raises :class:`JobError` if this node, beside the copies of its other workers, has no room for its shard
-    in a world of ``workers.max``. Raises :class:`NoRoomYet` if it may have room once the memory of dead
-    workers is given back.  As long as memory comes back, it waits.
+    Waits as long as the node's free memory grows.  Then it raises :class:`JobError` if this node, beside the
+    copies of its other workers, has no room for this worker's shard in a world of ``workers.max``, and
+    :class:`NoRoomYet` if it may have room once the memory of dead workers is given back.
     """
     layouts = job.layouts(least)
     rule = job.rules()
@@ -412,8 +418,8 @@ def make_snapshots(
 
 
 def _shard_bytes(tensors: Sequence[Tensor], layout: Layout) -> int:
-    """Returns the bytes of a copy of the first member's part, as an estimate for every member.  On the data
-    axes none has more.
+    """Returns the bytes of a copy of the first member's part, as an estimate for every member: on the data
+    axes no member has more.
     """
     return frame(tensors, cell_of(layout, 0)).bytes
 
@@ -445,8 +451,11 @@ def opened(job: Job, section: str = "data") -> Dataset:
 
 
 def lengths_of(job: Job, dataset: Dataset) -> Lengths:
-    """Returns what tells the lengths of samples, which raises :class:`DataError` for any failure.  Raises it
-    at once if there is none.
+    """Returns a function from ids of samples to their lengths.  It raises :class:`DataError` if the dataset's
+    ``lengths()`` fails.
+
+    Raises :class:`DataError` at once if the dataset has no ``lengths()``, or if it fails for the first
+    sample.
     """
     told = getattr(dataset, "lengths", None)
     if not callable(told):
@@ -497,7 +506,7 @@ def _failed(job: Job, error: Exception, section: str = "data") -> str:
 
 
 def held_out_of(session: Session) -> str:
-    """Returns what tells the samples of the validation from others; "" without one."""
+    """Returns a text that identifies the held-out samples; "" without a validation."""
     if session.held_out is None:
         return ""
     dataset = session.held_out.dataset
@@ -508,8 +517,8 @@ def held_out_of(session: Session) -> str:
 
 
 def expect_same_samples(session: Session, build: Build) -> None:
-    """Raises :class:`JobError` if a fingerprint is another one than in ``build``, with which the same job was
-    checked a moment before.
+    """Raises :class:`JobError` if a fingerprint differs from that in ``build``, which the checks of the same
+    job made a moment before.
     """
     for section, now, then in (
         ("data", fingerprint_of(session.job, session.loader.dataset), build.data),
@@ -524,7 +533,7 @@ def expect_same_samples(session: Session, build: Build) -> None:
 
 
 def unlike_held_out(session: Session) -> list[str]:
-    """Returns a sentence if the samples of the validation are those that are trained on."""
+    """Returns a warning if the held-out samples are those on which the run trains; else an empty list."""
     if not held_out_of(session).startswith(f"{fingerprint_of(session.job, session.loader.dataset)}, "):
         return []
     return [
@@ -535,7 +544,7 @@ def unlike_held_out(session: Session) -> list[str]:
 
 def build_of(session: Session, model: nn.Module | None = None) -> Build:
     """Returns the build of this process: everything that must be the same for all members.  ``model`` is the
-    job's, if it is there.
+    job's model, if the caller has built it.
     """
     job, (major, minor, _) = session.job, platform.python_version_tuple()
     return Build(

@@ -92,7 +92,8 @@ class Session:
     held_out: Loader | None = None
     """Reads the samples of the validation; None if there is none."""
     shapes: dict[str, list[int]] | None = None
-    """The shapes of the first microbatch that this process has computed, where no other one may have others.
+    """The shapes of the first microbatch that this process has computed, if all later ones must have the
+    same.
     """
     loop: Callable[[Any], object] | None = None
     """The loop that gets a :class:`~elastic.train.context.Context`: the user's, or our own."""
@@ -118,22 +119,22 @@ class Share:
     validated: Validated | None = None
     """The validation of the state before the step."""
     own_rate: float | None = None
-    """The learning rate that a schedule of the user's says."""
+    """The learning rate by the user's own schedule; None without one."""
     most_loss: float | None = None
-    """The largest mean loss of a microbatch that counts, or would if the run did more than warn; None if each
-    does.
+    """The largest mean loss with which a microbatch counts, or would count if the run did more than warn;
+    None if every microbatch counts.
     """
     unused: frozenset[str] | None = None
-    """The trained parameters to which none of this member's microbatches gave a gradient; None if it has had
-    none yet.
+    """The trained parameters to which none of this member's microbatches gave a gradient; None before its
+    first microbatch.
     """
     keeps: list[torch.Tensor] = field(default_factory=list)
-    """True for each microbatch that counts, on the device; empty if each does."""
+    """A bool on the device for each microbatch, true if it counts; empty if every microbatch counts."""
 
 
 class _Failure:
-    """Keeps the first error of the operations of a step, each of which is a ``with``, and raises it in every
-    later one.
+    """Keeps the first error of a step's operations, each of which runs in a ``with`` of this object, and
+    raises it in every later operation.
     """
 
     error: BaseException | None = None
@@ -143,7 +144,7 @@ class _Failure:
             raise self.error
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        self.error = self.error or error  # operations may be within each other
+        self.error = self.error or error  # one operation may call another
 
 
 class Step:
@@ -165,8 +166,9 @@ class Step:
         validated: Validated | None = None,
         done: Callable[[Outcome, Metrics], None] = lambda outcome, metrics: None,
     ) -> None:
-        """``boundary()`` returns what this member asks for after the step, ``validated`` is told of the state
-        before it, and ``done`` gets the outcome, and the loop's own metrics, once the step is applied.
+        """``boundary()`` returns this member's request for the boundary after the step.  ``validated`` is the
+        validation of the state before the step.  ``done`` gets the outcome and the loop's own metrics once
+        the step is applied.
         """
         self._session, self._state, self._fence, self.number = session, state, fence, number
         self._boundary, self._done = boundary, done
@@ -200,11 +202,11 @@ class Step:
                 self._backward(*loss_of(self._session, self._state.model, batch, loss))
 
     def batches(self) -> Iterator[dict[str, torch.Tensor]]:
-        """Yields this member's microbatches, on its device.  Each wants forward, and :meth:`backward`, before
-        the next one comes.
+        """Yields this member's microbatches, on its device.  Forward and :meth:`backward` of each must run
+        before the next one is taken.
 
-        The number of microbatches depends on the world.  One whose gradient counts for nothing may be among
-        them, so that all members run as many; it is not known which.
+        The number of microbatches depends on the world.  All members run equally many, so a microbatch may be
+        idle: its gradient counts for nothing.  The loop cannot tell which one it is.
         """
         with self._failure:
             self._expect(
@@ -324,7 +326,7 @@ class Step:
         share.losses.append(loss.detach())
         share.counts.append(torch.as_tensor(count, device=state.world.device))
         weight: float | torch.Tensor = 0.0 if index is None else state.optimizer.loss_scale.value
-        # as :attr:`Outcome.left_out` finds, in the same arithmetic
+        # the same arithmetic as in :attr:`Outcome.left_out`, so that both find the same microbatches
         if share.most_loss is not None and state.spikes.rule.skips:
             terms = share.counts[-1].double()
             share.keeps.append((share.losses[-1].double() <= share.most_loss * terms) | (terms == 0))
@@ -404,7 +406,8 @@ def loss_of(
     """Returns what the user's loss returns.  Raises :class:`LossError` unless it is (sum, count), two
     scalars.
 
-    ``loss`` stands in for that of the job.  Raises :class:`ModelError` for a slip in it.
+    ``loss`` takes the place of the job's loss.  Raises :class:`ModelError` if the loss fails with a KeyError
+    or a TypeError.
     """
     named = (
         f"loss = {session.job.loss!r}"
@@ -415,7 +418,7 @@ def loss_of(
         returned = (loss or session.loss)(model, batch)
     except (KeyError, TypeError) as error:  # the usual slips in a loss; any other error speaks for itself
         if in_a_collective(error):
-            raise  # a peer's doing
+            raise  # a peer caused it
         raise ModelError(
             f"{named} failed with {failure(error)}; it gets the model and a batch of {sorted(batch)}, and "
             f"{CONTRACT}"
@@ -424,13 +427,15 @@ def loss_of(
 
 
 def by_next_token(session: Session) -> bool:
-    """Returns whether only our own loss reads samples, so that it is known what they are."""
+    """Returns whether Elastic's next-token loss alone reads the samples, so that they are known to hold
+    tokens.
+    """
     return session.loss is next_token and not session.job.loop
 
 
 def compare_tokens(session: Session, model: torch.nn.Module) -> None:
-    """Lets the loader compare what it reads from now on with the vocabulary of ``model``, if that and the
-    loss say what tokens are.
+    """Lets the loaders compare the tokens that they read from now on with the vocabulary of ``model``, if the
+    model names one and the samples are known to hold tokens (:func:`by_next_token`).
     """
     known = getattr(model, "vocab", None) if by_next_token(session) else None
     for loader in filter(None, (session.loader, session.held_out)):
@@ -441,7 +446,7 @@ def seed_all(seed: int, device: torch.device) -> None:
     """Seeds the generators from which the user's code may draw: torch's, of the CPU and of ``device``,
     Python's and numpy's.
 
-    ``torch.manual_seed`` formats a traceback each time if there is no GPU.
+    It does not call ``torch.manual_seed``, which formats a traceback each time if there is no GPU.
     """
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
@@ -457,8 +462,8 @@ def microbatch_seed(seed: int, step: int, microbatch: int) -> int:
 
 
 def prepare(session: Session, state: State, fence: ApplyFence, step: int, share: Share) -> torch.Tensor:
-    """Reduces what the optimizer needs from the group, and returns the squared norm.  Afterwards this member
-    can apply alone.
+    """Reduces over the group what the optimizer needs, and returns the squared norm of the gradient.
+    Afterwards this member can apply the step without the other members.
     """
     session.counters.at("commits")
     grads = state.parameters.grads()
@@ -483,7 +488,7 @@ def used_anywhere(state: State, share: Share) -> torch.Tensor | None:
     """Returns, for each trained parameter, 1 if a microbatch of any member gave it a gradient, else 0: uint8,
     on the device.
 
-    A worker without others knows it: None means that all are used.
+    Returns None if this worker is the only member and all parameters are used.
     """
     unused = frozenset(state.trained) if share.unused is None else share.unused
     if state.world.size == 1 and not unused:
@@ -567,7 +572,7 @@ def commit(
 
 
 def _with_layers(state: State, outcome: Outcome, squares: torch.Tensor) -> Outcome:
-    """Returns the outcome with what it tells of layers, if it is to tell anything."""
+    """Returns ``outcome`` with the norms of the layers, if they are to be recorded for this step."""
     scale = state.optimizer.loss_scale
     if outcome.step % state.job.watch.every if outcome.finite else scale.shrinks:
         return outcome

@@ -1,9 +1,9 @@
 """Makes what a run owes for a checkpoint (:mod:`elastic.runs.owed`) from the bucket: an export, samples of
 text, or a validation.
 
-Exports and samples are made on the CPU, and nothing of them belongs to a world.  A spare worker makes a
-validation in a world of its own. Several processes may make the same at once: the bytes are the same, and
-only one of them notes it.
+Exports and samples are made on the CPU, without a world.  A spare worker makes a validation in a world of its
+own.  Several processes may do the same errand at once: they make the same bytes, and only one of them notes
+the result.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ from storage.checkpoints import Checkpoints, Reader
 from storage.errors import Unavailable
 
 AGAIN_S = 5.0
-"""Seconds from a validation by a spare that met a bucket which did not answer to the next attempt."""
+"""Seconds that a spare waits before it validates again, if the bucket did not answer."""
 
 Progressed = Callable[[], None]
-"""The function that an errand calls after each small part of its work, so that whoever waits for it sees that
-it makes progress.
+"""The function that an errand calls after each small part of its work, so that a waiting process sees
+progress.
 """
 Made = tuple[dict[str, Any], str]
 """The document of what was made, and the sentence that tells of it."""
 
 
 def pay(run: Run, job: Job, debt: Debt) -> tuple[str, bool]:
-    """Makes what is owed with the settings that were recorded when its checkpoint was saved; all else is as
-    ``job`` says.
+    """Pays ``debt`` with the settings that were recorded when its checkpoint was saved; all other settings
+    are those of ``job``.
 
     Returns and raises as :func:`attempt`.
     """
@@ -64,12 +64,12 @@ def pay(run: Run, job: Job, debt: Debt) -> tuple[str, bool]:
 def attempt(
     run: Run, debt: Debt, make: Callable[[Progressed], Made], *, traced: bool = False
 ) -> tuple[str, bool]:
-    """Notes what ``make`` returns, or that it failed.  Returns the sentence for the story, and whether it is
-    done.
+    """Notes in the bucket what ``make`` returns, or that it failed.  Returns (sentence for the story, whether
+    the debt is paid).
 
-    With ``traced``, the traceback of a failure goes to the log of this process. The sentence is "" if
-    somebody else was first.  Raises :class:`Unavailable` if the bucket does not answer, and
-    :class:`FencedOff` if there is something else to do: these are no failures.
+    The sentence is "" if another process was first.  With ``traced``, the traceback of a failure goes to the
+    log of this process.  Raises :class:`Unavailable` if the bucket does not answer, and :class:`FencedOff` if
+    an order interrupts the work: neither is noted as a failure.
     """
     try:
         about, told = make(owed.ProgressNote(run, debt))
@@ -83,12 +83,12 @@ def attempt(
 
 
 def export(run: Run, job: Job, debt: Debt, progressed: Progressed) -> Made:
-    """Writes the weights as one safetensors file into the bucket, with the bytes of model.safetensors of
-    `elastic checkpoint export`.
+    """Writes the weights as one safetensors file into the bucket, with the same bytes as the
+    model.safetensors that `elastic checkpoint export` writes.
     """
     key = f"{job.name}/exports/{debt.version.step:012d}/g{debt.version.generation}/model.safetensors"
     file = run.checkpoints.export_model(debt.version, key, progressed)
-    # what processes that died have left; one that lives tries again, and finds the export
+    # parts that dead processes left; a process that still writes tries again, and finds the export
     run.store.tidy(f"{key.rpartition('/')[0]}/")
     return {"place": key, "bytes": file.size, "digest": file.blake3}, (
         f"{debt}: {file.size:,} bytes in {run.store.full_name(key)}"
@@ -128,7 +128,7 @@ WORK: Mapping[str, Callable[[Run, Job, Debt, Progressed], Made]] = {
     owed.EXPORT: export,
     owed.SAMPLES: samples,
 }
-"""The functions that make what any process can make, by its kind."""
+"""The functions for the kinds of debts that any process can pay."""
 
 
 def validate_by_spare(
@@ -142,8 +142,8 @@ def validate_by_spare(
     the bucket, or that it failed.
 
     The spare reads the checkpoint into a world of its own, on its own device, so the result has the bits that
-    the members would have found. It drops the work at the next slice or microbatch once it is ``interrupted``
-    by an order; the validation then stays owed.
+    the members would have found.  Once ``interrupted()`` is true, because an order has come, the spare drops
+    the work at the next slice or microbatch; the validation then stays owed.
     """
     run, debt = Run(session.job, checkpoints.store), Debt(version, owed.VALIDATION)
 
@@ -203,9 +203,9 @@ def generate(
     window: int | None,
 ) -> Iterator[int]:
     """Yields at most ``most`` tokens that follow ``begun``, up to the end of a document.  The model sees the
-    last ``window`` of them.
+    last ``window`` tokens, or all if it is None.
 
-    With ``temperature`` 0 each is the most likely one, the first of several.
+    With ``temperature`` 0 each token is the most likely one; of equally likely ones, the first.
     """
     tokens = torch.tensor([begun], dtype=torch.int64)
     for _ in range(most):
@@ -222,8 +222,8 @@ def generate(
 
 
 def _logits(found: Any, tokens: Tensor, model: nn.Module) -> Tensor:
-    """Returns what the model has ``found`` for tokens, [1, seq, vocabulary].  Raises :class:`ModelError` if
-    that is something else.
+    """Returns ``found``, the model's output for ``tokens``, if it is logits [batch, seq, vocabulary].  Raises
+    :class:`ModelError` if it is anything else.
     """
     if not isinstance(found, Tensor) or found.dim() != 3 or found.shape[:2] != tokens.shape:
         what = (
@@ -259,7 +259,7 @@ def check_samples(job: Job, model: nn.Module, dataset: object) -> None:
         try:
             with torch.no_grad(), torch.device("meta"):
                 found = model(shown)
-        except Exception:  # it may need values; then the first checkpoint shows it
+        except Exception:  # the model may need values; then the first checkpoint shows the fault
             return
         vocabulary = _logits(found, shown, model).shape[2]
         if max(tokens) >= vocabulary:

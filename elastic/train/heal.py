@@ -1,8 +1,8 @@
-"""Brings every slice of a new shard to the plan's version, from the nearest place that holds it.
+"""Brings every slice of a new shard to the plan's version, from the nearest place that holds that slice.
 
-All peers compute with the same pure function who sends what to whom, so there are no requests: each pair
-exchanges all its slices in a few messages.  A member copies the slices that it already holds from its own
-memory.
+All members compute with the same pure function who sends what to whom, so there are no requests: each pair of
+members exchanges all its slices in a few messages.  A member copies the slices that it already holds from its
+own memory.
 """
 
 from __future__ import annotations
@@ -41,9 +41,10 @@ from storage.checkpoints import Checkpoints, Reader
 from storage.slices import AVERAGE, Slice, Tensor
 
 WEIGHTS = ("parameter", *BUFFERS)
-"""The kinds of tensors with which a run begins that takes the weights of another."""
+"""The kinds of tensors that a run with ``init`` takes from another run."""
 MESSAGE = 2**28
-"""Largest size of a message in bytes; both sides stage it on their device, beside the old and the new shard.
+"""Largest size of a message in bytes; sender and receiver each hold the message on their device, beside the
+old and the new shard.
 """
 
 
@@ -52,11 +53,11 @@ def nothing() -> None:
 
 
 def home_of(session: Session, plan: Plan, worker: WorkerId, held: Iterable[Shard] = ()) -> ShardHome | None:
-    """Returns the slot in which the worker's shard of a new world will live: the one that holds it already,
-    if there is one.
+    """Returns the slot in which the worker's shard of a new world will live: if a slot holds that shard
+    already, it is that slot.
 
-    ``held`` are the shards that the worker holds until then.  Returns None if the job does not offload its
-    state.
+    ``held`` are the shards that the worker holds until the new world is healed.  Returns None if the job does
+    not offload its state.
     """
     if session.snapshots is None or not session.job.offloads:
         return None
@@ -127,8 +128,10 @@ class Healing:
         """Fills the rest of the shard.
 
         ``there`` has the shards that this worker still holds, of any version and layout.  ``hook`` is called
-        several times on the way. Raises :class:`WorldBroken` if a member is lost (:class:`CopyLost`: if a
-        keeper's copy cannot be read), :class:`StateMissing`, and the errors of the bucket.
+        between parts of the work.
+
+        Raises :class:`WorldBroken` if a member is lost, :class:`CopyLost` if a keeper's copy cannot be read,
+        :class:`StateMissing`, and the errors of the bucket.
         """
         counters = self.session.counters
         if self.plan.tier == "init":
@@ -166,8 +169,8 @@ class Healing:
             counters["healed_bucket_bytes"] += from_bucket(state, plan, checkpoints, left, hook)
 
     def settle(self) -> None:
-        """Makes the slot in which the shard lives its copy.  It is called once it is certain that nothing was
-        torn.
+        """Turns the slot in which the shard lives into a copy of this version.  The caller is certain that no
+        slice was torn.
         """
         state, snapshots = self.state, self.session.snapshots
         if snapshots is None or (home := state.shard.home) is None or self._there:
@@ -198,7 +201,8 @@ def from_members(
 
     Slices that this worker itself holds are copied from ``there``.  Without ``fill`` the shard stays as it
     is.  Raises :class:`WorldBroken` if a member is lost, :class:`StateMissing` if this worker does not hold
-    what the plan takes from it, and :class:`StateDamaged` if that is in a file that changed.
+    what the plan takes from it, and :class:`StateDamaged` if a slice that it sends is in a file that has
+    changed.
     """
     tensors = {(tensor.kind, tensor.name): tensor for tensor in state.tensors}
     rank_of = {member: rank for rank, member in enumerate(plan.members)}
@@ -234,8 +238,8 @@ def from_members(
 def _find(sources: list[Shard], tensor: Tensor, wanted: Slice, sound: set[tuple[int, Key]]) -> torch.Tensor:
     """Returns the memory of ``wanted`` in the first of the shards that contains it.
 
-    ``sound`` has the slots and tensors that were looked at already.  Raises :class:`StateDamaged` if the
-    tensor is in a file that changed.
+    ``sound`` has the pairs of slot and tensor that were checked before.  Raises :class:`StateDamaged` if the
+    tensor is in a file that has changed, and :class:`StateMissing` if no shard contains the slice.
     """
     for shard in sources:
         if place_of(tensor, shard.cell, wanted) is not None:
@@ -253,9 +257,10 @@ def _exchange(
     world: World,
     hook: Callable[[], None],
 ) -> int:
-    """Exchanges messages round by round, one for each pair of members in a round; returns the bytes received.
+    """Exchanges messages in rounds, and returns the bytes received.  In a round, a member sends at most one
+    message to each other member.
 
-    Both sides list the same slices in the same order.
+    Sender and receiver list the same slices in the same order.
     """
     sends, receives = (
         {rank: _messages(parts) for rank, parts in side.items()} for side in (outgoing, incoming)
@@ -277,7 +282,7 @@ def _messages(parts: list[torch.Tensor]) -> list[list[torch.Tensor]]:
     """Returns ``parts``, in their order, as messages of at most ``MESSAGE`` bytes, or of one row if a row is
     larger.
 
-    The result depends on shapes alone, which both sides know.
+    The result depends on shapes alone, which sender and receiver both know.
     """
     messages: list[list[torch.Tensor]] = []
     room = 0
@@ -315,7 +320,7 @@ def _exchange_at_once(
     for work in under_way:
         try:
             work.wait()
-        # gloo raises this class for a lost peer; only this place tells that from an error of ours
+        # gloo raises this class for a lost peer; only here is it certain that it is no error of ours
         except RuntimeError as error:
             raise WorldBroken("the connection to another member broke while slices were exchanged") from error
     # waits by polling: copies to the host synchronise, and would block behind a peer that died
@@ -344,9 +349,11 @@ def from_bucket(
     """Reads the slices ``wanted`` of this member's shard from the checkpoint of the plan's version; returns
     the bytes read.
 
-    What the job keeps beside the rule, and the loss scale, may be new: a branch begins it anew, also in
-    another size.  Raises :class:`StateMissing` if the checkpoint has other tensors than the model,
-    ``Damaged``, which names the object, and other errors of the bucket.
+    Tensors that a branch begins anew (:func:`begun_anew`) may be missing in the checkpoint, or have another
+    size there.
+
+    Raises :class:`StateMissing` if other tensors of the checkpoint do not fit the model, ``Damaged``, which
+    names the object, and other errors of the bucket.
     """
     reader = checkpoints.open(plan.version)
     stored = reader.tensors()
@@ -368,7 +375,7 @@ def from_bucket(
 @torch.no_grad()
 def weights_of(state: State, checkpoints: Checkpoints, hook: Callable[[], None]) -> int:
     """Reads this member's part of the weights of ``init``, a checkpoint of another run; returns the bytes
-    read.  Raises as above.
+    read.  Raises as :func:`from_bucket`.
     """
     origin = Origin.of(state.job.init)
     reader = forks.checkpoints(checkpoints.store, origin.run).open(origin.version)

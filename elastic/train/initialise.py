@@ -1,9 +1,9 @@
 """Gives a new run its first values: every member runs the user's initialisation by itself and keeps its own
 slices.
 
-All members run the same code from the same seed on devices of one kind, so they get the same bits, and
-nothing travels but a few numbers by which they check that.  It takes as long as it takes: the coordinator
-sees that a member still gets further, and ``deadlines.form_s`` begins anew each time.  A member that is lost
+All members run the same code from the same seed on devices of one kind, so they get the same bits; they
+exchange only a few numbers to check this.  Initialisation has no deadline of its own: each time the
+coordinator sees that a member makes progress, ``deadlines.form_s`` begins anew.  A member that is lost
 meanwhile ends the world, and the next one initialises again, in its own layout, to the same bits.
 """
 
@@ -27,9 +27,11 @@ from elastic.train.model import BUFFERS, Builder, State
 from storage.slices import Tensor
 
 TOLD_S = 1.0
-"""Seconds of an initialisation from which on it is worth a line."""
+"""Seconds from which on the duration of an initialisation is written to the log."""
 SAMPLED = 4096
-"""Number of elements of a tensor, evenly spread, by which members check that they have the same values."""
+"""Number of elements of a tensor, evenly spread, that members compare to check that they have the same
+values.
+"""
 
 
 @torch.no_grad()
@@ -76,8 +78,8 @@ def _by_itself(
     hook: Callable[[], None],
     leave_if_over: Callable[[], None],
 ) -> list[str]:
-    """Initialises this member's slices; returns the names of tensors that some member has with other values
-    than world rank 0.
+    """Initialises this member's slices; returns the names of the tensors whose values differ between some
+    member and world rank 0.
     """
     job, device, began = state.job, state.world.device, time.monotonic()
     tensors = {tensor.name: tensor for tensor in state.tensors if tensor.kind in ("parameter", *BUFFERS)}
@@ -109,7 +111,9 @@ def _by_itself(
 
 
 def cut(state: State, tensor: Tensor, whole: torch.Tensor) -> None:
-    """Copies this member's boxes of a whole tensor into its shard."""
+    """Copies this member's boxes of the whole tensor into its shard.  Raises :class:`ModelError` if ``whole``
+    has another shape than ``tensor``.
+    """
     if tensor.kind == "parameter":
         whole = with_rows(whole)
     if tuple(whole.shape) != tensor.shape:
@@ -139,8 +143,8 @@ def lay(name: str, nbytes: int) -> None:
 
 
 def _sample(whole: torch.Tensor) -> torch.Tensor:
-    """Returns a number for the bits of ``SAMPLED`` elements and their order, int64 on the device of
-    ``whole``.
+    """Returns a number that depends on the bits of about ``SAMPLED`` elements and on their order: int64, on
+    the device of ``whole``.
     """
     flat = whole.detach().flatten()
     bits = flat[:: max(1, flat.numel() // SAMPLED)].contiguous().view(torch.uint8).to(torch.int64)

@@ -412,7 +412,7 @@ class State:
         self._modules, self._put_into_training = [*self.model.modules()], False
         self.used: torch.Tensor | None = None
         """A number for each trained parameter: 0 if no microbatch of the prepared step gave it a gradient,
-        else 1; None if all are 1.
+        else 1.  None counts as all 1.
         """
         self.tried = False
         """True once a microbatch was computed."""

@@ -1,5 +1,5 @@
-"""The control thread's part of a worker: an order passes the member, and what counts waits for the training
-thread.
+"""The control thread's part of a worker: each order goes to the member first, and an order that counts is
+queued for the training thread.
 
 The control thread never waits for the training thread, except for an update that is under way.
 """
@@ -27,7 +27,7 @@ class Enter:
 
 @dataclass(frozen=True)
 class Settled:
-    """An order to apply the settlement of ``generation``, which is over, and to leave it."""
+    """An order to apply the settlement of ``generation``, whose world has ended, and to leave that world."""
 
     generation: int
 
@@ -53,7 +53,9 @@ class Leave(Exception):
 
 
 class Controlled:
-    """Base of what trains.  ``report(event)`` tells the coordinator and does not block."""
+    """Base class of the :class:`~elastic.train.loop.Trainer`: takes orders on the control thread.
+    ``report(event)`` tells the coordinator and does not block.
+    """
 
     def __init__(self, fence: ApplyFence, report: Callable[[Event], None]) -> None:
         self.apply_fence, self.report = fence, report
@@ -87,7 +89,8 @@ class Controlled:
             member.pause(generation, save)
 
     def fence(self, generation: int, whole: bool = False) -> None:
-        """Stops this member from applying more of ``generation``, and answers what it holds.
+        """Stops this member from applying more steps of ``generation``, and reports what state the member
+        holds.
 
         If an update is under way, the answer is deferred and the training thread gives it.  ``whole``: see
         :meth:`Member.fence`.
@@ -97,8 +100,8 @@ class Controlled:
         self._answer(answer)
 
     def settle(self, generation: int, outcome: Outcome | None) -> None:
-        """Takes the settlement of a generation and ends its world, which is allowed only now that all members
-        are fenced or expelled.
+        """Takes the settlement of a generation and ends its world, which is allowed because all members are
+        fenced or expelled by then.
         """
         with self.apply_fence as member:
             taken = member.settle(generation, outcome)
@@ -112,7 +115,7 @@ class Controlled:
         """
 
     def exit(self) -> None:
-        """Orders the training thread to leave the run, once it has come to the orders given before."""
+        """Orders the training thread to leave the run, after the orders that were given before this one."""
         self.orders.put(None)
 
     def evaluate(self, version: Version) -> None:
@@ -120,8 +123,8 @@ class Controlled:
         self.orders.put(Evaluate(version))
 
     def attach(self) -> None:
-        """Tells a new coordinator where this worker stands, and repeats what may have been lost with the
-        previous coordinator.
+        """Tells a new coordinator where this worker stands, and repeats the events that the previous
+        coordinator may not have passed on.
         """
         with self.apply_fence as member:
             events = member.attached()
@@ -143,7 +146,7 @@ class Controlled:
         return order
 
     def _evaluate(self, version: Version) -> None:
-        """Validates a checkpoint, while no order comes."""
+        """Validates a checkpoint until an order comes; the base class does nothing."""
 
     def _take(self) -> Enter | Settled | Went | Evaluate:
         """Waits for an order and returns it.  Raises :class:`Leave` if the run is over for this worker."""
@@ -155,7 +158,7 @@ class Controlled:
     def _await(self, generation: int, *kinds: type[Went] | type[Settled]) -> Went | Settled:
         """Waits for an order of one of ``kinds`` for ``generation`` and returns it.
 
-        Others are skipped, but for the next plan, which :meth:`_next_plan` gives once this world is left.
+        Other orders are skipped, but the order to enter the next world is kept for :meth:`_next_plan`.
         """
         while True:
             order = self._take()

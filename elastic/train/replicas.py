@@ -3,8 +3,8 @@ saved.
 
 In a reproducible job all replicas have the same bits, and every member computes the digest of its own part.
 They exchange one number each; only if replicas differ do they exchange one number for each tensor, which
-tells where.  A single bit that flipped always shows (see ``state/digest.py``).  What no member can find so is
-an error that all replicas share, as in a gradient that one member summed for all.
+tells where.  A single bit that flipped always shows (see ``state/digest.py``).  The comparison cannot find an
+error that all replicas share, such as one in a gradient that a single member summed for all.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def compare(state: State, leave_if_over: Callable[[], None] = lambda: None) -> N
     """Compares the state with its replicas.  Every member must call it at the same point of a step.
 
     Raises :class:`StateDamaged` on a member that differs from most replicas of its part, and
-    :class:`ReplicasDiffer` on all of them if no value is that of most.  ``leave_if_over`` raises if the world
-    is over: what it gathered is garbage then.
+    :class:`ReplicasDiffer` on all members that hold this part if no value has a majority.  ``leave_if_over``
+    raises if the world is over: the numbers that were gathered may then be garbage.
     """
     world, values = state.world, state.shard.values
     if world.layout.dp_replicate == 1:
@@ -46,8 +46,8 @@ def compare(state: State, leave_if_over: Callable[[], None] = lambda: None) -> N
 
 
 def _judge(replicas: dict[int, Row], mine: int, names: list[str], step: int) -> None:
-    """Raises the error of the member ``mine``, if it has one.  ``replicas`` has the numbers of each replica's
-    tensors, by world rank.
+    """Raises the error of the member with world rank ``mine``, if it has one.  ``replicas`` has the numbers
+    of each replica's tensors, by world rank.
     """
     (common, count), *others = Counter(replicas.values()).most_common()
     if not others:

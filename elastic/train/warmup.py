@@ -1,8 +1,8 @@
 """Pays the cost of a process's first step before it joins: opens libraries, loads kernels, compiles blocks.
 
-So a world that a newcomer or a spare joins waits for groups and slices only, whatever its layout.
-Microbatches are computed over zeros, in a world without other members: compiling and loading depend on shapes
-alone, and no collective can hang.
+So a world that a newcomer or a spare joins, in any layout, waits only for process groups and slices.  The
+warm-up computes microbatches with weights of zeros, in a world without other members: compiling and loading
+depend on shapes alone, and no collective can hang.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from elastic.train.step import Session, compare_tokens, loss_of
 from storage.slices import Tensor
 
 COUNTED = "num_batches_tracked"
-"""Name of a buffer of norms that is no flag."""
+"""Name of the buffer in which norms count batches; unlike other buffers of whole numbers it is no flag."""
 
 
 def warm_up(session: Session, tensors: Sequence[Tensor], device: torch.device) -> int:
-    """Warms up once, before the first world.  A failure here happens again in the first step, and is reported
+    """Warms up once, before the first world.  ``tensors`` are those of the state.
+
+    Any other failure than the two below is only printed: it happens again in the first step, and is reported
     there with its samples.
 
-    ``tensors`` are those of the state.
-
-    Returns the most bytes that a member of the largest world took on a GPU; 0 on a CPU, and if it failed.
-    Raises :class:`LossError` if the loss breaks its contract, and :class:`StateChanged` if forward, backward
-    or the loss changes the state.
+    Returns the peak of the bytes that a member of the largest world took on a GPU; 0 on a CPU, or if that
+    computation failed.  Raises :class:`LossError` if the loss breaks its contract, and :class:`StateChanged`
+    if forward, backward or the loss changes the state.
     """
     began, took = time.monotonic(), 0
     try:
@@ -53,7 +53,7 @@ def warm_up(session: Session, tensors: Sequence[Tensor], device: torch.device) -
         took = _computed_in(Layout(1, session.job.workers.max), session, device)
         for layout, zero in _with_whole_weights(session, tensors, device, took):
             gc.collect()  # the state of the first world would take memory beside that of the second
-            with suppress(torch.OutOfMemoryError):  # such a world compiles then, if there ever is one
+            with suppress(torch.OutOfMemoryError):  # such a world compiles when it forms, if it ever does
                 _computed_in(layout, session, device, zero)
         if session.snapshots is not None:
             # torch keeps their pinned memory for the staging streams of a recovery
@@ -76,8 +76,9 @@ def warm_up(session: Session, tensors: Sequence[Tensor], device: torch.device) -
 
 
 def choose_recompute(session: Session, tensors: Sequence[Tensor], device: torch.device) -> int:
-    """Warms up, and lets ``session.job`` name what its ``recompute = "auto"`` stands for on ``device``.
-    Returns as :func:`warm_up`.
+    """Warms up, and puts into ``session.job`` the policy that ``recompute = "auto"`` means on ``device``.
+
+    Returns as :func:`warm_up`, of the chosen policy.
     """
     job, took = session.job, dict[str | float, int]()
     if job.recompute != "auto":
@@ -90,7 +91,7 @@ def choose_recompute(session: Session, tensors: Sequence[Tensor], device: torch.
         session.job = job.replace(recompute=policy)
         took[policy] = warm_up(session, tensors, device)
         if not took[policy]:
-            return 0  # it ran out of memory, or the model cannot be trained so
+            return 0  # the warm-up ran out of memory, or the model cannot train with this policy
         try:
             return fitting_shard(session.job, tensors, device, took[policy])
         except JobError as error:
@@ -105,7 +106,9 @@ def choose_recompute(session: Session, tensors: Sequence[Tensor], device: torch.
 
 
 def _computed_in(layout: Layout, session: Session, device: torch.device, zero: int | None = None) -> int:
-    """Computes as a member of an imagined world, in that stage of ZeRO.  Returns as :func:`warm_up`."""
+    """Computes as a member of an imagined world with ``layout``, in stage ``zero`` of ZeRO, or in that of the
+    job.  Returns as :func:`warm_up`.
+    """
     world = World.imagined(layout, device)
     try:
         return _compute(session, world, zero)
@@ -116,19 +119,19 @@ def _computed_in(layout: Layout, session: Session, device: torch.device, zero: i
 def _with_whole_weights(
     session: Session, tensors: Sequence[Tensor], device: torch.device, took: int
 ) -> list[tuple[Layout, int | None]]:
-    """Returns the layout, and the stage of ZeRO, in which compiled blocks must be warmed too, because a
-    member may hold whole weights.
+    """Returns the layout and the stage of ZeRO of a second warm-up, with whole weights, if a member may hold
+    whole weights and blocks are compiled; else [].
 
-    Compiled code depends on nothing else of a layout: all degrees of shards, and of replicas, share it.  FSDP
-    gives a block another class, so torch traces it anew where there is no FSDP.  State that lives on the host
-    is left out: it would need all of the node's memory now.
+    Compiled code depends on nothing else of a layout: all degrees of shards and of replicas share it.  FSDP
+    gives a block another class, so torch traces the block anew where there is no FSDP.  A job whose state
+    lives on the host has no second warm-up: it would need all of the node's memory now.
     """
     job = session.job
     if not job.compile or job.workers.max == 1 or job.offloads or job.zero in (1, 2):
         return []
     try:
         least = fitting_shard(job, tensors, device, took)
-    except JobError:  # whoever asked for the warm-up asks the same
+    except JobError:  # the caller of the warm-up meets the same error
         return []
     if least == 1 and any(layout.dp_shard == 1 for layout in job.layouts()):
         return [(Layout(1, 1), None)]
@@ -147,8 +150,8 @@ def _compiled() -> str:
 
 
 def _compute(session: Session, world: World, zero: int | None) -> int:
-    """Computes a microbatch as often as it takes to hold all sums, forward and backward, the norm, and what
-    the optimizer prepares.
+    """Computes one microbatch forward and backward, in as many rounds as it takes until all sums of gradients
+    are held; then the norm, and what the optimizer prepares.
 
     Returns as :func:`warm_up`.
     """
@@ -187,7 +190,7 @@ def _compute(session: Session, world: World, zero: int | None) -> int:
         loss.backward()
         del loss
         state.parameters.end_round()
-    # a model may do otherwise with flags as they really are, and the first microbatch tells
+    # a model may behave otherwise with the real values of its flags; the first microbatch checks that
     state.guard.check(buffers=not flags)
     grads = state.parameters.grads()
     norm = squared_norm([grads[name] for name in grads], [state.rows[name] for name in grads], world)
@@ -203,6 +206,6 @@ def _compute(session: Session, world: World, zero: int | None) -> int:
         state.parameters.end_forward()
     world.finish()
     took = torch.cuda.max_memory_allocated(world.device) - before if world.device.type == "cuda" else 0
-    if not session.job.offloads:  # the buffers that its weights pass through are as long as one pass
+    if not session.job.offloads:  # its streamed weights have buffers for one pass only
         check_loss(session, state)
     return took

@@ -1,8 +1,8 @@
 """The apply fence: the lock between a worker's two threads, around the rules of its :class:`Member`.
 
 The training thread holds the lock for as long as an update runs.  The control thread takes the same lock for
-a fence.  So a fence comes before an update or after it, never within, and its answer is one of: at s-1;
-prepared s; applied s.
+a fence.  So a fence comes before the update of a step s or after it, never within.  Its answer is one of
+three: the state is that of s-1; s-1 with s prepared; s.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class ApplyFence:
 
     def __init__(self, member: Member) -> None:
         self.member = member
-        """The guarded member.  Without the lock, only single values may be read, in places that must not wait
-        for an update.
+        """The guarded member.  Code that must not wait for an update may read single values of it without the
+        lock.
         """
         self._lock = threading.Lock()
 

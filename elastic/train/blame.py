@@ -3,8 +3,8 @@ disk.
 
 An error of a device that cannot be mended (a failed assertion in a kernel, an illegal address, a hardware
 fault) is *sticky*.  Its cause was launched long ago.  It appears in the next call to the device, which may be
-a peer's collective or our own polling, and then in every later call of this process.  So neither its class
-nor its place tells it from other errors; another call to the device does.
+a peer's collective or our own polling, and then in every later call of this process.  So neither the class of
+a sticky error nor the place where it is raised tells it from other errors; another call to the device does.
 """
 
 from __future__ import annotations
@@ -45,13 +45,14 @@ REFUSALS = {
     "no socket interface found": "NCCL finds no network interface",
     "Unable to find address for": "gloo finds no network interface",
 }
-"""Words of NCCL and gloo where trying again in the same process cannot help, and their meaning.
+"""Maps words of NCCL's and gloo's errors that a second attempt in the same process cannot mend to their
+meaning.
 
-NCCL says "invalid usage" of two members on one GPU, and of members with other versions of NCCL (NCCL 2.28,
+NCCL says "invalid usage" if two members are on one GPU, or have different versions of NCCL (NCCL 2.28,
 ``src/init.cc``).
 """
 WORDS = 300
-"""Characters of a library's words that the story tells."""
+"""Largest number of characters of a library's message that the story shows."""
 SOURCE = re.compile(r"\[[^\]]*\.(?:cc|cpp|h):\d+\] ?")
 """The place in a library's source with which gloo begins a message."""
 
@@ -67,11 +68,13 @@ def touch(device: torch.device) -> None:
 def classify(error: Exception, ask_device: Callable[[], None], *, forming: bool = False) -> tuple[str, str]:
     """Returns (cause of ``Broken``, signature) of the error that stopped a generation here.
 
-    ``ask_device`` is :func:`touch` for this worker's device.  A failed collective is a peer's doing; the
+    ``ask_device`` is :func:`touch` for this worker's device.  A failed collective has the cause "peer"; the
     place where the exception was raised tells it from an error in the user's code (:func:`in_a_collective`).
-    ``forming`` means that no step had begun: if memory is short then, earlier worlds may have left some
-    behind, and a new process has it; and the words of a communication library are the signature.  If it
-    refuses, no peer is to blame.
+
+    ``forming`` means that no step of this world had begun.  A lack of memory then has the cause "device":
+    earlier worlds may have left memory behind, which a new process can use.  For an error of a communication
+    library the signature is the library's message, and the cause is "setup" if the library refuses
+    (:data:`REFUSALS`).
     """
     if isinstance(error, FencedOff):
         return "lease", ""
@@ -103,11 +106,11 @@ def classify(error: Exception, ask_device: Callable[[], None], *, forming: bool 
 
 
 def in_a_collective(error: Exception) -> bool:
-    """Returns whether ``error`` was raised where torch talks with peers: by a collective, or by what waits
-    for one.
+    """Returns whether ``error`` was raised where torch talks with peers: by a collective, or by a wait for
+    one.
 
-    Much of ``torch.distributed`` talks with nobody.  It refuses what the job's model or loss asks of it:
-    where a model is wrapped, where tensors that are split are used, and by errors of other classes than those
+    Much of ``torch.distributed`` talks with no peer.  Its errors then refuse what the job's model or loss
+    asks for: they are raised where a model is wrapped or where split tensors are used, or their class is none
     of communication.
     """
     last = traceback.extract_tb(error.__traceback__)[-1].filename
@@ -123,8 +126,9 @@ def in_a_collective(error: Exception) -> bool:
 def plainly(error: Exception, *, words: str = "") -> str:
     """Returns what happened, for an error that is not the user's.
 
-    The ``words`` of a communication library are told of a world that was being formed, where they may be all
-    that anybody knows.  After a death they say no more than this does, and are left to the log.
+    ``words`` is the message of a communication library while a world forms, when it may be the only clue; it
+    is then part of the result.  After the death of a member the message says nothing more than this text, and
+    only the log has it.
     """
     if isinstance(error, ElasticError | StorageError | BadRecord):
         return str(error)
@@ -139,8 +143,7 @@ def plainly(error: Exception, *, words: str = "") -> str:
 def in_its_words(error: Exception) -> str:
     """Returns the line in which a communication library says what happened, without places in its source.
 
-    That is what follows "Last error:" in a message of NCCL, if anything does, or the line with the name of
-    NCCL's error.
+    In a message of NCCL it is the line after "Last error:", or else the line with the name of NCCL's error.
     """
     lines = [line.strip() for line in str(error).partition("Exception raised from")[0].splitlines()]
     said = [line for line in lines if line and line != "Last error:"]

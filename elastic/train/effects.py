@@ -1,9 +1,9 @@
-"""The side effects of committed steps: functions of the user's that are told each step, and the note in the
-bucket of which were told.
+"""The side effects of committed steps: the user's functions that are called for each step, and a note in the
+bucket of the last step for which they were called.
 
-The note is written by a thread of its own, because a bucket may take seconds for it, and no step waits for a
-bucket.  While one note is on its way, more steps may be told; the next note then has the newest of them.  So
-the note is behind by what was told during one write.
+To "tell" a step is to call these functions for it.  A thread of its own writes the note, because a bucket may
+take seconds, and no step waits for a bucket.  More steps may be told while one note is written; the next note
+then has the newest of them.  So the note lacks at most the steps that were told during one write.
 """
 
 from __future__ import annotations
@@ -19,23 +19,24 @@ from storage.objects import ObjectStore
 
 FORMAT = 1
 BROKEN_S = 2.0
-"""Seconds that a world that broke waits for the last note.  All others wait for this member then; what has no
-note is only told again.
+"""Seconds that a world that broke waits for the last note.  All other members wait for this member meanwhile,
+and a step without a note is only told again.
 """
 ENDS_S = 20.0
-"""Seconds that a world that ends in peace waits for it; the next one forms meanwhile, and a bucket may be
-down.
+"""Seconds that a world that ends without a failure waits for the last note.  The next world forms meanwhile;
+the wait ends because a bucket may be down.
 """
 
 
 class Effects:
-    """Calls the user's functions for each committed step, on world rank 0, and has it noted in the bucket for
-    which they have been called.
+    """Calls the user's functions for each committed step, on world rank 0, and notes in the bucket for which
+    steps they were called.
 
-    Each committed step is told, in order, over kills of any process and over steps that are done again.  A
-    step of which the bucket has the note is never told again.  Those without one, the last that were told,
-    are told once more if the process dies, or if the world ends and the note takes longer than
-    :data:`ENDS_S`, or :data:`BROKEN_S`; the functions can tell by the number.  A branch tells its own steps.
+    Each committed step is told, in order, even if processes are killed or steps are done again.  A step that
+    the note in the bucket covers is never told again.  The last steps, which the note does not cover yet, are
+    told once more if the process dies, or if the world ends and the note takes longer than :data:`ENDS_S`
+    (:data:`BROKEN_S` if the world broke); the functions can see that by the step number.  A branch tells its
+    own steps.
     """
 
     def __init__(self, store: ObjectStore, run: str, *, tells: bool) -> None:
@@ -58,8 +59,8 @@ class Effects:
         self.committed(step)
 
     def committed(self, step: int) -> None:
-        """Tells the steps up to ``step``.  If it is not known yet which were told, that is left to the next
-        call.
+        """Tells the steps up to ``step`` that were not told yet.  If it is not known yet which were told, the
+        next call does it.
         """
         self._reached = step
         if not self._functions or not self._tells or (told := self._note.told) is None:
@@ -71,11 +72,11 @@ class Effects:
             self._note.stir()
 
     def close(self, *, broken: bool) -> None:
-        """Waits for the last note, so that nobody tells its step again; at most :data:`ENDS_S`, or
+        """Waits for the last note, so that its step is not told again: at most :data:`ENDS_S`, or
         :data:`BROKEN_S` if the world broke.
         """
         if self._note.close(BROKEN_S if broken else ENDS_S) and not broken:
-            self.committed(self._reached)  # what is known only now
+            self.committed(self._reached)  # steps that waited until it was known which were told
             self._note.write()
 
 
@@ -91,8 +92,8 @@ class _Note:
         self._thread: threading.Thread | None = None
 
     def begin(self, step: int) -> None:
-        """Finds out which steps were told before ``step``, or notes that a run begins to tell after it.
-        Returns after one attempt.
+        """Finds out which steps were told before; if the bucket has no note, notes that telling begins after
+        ``step``.  Returns after one attempt.
         """
         self._begun = step
         self._thread = keep_going(
@@ -102,12 +103,12 @@ class _Note:
         self._asked.wait()
 
     def stir(self) -> None:
-        """Lets the thread write what was told, or find out what was; does not wait."""
+        """Wakes the thread, which writes the note, or finds out which steps were told.  It does not wait."""
         self._stirred.set()
 
     def close(self, patience_s: float) -> bool:
-        """Lets the thread do what is left to do, once, and waits so many seconds for it.  Returns whether it
-        has.
+        """Lets the thread do what is left to do, once, and waits at most ``patience_s`` seconds for its end.
+        Returns whether the thread has ended.
         """
         self._closing = True
         self.stir()

@@ -75,8 +75,8 @@ class FaultOrder(NamedTuple):
 
 
 class Faults:
-    """The faults that are set for this worker.  ``strike`` performs the one that is set at a point; each
-    happens once in a process.
+    """The faults that are set for this worker.  ``strike`` performs a fault that is set at a point; each
+    fault happens once in a process.
     """
 
     def __init__(self, faults: tuple[WorkerFault, ...]) -> None:
@@ -125,7 +125,7 @@ class Faults:
         compiled = middle._compiled_call_impl
         if compiled is None:
             middle.register_forward_hook(after)
-        # the call goes round the compiled code: a hook would be traced into it and recompiled for every step
+        # the call wraps the compiled code: torch would trace a hook into it, and recompile it for every step
         else:
 
             def call(*args: object, **named: object) -> Any:
@@ -136,8 +136,8 @@ class Faults:
             middle._compiled_call_impl = call
 
     def strike(self, point: str, step: int, place: Position) -> None:
-        """Performs the fault that chaos has asked for at ``point``, if any, and then the one that the job
-        sets here.
+        """Performs the fault that chaos has asked for at ``point``, if any, and then the fault that the job
+        sets for this point, step and place.
         """
         if self.asked and (asked := self._take(point)):
             perform(asked.kind, asked.duration_s, asked.amount)
@@ -178,7 +178,7 @@ def perform(kind: str, duration_s: float = 0.0, amount: float = 0.0) -> None:
         case "clock_skew":
             skew(amount)
         case "device_assert":
-            # it shows later, in the next call that asks the device
+            # the error shows later, in the next call that asks the device
             torch._assert_async(torch.zeros((), device="cuda"))
         case name:
             signal.raise_signal(signal.Signals[name])  # to this thread: a crash shows where it happened

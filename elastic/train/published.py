@@ -1,9 +1,9 @@
 """Finds out what lets ``from_pretrained`` of transformers and of peft open an export: names of tensors, and
 the files beside the weights.
 
-The model that the job builds decides.  It may be one of transformers, or have one in it; have adapters of
-peft; or be one of our own that computes what one of transformers does.  The libraries are not imported here:
-if a model is of theirs, they are there already.
+The model that the job builds decides: it may be a model of transformers or contain one, have adapters of
+peft, or be a model of Elastic that computes what a model of transformers does.  These libraries are not
+imported here: if the model uses one, it is imported already.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ KEPT = (GENERATION, DEFINITION, *CONFIGURATIONS, "chat_template.jinja")
 
 @dataclass
 class Published:
-    """Describes the files of an export.  ``names`` are those in the model's file, None if they are those of
-    the state.
+    """Describes the files of an export.  ``names`` are the names of tensors in the model's file; None means
+    the names in the state.
     """
 
     names: Names | None = None
@@ -65,7 +65,9 @@ class Text:
     length: int | None = None
 
     def ends(self, known: Any) -> Any:
-        """Returns the tokens that end a text, of which a config knows some."""
+        """Returns the tokens that end a text: those that a config has (``known``), unless the data's own end
+        is not among them; then that one.
+        """
         return (
             known
             if self.end is None or self.end in (known if isinstance(known, list) else [known])
@@ -76,11 +78,11 @@ class Text:
 def published(
     run: Run, job: Job, version: Version, *, rename: bool, accept_code: bool, tell: Callable[[str], None]
 ) -> Published:
-    """Returns what an export of ``version`` has.  Only with ``rename`` tensors have other names than in the
-    state.
+    """Returns the description of an export of ``version``.  Only with ``rename`` do tensors have other names
+    than in the state.
 
-    With ``rename`` it raises :class:`ElasticError` if nothing opens the export.  Without, it tells why,
-    unless the model is of no library.
+    If no library could open the export, it raises with ``rename``, mostly an :class:`ElasticError`.  Without
+    ``rename`` it calls ``tell`` with the reason, if transformers is imported.
     """
     by, found, text = run.job_at(version), Published(), Text()
     its = code.with_objects(by, job)
@@ -103,17 +105,20 @@ def published(
 
 
 def _why(error: Exception, place: str) -> Exception:
-    """Returns an error with a sentence for the user; one that is not ours is of the code at ``place``."""
+    """Returns an error with a sentence for the user; an error that is not Elastic's is put down to the code
+    at ``place``.
+    """
     return (
         error if isinstance(error, ElasticError | StorageError) else ModelError(f"{place}: {failure(error)}")
     )
 
 
 def _text(job: Job) -> Text:
-    """Opens the data if it may be text that Elastic has prepared."""
+    """Returns the description of the data, which it opens only if it may be text that Elastic has prepared.
+    """
     try:
         kind = load(job.data.dataset, "data.dataset")
-    except CodeError:  # whose code is not here, as that of a model may be
+    except CodeError:  # the code of the dataset is not here
         return Text()
     if not hasattr(kind, "encoder") and kind is not Mixture:
         return Text()
@@ -184,9 +189,9 @@ def _own(model: nn.Module) -> dict[int, str]:
 
 
 def _of_the_library(model: nn.Module, inner: Any, text: Text, rename: bool) -> Published:
-    """Describes a model that is the model ``inner`` of transformers, or has all its parameters in it.
+    """Describes a model that is ``inner``, a model of transformers, or has all its parameters in ``inner``.
 
-    Raises :class:`ModelError` if it has others, or if ``inner`` is not as its config says.
+    Raises :class:`ModelError` if it has other parameters, or if ``inner`` is not as its config says.
     """
     own, kind = _own(model), type(inner).__name__
     with torch.device("meta"):
@@ -203,7 +208,7 @@ def _of_the_library(model: nn.Module, inner: Any, text: Text, rename: bool) -> P
             not {name, first.setdefault(id(each), name)} & {*inner.all_tied_weights_keys}
             or first[id(each)] == name
         ):
-            # the library shares tied weights by itself, and wants others under each name
+            # the library ties some weights by itself; other shared weights it wants under each name
             names[name] = own[id(each)], False
     inside = {its for its, _ in names.values()}
     if outside := [name for name, _ in model.named_parameters() if name not in inside]:
@@ -228,8 +233,8 @@ def _of_the_library(model: nn.Module, inner: Any, text: Text, rename: bool) -> P
 
 
 def _kept(folder: str, text: Text) -> dict[str, bytes]:
-    """Returns the files that stay as they are in ``folder``, from which the first weights came; of its
-    tokenizer only if it is that of the data.
+    """Returns the files that stay as they are in ``folder``, from which the first weights came.  Files of its
+    tokenizer are left out unless the data has the same tokenizer.
     """
     there = {
         name: (Path(folder) / name).read_bytes()
@@ -241,8 +246,8 @@ def _kept(folder: str, text: Text) -> dict[str, bytes]:
 
 
 def _adapters(model: nn.Module, adapted: Any) -> Published:
-    """Describes adapters of peft in ``adapted``.  Raises :class:`ModelError` if they are several, or not all
-    that trains.
+    """Describes adapters of peft in ``adapted``.  Raises :class:`ModelError` if there are several, or if a
+    parameter outside of them trains.
     """
     if len(adapted.peft_config) > 1:
         raise ModelError(
@@ -253,7 +258,7 @@ def _adapters(model: nn.Module, adapted: Any) -> Published:
     found = sys.modules["peft"].get_peft_model_state_dict(
         adapted, state, adapter, save_embedding_layers=False
     )
-    root = "base_model.model."  # the library has it before names of the model that it adapts
+    root = "base_model.model."  # peft puts it before the names of the adapted model
     names = {
         name if name.startswith(root) else f"{root}{name}": (own[id(each)], False)
         for name, each in found.items()

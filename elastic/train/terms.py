@@ -1,8 +1,8 @@
 """The contract of a loss, (sum, count), and the sentences for whatever breaks it.
 
 A count is a number of terms: the journal has whole numbers, and a step without terms divides by 1.  So a sum
-of weights like 4.5 is none:
-cut to 4 it would train on another mean, and 0.5 on a sum.
+of weights such as 4.5 is no count: cut to 4, it would divide by the wrong number; 0.5, cut to 0, would not
+divide at all.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ CONTRACT = (
 
 
 def wrong_count(named: str, count: float, where: str = "") -> str:
-    """Returns the sentence for a count that is none, which begins with ``named``; ``where`` says which
-    microbatch has it.
+    """Returns the sentence for a count that is no number of terms.  The sentence begins with ``named``;
+    ``where`` says which microbatch has that count.
     """
     where = f": {where}" if where else ""
     return (
@@ -53,13 +53,13 @@ def expect_sum(named: str, returned: Any, model: str) -> tuple[torch.Tensor, tor
     """Returns ``returned``.  Raises :class:`LossError`, which begins with ``named``, unless it is (sum,
     count), two scalars.
 
-    It waits for no device, so a count in a tensor may still be wrong.  ``model`` is the setting, for the case
-    that none of its parameters has a gradient.
+    It waits for no device, so a count in a tensor may still be wrong.  ``model`` is the job's setting, which
+    the message names if the sum has no gradient.
     """
     match returned:
         case (torch.Tensor(shape=()), torch.Tensor(shape=()) | Real()):
             loss, count = returned
-            # one on a device is seen at the commit, which waits for it
+            # a count on a device is checked at the commit, which waits for it
             if not isinstance(count, torch.Tensor) and not is_count(float(count)):
                 raise LossError(wrong_count(named, float(count)))
             if torch.is_grad_enabled() and not loss.requires_grad:
@@ -77,9 +77,7 @@ def expect_sum(named: str, returned: Any, model: str) -> tuple[torch.Tensor, tor
 
 
 def _short(value: object) -> str:
-    """Returns what a value is in one line, without the numbers of tensors: of a mapping its keys, of other
-    things at most 40 letters.
-    """
+    """Returns a value as one line of text: the keys of a mapping; of anything else at most 40 characters."""
     if isinstance(value, Mapping):
         return f"with the keys {', '.join(map(repr, value)) or 'none'}"
     text = " ".join(repr(value).split())

@@ -2,12 +2,12 @@
 
 The members share the samples, in microbatches of the size that they train with, so that compiled code fits.
 The result is added in the order of the microbatches, so it has the same bits in every layout; the *best*
-checkpoint depends on it.  The last microbatch may have fewer samples, since a loss may compare those of a
-microbatch: then its code runs as it is written.
+checkpoint depends on it.  The last microbatch may have fewer samples: it is not filled up, since a loss may
+compare the samples of a microbatch.  With fewer samples its code runs uncompiled.
 
-What the state after step s has lost is part of the commit of step s + 1.  So it is told exactly once, by
-whoever tells of that commit: if the world breaks before, the next one stands at s again, and validates it
-again.
+The validation of the state after step s is part of the commit of step s + 1, so it is reported exactly once,
+together with that commit.  If the world breaks before the commit, the next world begins at step s and
+validates again.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def validate(session: Session, state: State, fence: ApplyFence, step: int) -> Va
     call it.
 
     Raises :class:`FencedOff` if the generation is fenced, :class:`LossError` if a count is no number of
-    terms, and as a step does.
+    terms, and the errors of a step.
     """
     assert session.held_out is not None
     loader, world, began = session.held_out, state.world, session.meter.now()
@@ -89,7 +89,7 @@ def validate(session: Session, state: State, fence: ApplyFence, step: int) -> Va
             there = {
                 name: world.to_device(f"{name} held out {place}", value) for name, value in batch.items()
             }
-            with without_compiling() if short else nullcontext():  # another size would be compiled, too
+            with without_compiling() if short else nullcontext():  # a short batch would be compiled, too
                 loss, count = loss_of(session, state.model, there)
             state.parameters.end_forward()
             sums.append(

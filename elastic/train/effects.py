@@ -51,8 +51,8 @@ class Effects:
     def begin(self, step: int) -> None:
         """Tells the steps up to ``step``, at which the world stands, that were committed and not told.
 
-        It waits for the bucket, since a step that is told before there is a note would be lost to whoever
-        looks for the first one.
+        It waits for one attempt to find or write the note: without a first note, a later process could not
+        know from which step on to tell.
         """
         if self._functions and self._tells:
             self._note.begin(step)

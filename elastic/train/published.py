@@ -81,8 +81,8 @@ def published(
     """Returns the description of an export of ``version``.  Only with ``rename`` do tensors have other names
     than in the state.
 
-    If no library could open the export, it raises with ``rename``, mostly an :class:`ElasticError`.  Without
-    ``rename`` it calls ``tell`` with the reason, if transformers is imported.
+    If no library could open the export, it raises with ``rename``: an :class:`ElasticError`, or an error of
+    the bucket.  Without ``rename`` it calls ``tell`` with the reason, if transformers is imported.
     """
     by, found, text = run.job_at(version), Published(), Text()
     its = code.with_objects(by, job)

@@ -1,1 +1,1 @@
-"""Gauges: what steps take and tell: progress, seconds, bytes, operations, profiles."""
+"""Measures steps and reports on them: progress, seconds, bytes, operations, profiles."""

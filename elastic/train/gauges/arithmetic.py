@@ -1,4 +1,4 @@
-"""Counts the floating-point operations of committed steps, from what their members have told each other."""
+"""Counts the floating-point operations of committed steps from the tokens and samples in their outcomes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from elastic.train.machine.peaks import peak_flops
 
 
 class Arithmetic:
-    """Counts for one world, whose members are taken to have devices like this one's."""
+    """Counts for one world; every member is assumed to have a device like this member's."""
 
     def __init__(self, model: nn.Module, world: World, precision: str) -> None:
         self._flops, self._devices, cuda = flops_of(model), world.size, world.device.type == "cuda"

@@ -35,19 +35,20 @@ FIELDS = (
     "started",
 )
 """``step``, ``microbatch`` and ``collective`` are the last completed ones.  ``operation`` is the worker's
-present one, an index into :data:`OPERATIONS`; while it initialises or heals, ``collective`` is the time at
-which it last got further.  ``microbatches_run`` counts since the process began, without idle rounds.
-``healed_live_bytes``, ``healed_host_bytes`` and ``healed_bucket_bytes`` are the bytes of state that came from
-members, keepers' copies and the bucket.  ``stepping_since_ns`` is the wall clock at which computing of the
-generation's first microbatch began, 0 before.  ``copies`` is the descriptor of the worker's region of host
-copies, 0 for none. ``started`` is when the process began, as the kernel counts it; a later process with the
-same ``pid`` began later."""
+present operation, an index into :data:`OPERATIONS`.  While the worker initialises or heals, ``collective`` is
+instead the time of its latest progress.  ``microbatches_run`` counts since the process began, without idle
+rounds.  ``healed_live_bytes``, ``healed_host_bytes`` and ``healed_bucket_bytes`` are the bytes of state that
+came from members, keepers' copies and the bucket.  ``stepping_since_ns`` is the wall clock at which computing
+of the generation's first microbatch began, 0 before.  ``copies`` is the descriptor of the worker's region of
+host copies, 0 for none.  ``started`` is when the process began, as the kernel counts it; a later process with
+the same ``pid`` began later.
+"""
 PLACES = {name: place for place, name in enumerate(FIELDS)}
 IDS = 64
-"""Largest number of samples that a death in a read is told with."""
+"""Largest number of samples that the message names if a worker dies while it reads."""
 LOADERS = ("data", "validation")
-"""The sections of the datasets that a worker reads.  After the fields, each has the number of samples that it
-reads now, and their ids.
+"""The sections of the datasets that a worker reads.  After the fields, the counters have for each section the
+number of samples that are read now, and their ids.
 """
 BYTES = 8 * (len(FIELDS) + len(LOADERS) * (1 + IDS))
 OPERATIONS = ("", "forms", "reads data", "computes", "commits", "updates", INITIALISES, "validates", HEALS)
@@ -71,7 +72,7 @@ class Counters:
             if create:
                 # without room this call fails, instead of the first write by SIGBUS
                 os.posix_fallocate(descriptor, 0, BYTES)
-                # kept by the mapping, which has the same open file
+                # the mapping keeps the lock, because it has the same open file
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._memory = mmap.mmap(descriptor, BYTES)
         finally:
@@ -85,7 +86,9 @@ class Counters:
         self._view[PLACES[field]] = value
 
     def reads(self, section: str, ids: Sequence[int]) -> None:
-        """Notes the samples that the dataset of ``section`` reads now; none once it has read them."""
+        """Notes the ids of the samples that the dataset of ``section`` reads now; the caller passes no ids
+        once they are read.
+        """
         place, some = len(FIELDS) + LOADERS.index(section) * (1 + IDS), ids[:IDS]
         for number, sample in enumerate(some, 1):
             self._view[place + number] = sample
@@ -108,8 +111,8 @@ class Counters:
         self["operation"] = OPERATIONS.index(operation)
 
     def got_further(self) -> None:
-        """Writes into ``collective`` that the worker does not stand still: the time, which is more than any
-        earlier value.
+        """Writes the time, which is larger than any earlier value, into ``collective``: a sign that the
+        worker does not stand still.
         """
         self["collective"] = time.monotonic_ns() // 1_000_000
 
@@ -121,9 +124,9 @@ class Counters:
 def writer_lives(path: Path) -> bool | None:
     """Returns whether the process that made the counters at ``path`` lives.
 
-    It is None if that process has not written its pid yet, or if the counters are gone or another user's.
-    The lock tells it.  The pid would not: containers with a common ``/dev/shm`` have different numbers and
-    clocks for a process.
+    It is None if that process has not written its pid yet, or if the counters are gone or belong to another
+    user.  The lock on the file shows it.  The pid cannot: containers that share ``/dev/shm`` have different
+    pids and clocks for the same process.
     """
     try:
         with open(path, "rb") as file:

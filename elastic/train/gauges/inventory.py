@@ -17,10 +17,10 @@ from elastic.train.model import BUFFERS, State
 
 
 def memory_by_class(state: State) -> dict[str, int]:
-    """Returns the bytes of the live memory of each class.  It is called after a backward pass, while
-    gradients are there.
+    """Returns the bytes of the live memory of each class.  Call it after a backward pass, while gradients
+    exist.
 
-    Memory that several tensors share counts once, in the first class that has it.  What comes and goes in a
+    Memory that several tensors share counts once, in the first of their classes.  What comes and goes in a
     step, such as activations and gathered parameters, is in no class.
     """
     values, seen = state.shard.values, set[int]()
@@ -36,8 +36,8 @@ def memory_by_class(state: State) -> dict[str, int]:
 
 
 def off_device(job: Job) -> str:
-    """Returns the words that follow the name of a class that is not on the device: where it is instead; "" if
-    all is there.
+    """Returns the words that say where state is that is not on the device, to follow the name of its class;
+    "" if all state is on the device.
     """
     return (
         f" in files of {job.offload_folder}"
@@ -49,7 +49,9 @@ def off_device(job: Job) -> str:
 
 
 def _bytes(tensors: Iterable[Tensor], seen: set[int]) -> int:
-    """Returns the bytes of the memory of ``tensors`` that is not in ``seen``, and adds it there."""
+    """Returns the bytes of the memory of ``tensors`` whose address is not in ``seen``, and adds the addresses
+    to ``seen``.
+    """
     found = 0
     for tensor in tensors:
         if tensor.data_ptr() not in seen:
@@ -63,10 +65,10 @@ def memory_line(classes: Mapping[str, int]) -> str:
 
 
 def decay_line(state: State) -> str:
-    """Returns which parameters decay and which do not; a ``*`` stands for the numbers of layers that are
-    alike.
+    """Returns a line that says for which parameters weights decay; ``*`` stands for the numbers of like
+    layers.
 
-    If the job has groups of parameters, it is the table of these.
+    If the job has groups of parameters, it returns their table.
     """
     parts, settings = state.optimizer.parts.values(), state.job.optim
     if settings.groups:
@@ -81,7 +83,9 @@ def decay_line(state: State) -> str:
 
 
 def _told(names: list[str], words: tuple[str, str]) -> str:
-    """Returns how many parameters do as ``words`` say, of one and of several, and which; "" without any."""
+    """Returns how many parameters there are, the verb, and their names; "" without any.  ``words`` are (the
+    verb for one parameter, the verb for several).
+    """
     patterns = dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.)", "*", name, count=1) for name in names)
     what = f"1 parameter {words[0]}" if len(names) == 1 else f"{len(names)} parameters {words[1]}"
     return f"{what} ({', '.join(patterns)})" if names else ""

@@ -15,7 +15,7 @@ from elastic.protocol.commit_record import Usage
 
 
 class Meter:
-    """Measures one step after the other, from record to record."""
+    """Measures one step after the other, each from the commit record before it to its own."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -23,7 +23,9 @@ class Meter:
         self.first = False
         """True in the first step of a generation."""
         self.held: dict[str, int] = {}
-        """Bytes by class that this member held in that step: see ``train/gauges/inventory.py``."""
+        """Bytes by class that this member held in the first step of the generation: see
+        ``train/gauges/inventory.py``.
+        """
 
     def begin(self, generation: int, waited_s: float, device: torch.device) -> None:
         """Begins a step.  Only the first step of a generation begins now; any other began at the record of
@@ -42,7 +44,7 @@ class Meter:
         return self._clock()
 
     def leave_out(self, seconds: float) -> None:
-        """Leaves out time that passed between two steps and is none of theirs."""
+        """Leaves out ``seconds`` that passed between two steps and belong to neither."""
         self._since += seconds
 
     def usage(self, waited_s: float, device: torch.device) -> Usage:

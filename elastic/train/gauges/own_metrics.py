@@ -1,4 +1,6 @@
-"""Numbers that a loop of the user's tells of a step.  They stand in the metrics of the run beside our own."""
+"""Numbers that the user's loop reports for a step.  They stand in the metrics of the run beside Elastic's
+own.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +15,14 @@ from elastic.report.metrics import COLUMNS
 Metrics = tuple[tuple[str, float], ...]
 """Numbers by name."""
 MOST = 32
-"""Largest number of such metrics of a step: they pass through the coordinator, and stay in its journal."""
+"""Largest number of these metrics for one step: they pass through the coordinator, and stay in its journal.
+"""
 NAME = re.compile(r"[\w./-]{1,64}", re.ASCII)
 
 
 def checked_metrics(metrics: Mapping[str, Any]) -> Metrics:
-    """Returns the numbers that a loop of the user's tells of a step.  Raises :class:`LoopError` for what
-    cannot be in a row.
+    """Returns the numbers that the user's loop reports for a step.  Raises :class:`LoopError` for a name or a
+    value that a row of metrics cannot have.
     """
     if len(metrics) > MOST:
         raise LoopError(

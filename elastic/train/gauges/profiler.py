@@ -1,9 +1,9 @@
 """Profiles the steps that the setting ``profile`` names, in world rank 0: a trace of operations, and on a GPU
 the history of its memory.
 
-The profiler only watches, so the bits stay.  What it finds goes to the folder ``profiles/`` of the run, from
-a thread of its own: a slow bucket does not hold up training, and a failure does not end it.  A profile ends
-with its last step or with the world, if that ends before.
+The profiler only watches, so the bits of the run do not change.  A thread of its own writes the profile to
+the folder ``profiles/`` of the run: a slow bucket does not hold up training, and a failure does not end it.
+A profile ends with its last step, or with the world if the world ends earlier.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Tells torch's compiler and Triton where to keep what they make, by the environment variables that both
-demand.
-"""
+"""Tells torch's compiler and Triton, by their environment variables, where to keep compiled code."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ INDUCTOR_DIR, TRITON_DIR = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
 CPU = Path("/proc/cpuinfo")
 CPU_FIELDS = ("vendor_id", "model name", "flags", "CPU implementer", "CPU part", "Features")
 """Fields on which C++ code of torch's compiler depends: it is made for the CPU of its node, and may crash on
-another one.
+another CPU.
 """
 SETTINGS = (
     "model",
@@ -34,17 +32,17 @@ SETTINGS = (
     "numerics",
     "reproducible",
 )
-"""Settings on which the code of a model's blocks depends.  They only keep the folders of jobs apart: both
-compilers find code by its content, so a setting that were missing here would merely let two jobs share a
-folder."""
+"""Settings on which the code of a model's blocks depends.  They only keep the folders of jobs apart.  Both
+compilers find code by its content, so if a setting is missing here, two jobs merely share a folder.
+"""
 
 
 def place(job: Job, code: str, kind: str, root: Path) -> Compiled | None:
-    """Lets this process keep compiled code below ``root``, and returns the place.
+    """Lets this process keep compiled code below ``root``, and returns the folder for it.
 
     ``code`` is the digest of the user's code and ``kind`` the worker's kind.  Returns None if the job
-    compiles nothing, or if the user has chosen a place by ``TORCHINDUCTOR_CACHE_DIR``: it stays, and nothing
-    goes to other nodes.
+    compiles nothing, or if the user has chosen a folder by ``TORCHINDUCTOR_CACHE_DIR``: that folder stays in
+    use, and its code does not go to other nodes.
     """
     if not job.compile or os.environ.get(INDUCTOR_DIR, _usual()) != _usual():
         return None
@@ -54,8 +52,8 @@ def place(job: Job, code: str, kind: str, root: Path) -> Compiled | None:
 
 
 def _usual() -> str:
-    """Returns the place that torch's compiler uses unless told otherwise.  When it is imported, it sets the
-    variable to this place.
+    """Returns the folder that torch's compiler uses by default.  When the compiler is imported, it sets
+    ``TORCHINDUCTOR_CACHE_DIR`` to this folder.
     """
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
@@ -63,8 +61,8 @@ def _usual() -> str:
 
 
 def key_of(job: Job, code: str, kind: str) -> str:
-    """Returns a digest of all that compiled code depends on: the same text means that the code of one node
-    runs on the other.
+    """Returns a digest of all that compiled code depends on.  If two nodes have the same digest, the compiled
+    code of one runs on the other.
     """
     settings = {name: getattr(job, name) for name in SETTINGS} | {"data": job.data.model_dump(mode="json")}
     machine = [platform.machine(), *platform.libc_ver(), *_cpu()]

@@ -25,7 +25,9 @@ from storage.slices import Tensor, nbytes
 
 
 def limit_of(job: Job) -> int:
-    """Returns the bytes of its device that the job lets a worker use; 0 if it does not say."""
+    """Returns the bytes of a worker's device that the job (``workers.device_gb``) lets the worker use; 0 if
+    the job sets no limit.
+    """
     return int(job.workers.device_gb * 1e9) if job.workers.device_gb != "auto" else 0
 
 
@@ -35,11 +37,11 @@ def memory_of(job: Job, device: torch.device) -> int:
 
 
 def need_of(job: Job, tensors: Sequence[Tensor], zero: int | None = None) -> Need:
-    """Returns what training needs beside activations.  With blocks of several microbatches a member holds two
-    sums of gradients.
+    """Returns what training needs beside activations.  ``zero`` is the stage of ZeRO, if it is not the job's.
 
-    ``zero`` is the stage of ZeRO, if it is not the job's.  With fp8 it is a bit too much: every parameter
-    counts as one of a layer that multiplies so where that makes it more, and none where it makes it less.
+    If gradients are summed in blocks of several microbatches, a member holds two sums of gradients.  With fp8
+    the result is a bit too large: where fp8 takes more memory, every parameter counts as one that multiplies
+    in fp8; where it takes less, no parameter does.
     """
     parameters = [tensor for tensor in tensors if tensor.kind == "parameter"]
     elements = sum(math.prod(tensor.shape) for tensor in parameters)
@@ -77,10 +79,11 @@ def need_of(job: Job, tensors: Sequence[Tensor], zero: int | None = None) -> Nee
 
 
 def _visiting(sizes: Mapping[str, int], whole: int) -> int:
-    """Returns how many of ``whole`` bytes are on the device at once: what is in no block, and the two largest
-    blocks.
+    """Returns how many of ``whole`` bytes are on the device at once: the parameters outside of blocks, and
+    the two largest blocks.
 
-    The name of a block is all before the first number in the names of its parameters, and that number.
+    A block is taken to be the parameters whose names agree up to and with their first number, such as
+    "layers.0.".
     """
     blocks = Counter[str]()
     for name, size in sizes.items():
@@ -106,10 +109,10 @@ def most_shards(job: Job) -> int:
 
 
 def policies_of(job: Job) -> tuple[str | float, ...]:
-    """Returns the setting of ``recompute`` that the job names, or those that ``auto`` tries, in their order.
+    """Returns the policy of ``recompute`` that the job names, or those that ``auto`` tries, in order.
 
-    Compiled blocks have other bits with each, and each worker chooses by the memory of its own device, so a
-    reproducible job must name one.
+    Compiled blocks give other bits with each policy, and each worker chooses by the memory of its own device.
+    So for a compiled reproducible job ``auto`` tries only "none"; for another policy the job must name it.
     """
     if job.recompute != "auto":
         return (job.recompute,)
@@ -117,8 +120,8 @@ def policies_of(job: Job) -> tuple[str | float, ...]:
 
 
 def all_policies(job: Job) -> tuple[str, ...]:
-    """Returns the settings of ``recompute`` that keep less from one to the next, as far as the other settings
-    allow them.
+    """Returns the policies of ``recompute`` that the other settings allow, in order: each keeps fewer
+    activations than the one before.
     """
     return ("none", "selective", "block") if job.activations == "keep" else ("none", "block")
 
@@ -129,8 +132,8 @@ def must_name_policy(job: Job) -> bool:
 
 
 def states_fitting(job: Job, tensors: Sequence[Tensor]) -> float:
-    """Returns the number of states, cut among workers or not, of which this node has room for all copies and
-    saves.
+    """Returns how many times the whole state this node has room for, with all copies and saves, however
+    workers share it.
     """
     rule = job.rules()
     slots = slots_a_worker(rule.copy_every, rule.buddy_every, offload=job.offloads)
@@ -142,16 +145,16 @@ def fitting_whole(job: Job, tensors: Sequence[Tensor], device: torch.device, too
     """Returns the smallest shard degree at which ``device`` also has room for the whole weights with which
     the model computes.
 
-    They are gathered once a step then (stage 2 of ZeRO), not block by block for each microbatch (stage 3).
-    It is 0 if there is no such degree, if memory is not limited, and if the job chooses its stage or its
+    Weights are then gathered once a step (stage 2 of ZeRO), not block by block for each microbatch (stage 3).
+    Returns 0 if there is no such degree, if memory is not limited, or if the job chooses its stage or its
     degree.  ``took`` is as for :func:`fitting_shard`.
     """
     return least_whole(job, tensors, memory_of(job, device), measured_need(job, tensors, took).transient)
 
 
 def least_whole(job: Job, tensors: Sequence[Tensor], memory: int, transient: Transient) -> int:
-    """Returns what :func:`fitting_whole` does, for a device with so much memory and so many bytes that come
-    and go in a step.
+    """Returns what :func:`fitting_whole` does, for a device with ``memory`` bytes, if ``transient`` bytes
+    come and go in a step.
     """
     if not memory or job.zero != "auto" or job.layout_rule().dp_shard is not None:
         return 0

@@ -1,11 +1,12 @@
-"""Names the GPU on which a process computes, and notices a process that would compute on the GPU of another
-one.
+"""Names the GPU on which a process computes, and notices if a process would compute on a GPU that Ray has not
+given it.
 
 CUDA's driver reads ``CUDA_VISIBLE_DEVICES`` when a process first asks it anything, and never again; Ray sets
-the variable when it gives a GPU to a process that has been waiting.  If an import asked before, the process
-computes on the first GPU of its node, whatever Ray gave it, and NCCL refuses the world ("Duplicate GPU
-detected").  ``torch.cuda.device_count`` reads the variable itself and shows nothing of this; the UUID that
-the driver gives to device 0 does.  So two processes are asked for it: this one, and one that starts now.
+the variable when it gives a GPU to a process that has been waiting.  If an import has asked before that, the
+process computes on the first GPU of its node, whichever GPU Ray gave it, and NCCL refuses the world
+("Duplicate GPU detected").  ``torch.cuda.device_count`` reads the variable itself and does not show the
+mistake; the UUID that the driver gives to device 0 does.  So the UUIDs of two processes are compared: this
+one, and one that starts now.
 
 This file imports the standard library only, since the new process runs it as a script.
 """
@@ -24,8 +25,8 @@ GPUs.
 """
 NVML = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 """Lets ``torch.cuda.is_available`` ask NVML and not the driver.  torch 2.11 calls it when its compiler is
-imported (``torch/_inductor/runtime/benchmarking.py``), which processes do that wait for Ray to give them a
-GPU.
+imported (``torch/_inductor/runtime/benchmarking.py``); processes import the compiler while they wait for Ray
+to give them a GPU.
 """
 LAUNCHES = {
     # Behind a collective that hangs, the device's queue of launches fills up, and the next launch blocks
@@ -64,7 +65,7 @@ def checked_uuid() -> str:
     """Returns the UUID of this process's device 0, or "" as :func:`device_uuid`.  It makes no context on the
     device.
 
-    Raises :class:`WrongDevice` if a new process gets another one.
+    Raises :class:`WrongDevice` if a new process gets another UUID.
     """
     from elastic.protocol.events import ASKED_EARLY
 

@@ -22,8 +22,8 @@ DEVICES = Path("/sys/class/net")
 
 
 def choose(wanted: str, address: str, *, gpu: bool = False) -> None:
-    """Sets the interface of this process's sockets: the job's, else the one in the environment, else the one
-    that has ``address``.
+    """Sets the interface of this process's sockets: the one that the job names (``wanted``), else the one in
+    the environment, else the one that has ``address``.
 
     Raises as :func:`check`.
     """
@@ -65,15 +65,17 @@ def check(wanted: str, *, gpu: bool) -> None:
 
 
 def _gloo_finds(value: str, there: Sequence[str]) -> bool:
-    """Returns whether all interfaces of ``value``, such as "eth0,eth1", are there: gloo needs each."""
+    """Returns whether all interfaces of ``value``, such as "eth0,eth1", are in ``there``: gloo needs each of
+    them.
+    """
     return all(name in there for name in value.split(","))
 
 
 def _nccl_finds(value: str, there: Sequence[str]) -> bool:
-    """Returns whether ``value`` leaves NCCL an interface: beginnings of names, whole names after "=", or
-    after "^" names that are left out.
+    """Returns whether NCCL finds one of the interfaces ``there`` by ``value``, a list of beginnings of names.
 
-    A port may follow a name.
+    After "=" the names must match as a whole; after "^" the matching interfaces are left out.  A port may
+    follow a name.
     """
     names = [name.partition(":")[0] for name in value.lstrip("^=").split(",")]
     exact = value.lstrip("^").startswith("=")

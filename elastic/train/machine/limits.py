@@ -1,5 +1,5 @@
-"""Measures how much shared and how much lockable memory this process may take, and says what to do where that
-is little.
+"""Measures how much shared memory and how much lockable memory this process may take, and says what to do if
+it is too little.
 
 The workers' progress counters lie in /dev/shm, and so does the memory that NCCL shares between the GPUs of a
 node.  (Ray checks its own use of it.)  Copies do not lie there: ``elastic/state/node_memory.py``.
@@ -21,8 +21,8 @@ SEGMENT = -(-BYTES // mmap.PAGESIZE) * mmap.PAGESIZE
 SHARED = 2**30
 """Free bytes of ``FOLDER`` below which the user is warned.
 
-It is what containers with NCCL are usually given (``--shm-size=1g``); the default of Docker and Kubernetes is
-a sixteenth of it.
+Containers with NCCL are usually given 1 GiB (``--shm-size=1g``); the default of Docker and Kubernetes is a
+sixteenth of that.
 """
 LARGER = (
     f"on Kubernetes an emptyDir with medium: Memory and a sizeLimit, mounted at {FOLDER}; with docker "

@@ -1,5 +1,5 @@
-"""The operations a second that a device can do at most, from its vendor's data sheet: dense, without
-sparsity, by torch's name of it.
+"""The largest number of operations a second of each device, by torch's name for the device.  The numbers are
+from its vendor's data sheet, for dense operations, without sparsity.
 """
 
 from __future__ import annotations
@@ -25,18 +25,16 @@ PEAKS = {
     "L40": (181e12, 90.5e12),
     "L4": (121e12, 30.3e12),
 }
-"""Operations a second in bfloat16 (float16 has the same number) and in float32, which is not rounded to TF32.
+"""Operations a second in bfloat16 (float16 has the same number) and in float32 that is not rounded to TF32.
 
-The words of a row are all in the name of the device, such as "NVIDIA H100 80GB HBM3"; the first such row
-counts.
+The first row whose words are all in the name of a device, such as "NVIDIA H100 80GB HBM3", is the row of that
+device.
 """
 
 
 def peak_flops(name: str, precision: str) -> float:
     """Returns the operations a second of the device ``name`` in ``precision`` (a setting of the job); 0 if
-    they are not known.
-
-    A part of a device (MIG) is not known.
+    they are not known, as for a part of a device (MIG).
     """
     words = set(re.split(r"[ -]", name))
     found = next((row for key, row in PEAKS.items() if words.issuperset(key.split())), None)

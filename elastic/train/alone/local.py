@@ -98,7 +98,8 @@ if not sys.stdin.read() and os.path.exists(sys.argv[2]):
         print(f"elastic: the process died while it read {reading}: read these alone to see why", file=sys.stderr, flush=True)
     shutil.rmtree(os.path.dirname(sys.argv[2]), ignore_errors=True)
 """
-"""Program that waits for the end of a process, and says which samples it read if it has said no word itself.
+"""Program that waits for the end of a process, and says which samples it was reading if it died without a
+message of its own.
 """
 
 
@@ -117,8 +118,8 @@ def run_local(
     """Trains to the end in this process; returns (state, reason, step).  Ctrl-C stops after a save of the
     last complete step.
 
-    ``begin`` begins the run and claims it, once it is certain that it can begin.  ``build`` is that of its
-    checks.
+    ``begin`` begins the run and claims it, once it is certain that the run can begin.  ``build`` is the build
+    with which the job was checked.
 
     Raises :class:`JobError`, and :class:`PlatformGaveUp` if a save fails.
     """
@@ -185,8 +186,8 @@ def _train(
 
 @contextmanager
 def _last_words(counters: Path) -> Iterator[Path]:
-    """Lets another process say which samples were read if this one dies without a word, as in a library that
-    crashes or exits.
+    """Starts a process that says which samples were being read if this process dies without a message, as
+    when a library crashes or exits.
     """
     command = [sys.executable, "-I", "-S", "-c", LAST_WORDS, json.dumps(sys.path), str(counters)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True) as watcher:
@@ -201,7 +202,7 @@ def save_here(checkpoints: Checkpoints, state: State, hook: Callable[[], None] |
     """Writes this process's part of a save itself and returns the receipt; ``hook`` is called before each
     slice goes out.
 
-    Raises :class:`StateDamaged` if the state is in a file that changed.
+    Raises :class:`StateDamaged` if the state is in a file that has changed.
     """
     layout, rank = state.world.layout, state.world.rank
     if state.shard.home is not None:
@@ -225,7 +226,9 @@ def _raw(value: torch.Tensor) -> memoryview:
 
 
 class _Step(Step):
-    """A step whose commit ends before a signal is handled: of half an update nothing could be saved."""
+    """A step whose commit ends before a signal is handled, since the state after half an update cannot be
+    saved.
+    """
 
     def commit(self, metrics: Mapping[str, float] | None = None) -> Outcome:
         with unbroken():
@@ -246,7 +249,8 @@ class _Local:
     ) -> None:
         self.ending = ending
         self.last, self.why = start.enough or run.job.steps, start.why
-        """The last step of the run, and why it is if its loop has ended it before that of the job."""
+        """The last step of the run; and the reason, if the loop has ended the run before the job's last step.
+        """
         self.left = False
         """True once the loop was left before the last step."""
         self.boundary, self.reason = GO_ON, ""
@@ -277,13 +281,13 @@ class _Local:
         self.rows: list[Row] = []
         """The metrics of the steps since the last save."""
         self.said = deque[str]()
-        """Sentences of the threads of the sinks that were not shown yet."""
+        """Sentences from the threads of the sinks that are not shown yet."""
         self.sinks = Sinks(run, self.said.append)
         self.found: tuple[int, Validated] | None = None
         """The newest validation, and the step after which it was made."""
         self.measured, self.enough = dict[Version, Loss](), 0
-        """The validations by which ``validation.patience`` is judged, and the step at which it is over; 0 if
-        it is not.
+        """The validations by which ``validation.patience`` is judged, and the step at which the patience is
+        over; 0 if it is not over.
         """
         self.profiler = Profiler(run.job, run.store, self.show_sentence)
 
@@ -291,7 +295,7 @@ class _Local:
         job = self.session.job
         state = self._healed()
         self._store_journaled()
-        self.sinks.hand_on(self.lineage)  # what they lack of earlier processes
+        self.sinks.hand_on(self.lineage)  # rows of earlier processes that the sinks lack
         self._pay()
         self._judge(
             measured(self.run, self.lineage, held_out_of(self.session)) if job.validation.every else {}
@@ -349,11 +353,11 @@ class _Local:
             self._end_early(state)
 
     def _end_early(self, state: State) -> None:
-        """Saves the step that is done as the last one.  The end is noted first, so that whoever finds the
-        save finds it, too.
+        """Saves the newest step as the last one of the run.  The note of the end is written first, so that a
+        reader who finds the save finds the note, too.
 
-        The step behind which a loop is left is not validated: in a world of several, others may be in the
-        next one.
+        A step after which the loop was left is not validated, as in a world of several members, where others
+        may be in the next step.
         """
         self.why = self.why or ("" if self.left else self.reason) or "the loop was left"
         if not self.left:
@@ -364,8 +368,8 @@ class _Local:
             self._save(state)
 
     def _steps(self, state: State, effects: Effects) -> Generator[Step, None, bool]:
-        """Yields the steps of the run; the loop commits each of them before the next one.  Returns True: the
-        run ends with them.
+        """Yields the steps of the run; the loop commits each step before it takes the next one.  Returns
+        True, since the run ends with the last of them.
         """
         job, version = self.session.job, state.shard.version
         shape = CommitShape(
@@ -380,7 +384,7 @@ class _Local:
             if outcome.boundary == ENDS and step < job.steps:
                 self._end_early(state)
             elif due(step, job.checkpoint.save_every, job.steps) or self.skips.failed:
-                # it belongs to the metrics of this step, which are stored with the save
+                # the validation is part of this step's metrics, which are stored with the save
                 self._validated(state, step)
                 self._save(state)
             if self.skips.failed:
@@ -408,8 +412,8 @@ class _Local:
         return True
 
     def _validated(self, state: State, step: int, *, last: bool = False) -> Validated | None:
-        """Returns what the state after ``step`` loses on held-out samples, if it is due, as after the
-        ``last`` step, and shows it.
+        """Returns what the state after ``step`` loses on held-out samples, and shows it; None if no
+        validation is due.  After the ``last`` step one is due if it is due at the job's end.
         """
         if not self.session.job.validates(self.session.job.steps if last else step):
             return None
@@ -423,7 +427,9 @@ class _Local:
         return self.found[1]
 
     def _ends(self) -> bool:
-        """Returns whether the run has no patience left at the step that is done, or from which it resumed."""
+        """Returns whether the run has no patience left at the newest step, or at the step from which it
+        resumed.
+        """
         return 0 < self.enough <= self.step
 
     def _judge(self, found: dict[Version, Loss]) -> None:
@@ -444,7 +450,7 @@ class _Local:
         held_out, version = held_out_of(self.session), lineage.tip(self.lineage)
         if self.rows:
             self.rows[-1] = with_validation(self.rows[-1], found, held_out)
-        # else it is a measurement that was made before
+        # a validation that is stored already stays as it is
         elif version not in validations.stored(self.run.store, self.run.job.name):
             validations.store_late(
                 self.run.store, self.run.job.name, version, found.mean, found.count, held_out
@@ -482,8 +488,8 @@ class _Local:
                 return state
 
     def _store_journaled(self) -> None:
-        """Stores the rows of a cluster's coordinator that has died, or that ended while the last one waited
-        for its validation.
+        """Stores the rows that are only in the journal of a cluster's coordinator: one that died, or that
+        ended while its last row waited for a validation.
         """
         try:
             store_journaled(self.run, self.lineage)
@@ -508,9 +514,7 @@ class _Local:
             self.show_sentence(each)
 
     def _save(self, state: State, *, stops: bool = False) -> None:
-        """Saves the state, and does what is owed, unless the run ``stops``: then it does that when it goes
-        on.
-        """
+        """Saves the state, and pays what is owed.  If the run ``stops``, debts are paid when it goes on."""
         version = state.shard.version
         self._check_claim(version)
         while not self._is_written(state):
@@ -524,8 +528,8 @@ class _Local:
             self._retain(version)
 
     def _is_written(self, state: State) -> bool:
-        """Writes the state.  Returns False if there was no room for it and a checkpoint has made room, so
-        that it can be tried again.
+        """Writes the state.  Returns False if the bucket was full and a deleted checkpoint has made room:
+        then the caller tries again.
         """
         version = state.shard.version
         try:
@@ -536,7 +540,8 @@ class _Local:
             )
             # before the save counts, or else a crash in between loses them
             store_rows(self.run.store, self.run.job.name, self.rows)
-            # the writing takes long, and who has claimed the run meanwhile may have gone back
+            # writing takes long; another command may have claimed the run meanwhile, and gone back to an
+            # earlier step
             self._check_claim(version)
             self.run.commit(version, [receipt], self.lineage, self.world.layout)
         except (StorageError, OSError) as error:
@@ -549,11 +554,11 @@ class _Local:
         return True
 
     def _retain(self, version: Version, *, at_once: bool = False) -> bool:
-        """Deletes what no rule keeps, ``at_once`` for the save of ``version``.  Returns whether a checkpoint
-        is gone.
+        """Deletes the checkpoints that no rule keeps: ``at_once`` if the save of ``version`` needs the room.
+        Returns whether a checkpoint was deleted.
         """
         try:
-            # no journal says which one it is
+            # without a journal the best checkpoint is found in the bucket
             best = best_of(self.run) if self.session.job.checkpoint.keep_best else None
         except (StorageError, OSError):
             return False  # the next save looks again
@@ -586,8 +591,8 @@ class _Local:
             )
 
     def _check_claim(self, version: Version) -> None:
-        """Raises :class:`Refused` unless the newest claim of the run is this command's: ``version`` would not
-        count.
+        """Raises :class:`Refused` unless the newest claim of the run is this command's: otherwise the save of
+        ``version`` would not count.
         """
         owner = self.run.owner()
         if (latest := owner["incarnation"] if owner else 0) < self.incarnation:
@@ -605,7 +610,7 @@ class _Local:
             )
 
     def _pay(self) -> None:
-        """Performs what is owed, each once; what fails is tried again at the next save."""
+        """Tries to pay each debt of the run once; a debt that fails is tried again at the next save."""
         for debt in owed.debts(self.run, self.lineage, self.asked, WORK, self._last_step):
             if not debt.given_up:
                 try:
@@ -624,7 +629,7 @@ class _Local:
         return self.step if self.ending.how is not None or self._ends() else self.last
 
     def show_owed(self, state: str) -> None:
-        """Says what is left to do: what failed, and validations that spares were to make."""
+        """Shows which debts are left: those that failed, and validations that spares were to make."""
         with suppress(StorageError, OSError):  # `elastic owed` says it at any time
             if said := owed.left(
                 owed.debts(self.run, self.lineage, self.asked, end=self._last_step), state == "Finished"

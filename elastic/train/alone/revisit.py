@@ -1,7 +1,7 @@
 """Looks again at a checkpoint, in this process: what it loses on held-out samples, and what the step after it
 does.
 
-Nothing of the run is changed, so it may live meanwhile.
+It changes nothing of the run, which may go on meanwhile.
 """
 
 from __future__ import annotations
@@ -52,11 +52,13 @@ def evaluate_here(
     """Returns the good checkpoint at ``step``, or the newest, and what it loses on the samples of
     ``[validation]``.
 
-    ``step`` may name the generation, too, as ``400.3``, of a checkpoint that the run has left behind, or be
-    ``best``. With ``average`` it is what the average of the weights loses. ``tell`` is called with a sentence
-    if these are the samples that are trained on, as they are without ``[validation]``, and if the best one
-    was never saved. Raises :class:`JobError`, also if it was made with other code unless ``accept_code``, and
-    :class:`~storage.errors.Damaged` for bytes that changed.
+    ``step`` may be ``best``, or name the generation, too, as ``400.3`` does: then of a checkpoint that the
+    run has left behind.  With ``average`` the loss is that of the average of the weights.
+
+    ``tell`` is called with a sentence if the samples are those on which the run trains, as they are without
+    ``[validation]``, and if the best checkpoint was never saved.  Raises :class:`JobError`, also if the
+    checkpoint was made with other code unless ``accept_code``, and :class:`~storage.errors.Damaged` for bytes
+    that changed.
     """
     return validate_here(job, step, accept_code=accept_code, average=average, tell=tell)[:2]
 
@@ -69,7 +71,7 @@ def validate_here(
     average: bool = False,
     tell: Callable[[str], object] = lambda _: None,
 ) -> tuple[Version, Validated, str]:
-    """Returns and raises as :func:`evaluate_here`, and returns what tells the samples from others besides."""
+    """Returns and raises as :func:`evaluate_here`; the third value is a text that identifies the samples."""
     run = Run.begun(job)
     asked = job.validation.model_copy(update={"every": max(job.validation.every, 1), "by": "members"})
     if step in (0, "0"):
@@ -119,9 +121,9 @@ def rerun_here(job: Job, which: int | str, *, accept_code: bool = False) -> Agai
     """Computes a step again from the checkpoint before it, as its branch and the job's loop do, with the
     norms of all layers.
 
-    ``which`` is the step, or the step and its generation, as ``400.3``, of one that the run has left behind.
-    Raises :class:`JobError` if there is no good checkpoint of the step before, or if the step was made with
-    other code unless ``accept_code``, and :class:`~storage.errors.Damaged` for bytes that changed.
+    ``which`` is the step; or, for a step that the run has left behind, the step and its generation, such as
+    ``400.3``.  Raises :class:`JobError` if there is no good checkpoint of the step before, or if the step was
+    made with other code unless ``accept_code``, and :class:`~storage.errors.Damaged` for bytes that changed.
     """
     run, (step, generation) = Run.begun(job), parsed(str(which))
     made = run.made(step) if generation is None else Version(step, generation)
@@ -202,8 +204,8 @@ def _restored(
 def _alone(
     session: Session, device: torch.device, checkpoints: Checkpoints, version: Version, fence: ApplyFence
 ) -> Iterator[State]:
-    """Yields the state of ``version`` in a world of this process alone.  Its ``fence`` is also entered
-    between slices that are read.
+    """Yields the state of ``version`` in a world of this process alone.  ``fence`` is also entered between
+    the slices that are read, so that it can end the reading.
     """
     world = World.alone(device, generation=1)
     try:
@@ -226,7 +228,7 @@ def _alone(
 
 
 class Interruptible(ApplyFence):
-    """A fence that nobody can pass any more once there is something else to do: ``interrupted`` returns True."""
+    """A fence that raises :class:`FencedOff` on entry once ``interrupted()`` returns True."""
 
     def __init__(self, interrupted: Callable[[], bool]) -> None:
         super().__init__(Member(WORKER))

@@ -1,13 +1,13 @@
 """Tries the user's loss on the run's first microbatch, before the first step: on the whole of it, and on its
 halves.
 
-A loss that returns a mean trains, and learns something else with each size of a microbatch, so nobody would
-notice.  What the halves return shows it: the numbers of terms of the halves add up to that of the whole, and
-so do the sums.  Not every loss is such a sum: one that compares the samples of a microbatch with each other
-has more terms in the whole than in its halves, and other sums.  So two things are refused, and only them:
-fewer terms in the whole than in its halves, as of a constant number, and a loss that is the mean of what the
-halves lose.  Dropout and the statistics of microbatches are off.  Of a loss that draws random numbers nothing
-is known, and nothing is said.
+A loss that returns a mean also trains, so nobody notices that it learns something else with each microbatch
+size.  The halves show it: for a sum, the counts of the halves add up to the count of the whole, and so do the
+losses.  A loss that compares the samples of a microbatch with each other is an exception: it has more terms
+in the whole than in the halves.  So only two faults are refused: fewer terms in the whole than in the halves
+together, as with a constant count; and a loss that is the mean of the losses of the halves.
+
+Dropout and the statistics of microbatches are off.  A loss that draws random numbers is not judged.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from elastic.train.step import Session, compare_tokens, loss_of, microbatch_seed
 from elastic.train.terms import CONTRACT, wrong_count
 
 CLOSE = 1e-2
-"""Largest difference, as a part of the loss, at which it still is the mean of the losses of its halves: bf16
+"""Largest relative difference at which a loss still counts as the mean of the losses of its halves: bf16
 rounds to 0.4%.
 """
 OutOfMemory = torch.OutOfMemoryError
 """The error of a device that is too small, which is nobody's mistake."""
 FAR = 0.1
-"""Smallest difference, as a part of the loss, at which it is not the sum of the losses of its halves: the
-mean is half of the sum.
+"""Relative difference up to which a loss still counts as the sum of the losses of its halves: the mean is
+half of the sum.
 """
 
 
@@ -47,8 +47,8 @@ def check_loss(session: Session, state: State, *, initialised: bool = False) -> 
     the samples are not the same when they are read again, :class:`ModelError` if the model or the loss fails
     with a microbatch, and :class:`LossError` if the loss is certainly no sum.
 
-    The world has no other members: an error of the model with another number of samples is only printed, and
-    would leave others waiting.
+    It must run in a world without other members, which an error in here would leave waiting.  An error of the
+    user's code with another number of samples is only printed.
     """
     compare_tokens(session, state.model)
     batch = _read(session)
@@ -113,9 +113,11 @@ def _check_end_of_validation(session: Session, state: State) -> None:
 
 
 def without_compiling() -> AbstractContextManager[Any]:
-    """Compiled code runs here as it is written, since another size would be compiled, too.
+    """Returns a context in which code that is compiled otherwise runs uncompiled, since another size would be
+    compiled anew.
 
-    Nothing is compiled while torch's compiler is not imported, which would take a second.
+    If torch's compiler is not imported, the context does nothing: no code is compiled then, and the import
+    takes a second.
     """
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 

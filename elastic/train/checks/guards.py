@@ -1,10 +1,10 @@
-"""Notices what a pass of the model, or the loss, has changed of the state by other ways than a gradient.
+"""Notices changes of the state that a pass of the model, or the loss, makes by other means than a gradient.
 
 A parameter that is written to in place, or gets other memory, would part the replicas, and is lost where
 weights are gathered or copied; a buffer would depend on which worker computed which microbatch; a parameter
 that is frozen later would still be trained.  So each of them ends the run at the step where it happens.
-Torch counts the writes of each tensor, so a look costs a fraction of a microsecond a tensor. It does not
-count writes through ``.data``, nor those of ``F.batch_norm``: values of buffers are compared once, in the
+Torch counts the writes of each tensor, so a check costs a fraction of a microsecond for each tensor.  It does
+not count writes through ``.data``, nor those of ``F.batch_norm``: values of buffers are compared once, in the
 first microbatch of each world, and writes to parameters are watched in the trial of a new run (``trial.py``).
 """
 
@@ -65,8 +65,8 @@ BUFFER = (
 
 
 class Trap(Tensor):
-    """Stands for a gradient that is not there, while a loop of the user's runs: whatever computes with it
-    raises :class:`StateChanged`.
+    """Stands in for a missing gradient while the user's loop runs: any operation on it raises
+    :class:`StateChanged`.
     """
 
     model: str
@@ -86,8 +86,8 @@ class Guard:
     def __init__(
         self, model: nn.Module, parameters: Parameters, world: World, named: str, *, compiles: bool = False
     ) -> None:
-        """``named`` is the setting ``model`` of the job.  Code that ``compiles`` would look at gradients that
-        are not there.
+        """``named`` is the setting ``model`` of the job.  With ``compiles`` no :class:`Trap` is set, because
+        compiled code looks at missing gradients.
         """
         self._parameters, self._member_of, self._named, self._compiles = parameters, world, named, compiles
         modules = [*model.named_modules()]
@@ -105,8 +105,8 @@ class Guard:
             for key, buffer in module._buffers.items()
             if buffer is None and key not in module._non_persistent_buffers_set
         ]
-        """Buffers that a checkpoint would have, if they had values.  Others without values are for what is
-        computed once, as a table.
+        """Buffers that a checkpoint would have, if they had values.  A non-persistent buffer without values
+        may be filled later, for example with a table that is computed once.
         """
         self._sizes = [
             (where, module, len(module._parameters), len(module._modules), len(module._buffers))
@@ -121,11 +121,11 @@ class Guard:
         self._trapped: list[Tensor] = []
 
     def begin(self, *, values: bool = False, loop: bool = False) -> None:
-        """Remembers how the state is now, with ``values`` of the buffers if so.  The parameters must be those
-        of the present round.
+        """Remembers the present state; with ``values``, the values of the buffers, too.  The parameters must
+        be those of the present round.
 
-        With ``loop`` a loop of the user's comes next, whose writes through ``.data`` and to gradients are
-        noticed, too.
+        ``loop`` means that the user's loop runs next: then writes through ``.data`` and to gradients are also
+        noticed.
         """
         self._written, self._marks = self._parameters.writes(), self._buffer_marks()
         self._values = self._buffer_values() if values else {}
@@ -197,8 +197,8 @@ class Guard:
         raise StateChanged(said.format(name=name, model=self._named, **more))
 
     def _own_norms(self) -> Tensor:
-        """Returns the norm of what this member has of each parameter in its place: a number that other values
-        hardly have.
+        """Returns the norm of what this member has of each parameter in its place: other values hardly have
+        the same norm.
         """
         there = [dict.get(module._parameters, key) for _, module, key in self._slots]
         values = [each._local_tensor if isinstance(each, DTensor) else each for each in there]
@@ -208,8 +208,8 @@ class Guard:
             )
 
     def _trap(self) -> None:
-        """Puts a :class:`Trap` where a parameter has no gradient, of which a loop would not notice that it is
-        not there.
+        """Puts a :class:`Trap` in the place of each missing gradient, since a loop would not notice that the
+        gradient is missing.
         """
         for name, module, key in self._slots:
             each = dict.get(module._parameters, key)

@@ -1,10 +1,10 @@
 """Finds what a module keeps from one microbatch to the next outside of parameters and buffers: a counter, a
 statistic, a generator.
 
-Such state depends on which worker computed which microbatch, and is in no checkpoint.  A model may write an
-attribute in each forward pass and read it in the same one, as the loss of an auxiliary head; that is no
-state.  So nobody can tell from a write alone.  But if the same microbatch is computed twice in a row,
-attributes of the second kind have the same values again, and those of the first kind do not.
+Such state depends on which worker computed which microbatch, and is in no checkpoint.  But a model may also
+write an attribute in each forward pass and read it only in the same pass, such as the loss of an auxiliary
+head; that is no state.  A write alone does not tell the two apart.  If the same microbatch is computed twice
+in a row, state changes, and an attribute of one pass has the same value again.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 OWN = frozenset(vars(nn.Module())) - {"training"}
 """The attributes that torch itself gives every module."""
 DEEP = 3
-"""Number of containers within each other, and objects, into which a look goes."""
+"""Number of levels of nested containers and objects that are looked into."""
 MANY = 256
 """Number of elements of a container that are looked at."""
 LARGE = 1 << 22
@@ -33,7 +33,7 @@ def attributes_of(model: nn.Module, *, exact: bool) -> dict[str, Hashable]:
     """Returns a mark of each attribute of each module of ``model``, by its path, and of each buffer but those
     of norms.
 
-    Without ``exact`` a kernel may round otherwise at the next time, so numbers with fractions are left out.
+    Without ``exact`` a kernel may round differently the next time, so floating-point numbers are left out.
     """
     found = dict[str, Hashable]()
     for where, module in model.named_modules():

@@ -15,15 +15,15 @@ from storage.objects.folder import NO_LINKS, NO_SYNC, Folder, sync_folder
 from storage.objects.selftest import check
 
 WRONG_FOLDER = (EACCES, ENOENT, ENOTDIR, EPERM, EROFS)
-"""Errors of a new file that say that the folder is the wrong one.  Of others, such as a full disk, the job
-knows nothing.
+"""Errors on creating a file that mean that the job names a wrong folder.  Other errors, such as a full disk,
+are no fault of the job.
 """
 UNABLE = {*NO_LINKS, *NO_SYNC}
 """Errors of a file system that lacks what a store of objects needs."""
 
 
 def check_bucket(job: Job) -> list[str]:
-    """Tests the bucket, and returns what is to be said of it.
+    """Tests the bucket, and returns sentences about it that the user should read.
 
     Raises as :func:`open_bucket`; :class:`JobError` for a folder that this user cannot write or whose file
     system cannot hold objects; and :class:`Unavailable`, with the setting, for a bucket that cannot be relied
@@ -55,8 +55,8 @@ def open_bucket(job: Job) -> ObjectStore:
 
 
 def _check_folder(named: str, there: Path) -> list[str]:
-    """Writes objects into a folder of its own in the folder that is to hold ``there``, and returns what its
-    file system lacks.
+    """Writes objects into a temporary folder in the nearest existing parent of ``there``, or in ``there``,
+    and returns a warning if the file system cannot sync a folder.
     """
     while not os.path.lexists(there):
         there = there.parent

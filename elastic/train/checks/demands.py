@@ -1,5 +1,5 @@
-"""Tells before a run starts what it will take: memory of its nodes, and time, where that is near to a
-deadline.
+"""Tells the user before a run starts what it will take: memory of its nodes, and the time of steps that may
+come near a deadline.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from storage.slices import Tensor
 SLOW_DISK = 1e9
 """Bytes of state a second that a disk reads while it writes as many; the workers of a node share it."""
 LARGE = 1e9
-"""Bytes of state from which on a device or a node may have too little memory for all of it."""
+"""Bytes of state from which a device or a node may have too little memory for the whole state."""
 TRIVIAL = 1e6
-"""Bytes of state below which nobody needs to know what its copies take."""
+"""Bytes of state below which the memory of copies is not worth a sentence."""
 TELLING_S = 10.0
-"""Seconds of initialisation on a CPU from which on the user is told of them."""
+"""Seconds from which the user is told how long an initialisation on a CPU takes."""
 DRAWS = 2
 """Number of times that an initialisation draws a value, as an estimate: in the constructors of layers, and in
 ``init_weights``.
@@ -33,7 +33,9 @@ DRAWS = 2
 
 
 def copying(job: Job, state_bytes: int) -> list[str]:
-    """Returns a sentence about the memory that copies take, unless there are such and it is trivial."""
+    """Returns a sentence about the memory that copies take, or [] if copies are made and their memory is
+    trivial.
+    """
     if state_bytes < TRIVIAL and job.copies.copy_every != 0 and not job.offload_folder:
         return []
     text = taken_by_copies(job, state_bytes)
@@ -58,8 +60,8 @@ def taken_by_copies(job: Job, state_bytes: int, least: int = 1) -> str:
 
 
 def hosting(job: Job, tensors: Sequence[Tensor]) -> list[str]:
-    """Returns sentences about state in the memory of the host: the stage that ``auto`` is, and the room of
-    weights beside the state.
+    """Returns sentences about a job with offloading: the stage of ZeRO that ``auto`` means, and the host
+    memory of weights beside the state.
     """
     hosted, found = need_of(job, tensors).hosted, list[str]()
     if job.zero != job.parallel.zero and job.workers.max > 1:
@@ -112,7 +114,7 @@ def updating(job: Job, state_bytes: int) -> list[str]:
 
 
 def _draw_s() -> float:
-    """Returns the seconds in which this machine draws one normal number on one thread; a worker is taken to
+    """Returns the seconds in which this machine draws one normal number on one thread; a worker is assumed to
     be as fast.
     """
     threads, numbers, found = torch.get_num_threads(), torch.empty(2**18), list[float]()

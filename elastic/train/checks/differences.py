@@ -1,5 +1,5 @@
-"""Measures how far two results of one microbatch are apart, and makes numbers by which a result is known
-again, for ``trial.py``.
+"""Measures how far two results of one microbatch are apart, and makes numbers that identify a result, for
+``trial.py``.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from elastic.train.checks.plain import PlainResult
 
 SMALL = 0.01
-"""The part of the largest root mean square of a gradient below which that of a tensor is rounding, and is
-compared with this part.
+"""Part of the largest root mean square of any gradient.  A gradient whose root mean square is below it is
+mostly rounding, so its difference is divided by this part instead of by its own norm.
 """
 WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Whole numbers with the bits of those with fractions, by their bytes."""
+"""Integer dtypes that hold the bits of floating-point numbers, by the bytes of a number."""
 ROUNDED = 2.0**-22
-"""The part by which weights in float32 are moved to see how sensitive a model is: two steps of the format."""
+"""Relative change of the float32 weights that shows how sensitive a model is: two steps of the format."""
 
 
 def summary_of(found: PlainResult, *, exact: bool) -> list[float]:
@@ -40,7 +40,9 @@ def summary_of(found: PlainResult, *, exact: bool) -> list[float]:
 
 
 def moved(values: Tensor, part: float, kind: int) -> Tensor:
-    """Returns ``values`` moved by ``part``, each up or down: in another pattern for each ``kind``."""
+    """Returns ``values``, each changed by the relative amount ``part``, up or down.  Each ``kind`` has
+    another pattern of signs.
+    """
     if not values.is_floating_point():
         return values
     places = torch.arange(values.numel(), device=values.device)
@@ -49,15 +51,15 @@ def moved(values: Tensor, part: float, kind: int) -> Tensor:
 
 
 def apart_by(plain: float, ours: float) -> float:
-    """Returns the difference of two losses, as a part; those that are not finite are alike."""
+    """Returns the relative difference of two losses; 0 if neither is finite, infinity if only one is."""
     if not math.isfinite(plain):
         return 0.0 if not math.isfinite(ours) else math.inf
     return abs(plain - ours) / max(abs(plain), abs(ours), 1e-30) if math.isfinite(ours) else math.inf
 
 
 def parts_of(plain: Mapping[str, Tensor], ours: Mapping[str, Tensor]) -> dict[str, float]:
-    """Returns the difference of the gradients of each parameter, as a part of their norm, or of what is small
-    beside all others.
+    """Returns the difference of the two gradients of each parameter, as a part of the norm of ``plain``, or
+    of a least norm (:data:`SMALL`).
     """
     norms = {name: float(each.float().norm()) for name, each in plain.items()}
     finite = [
@@ -69,7 +71,7 @@ def parts_of(plain: Mapping[str, Tensor], ours: Mapping[str, Tensor]) -> dict[st
     for name, each in plain.items():
         difference = float((ours[name].float().reshape(-1) - each.float().reshape(-1)).norm())
         found[name] = difference / max(norms[name], least * each.numel() ** 0.5, 1e-30)
-        if not math.isfinite(norms[name]):  # what is not finite there must not be so here
+        if not math.isfinite(norms[name]):  # not finite in plain torch: ours must not be finite either
             found[name] = 0.0 if not math.isfinite(float(ours[name].float().norm())) else math.inf
         elif not math.isfinite(difference):
             found[name] = math.inf
@@ -77,7 +79,7 @@ def parts_of(plain: Mapping[str, Tensor], ours: Mapping[str, Tensor]) -> dict[st
 
 
 def values_of(model: nn.Module) -> dict[str, float]:
-    """Returns a number for each parameter that other values hardly have."""
+    """Returns the norm of each parameter, as a mark of its values: other values hardly have the same norm."""
     norms = {name: each.detach().float().norm() for name, each in model.named_parameters()}
     return (
         dict(zip(norms, torch.stack([*norms.values()]).nan_to_num().tolist(), strict=True)) if norms else {}

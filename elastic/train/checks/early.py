@@ -1,5 +1,5 @@
-"""Checks a job as far as that needs no torch, whose import takes seconds: its code, tokens and sinks are
-there, and its bucket works.
+"""Checks the parts of a job that need no torch, whose import takes seconds: its code, tokens and sinks exist,
+and its bucket works.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def check_early(job: Job, *, here: bool = False) -> None:
     for setting, path in job.named_code().items():
         if setting != "validation.dataset" or job.validation.every:
             check_name(path, setting)
-    if open_bucket(job).local:  # at no cost
+    if open_bucket(job).local:  # a folder is tested at no cost
         check_bucket(job)
     for sink, args in job.metrics.sinks.items():
         check_sink(sink, args)

@@ -39,7 +39,7 @@ from storage.slices import Tensor
 Policy = str | float
 """A value of the setting ``recompute``."""
 LOOKED_AT = 65_536
-"""Number of samples among which the longest are looked for."""
+"""Number of samples that are searched for the longest ones."""
 STAGES = (0, 1, 2, 3)
 """The stages of ZeRO (Rajbhandari and others 2020, section 5)."""
 CHANGES: tuple[dict[str, object], ...] = (
@@ -49,7 +49,7 @@ CHANGES: tuple[dict[str, object], ...] = (
 )
 """Settings that need less of a device's memory, in the order of what they cost."""
 FACTORS = (2, 4, 8, 16, 32)
-"""Numbers of times its ``workers.max`` that a job is tried with."""
+"""Multiples of ``workers.max`` with which a job that does not fit is tried."""
 SPLITS = {
     "2 + 2 + 12, as the ZeRO paper counts": {
         "bf16 weights": 2,
@@ -110,10 +110,10 @@ def classes(job: Job, tensors: Sequence[Tensor], shards: int, zero: int | None =
 
 
 def of_job(job: Job, tensors: Sequence[Tensor], found: Mapping[Policy, Need]) -> Iterator[str]:
-    """Yields what a member of the largest world holds, by class, and what its copies take of its node, with
-    what ``auto`` takes.
+    """Yields what a member of the largest world holds, by class, and the memory that its copies take of its
+    node, with the policy and the stage that ``auto`` chooses.
 
-    ``found`` is that of :func:`by_recompute`, or empty if what a microbatch takes is not known.
+    ``found`` is the result of :func:`by_recompute`; it is empty if the memory of a microbatch is not known.
     """
     parameters = sum(math.prod(tensor.shape) for tensor in tensors if tensor.kind == "parameter")
     yield f"{parameters:,} parameters; the state takes {gigabytes(bytes_of(tensors))}"
@@ -154,8 +154,8 @@ def of_job(job: Job, tensors: Sequence[Tensor], found: Mapping[Policy, Need]) ->
 
 
 def _chosen(job: Job, found: Mapping[Policy, Need]) -> tuple[Policy, int]:
-    """Returns the policy that ``auto`` takes, and the smallest number of workers that must share the state
-    with it; 0 if none is enough.
+    """Returns the policy that ``auto`` chooses, and the smallest number of workers that must share the state
+    with that policy; 0 if no number is enough.
     """
     least = {policy: least_of(job, need) for policy, need in found.items()}
     policy = first_roomy([*least], least.__getitem__, job.workers.min, most_shards(job))
@@ -193,10 +193,12 @@ def by_recompute(job: Job) -> dict[Policy, Need]:
 def needs(job: Job, policies: Sequence[Policy]) -> dict[Policy, Need]:
     """Returns what training needs with each of ``policies``, by a step on tensors that have no values.
 
-    A member that shares the state does so with as many others as the job allows, as in a worker's warm-up.
-    Sums of gradients shrink with the number of members and activations do not, so beside fewer members no
-    more comes and goes.  Where the whole state does not fit a device anyway, its step is not tried.  Raises
-    what opening the data raises, and what model or loss raise.
+    A member that shares the state is tried with as many other members as the job allows, as in a worker's
+    warm-up.  Sums of gradients shrink with the number of members and activations do not, so with fewer
+    members no more bytes come and go.  If the whole state does not fit a device, the step of a member with
+    the whole state is not tried.
+
+    Raises the errors of opening the data, of the model and of the loss.
     """
     batch, builder, loss = _longest(job), builder_of(job), loss_of(job)
     model = build_model(job, builder)
@@ -215,7 +217,7 @@ def needs(job: Job, policies: Sequence[Policy]) -> dict[Policy, Need]:
 
 
 def need_of_state(job: Job) -> Need:
-    """Returns what training needs beside what comes and goes in a step."""
+    """Returns what training needs, without the memory that comes and goes in a step."""
     model = build_model(job, builder_of(job))
     return need_of(in_its_stage(job, model), tensors_of(model, rule_of(job)))
 
@@ -242,7 +244,7 @@ def fitting_changes(job: Job, policy: Policy | None) -> str:
     """Returns words that name other settings, each with which alone a job fits that does not fit with its
     own; "" if there are none.
 
-    ``policy`` is the one that needs least; it is None if what a step takes is not known.  Raises as
+    ``policy`` is the policy that needs least memory; None if the memory of a step is not known.  Raises as
     :func:`needs`.
     """
     found = list[str]()
@@ -282,10 +284,10 @@ def _workers(number: int) -> str:
 
 def unnamed_policy(job: Job) -> str:
     """Returns a sentence about a job that does not fit because it must name its ``recompute``, and does not;
-    "" for any other one.
+    "" for any other job.
 
-    It is a guess before a worker has measured anything.  A model or a loss that does not run without values
-    says nothing about memory.
+    It is an estimate, before a worker has measured memory.  If the model or the loss does not run on tensors
+    without values, nothing is known and the result is "".
     """
     if not limit_of(job) or job.recompute != "auto" or not must_name_policy(job):
         return ""
@@ -315,8 +317,8 @@ def by_stage(job: Job, tensors: Sequence[Tensor], most: int) -> list[tuple[int, 
     """Returns pairs (members that share the state, bytes that must fit the device of one for each of
     ``STAGES``): 1, 2, 4, … ``most``.
 
-    That is what it holds at the end of a backward pass, or while a world forms: an old part beside the new
-    one.
+    The bytes are the larger of two numbers: those held at the end of a backward pass, and those held while a
+    world forms, when the old part is beside the new one.
     """
     counts = sorted({*(2**power for power in range(most.bit_length())), most})
     needs = {zero: need_of(job, tensors, zero) for zero in STAGES}

@@ -1,10 +1,10 @@
-"""Puts a number in place of ``microbatch = "auto"`` when a run begins, from the memory model and tensors that
-have no values.
+"""Puts a number in place of ``microbatch = "auto"`` when a run begins, from an estimate of memory with
+tensors that have no values.
 
 The number is part of what fixes the bits, so it is decided once, before any worker starts, and stored with
-the run.  A GPU is busy from a few thousand tokens on, and recomputation costs more than a larger microbatch
-brings then.  So with ``recompute = "auto"`` the microbatch is as large as memory allows *without*
-recomputation; it makes room only where a single sample is too large.
+the run.  A few thousand tokens keep a GPU busy; beyond that, recomputation costs more than a larger
+microbatch gains.  So with ``recompute = "auto"`` the microbatch is as large as memory allows *without*
+recomputation, which is used only if a single sample is too large.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ def decided(job: Job, memory: Callable[[], int], *, local: bool = False) -> tupl
     """Returns the job with a number in place of ``microbatch = "auto"``, and a sentence that says why; "" if
     the job names a number.
 
-    A run that has begun keeps its own.  ``memory()`` is asked only if the run has not.  Raises as
-    :func:`chosen` and :meth:`Run.look`.
+    A run that has begun keeps its number; ``memory()`` is called only for a run that has not begun.  Raises
+    as :func:`chosen` and :meth:`Run.look`.
     """
     if job.microbatch != "auto":
         return job, ""
-    # whether it may go on with other settings is asked elsewhere
+    # other code checks whether the run may go on with other settings
     job, why = Run.look(job, branch=True).job, "the run began with it"
     if job.microbatch == "auto":
         job, why = chosen(job, memory(), local=local)
@@ -44,9 +44,9 @@ def chosen(job: Job, memory: int, *, local: bool = False) -> tuple[Job, str]:
     """Returns the job with a number in place of ``microbatch = "auto"``, and the end of a sentence that says
     why it is that number.
 
-    ``memory`` is that of the smallest device, in bytes; 0 means that it is not limited.  With ``local`` one
-    worker has the whole state. Raises :class:`JobError` if not even one sample fits, or if the memory of a
-    microbatch cannot be found out, and what opening the data raises.
+    ``memory`` is the memory of the smallest device, in bytes; 0 means that it is not limited.  With ``local``
+    one worker has the whole state.  Raises :class:`JobError` if not even one sample fits, or if the memory of
+    a microbatch cannot be found out, and what opening the data raises.
     """
     sizes, bound = job.microbatch_sizes(), "no larger number divides every batch"
     if sizes[-1] < job.microbatch_sizes(least=1)[-1]:
@@ -98,7 +98,7 @@ def _needs(job: Job, size: int, policies: Sequence[Policy]) -> list[Need]:
 
 
 def _fixes(job: Job, most: int) -> Iterator[str]:
-    """Yields what to do if one sample fits no device, whatever is computed again and however many workers
+    """Yields what to do if one sample fits no device, with any recomputation and any number of workers that
     share the state.
     """
     yield "raise workers.device_gb" if job.workers.device_gb != "auto" else "take devices with more memory"

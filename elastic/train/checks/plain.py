@@ -1,5 +1,5 @@
-"""The side of plain torch in a trial (``trial.py``): what it computes, what it must not do, and what it
-keeps.
+"""The side of plain torch in a trial (``trial.py``): computes microbatches, and looks for writes to
+parameters and for values that the model keeps.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ from elastic.train.step import Session, loss_of, microbatch_seed, seed_all
 EXACT = 1e-5
 """Largest difference in float32, as a part of the loss or of the norm of a gradient."""
 STEPS = {"bf16": ("bf16", 32), "fp16": ("fp16", 64), "fp8": ("fp8 e4m3", 8), "fp8-rowwise": ("fp8 e4m3", 8)}
-"""The largest difference in other formats: a format, and the multiple of the distance from 1 to its next
-larger number.
+"""Largest difference for each precision but fp32: (a format, how many times the distance from 1 to the next
+larger number of that format).
 """
 TIMES = 11
 """Bytes that a trial takes for each byte of the parameters: values, gradients and moments of both sides, and
 copies between them.
 """
 ROOM = 0.5
-"""The part of the free memory that they may take; activations are in the rest.  Workers without a GPU share
-it, since they try at once.
+"""Part of the free memory that the tensors of a trial may take; the rest is for activations.  Workers without
+a GPU share it, since they hold their trials at the same time.
 """
 KEPT = 2
-"""Number of layers that stand for all where memory is short."""
+"""Number of layers that are compared in place of all if memory is short."""
 Batch = dict[str, Tensor]
 DROPOUTS = (
     F.dropout,
@@ -84,7 +84,7 @@ class TorchOptimizer:
 
     @staticmethod
     def of(job: Job, model: nn.Module) -> TorchOptimizer | None:
-        """Returns that of the job; None if there is none with the same arithmetic."""
+        """Returns the optimizer for ``job``; None if ``torch.optim`` has none with the same arithmetic."""
         settings, l2 = job.optim, job.optim.decay == "l2"
         groups: list[dict[str, Any]] = []
         for name, group in parameter_groups(settings, model).items():
@@ -183,8 +183,8 @@ class TooLarge(Exception):
 
 
 class PlainSide:
-    """Builds the model in plain torch, computes microbatches with it, and looks for what it keeps from one to
-    the next.
+    """Builds the model in plain torch, computes microbatches with it, and looks for values that it keeps from
+    one microbatch to the next.
     """
 
     def __init__(self, session: Session, device: torch.device, tell: Callable[[str], None]) -> None:
@@ -207,9 +207,11 @@ class PlainSide:
         self._updates = ""
         self._at_first: Mapping[str, Hashable] = {}
         self._noted: Mapping[str, Hashable] = {}
-        """The attributes of the model in plain torch before its first microbatch, and after that."""
+        """The attributes of the model in plain torch after its first microbatch; ``_at_first`` has those
+        before it.
+        """
         self.largest = 0.0
-        """The largest difference that was found, as a part."""
+        """The largest relative difference that was found."""
         self.most = EXACT if self.exact else _steps(job.precision)
         if job.reduction.wire == "bf16":
             self.most = max(self.most, _steps("bf16"))
@@ -301,17 +303,20 @@ class PlainSide:
             return loss_of(self.session, model, there)
         except StateChanged:
             raise
-        # the model or the loss breaks its contract, and that is told where it is used
+        # a broken contract of the model or the loss is reported where it is used
         except ElasticError as error:
             raise Theirs(str(error)) from error
 
     def _alike(self) -> Any:
-        """Both sides drop the same values, or none."""
+        """Returns a context in which torch's dropout drops nothing; with ``exact`` it does nothing, as both
+        sides then drop the same values.
+        """
         return nullcontext() if self.exact else NoDropout()
 
     def _remembers(self, model: nn.Module, first: Batch, second: Batch) -> None:
-        """Raises :class:`ModelError` if plain torch computes the first microbatch otherwise after another
-        one.
+        """Raises :class:`ModelError` if plain torch computes the first microbatch differently after another
+        one, or if an attribute changes with each microbatch; :class:`StateChanged` if a parameter or a buffer
+        does.
         """
         job, exact = self.job, self.job.reproducible
         memory = {name: (id(each), each.untyped_storage()._cdata) for name, each in model.named_parameters()}
@@ -370,8 +375,8 @@ class PlainSide:
             self._plainly(model, batch, 0)
 
     def _evaluates(self, model: nn.Module, batch: Batch) -> None:
-        """Raises :class:`StateChanged` if evaluation, as in a validation, or the way there and back, writes
-        to a parameter or a buffer.
+        """Raises :class:`StateChanged` if evaluation, as in a validation, or the change to evaluation mode
+        and back, writes to a parameter or a buffer.
         """
         before = {name: each.detach().clone() for name, each in model.named_buffers()}
         try:
@@ -381,7 +386,7 @@ class PlainSide:
                 model.train()
         except (StateChanged, torch.OutOfMemoryError):
             raise
-        except Exception:  # a loss need not work in evaluation, if there is none
+        except Exception:  # without a validation a loss need not work in evaluation mode
             model.train()
         for name, each in model.named_buffers():
             if name in before and not torch.equal(each, before[name]):
@@ -389,7 +394,7 @@ class PlainSide:
 
 
 def _others(job: Job) -> Iterator[tuple[str, bool]]:
-    """Yields what a trial leaves out, and whether the job has it."""
+    """Yields pairs: a feature that a trial does not compare, and whether the job uses it."""
     yield "compiled code", job.compile
     yield f"activations = {job.activations!r}", job.activations != "keep"
     yield f"offload = {job.offload!r}", job.offloads
@@ -417,7 +422,9 @@ def _room(device: torch.device, job: Job) -> float:
 
 
 def _shorten(model: nn.Module) -> None:
-    """Leaves the first ``KEPT`` layers of the list that has the blocks of ``model``."""
+    """Deletes all layers but the first ``KEPT`` in each list that has blocks of ``model``.  Raises
+    :class:`TooLarge` if these are not in an nn.ModuleList.
+    """
     blocks = sharding_table(model).blocks
     for name in {block.rpartition(".")[0] for block in blocks}:
         layers = model.get_submodule(name)

@@ -1,5 +1,5 @@
-"""Refuses microbatches of several shapes where blocks are compiled and bits must not depend on who computes
-what.
+"""Refuses microbatches of different shapes if blocks are compiled and the bits must not depend on which
+worker computes which microbatch.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Tells the user before a run starts what it will take: memory of its nodes, and the time of steps that may
-come near a deadline.
+"""Tells the user before a run starts what it will take: memory of its nodes, and time that may come near a
+deadline.
 """
 
 from __future__ import annotations

@@ -73,11 +73,11 @@ from storage.objects import ObjectStore
 from storage.slices import Tensor
 
 PLACES = re.compile(r"bucket$|model_args\.|metrics\.sinks\.|\w+\.args\.")
-"""The settings in which secrets are looked for: code of the user's reads the arguments, and the store its
-URL.
+"""Pattern of the settings that are searched for secrets: the arguments of the user's code, and the URL of the
+bucket.
 """
 DIVIDING = ("adamw", "adagrad", "rmsprop", "muon")
-"""Optimizers of ours that divide by the root of a moment and ``optim.eps``."""
+"""Optimizers of Elastic that divide by the root of a moment and ``optim.eps``."""
 
 UNTRACED = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError, ImportError)
 """Errors of models that cannot run with tensors that have no values."""
@@ -109,13 +109,15 @@ def preflight(
     start: StartPoint | None = None,
     run: Run | None = None,
 ) -> Checked:
-    """Checks before a worker starts what :func:`~elastic.train.checks.early.check_early` has not checked.  It
-    leaves nothing in the bucket.
+    """Makes, before a worker starts, the checks that :func:`~elastic.train.checks.early.check_early` does not
+    make.  It leaves nothing in the bucket.
 
     Code that has changed since the run's last start is refused, unless ``accept_code`` says that the run may
-    go on with it.  ``start`` says whether the run begins from a checkpoint of another one.  ``run`` is the
-    run if the caller has found it. Raises :class:`~elastic.errors.JobError`, or
-    :class:`~storage.errors.Unavailable` for a bucket that cannot be relied on.
+    go on with it.  ``start`` says from which checkpoint, perhaps of another run, the run begins.  ``run`` is
+    the job's run, if the caller has found it.
+
+    Raises :class:`~elastic.errors.JobError`, or :class:`~storage.errors.Unavailable` for a bucket that cannot
+    be relied on.
     """
     leaked = _check_secrets(job)
     model = build_model(job, builder_of(job))
@@ -189,10 +191,10 @@ def preflight(
 
 
 def _check_secrets(job: Job) -> list[str]:
-    """Raises :class:`JobError` for an argument that is a secret, and for one in the URL of the bucket, where
-    all settings are written.
+    """Raises :class:`JobError` for an argument that is a secret, and for a secret in the URL of the bucket,
+    since all settings are written to the bucket.
 
-    Returns a sentence for each that is there already, because an older release has begun the run.
+    Returns a sentence for each secret that is in the bucket already, because an older release began the run.
     """
     settings = job.model_dump(mode="json")
     found = [
@@ -208,7 +210,7 @@ def _check_secrets(job: Job) -> list[str]:
     where, notes = f"in {job.name}/job.json in the bucket", list[str]()
     for name in found:
         variable = re.sub(r"\W", "_", name.rpartition(".")[2]).upper()
-        # these have a meaning for every program
+        # these variables have a meaning for every program
         variable = f"MY_{variable}" if variable in ("PATH", "PWD", "USER") else variable
         fix = (
             f"write {name} = '${{{variable}}}', and set that environment variable for this command, and "
@@ -221,7 +223,7 @@ def _check_secrets(job: Job) -> list[str]:
                 "leave it out; fsspec takes that of a bucket from a variable of the environment, as "
                 f"FSSPEC_{scheme}_PASSWORD"
             )
-        # the list that it is in, if it is in one
+        # the setting itself, or the list that contains it
         at = next(each for each in here if f"{name}.".startswith(f"{each}."))
         if at not in stored or stored[at] != here[at]:
             raise JobError(f"{name} {what}, and would stand {where} for everybody who reads it; {fix}")
@@ -235,9 +237,10 @@ def _check_secrets(job: Job) -> list[str]:
 def _check_origin(
     start: StartPoint, origin: Origin, tensors: Sequence[Tensor], store: ObjectStore, build: Build
 ) -> list[str]:
-    """Returns what is to be said of the checkpoint of another run.
+    """Returns sentences about the checkpoint of another run, from which the run begins.
 
-    Raises :class:`JobError` unless it fits the model and, if the run goes on from it, the samples.
+    Raises :class:`JobError` unless the checkpoint fits the model and, if the run goes on from it and does not
+    only take its weights, the samples.
     """
     reader, weights = forks.checkpoints(store, origin.run).open(origin.version), bool(start.job.init)
     wanted = [each for each in tensors if not weights or each.kind in WEIGHTS]
@@ -254,9 +257,10 @@ def _check_origin(
 
 
 def _quarantined(job: Job, reader: Reader, version: Version) -> list[str]:
-    """Returns what is to be said of the samples in quarantine at ``version``.
+    """Returns sentences about the samples in quarantine at ``version``, if the job would read them again.
 
-    Raises :class:`JobError` if a job that has turned spikes off would read them again, unasked.
+    Raises :class:`JobError` if it would because it has turned spikes off, without asking for it by
+    ``spikes.action = 'forget'``.
     """
     number = len(held_in(reader) or ()) if job.spikes.off else 0
     samples = f"{number} sample{'s' * (number > 1)}"
@@ -274,7 +278,7 @@ def _quarantined(job: Job, reader: Reader, version: Version) -> list[str]:
 
 
 def _check_layers(job: Job, model: nn.Module) -> None:
-    """Raises :class:`ModelError` if the job has settings that the model's layers cannot have."""
+    """Raises :class:`ModelError` if the job has settings that do not work with the model's layers."""
     table = sharding_table(model)
     tracking(model, table, job)
     if PRECISIONS[job.precision].fp8 is not None and not layers_of(model, table):
@@ -286,8 +290,8 @@ def _check_layers(job: Job, model: nn.Module) -> None:
 
 
 def _check_eps(job: Job, model: nn.Module) -> None:
-    """Raises :class:`JobError` if ``optim.eps`` is zero in the format of a parameter: one without a gradient
-    then becomes 0 / 0.
+    """Raises :class:`JobError` if ``optim.eps`` is zero in the format of a parameter: a parameter without a
+    gradient then becomes 0 / 0.
     """
     if job.optim.kind not in DIVIDING:
         return
@@ -303,8 +307,8 @@ def _check_eps(job: Job, model: nn.Module) -> None:
 
 
 def _check_again(job: Job, model: nn.Module) -> None:
-    """Raises :class:`ModelError` if the builder returns another model when it is called again, as each worker
-    does.
+    """Raises :class:`ModelError` if the builder returns a different model at a second call: each worker calls
+    it, too.
     """
     first, second = (
         {n: list(p.shape) for n, p in each.named_parameters()}
@@ -321,8 +325,8 @@ def _check_again(job: Job, model: nn.Module) -> None:
 
 
 def _check_shared(job: Job, model: nn.Module) -> None:
-    """Raises :class:`ModelError` if the job gathers weights block by block, and the model has some with which
-    that is not possible.
+    """Raises :class:`ModelError` if the job gathers weights block by block, and the model has weights for
+    which that is not possible.
     """
     if job.parallel.zero != 3 or all(layout.dp_shard == 1 for layout in job.layouts()):
         return
@@ -349,9 +353,11 @@ def _check_shared(job: Job, model: nn.Module) -> None:
 
 
 def _check_held_out(job: Job, session: Session) -> list[str]:
-    """Compares a held-out batch with one that is trained on.  Returns a sentence if the samples are the same.
+    """Compares a held-out batch with a training batch.  Returns a sentence if the samples of both are the
+    same.
 
-    Raises :class:`DataError` if it has other tensors, or other shapes for which blocks would be compiled.
+    Raises :class:`DataError` if the held-out batch has other tensors, or, in a job that compiles, other
+    shapes or formats.
     """
     if session.held_out is None:
         return []
@@ -380,8 +386,8 @@ def _shapes(batch: dict[str, tuple[list[int], torch.dtype]]) -> str:
 def _check_calls(job: Job, session: Session, model: nn.Module) -> list[str]:
     """Raises :class:`ModelError` if the model reads a weight that is held in fp8.
 
-    Returns a sentence if that cannot be found out, and one if the model makes no call for which ``recompute =
-    "attention"`` is there.
+    Returns a sentence if this cannot be found out, or if ``recompute = "attention"`` has no effect because
+    the model makes no call that it would compute again.
     """
     holds_fp8 = PRECISIONS[job.precision].fp8 is not None and not job.offloads
     again = job.recompute == "attention" and bool(sharding_table(model).blocks)
@@ -427,7 +433,7 @@ def _check_buffer(job: Job, tensors: Sequence[Tensor]) -> None:
 
 
 def _unused(job: Job) -> list[str]:
-    """Returns a sentence about the settings that ask for more than the one worker of ``--local``."""
+    """Returns sentences about the settings that have no effect with the one worker of ``--local``."""
     asked = {"workers.min": job.workers.min} | {
         f"parallel.{name}": value for name, value in job.parallel.model_dump().items()
     }
@@ -457,7 +463,7 @@ def _check_dataset(job: Job, model: nn.Module, session: Session) -> None:
     of the job.
     """
     _check_vocabulary(model, session.loader.dataset)
-    if by_next_token(session):  # other code may do as it likes with samples
+    if by_next_token(session):  # any other loss or loop may use samples in its own way
         _check_length(model, session.loader.dataset)
         _check_documents(model, session.loader.dataset)
         if session.held_out is not None:
@@ -469,8 +475,8 @@ def _check_dataset(job: Job, model: nn.Module, session: Session) -> None:
 def _check_vocabulary(model: nn.Module, dataset: Dataset) -> None:
     """Raises :class:`ModelError` if the dataset's vocabulary is larger than the model's.
 
-    A token that the model does not know would end the first step in a worker's kernel.  Nothing is checked
-    unless both give a number.
+    A token that the model does not know would make a worker's kernel fail in the first step.  Nothing is
+    checked unless model and dataset both give a number.
     """
     known, used = getattr(model, "vocab", None), getattr(dataset, "vocabulary", None)
     if isinstance(known, int) and isinstance(used, int) and known < used:
@@ -481,8 +487,8 @@ def _check_vocabulary(model: nn.Module, dataset: Dataset) -> None:
 
 
 def _check_length(model: nn.Module, dataset: Dataset) -> None:
-    """Raises :class:`ModelError` if samples are longer than a model with learned positions can read, which
-    would end its first step.
+    """Raises :class:`ModelError` if samples are longer than a model with learned positions can read, so that
+    its first step would fail.
     """
     most, used = getattr(model, "most_positions", None), getattr(dataset, "seq_len", None)
     if isinstance(most, int) and isinstance(used, int) and most < used:
@@ -509,8 +515,8 @@ def _check_documents(model: nn.Module, dataset: Dataset) -> None:
 
 
 def _check_flops(model: nn.Module, job: Job) -> None:
-    """Raises :class:`ModelError` if a model's own count of operations does not work: it is called after each
-    step.
+    """Raises :class:`ModelError` if the model's own count of operations, which is called after each step,
+    fails.
     """
     try:
         float(flops_of(model)(1.0, True))
@@ -523,8 +529,8 @@ def _check_flops(model: nn.Module, job: Job) -> None:
 
 
 def _check_code(run: Run, sources: Sources, start: StartPoint | None, newest: Version, accept: bool) -> str:
-    """Compares the job's code with that of the version that the run goes on from.  Returns and raises as the
-    two checks do.
+    """Compares the job's code with the code of the version from which the run goes on.  Returns and raises as
+    ``code.check``, or raises as ``code.check_that_of``.
     """
     if start is None or start.at is None:
         return code.check(run, sources, newest, accept=accept)
@@ -533,9 +539,9 @@ def _check_code(run: Run, sources: Sources, start: StartPoint | None, newest: Ve
 
 
 def _attention(job: Job, model: nn.Module, dataset: Dataset) -> list[str]:
-    """Returns sentences about how the model attends on a GPU, if it lets the engine choose.
+    """Returns sentences about the attention kernel of the model on a GPU, if the engine chooses the kernel.
 
-    Raises :class:`ModelError` if it cannot attend by the kernel that the job names.
+    Raises :class:`ModelError` if the model cannot use the kernel that the job names.
     """
     packed = getattr(dataset, "documents", False) is True
     if job.attention == "flash-4":
@@ -562,9 +568,7 @@ def _attention(job: Job, model: nn.Module, dataset: Dataset) -> list[str]:
 
 
 def _check_flash(job: Job, model: nn.Module, packed: bool) -> None:
-    """Raises :class:`ModelError` with all that flash-attention 4 does not fit, unless it can attend for
-    ``model``.
-    """
+    """Raises :class:`ModelError`, with all reasons, if ``model`` cannot use flash-attention 4."""
     reasons = {
         "it is for GPUs, and workers.gpus = 0; set it to 1": not job.workers.gpus,
         f"{job.model!r} attends by itself": not hasattr(model, "attends"),
@@ -576,7 +580,9 @@ def _check_flash(job: Job, model: nn.Module, packed: bool) -> None:
 
 
 def _of_its_structure(model: nn.Module) -> list[str]:
-    """Returns sentences about what the model itself does not tell."""
+    """Returns sentences about the structure of the model that its user may not know: its doubts, and how it
+    is wrapped.
+    """
     wrapping = "" if hasattr(model, "sharding") else _wrapping(sharding_table(model).blocks)
     return [*filter(None, [getattr(model, "doubt", ""), wrapping])]
 

@@ -1,17 +1,18 @@
 """Compares the engine with plain torch on the user's own model, loss and samples, before the first step of a
 run.
 
-Nobody can list what a module may do.  So a new run builds its model once more in plain torch, where nothing
-of the engine is: the values of ``init_weights()``, the loss as it is, gradients by ``backward()``, an
-optimizer of ``torch.optim``.  Both compute the same two microbatches from the same values and seeds.  What
-the engine does otherwise shows as another loss, another gradient, or other values after an update.
+No list can name everything that a module may do.  So a new run builds its model once more in plain torch,
+without the engine: the values of ``init_weights()``, the loss as it is, gradients by ``backward()``, an
+optimizer of ``torch.optim``.  Plain torch and the engine compute the same two microbatches from the same
+values and seeds.  If the engine computes differently, the loss, a gradient, or the values after an update
+differ.
 
-In between plain torch computes one microbatch again after the other one, and then once more.  Another loss,
-or another value of an attribute, is state of the model or the loss that no checkpoint has
-(``remembered.py``).  And no operation may write to a parameter.
+In between, plain torch computes the first microbatch again after the second, and then once more.  If the loss
+or an attribute changes, the model or the loss keeps state that is in no checkpoint (``remembered.py``).
+Besides, no operation may write to a parameter.
 
 The run's own format is compared with float32, within a multiple of its precision, and without dropout, since
-masks of 16 bits may differ. Everything is put back afterwards: a run has the same bits with and without its
+masks of 16 bits may differ.  Everything is put back afterwards: a run has the same bits with and without its
 trial.  Compiled code, other layouts than that of one worker, offloading and compressed activations are not
 compared; where memory is short, the first layers stand for all.
 """
@@ -46,17 +47,17 @@ from elastic.train.step import Session, compare_tokens
 from storage.errors import Unavailable
 
 TIMES_MOVED = 4
-"""Number of ways in which weights are rounded, to find out how sensitive a model is: a choice among experts
-falls otherwise in some.
+"""Number of ways in which weights are rounded to find out how sensitive a model is: only some of them change
+a choice among experts.
 """
 OTHER = 2.0**-6
-"""The part by which the weights are others when the engine computes its first microbatch."""
+"""Relative change of the weights with which the engine computes its first microbatch."""
 SENSITIVE = 4
-"""Times that a gradient may be further away than rounding of the weights alone moves it in float32, if that
-is more than the limit.
+"""How many times the change by rounding the weights alone (:meth:`Trial._by_rounding`) a loss or a gradient
+may differ, if that is more than the limit.
 """
 UPDATED = 1e-2
-"""Largest difference of the values after two updates, as a part of what these have changed: AdamW divides by
+"""Largest difference of the values after an update, as a part of the change by that update: AdamW divides by
 small gradients.
 """
 
@@ -65,11 +66,11 @@ def compare_with_torch(
     session: Session, device: torch.device, tell: Callable[[str], None] = lambda doing: None
 ) -> str:
     """Returns a sentence that says what was compared, and what was not; "" if the job asks for no trial.
-    ``tell`` gets what it does next.
+    ``tell`` is called with what the trial does next.
 
-    No world may be there.  Raises :class:`ModelError` if the engine gives anything else than plain torch, or
-    if the model or the loss keeps state or changes parameters.  Errors that plain torch has, too, are left to
-    the first step.
+    The process must be in no world.  Raises :class:`ModelError` if the engine's results differ from those of
+    plain torch, or if the model or the loss keeps state or changes parameters.  An error that also occurs in
+    plain torch is left to the first step.
     """
     if not session.job.trial:
         return ""
@@ -141,7 +142,7 @@ class Trial(PlainSide):
             for part in state.parameters.parts.values():
                 if part.is_floating_point():
                     part.mul_(1 + OTHER)
-        # what the model takes from its first weights is that of others here
+        # a model that keeps a value from its first weights keeps that of other weights here
         self._by_the_engine(state, second, 1)
         self._fill(state, model)
         for number, batch in ((1, second), (0, first)):  # plain torch began with the other one
@@ -159,7 +160,8 @@ class Trial(PlainSide):
     def _update(
         self, state: State, model: nn.Module, optimizer: TorchOptimizer, batch: Batch, number: int
     ) -> bool:
-        """Updates both by the gradient of a microbatch.  Returns False if there is nothing to update by.
+        """Updates the engine and plain torch by the gradient of a microbatch.  Returns False if no update is
+        possible.
 
         Raises :class:`ModelError` if a parameter has another value than in plain torch.
         """
@@ -249,7 +251,7 @@ class Trial(PlainSide):
             }
             if scale <= 1 or all(bool(torch.isfinite(each).all()) for each in grads.values()):
                 break
-            scale /= 16  # as the run would find out in its first steps
+            scale /= 16  # as the loss scale of a run shrinks in its first steps
         if scale != 1:
             grads = {name: each / scale for name, each in grads.items()}
         return PlainResult(float(loss.detach()), float(count), grads)
@@ -257,7 +259,9 @@ class Trial(PlainSide):
     def _agree(
         self, model: nn.Module, batch: Batch, number: int, plain: PlainResult, ours: PlainResult
     ) -> None:
-        """Raises :class:`ModelError` unless both have the same count, loss and gradients."""
+        """Raises :class:`ModelError` unless engine and plain torch have the same count, loss and gradients,
+        within the limits.
+        """
         named = f"model = {self.job.model!r} with loss = {self.job.loss!r}"
         if name := min(plain.grads.keys() ^ ours.grads.keys(), default=""):
             raise ModelError(
@@ -266,7 +270,7 @@ class Trial(PlainSide):
             )
         apart_, parts, wrong = apart_by(plain.loss, ours.loss), parts_of(plain.grads, ours.grads), ""
         furthest = max(parts, key=parts.__getitem__, default="")
-        if plain.count != ours.count and plain.count == plain.count:  # what is no number is another matter
+        if plain.count != ours.count and plain.count == plain.count:  # a NaN count is an error of its own
             wrong = (
                 f"the count of a microbatch is {plain.count:g} in plain torch, and {ours.count:g} in "
                 "the engine"
@@ -325,7 +329,7 @@ class Trial(PlainSide):
 
     @property
     def _moves(self) -> float:
-        """The part by which rounding moves a weight; in float32 that of a few operations."""
+        """The relative change of a weight by rounding; in float32 by that of a few operations."""
         return ROUNDED if self.exact else torch.finfo(self._dtype).eps / 2
 
     @property
@@ -333,7 +337,9 @@ class Trial(PlainSide):
         return torch.float16 if self.job.precision == "fp16" else torch.bfloat16
 
     def _why(self, model: nn.Module, batch: Batch, number: int, plain: PlainResult) -> str:
-        """Returns what may be the reason: inputs that are rounded, or something that nobody has thought of."""
+        """Returns the likely reason of a difference, and what to do: rounding of an input, rounding
+        elsewhere, an attribute that the first microbatch set, or an unknown one.
+        """
         if not self.exact:
             plain = replace(plain, grads={name: each.clone() for name, each in plain.grads.items()})
             for name, value in batch.items():
@@ -386,7 +392,7 @@ class Trial(PlainSide):
                 parameter.detach().reshape(-1),
                 before[name].reshape(-1),
             )
-            if grad is not None:  # AdamW makes much of what is rounding
+            if grad is not None:  # AdamW enlarges rounding
                 sure = grad.reshape(-1).abs() >= 1e-4 * largest
                 ours, theirs, was = ours[sure], theirs[sure], was[sure]
             moved_ = float((theirs - was).float().norm())

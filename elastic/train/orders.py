@@ -119,7 +119,7 @@ class Controlled:
         self.orders.put(None)
 
     def evaluate(self, version: Version) -> None:
-        """Orders the training thread to validate a checkpoint, if it is in no world and gets no other order."""
+        """Orders the training thread to validate a checkpoint if it is in no world and has no other order."""
         self.orders.put(Evaluate(version))
 
     def attach(self) -> None:

@@ -114,8 +114,7 @@ def _why(error: Exception, place: str) -> Exception:
 
 
 def _text(job: Job) -> Text:
-    """Returns the description of the data, which it opens only if it may be text that Elastic has prepared.
-    """
+    """Describes the data, which it opens only if it may be text that Elastic has prepared."""
     try:
         kind = load(job.data.dataset, "data.dataset")
     except CodeError:  # the code of the dataset is not here

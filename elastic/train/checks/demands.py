@@ -97,7 +97,7 @@ def initialising(job: Job, model: nn.Module) -> list[str]:
 
 
 def updating(job: Job, state_bytes: int) -> list[str]:
-    """Returns a warning if the state in files is so large that a fence may not wait for the end of an update."""
+    """Returns a warning if state in files is so large that an update may outlast the deadline of a fence."""
     part, fence_s = state_bytes / min(map(number_of_cells, job.layouts())), job.deadlines.fence_s
     takes_s = part / SLOW_DISK
     if not job.offload_folder or takes_s <= fence_s / 2:

@@ -53,8 +53,8 @@ a choice among experts.
 OTHER = 2.0**-6
 """Relative change of the weights with which the engine computes its first microbatch."""
 SENSITIVE = 4
-"""How many times the change by rounding the weights alone (:meth:`Trial._by_rounding`) a loss or a gradient
-may differ, if that is more than the limit.
+"""Factor on the change that rounding of the weights alone causes (:meth:`Trial._by_rounding`): a loss or a
+gradient may differ by this product, if it is more than the limit.
 """
 UPDATED = 1e-2
 """Largest difference of the values after an update, as a part of the change by that update: AdamW divides by

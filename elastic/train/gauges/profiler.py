@@ -65,7 +65,7 @@ class Profiler:
             self.finish()
 
     def finish(self) -> None:
-        """Ends the profile that runs, if one does, and begins to write it.  Nothing may hang on the device."""
+        """Ends the running profile, if any, and begins to write it.  Nothing may hang on the device."""
         running, self._running = self._running, None
         if running is None:
             return

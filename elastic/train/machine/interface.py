@@ -16,7 +16,8 @@ from elastic.errors import JobError
 
 SOCKETS = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 """Variables that name the interface for gloo and for NCCL.  Without the first, gloo listens at the address of
-the host's own name, which on many machines is a loopback address that no other host reaches."""
+the host's own name, which on many machines is a loopback address that no other host can reach.
+"""
 _SIOCGIFADDR = 0x8915
 DEVICES = Path("/sys/class/net")
 

@@ -234,7 +234,7 @@ class Guard:
         self._trapped = []
 
     def _own_grads(self) -> list[object]:
-        """Returns a mark of the gradient that each parameter has: mostly none, since the engine takes them."""
+        """Returns a mark of each parameter's gradient: mostly None, since the engine takes gradients away."""
         grads = (
             each.grad if (each := dict.get(module._parameters, key)) is not None else None
             for _, module, key in self._slots

@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 def expect_shapes(
     session: Session, model: torch.nn.Module, batch: dict[str, torch.Tensor], ids: tuple[int, ...]
 ) -> None:
-    """Raises :class:`DataError` if a microbatch has other shapes than the first one and the model has blocks.
-    """
+    """Raises :class:`DataError` if a microbatch has other shapes than the first, and the model has blocks."""
     shapes = {name: list(value.shape) for name, value in batch.items()}
     session.shapes = session.shapes or shapes
     if shapes == session.shapes or not sharding_table(model).blocks:

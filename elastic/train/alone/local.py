@@ -439,8 +439,7 @@ class _Local:
         )
 
     def _is_known(self) -> bool:
-        """Returns whether the state with which this process began was already validated on the same samples.
-        """
+        """Returns whether the state with which this process began was validated before on the same samples."""
         there = validations.stored(self.run.store, self.run.job.name).get(lineage.tip(self.lineage))
         return (
             not self.rows and there is not None and there[1].data in (0, number_of(held_out_of(self.session)))

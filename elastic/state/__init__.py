@@ -1,3 +1,3 @@
-"""Moves bytes: shards, snapshots in host memory, and healing from members, hosts and the bucket.  It does not
-use Ray.
+"""Moves bytes: shards, snapshots in host memory, and healing from members, hosts and the bucket.  This
+package does not use Ray.
 """

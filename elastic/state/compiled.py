@@ -2,14 +2,14 @@
 
 Each node has one folder for a job's compiled code, in which torch's compiler and Triton keep what they make.
 A worker that has warmed up writes an index of the folder: each file with its size and its sha256.  A worker
-on a node without an index asks the keepers of other nodes for the files of theirs.  It takes all of them or
-none: they go into the folder when all are there and match their sums.
+on a node without an index asks the keepers of other nodes for the files of their index.  It takes all files
+or none: they go into the folder once all have arrived and match their sha256.
 
-This is code, and whoever takes it runs it.  So it is taken only from a process that knows the secret of the
-run, whose workers run the same user's code anyway, and never from the bucket.  The index comes with an HMAC
-by that secret, so nobody on the way can replace a file either. The name of the folder is a key, a digest of
-all that the code depends on: code for another kind of machine, or of another torch, is never asked for.  The
-files keep their relative names: both compilers find them by their content.
+A worker runs the code that it takes.  So code is taken only from a process that knows the secret of the run,
+whose workers run the same user's code anyway, and never from the bucket.  The index comes with an HMAC by
+that secret, so nobody on the way can replace a file either.  The name of the folder is a key, a digest of all
+that the code depends on: code for another kind of machine, or of another torch, is never asked for.  The
+files keep their relative names, because both compilers look files up by names that depend on the content.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from elastic.errors import WireError
 from elastic.state.wire import Wire
 
 ASK = "compiled"
-"""The request for compiled code, among those that a keeper answers."""
+"""Name of the request for compiled code in a message to a keeper."""
 LIMIT = 2**28
-"""Largest size in bytes of the code that goes to another node; the blocks of one model take some megabytes.
+"""Largest size in bytes of the code that goes to another node.  The code of one model takes some megabytes.
 """
 FETCH_S = 20.0
-"""Seconds after which fetching is given up, because compiling takes no longer than that by much."""
+"""Longest time in seconds to fetch the code from one keeper: compiling takes about as long."""
 LOCK_S = 30.0
-"""Longest time in seconds that a worker waits for another one of its node that fetches the same code."""
+"""Longest time in seconds that a worker waits while another worker of its node fetches the same code."""
 UNUSED_S = 14 * 86400.0
-"""Seconds after its last use when the code of a key is removed: longer than a holiday, and a job that comes
-back later compiles once.
+"""Seconds after its last use until the code of a key is removed: longer than a holiday.  A job that comes
+back later compiles once more.
 """
 KEY = re.compile(r"[0-9a-f]{32}")
 NOT_KEPT = ("locks",)
@@ -67,10 +67,10 @@ class Compiled:
 
     @contextmanager
     def kept(self, peers: Sequence[str], secret: bytes) -> Iterator[None]:
-        """Lets the caller compile.  Before that it fetches what a keeper at one of ``peers`` has; after that
-        it writes the index.
+        """Wraps the caller's compilation: fetches the code from a keeper at one of ``peers`` before it, and
+        writes the index after it.
 
-        Whatever fails here is said, and the worker compiles what it lacks.
+        An error here is reported to ``say``; then the worker compiles what is missing.
         """
         try:
             self.root.mkdir(mode=0o700, exist_ok=True)
@@ -82,11 +82,11 @@ class Compiled:
             return
         try:
             _remove_unused(self.root)
-            # files that somebody still writes are not put into the index
+            # shared: no worker writes the index while another one still writes files
             shared = _locked(lock, fcntl.LOCK_SH)
             self._fetch_once(peers, secret)
             yield
-            # otherwise another worker still compiles, and writes the index
+            # without the exclusive lock another worker still compiles: it writes the index
             if shared and _locked(lock, fcntl.LOCK_EX, 0.0):
                 self._write_index()
         finally:
@@ -97,8 +97,8 @@ class Compiled:
         return _index(self.root, self.key).exists() and self.folder.exists()
 
     def _fetch_once(self, peers: Sequence[str], secret: bytes) -> None:
-        """Fetches the code if it is not here and no other worker of this node has asked for it while this one
-        waited.
+        """Fetches the code, unless it is here or another worker of this node has asked for it while this
+        worker waited.
         """
         try:
             lock = _opened(self.root, self.key, "fetch")
@@ -119,7 +119,7 @@ class Compiled:
             os.close(lock)
 
     def _fetch(self, peers: Sequence[str], secret: bytes) -> None:
-        for left in self.root.glob(f"{self.key}-*"):  # of a worker that died while it fetched
+        for left in self.root.glob(f"{self.key}-*"):  # left by a worker that died while it fetched
             shutil.rmtree(left, ignore_errors=True)
         for peer in peers:
             began = time.monotonic()
@@ -140,8 +140,8 @@ class Compiled:
                 return
 
     def _take(self, peer: str, secret: bytes) -> Sequence[File]:
-        """Receives the files of the keeper at ``peer``; none if it has no code of this key.  Raises
-        :class:`WireError` or OSError.
+        """Receives the files of the keeper at ``peer``, and moves them into the folder.  Returns none if the
+        keeper has no code of this key.  Raises :class:`WireError` or OSError.
         """
         until = time.monotonic() + FETCH_S
         with closing(Wire.connect(peer, secret)) as wire:
@@ -165,11 +165,11 @@ class Compiled:
         return files
 
     def _merge(self, coming: Path, files: Sequence[File]) -> None:
-        """Moves the files into the folder, in which another worker may be compiling, and then gives them
-        their index.
+        """Moves the files into the folder, in which another worker may be compiling, and then gives the index
+        its name.
 
-        The index is written first, so that what another worker puts in place of one of them meanwhile counts
-        as changed.
+        The index is written before the files are moved.  So a file that another worker replaces meanwhile is
+        newer than the index, and counts as changed.
         """
         index = self._new_index(files)
         self.folder.mkdir(mode=0o700, exist_ok=True)
@@ -179,8 +179,8 @@ class Compiled:
         index.replace(_index(self.root, self.key))
 
     def _write_index(self) -> None:
-        """Writes the index of what is here.  A worker that found nothing and made nothing writes none, so the
-        next one asks.
+        """Writes the index of the files in the folder.  An empty folder gets no index, so the next worker
+        asks the keepers.
         """
         try:
             found = [
@@ -208,26 +208,27 @@ class Compiled:
             self._say(f"compiled code in {self.folder} is not offered to other nodes: {error}")
 
     def _known(self) -> tuple[dict[tuple[str, int], str], int]:
-        """Returns the sums of the last index by name and size, and when it was written: older files need not
-        be read again.
+        """Returns the sha256 of each file in the last index, by name and size, and the time (ns) at which
+        that index was written: files older than the index need not be read again.
         """
         index = _index(self.root, self.key)
         try:
             return {
                 (name, size): digest for name, size, digest in _checked(json.loads(index.read_text()))
             }, index.stat().st_mtime_ns
-        except (OSError, ValueError, WireError):  # there is none, or nobody can read it
+        except (OSError, ValueError, WireError):  # there is no index, or it cannot be read
             return {}, 0
 
     def _new_index(self, files: Sequence[File]) -> Path:
-        """Returns a file with the index, which has not got its name yet."""
+        """Writes the index to a temporary file and returns the path, which the caller renames."""
         coming = self.root / f"{self.key}.{os.getpid()}"
         coming.write_text(json.dumps(files))
         return coming
 
 
 def serve(wire: Wire, root: Path | None, head: dict[str, Any], secret: bytes) -> None:
-    """Answers a request for compiled code: the files of the index with its proof, then their bytes.
+    """Answers a request for compiled code: sends the list of files with its proof, then the bytes of the
+    files.
 
     Raises :class:`WireError` or OSError, which ends the connection, if a file has changed since the index was
     written.
@@ -263,9 +264,11 @@ def _used(root: Path, key: str) -> None:
 
 
 def _remove_unused(root: Path) -> None:
-    """Removes the code of all keys that nobody has used for ``UNUSED_S`` and in which nobody compiles."""
+    """Removes the code of each key that nobody has used for ``UNUSED_S`` seconds and for which nobody
+    compiles now.
+    """
     for path in root.glob("*.lock"):
-        # another worker removes it, too; or it cannot be removed, and stays
+        # another worker may remove the code too; code that cannot be removed stays
         with contextlib.suppress(OSError):
             oldest = time.time() - UNUSED_S
             if not KEY.fullmatch(path.stem) or path.stat().st_mtime > oldest:
@@ -279,10 +282,10 @@ def _remove_unused(root: Path) -> None:
 
 
 def _remove(root: Path, key: str) -> None:
-    _index(root, key).unlink(missing_ok=True)  # first, because it says that the folder is whole
+    _index(root, key).unlink(missing_ok=True)  # first: an index says that the folder is complete
     for folder in (*root.glob(key), *root.glob(f"{key}-*")):
         shutil.rmtree(folder)
-    # the lock is the last, because it says how old the rest is
+    # the lock file is last: its time says when the code was last used
     for path in (*root.glob(f"{key}.[!l]*"), root / f"{key}.lock"):
         path.unlink(missing_ok=True)
 
@@ -300,7 +303,7 @@ def _proven(head: Any, key: str, secret: bytes) -> Any:
         files, found = head["files"], head["proof"]
     except (LookupError, TypeError):
         files, found = None, None
-    # ASCII, because it compares no other text
+    # ``compare_digest`` takes no text but ASCII
     if not hmac.compare_digest(ascii(found), ascii(proof(secret, key, files))):
         raise WireError("its index is not proven by the secret of this run")
     return files
@@ -321,7 +324,7 @@ def _checked(files: Any) -> list[File]:
 
 
 def _safe(name: str) -> bool:
-    """Returns whether ``name`` can be the name of a file, and leads to no place out of its folder."""
+    """Returns whether ``name`` is a possible file name and stays inside its folder."""
     path = PurePosixPath(name)
     try:
         os.fsencode(name)
@@ -333,8 +336,8 @@ def _safe(name: str) -> bool:
 def _locked(
     descriptor: int, how: int, wait_s: float = LOCK_S, unless: Callable[[], bool] = lambda: False
 ) -> bool:
-    """Takes the lock, shared or alone.  Returns False if it is not free within ``wait_s``, or once there is
-    no need of it.
+    """Takes the lock, shared or exclusive as ``how`` says.  Returns False if the lock is not free within
+    ``wait_s`` seconds, if ``unless()`` becomes true, or if the file system has no locks.
     """
     until = time.monotonic() + wait_s
     while not unless():

@@ -1,6 +1,6 @@
-"""Compares two checkpoints, tensor by tensor: how large each is, and how far it has moved (G4).
+"""Compares two checkpoints, tensor by tensor: the norm of each tensor, and how far the tensor has moved (G4).
 
-Tensors come and go one stored slice at a time, so the memory that it takes does not grow with the model.
+One stored slice of each checkpoint is in memory at a time.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ ELEMENTS = 2**22
 
 @dataclass
 class Moved:
-    """A tensor that two checkpoints have: norms of it in each, and of the difference, over its finite
-    elements.
+    """A tensor of both checkpoints: its norm in each, and the norm of the difference, over finite elements.
     """
 
     tensor: Tensor
@@ -34,23 +33,24 @@ class Moved:
     largest: float = 0.0
     """The largest absolute difference of an element."""
     strange: tuple[int, int] = (0, 0)
-    """The number of elements that are not finite, in each."""
+    """The number of elements that are not finite, in the first checkpoint and in the second."""
 
     @property
     def norms(self) -> tuple[float, float, float]:
-        """The Euclidean norm of the tensor in the first, in the second, and of the difference."""
+        """The Euclidean norms of the tensor in the first checkpoint, in the second, and of their difference.
+        """
         return math.sqrt(self.first_square), math.sqrt(self.second_square), math.sqrt(self.moved_square)
 
     @property
     def part(self) -> float:
-        """The norm of the difference as a part of the norm in the first; infinite if that is 0 and something
-        has moved.
+        """The norm of the difference divided by the norm in the first checkpoint; infinite if only the
+        divisor is 0, and 0 if both are.
         """
         first, _, moved = self.norms
         return moved / first if first else math.inf if moved else 0.0
 
     def add(self, first: memoryview, second: memoryview) -> None:
-        """Counts the bytes of the same slice in both."""
+        """Adds one slice to the sums: its bytes in the first checkpoint and in the second."""
         self.equal = self.equal and first == second
         dtype = DTYPES[self.tensor.dtype]
         a, b = (
@@ -70,7 +70,9 @@ class Moved:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The tensors of both checkpoints, and those that only one of them has, or has in another shape or type."""
+    """The tensors of both checkpoints, and the tensors of only one.  A tensor with another shape or type
+    counts as another tensor.
+    """
 
     moved: tuple[Moved, ...]
     only_first: tuple[Tensor, ...]
@@ -78,9 +80,9 @@ class Comparison:
 
 
 def compare(first: Reader, second: Reader, kinds: Sequence[str]) -> Comparison:
-    """Compares the tensors of ``kinds``: those whose kind begins with one of them.
+    """Compares the tensors whose kind begins with one of ``kinds``.
 
-    Raises :class:`~storage.errors.Damaged` for bytes that changed.
+    Raises :class:`~storage.errors.Damaged` if a checkpoint has other bytes than were written.
     """
     ours, theirs = (
         {tensor for tensor in reader.tensors() if tensor.kind.startswith(tuple(kinds))}
@@ -99,6 +101,6 @@ def _moved(first: Reader, second: Reader, tensor: Tensor) -> Moved:
 
 
 def _stored(reader: Reader, tensor: Tensor) -> Iterator[Slice]:
-    """Yields the slices in which the checkpoint has the tensor."""
+    """Yields the slices in which the checkpoint stores the tensor."""
     for _, stored, _ in reader.index.covering(tensor.whole()):
         yield stored

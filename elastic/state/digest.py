@@ -1,8 +1,9 @@
-"""Computes the digest of a copy: for each block of a tensor's bytes the sum of its 64-bit words, modulo 2^64.
+"""Computes the digests of a copy: for each block of a tensor's bytes, the sum of the block's 64-bit words
+modulo 2^64.
 
-It runs on the device that has the bytes, in one pass at the speed of memory, so every copy can have one.  It
-detects torn, stale and corrupted bytes, but no change that leaves the sum of a block as it was, as when words
-only change places there.  It does not resist an attacker.
+The device that has the bytes computes them, in one pass at the speed of memory, so every copy can have
+digests.  A digest detects torn, stale and corrupted bytes, but no change that keeps the sum of its block,
+such as two words that change places.  It does not resist an attacker.
 """
 
 from __future__ import annotations

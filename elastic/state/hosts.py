@@ -33,8 +33,8 @@ from storage.background import begin
 from storage.slices import Slice, Tensor, nbytes
 
 TURN = 2**30
-"""Read quantum of one staging stream in bytes, rounded up to a tensor.  After it, another stream may continue
-with the same copy.
+"""Bytes of a copy that one staging stream reads in one turn, rounded up to a whole slice.  Another stream may
+read the next turn of that copy.
 """
 
 
@@ -42,9 +42,9 @@ with the same copy.
 class Range:
     """The whole blocks of a slot that contain the memory of ``slice``.
 
-    The first element of the slice is ``skip`` bytes after the beginning of these blocks; its first to its
-    last element span ``span`` bytes. ``memory`` is the shape of the tensor in the copy's memory.  If
-    ``slice`` is not contiguous there, the bytes between its elements are read too.
+    The slice begins ``skip`` bytes after the beginning of these blocks, and spans ``span`` bytes from its
+    first to its last element.  ``memory`` is the shape of the tensor in the copy's memory.  If ``slice`` is
+    not contiguous there, the bytes between its elements are read too.
     """
 
     tensor: Tensor
@@ -62,7 +62,7 @@ Chunk = tuple[Range, torch.Tensor, torch.Tensor | Wire]
 """One range as it was read: the range, its digests (int64 [blocks]) and its bytes (uint8 [bytes]), both on
 the host.
 
-Instead of the bytes it may have the wire on which they come next.
+In place of the bytes there may be the wire on which they come next.
 """
 
 
@@ -88,9 +88,9 @@ def read(
 ) -> int:
     """Fills the parts of ``shard`` that ``moves`` take from keepers, and returns the bytes used.
 
-    For each of ``streams`` there is one thread that reads.  The copies are read by turns of about ``TURN``
-    bytes.  ``hook`` is called before each turn and between two pieces.  Raises :class:`CopyLost`; after any
-    exception no thread writes to ``shard`` any more.
+    One thread reads for each of ``streams``.  The copies are read in turns of about ``TURN`` bytes.  ``hook``
+    is called before each turn and between two pieces.  Raises :class:`CopyLost`; after any exception no
+    thread writes to ``shard`` any more.
     """
     turns = iter(_turns(tensors, plan, access.worker, moves))
     failed = threading.Event()
@@ -129,7 +129,7 @@ def _turns(
     tensors: Sequence[Tensor], plan: Plan, worker: WorkerId, moves: Sequence[Move]
 ) -> list[tuple[Holding, list[Range]]]:
     """Returns the turns of ``worker`` in reading order: the first turn of every copy, then the second turn of
-    those that have one.
+    every copy that has one, and so on.
     """
     by_name = {(tensor.kind, tensor.name): tensor for tensor in tensors}
     copies: dict[tuple[NodeId, WorkerId], list[Holding]] = defaultdict(list)
@@ -154,9 +154,10 @@ def _turns(
 
 
 def _raise_what_failed(plan: Plan, access: Access, errors: Sequence[BaseException]) -> None:
-    """Raises the most useful of several errors: the one that the next plan has to know.
+    """Raises the most useful of ``errors``, if there is any: a damaged or lost copy before others, because
+    the next plan has to know of it.
 
-    If a copy is damaged, its keeper is told so; by now no thread reads that copy any more.
+    Tells the keeper of each damaged copy; by now no thread reads that copy any more.
     """
     damaged = [error for error in errors if isinstance(error, _DamagedCopy)]
     for error in damaged:
@@ -269,8 +270,8 @@ def _pieces(room: torch.Tensor, chunk: Chunk) -> Iterator[StagedBlocks]:
 
 
 Answer = tuple[Iterator[Chunk], Callable[[], bool]]
-"""The chunks that were asked for, and a call that says whether their copy is still there; it is made once all
-chunks were used.
+"""The requested chunks, and a function to call after the last chunk was used, which returns whether the copy
+is still there.
 """
 
 
@@ -324,8 +325,8 @@ def _copy(holding: Holding) -> Copy:
 
 
 def _holding(copies: Sequence[Holding], move: Move, tensor: Tensor) -> Holding:
-    """Returns the copy that has the slice, of those of the move's source; a worker may have left two copies,
-    of two layouts.
+    """Returns the one of ``copies`` that has the slice of ``move``: a worker may have left two copies, of two
+    layouts.  Raises :class:`StateMissing`.
     """
     for holding in copies:
         if place_of(tensor, holding.cell, move.slice) is not None:

@@ -32,13 +32,14 @@ from elastic.threads import keep_going
 POLL_S = 0.02
 """Seconds between two looks for a copy that is due at the buddy."""
 RETRY_S = 1.0
-"""Seconds after a failed call to the buddy until the next one."""
+"""Seconds after a failed call to the buddy until the next call."""
 
 
 class KeeperStore:
     """Holds the copies of one keeper and serves them to others.  It is thread-safe.
 
-    ``host`` is the address at which other nodes reach this one; ``address`` is that of the store's listener.
+    ``host`` is the address at which other nodes reach this node; ``address`` is the address of the store's
+    listener.
     """
 
     def __init__(
@@ -94,11 +95,12 @@ class KeeperStore:
             self._dead.discard(worker)
 
     def ended(self, worker: WorkerId) -> None:
-        """Notes that ``worker`` is dead, and gives back the memory of those of its slots that no reader will
-        want.
+        """Notes that ``worker`` is dead, and gives back the memory of each of its slots that no reader will
+        need.
 
-        Such a slot holds a torn copy, or a copy that another dead worker has left here too and that is no
-        save under way.  So deaths in a row do not fill the node: each leaves at most what no other has left.
+        Such a slot holds no complete copy, or a copy that another dead worker has left on this node too and
+        that belongs to no save under way.  So several deaths in a row do not fill the node: it keeps only one
+        of equal copies.
         """
         with self._lock:
             if worker not in self._own or worker in self._dead:
@@ -108,7 +110,7 @@ class KeeperStore:
                 self._own[worker],
             )
             saves = {copy for of, copy in self.saves if of == worker}
-            # this keeper may not have been told of it yet
+            # this keeper may not have been told of the newest save yet
             if region.saving and (newest := region.copy("save")):
                 saves.add(newest)
             for slot, copy in enumerate(region.all_held()):
@@ -120,7 +122,9 @@ class KeeperStore:
             self._sent_s.pop(worker, None)
 
     def say_who_lacks_memory(self) -> None:
-        """Says once of each worker here that it found no memory for a copy, and that it found some again."""
+        """Logs once that a worker of this node finds no memory for a copy, and once that it finds memory
+        again.
+        """
         for worker, region in self.regions():
             lacking = region["lacking"]
             if lacking and worker not in self._lacking:
@@ -153,7 +157,7 @@ class KeeperStore:
                 del self._own[worker]
 
     def held(self) -> tuple[Holding, ...]:
-        """Returns a holding for every slot that is complete."""
+        """Returns a holding for every complete copy."""
         with self._lock:
             regions = [*self._own.items(), *self._others.items()]
             copies = {(worker, copy) for worker, region in regions for copy in region.all_held() if copy}
@@ -164,8 +168,8 @@ class KeeperStore:
         """Frees the regions that newer copies have made useless.
 
         The version ``copied`` is complete on all keepers of the present world; the version ``buddied`` is
-        also complete at their buddies. The region of a dead worker is freed if all its copies are older than
-        both, that of a worker on another node if all are older than ``buddied``.
+        also complete at their buddies.  The region of a dead worker is freed if all its copies are older than
+        both; the region of a worker on another node is freed if all its copies are older than ``buddied``.
         """
         with self._lock:
             for worker in sorted(self._dead):
@@ -177,8 +181,8 @@ class KeeperStore:
                     del self._others[worker]
 
     def pair(self, buddy: str) -> None:
-        """Makes the keeper at ``buddy`` the receiver of this node's copies; "" means none.  A new buddy has
-        none of them yet.
+        """Makes the keeper at ``buddy`` the receiver of this node's copies; "" means no receiver.  A new
+        buddy has none of these copies yet.
         """
         with self._lock:
             if buddy != self._buddy:
@@ -211,11 +215,11 @@ class KeeperStore:
                 self._take(wire, worker, head)
 
     def _find(self, worker: WorkerId, head: dict[str, Any]) -> tuple[Region, int] | None:
-        """Returns the region that has the copy and its slot there, or None."""
+        """Returns the region and the slot that hold the copy which ``head`` names, or None."""
         wanted = _wanted(head)
         with self._lock:
             there = [regions[worker] for regions in (self._own, self._others) if worker in regions]
-            # of equal copies, ``ended`` keeps only one
+            # another dead worker may have it: of equal copies, ``ended`` keeps only one
             there += [self._own[other] for other in sorted(self._dead - {worker})]
         return next(((region, slot) for region in there if (slot := region.find(wanted)) is not None), None)
 
@@ -245,7 +249,7 @@ class KeeperStore:
     def _take(self, wire: Wire, worker: WorkerId, head: dict[str, Any]) -> None:
         """Receives a copy from another keeper.
 
-        Several may come at once, each into a slot of its own.
+        Several copies may come at once, each into a slot of its own.
         """
         copy = _wanted(head)
         region, slot = self._slot_for(worker, head)
@@ -268,11 +272,11 @@ class KeeperStore:
         wire.send({"taken": complete})
 
     def _slot_for(self, worker: WorkerId, head: dict[str, Any]) -> tuple[Region, int]:
-        """Returns the region and the slot into which nobody else will receive a copy, until the slot is taken
-        out of ``_coming``.
+        """Reserves a slot for a copy of ``worker`` from another keeper; returns its region and its number.
 
-        The slot never has the copy of the version that is complete at all buddies.  Raises :class:`WireError`
-        if there is none, so that the bringer tries again later.
+        The slot stays reserved until it is taken out of ``_coming``.  It never holds the only copy of the
+        version that is complete at all buddies.  Raises :class:`WireError` if no slot is free, so that the
+        sender tries again later.
         """
         safe, sizes = (
             _wanted(head["safe"]) if head["safe"] else None,
@@ -335,7 +339,7 @@ class KeeperStore:
 
     def _send(self, wire: Wire, buddy: str, worker: WorkerId, region: Region, slot: int) -> None:
         asked, copy = region["asked"], region.held(slot)
-        # it was overwritten, or the worker now asks for another copy
+        # the slot was overwritten, or the worker now asks for another copy
         if copy is None or copy != region.copy("send"):
             return
         wire.send({"ask": "where"} | request(worker, copy))

@@ -1,9 +1,9 @@
 """Measures the memory, or the disk, that a node has left for copies, and takes it for them.
 
 Copies lie in anonymous files (memfd), which count for the cgroup like any memory, but not for the size of
-/dev/shm.  The system gives such memory as it is written, and ends a process by SIGKILL where a limit is
-passed.  So a slot is written only after :func:`reserve` has looked whether there is room, and has taken the
-memory while no other process of the node looks.
+/dev/shm.  The system allocates such memory when it is written, and kills a process (SIGKILL) when a limit is
+passed.  So a slot is written only after :func:`reserve` has found room and taken the memory.  Meanwhile no
+other process of the node looks for room.
 """
 
 from __future__ import annotations
@@ -29,12 +29,11 @@ FOLDER = Path("/dev/shm")
 REGIONS = f"/memfd:{NAME}"
 """Beginning of the link in ``/proc/<pid>/fd`` of a descriptor that is a region."""
 PATIENCE_S = 30.0
-"""Longest time in seconds that :func:`alone` waits; without an end, one process that hangs would stop the
+"""Longest time in seconds that :func:`alone` waits: without a limit, one process that hangs would stop the
 whole node.
 """
 SPARE = 2**27
-"""Bytes that copies leave free, since training takes memory too, little by little, and nobody asks before it
-does.
+"""Bytes that copies leave free for training, which takes memory little by little and without :func:`reserve`.
 """
 VERSIONS = (
     ("", "", "memory.max", "memory.current", "inactive_file"),
@@ -69,8 +68,9 @@ def whole_memory(meminfo: Path = MEMINFO, cgroup: Path = CGROUP, own: Path = OWN
 
 
 def _limits(cgroup: Path, own: Path) -> Iterator[tuple[Path, str, int, str, str]]:
-    """Yields each cgroup of this process that has a limit: its folder, the name of the limit and its bytes,
-    and two names of ``VERSIONS``."""
+    """Yields each cgroup of this process that has a limit: its folder, the name of the limit, its bytes, and
+    the names in ``VERSIONS`` of the fields for use and reclaimable memory.
+    """
     for controller, folder, limit, used, cached in VERSIONS:
         for group in groups(controller, cgroup / folder, own):
             with suppress(OSError):  # the group is not visible from here, or has no limit
@@ -80,8 +80,8 @@ def _limits(cgroup: Path, own: Path) -> Iterator[tuple[Path, str, int, str, str]
 
 
 def groups(controller: str, folder: Path, own: Path = OWN) -> list[Path]:
-    """Returns the cgroup of this process for ``controller``, and those around it, as folders in ``folder``;
-    some may not be visible.
+    """Returns the folders below ``folder`` of this process's cgroup for ``controller`` and of the cgroups
+    around it; some may not be visible.
     """
     found: dict[str, str] = {}
     with suppress(OSError):  # the kernel has no cgroups
@@ -95,8 +95,8 @@ def groups(controller: str, folder: Path, own: Path = OWN) -> list[Path]:
 
 
 def free_disk(folder: str | int) -> tuple[int, str]:
-    """Returns the bytes that may still be taken on the disk that has ``folder``, or an open file, and words
-    for that disk.
+    """Returns the free bytes of the disk that has ``folder`` (a path or the descriptor of an open file), and
+    the name of that disk for messages.
     """
     found = os.statvfs(folder)
     return found.f_bavail * found.f_frsize, "the disk of offload_folder"
@@ -150,19 +150,19 @@ def alone() -> Iterator[None]:
 
 
 def copies_here(folder: str = "") -> tuple[int, int]:
-    """Returns two sizes of this node's copies, of any run: bytes wanted but not written, and written bytes
-    that may become free.
+    """Returns two sizes of this node's copies, of all runs: the bytes that are wanted but not written yet,
+    and the written bytes that may become free.
 
-    They are those of copies in memory, or in files of ``folder``.
+    With ``folder`` these are the copies in files of that folder, otherwise the copies in memory.
 
-    The latter are what living workers have beyond what they want, and what only a keeper still holds: copies
-    of workers on other nodes, and of dead workers.  Those of dead workers are freed once the next world has
-    newer copies.
+    Two kinds of bytes may become free: bytes of living workers beyond what they want, and regions that only a
+    keeper still holds, which are copies of workers on other nodes and of dead workers.  The copies of dead
+    workers are freed once the next world has newer copies.
     """
     sizes, holders = dict[int, tuple[int, int]](), defaultdict[int, set[str]](set)
     links = f"{os.path.realpath(folder)}/" if folder else REGIONS
     for process, entry in _open_files():
-        # the process is gone, or belongs to another user; or its build is another one
+        # the process is gone, belongs to another user, or runs another release
         with suppress(OSError, ValueError):
             if (link := os.readlink(entry)).startswith(links) and link.endswith(" (deleted)"):
                 found = os.stat(entry)
@@ -177,8 +177,8 @@ def copies_here(folder: str = "") -> tuple[int, int]:
 
 
 def _open_files() -> Iterator[tuple[str, str]]:
-    """Yields each process of this node with the path of each file that it has open: many thousands, so they
-    are plain texts.
+    """Yields the number of a process and a path in /proc for each open file of this node, as plain texts
+    because there are many thousands.
     """
     for process in filter(str.isdigit, os.listdir("/proc")):
         with suppress(OSError):  # it is gone, or belongs to another user
@@ -188,8 +188,8 @@ def _open_files() -> Iterator[tuple[str, str]]:
 
 
 def reserve(region: Region, slot: int, size: int) -> str:
-    """Takes the memory that the first ``size`` bytes of the slot still lack.  Returns why there is no room
-    for it; "" if it is taken.
+    """Takes the memory that the first ``size`` bytes of the slot still lack.  Returns "", or why there is no
+    room.
     """
     if not region.lacks(slot, size):
         return ""

@@ -22,8 +22,8 @@ from elastic.state.node_memory import SPARE, alone, free_memory, take
 from elastic.state.region import Region
 
 AT_FIRST = 2
-"""Slots for which a worker waits before it joins: one keeps the copy that is complete, and one gets the next,
-without holding up a step.
+"""Number of slots for which a worker waits before it joins: one keeps the complete copy, and one receives the
+next copy without holding up a step.
 """
 Register = Callable[[torch.Tensor], Callable[[], object] | None]
 """``register(memory)`` pins memory and returns a call that ends this; None if it could not."""
@@ -51,10 +51,9 @@ def register(memory: torch.Tensor) -> Callable[[], object] | None:
 
 
 def forget_error() -> None:
-    """Makes CUDA forget the error of this thread's last call.  Otherwise the next launch of this thread would
-    be taken for the failure.
+    """Clears CUDA's error of this thread's last call: otherwise this thread's next launch would report it.
 
-    torch has no call for that, but the library that it has loaded for all of the process has one.
+    torch has no function for that, but the CUDA library that torch has loaded for the whole process has one.
     """
     with suppress(AttributeError):  # this build of torch hides it
         ctypes.CDLL(None).cudaGetLastError()
@@ -68,9 +67,11 @@ class Pins:
         self._locks = [threading.Lock() for _ in range(region.slots)]
         """Each is held while its slot gets or loses memory."""
         self._first, self._coming = threading.Event(), set[int]()
-        """``_coming`` are the slots of :meth:`begin` that have not been seen to yet."""
+        """``_coming`` are the slots that the thread of :meth:`begin` has not tried to pin yet."""
         self._ends: dict[int, tuple[int, weakref.finalize[[], Pins] | None]] = {}
-        """The slots that have memory: how many bytes of each, and a call that ends that they are pinned."""
+        """Maps each slot that has memory to the number of bytes, and to a call that unpins them (None if they
+        could not be pinned).
+        """
         self.slots = 0
         """Number of slots that have memory or will have it soon."""
         region.take(0, region.data_at(0))
@@ -81,17 +82,17 @@ class Pins:
         return [self._ends.get(slot, (0, None))[0] for slot in range(self.region.slots)]
 
     def ready(self) -> None:
-        """Returns once as many slots of :meth:`begin` have been seen to as two worlds need that follow each
-        other (``AT_FIRST``).
+        """Returns once the thread of :meth:`begin` has tried to pin the first ``AT_FIRST`` slots, or all
+        slots if there are fewer.
         """
         self._first.wait()
 
     def usable(self) -> int:
-        """Returns the number of slots, from the first on, that have been seen to."""
+        """Returns the number of slots before the first slot that :meth:`begin` has not tried to pin yet."""
         return min([*self._coming], default=self.slots)
 
     def begin(self, slots: int, size: int) -> None:
-        """Begins to pin the first ``size`` bytes of the first ``slots`` slots, unless a slot is pinned
+        """Begins to pin the first ``size`` bytes of each of the first ``slots`` slots, except those pinned
         already.
         """
         if slots > self.slots:
@@ -112,7 +113,7 @@ class Pins:
                 self._coming.discard(slot)
                 if slot + 1 >= min(AT_FIRST, self.slots):
                     self._first.set()
-        finally:  # a copy into a slot that is missing tries again, and says why if it cannot
+        finally:  # a copy into a slot that is not pinned tries again, and reports a failure
             self._coming.difference_update(slots)
             self._first.set()
         print(
@@ -121,8 +122,8 @@ class Pins:
         )
 
     def fit(self, slot: int, size: int, foreseen: int) -> str:
-        """Gives the slot, which holds no copy, pinned memory of at least ``size`` bytes.  Returns why there
-        is too little, or "".
+        """Gives the slot, which holds no copy, pinned memory of at least ``size`` bytes, and of ``foreseen``
+        bytes if the node has room.  Returns why there is too little, or "".
         """
         with self._locks[slot]:
             return self._fit(slot, size, min(foreseen, self.region.slot_bytes))
@@ -132,7 +133,7 @@ class Pins:
             self._ends[slot][0] if slot in self._ends else 0,
             SPARE + (self.slots + BUDDY_SLOTS) * size,
         )
-        # as for most copies: they need not wait for other workers
+        # most copies fit already, and need not wait for the lock
         if slot_size(has, size, foreseen, free_memory()[0], others) == has:
             return ""
         # the workers of a node come here at the same time, and each must see what the others have taken

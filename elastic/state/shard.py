@@ -1,4 +1,4 @@
-"""A part of the state in this process's memory.  Healing, copying and saving know nothing else of a model."""
+"""A part of the state in this process's memory.  Healing, copying and saving know a model only as shards."""
 
 from __future__ import annotations
 
@@ -29,8 +29,10 @@ Key = tuple[str, str]
 
 @dataclass(frozen=True)
 class ShardHome:
-    """A slot of host memory in which a shard lives: the place of each of its tensors, and of their digests
-    (int64, a range by tensor).
+    """A slot of host memory in which a shard lives.
+
+    ``values`` has the memory of each tensor, ``sums`` the digests of all blocks (int64), and ``blocks`` the
+    range of each tensor's digests in ``sums``.
     """
 
     slot: int
@@ -41,10 +43,10 @@ class ShardHome:
     whole: bool = False
     """True if the slot held the wanted copy already."""
     folder: str = ""
-    """Folder of the file that has the slot; empty if it is in memory."""
+    """Folder of the file that has the slot; empty if the slot is in memory."""
     let_go: Callable[[Key], None] = lambda key: None
-    """Takes a tensor out of this process's memory where it is in a file.  It is called after each use; the
-    next one brings it again.
+    """Takes a tensor out of this process's memory if the slot is in a file.  It is called after each use of
+    the tensor; the next use reads the file again.
     """
 
 
@@ -52,19 +54,19 @@ class ShardHome:
 class Shard:
     """The part of the whole state that ``cell`` names, at ``version``, in this process's memory.
 
-    ``values`` has the memory of each tensor that has a part in it; :func:`placement.held` gives its shape and
-    its boxes.
+    ``values`` has the memory of each tensor of which ``cell`` has a part; :func:`placement.held` gives the
+    shape of that memory and its boxes.
     """
 
     version: Version
     cell: Cell
     values: dict[Key, torch.Tensor]
     home: ShardHome | None = None
-    """The slot in which the parameters and moments lie, if they are in no memory of their own."""
+    """The slot in which the parameters and moments live; None if they have memory of their own."""
 
     def let_go(self, *keys: Key) -> None:
-        """Takes the tensors out of this process's memory if they live in a file, or all of them if none is
-        named.
+        """Takes the tensors ``keys``, or all tensors if no key is given, out of this process's memory if they
+        live in a file.
         """
         if self.home is not None:
             for key in keys or self.home.values:

@@ -1,20 +1,20 @@
-"""The memory of one worker's copies: a few slots, each of which holds one complete version of its shard, or
-nothing.
+"""A region is the memory of one worker's copies: a few slots, each of which holds one complete version of the
+worker's shard, or nothing.
 
-It is an anonymous file (memfd) that the worker makes and its keeper opens too, as ``/proc/<pid>/fd/<n>``: the
-bytes outlive the worker, and nothing is left on the node when both are gone.  A slot counts as empty while it
-is written: its header says so before the first byte is written, and says "complete" after the last.  Each
-block of a slot has a digest, so that torn or corrupted bytes are never taken for state.
+A region is an anonymous file (memfd) that the worker makes and its keeper opens too, as
+``/proc/<pid>/fd/<n>``: the bytes outlive the worker, and nothing is left on the node when both are gone.  A
+slot counts as empty while it is written: its header says so before the first byte is written, and says
+"complete" after the last.  Each block of a slot has a digest, so that torn or corrupted bytes are never taken
+for state.
 
-With ``offload_folder`` it is a file of a disk instead, which has no name there.  So all of this holds for it,
-too.  Every process maps it as it maps memory, and :meth:`Region.let_go` keeps the part of the file that is in
-a process's memory small.
+With ``offload_folder`` a region is instead a file without a name on a disk, so all of this holds for it too.
+Every process maps the file as it maps memory; :meth:`Region.let_go` limits how much of the file is in a
+process's memory.
 
 The file is as long as the copies of the largest permitted shard, but that costs nothing: a slot takes memory
 when it is written, as much as its copy needs, and gives back what a larger copy once needed.  On CUDA a slot
-is pinned in one piece, which may be longer than its copy:
-``snapshot.py`` says when.  The worker owns a slot's memory for as long as it lives, and its keeper after
-that.
+is pinned in one piece, which may be longer than its copy: ``snapshot.py`` says when.  While the worker lives
+it owns the memory of its slots; after that its keeper does.
 
 The alternative is a pool that the keeper owns and lends out extent by extent.  A new worker would not have to
 take memory anew (four gigabytes a second, beside the steps).  But it would have to pin it anew, every reader
@@ -50,11 +50,12 @@ MAGIC = 0x656C617374696337
 """First word of every region of this version."""
 PAGE = mmap.PAGESIZE
 ALIGNED = 64
-"""Bytes to whose multiples the place of each tensor in a slot is rounded up."""
+"""Each tensor in a slot begins at a multiple of this number of bytes."""
 COPIES = ("send", "safe", "save")
 """``send`` is the copy that the keeper is to bring to its buddy.  ``safe`` is this worker's part of the
-version that is complete at every member's buddy.  ``save`` is the newest save that this worker has named, see
-:meth:`Region.begin_save`."""
+version that is complete at every member's buddy.  ``save`` is the newest save that this worker has named
+(:meth:`Region.begin_save`).
+"""
 BLOCK = 2**18
 """Bytes that one digest covers."""
 WORD = 8
@@ -78,40 +79,58 @@ HEADER = (
     "wanted",
     *(f"{name}_{part}" for name in COPIES for part in ("step", "generation", *CELL)),
 )
-"""``keeper`` is the process that has the region open too, 0 before there is one: until then nothing outlives
-the worker.  ``brought_us`` is how long the node's link is busy when a copy of every worker there is brought
-to the buddy, in microseconds; 0: not measured yet.  ``asked`` counts how often the worker has said what is to
-be sent; ``brought`` is the last of these numbers whose copy is at the present buddy, as the keeper says.
-``generation`` is the latest world whose first copy the worker has ended or does not make; it has ended every
-copy of earlier worlds.  ``saves`` counts the saves that the worker has named, of which the newest may not be
-copied yet; ``saves_over`` is the last of these numbers whose save is in the bucket or given up, as the keeper
-says.  ``save_failed`` is 1 if the worker could not copy the newest save.  ``lacking`` is the size of the copy
-for which the worker found no memory, 0 while there is room.  ``wanted`` is how many bytes all slots together
-take in the present world once they are written; before the first world, in the world with the smallest
-parts."""
+"""Words of a region's header.
+
+``keeper`` is the process that has the region open too, 0 before there is one: until then nothing outlives the
+worker.
+
+``brought_us`` is the time in microseconds for which the node's link is busy when a copy of every worker of
+the node is brought to the buddy; 0 before it is measured.
+
+``asked`` counts how often the worker has said which copy is to be sent.  ``brought``, which the keeper
+writes, is the last of these numbers whose copy is at the present buddy.
+
+``generation`` is the latest world whose first copy the worker has ended or does not make; the worker has
+ended every copy of earlier worlds.
+
+``saves`` counts the saves that the worker has named; the newest may not be copied yet.  ``saves_over``, which
+the keeper writes, is the last of these numbers whose save is in the bucket or given up.  ``save_failed`` is 1
+if the worker could not copy the newest save.
+
+``lacking`` is the size in bytes of the copy for which the worker found no memory, 0 while there is room.
+
+``wanted`` is the number of bytes that all slots together take in the present world once they are written;
+before the first world, in the world with the smallest parts.
+"""
 TAKEN = 2**26
-"""Bytes that one call takes from the system.  A call takes 20 ms, and meanwhile no other thread of this
-process can map or unmap memory.
+"""Bytes that one call of ``madvise`` takes from the system.  A call lasts 20 ms, and meanwhile no other
+thread of this process can map or unmap memory.
 """
 TAKERS = 4
-"""Threads that take memory at the same time.  On a machine with two H200 one took 1.8 GiB/s, two took 2.5,
-four 4.9, and eight 4.6.
+"""Number of threads that take memory at the same time.  On a machine with two H200 one thread took 1.8 GiB/s,
+two took 2.5, four 4.9, and eight 4.6.
 """
 POPULATE_WRITE = 23
 """Advice for ``madvise`` that takes memory for writing, since Linux 5.14
 (include/uapi/asm-generic/mman-common.h).
 """
 REMOVE = mmap.MADV_REMOVE
-"""Advice for ``madvise`` that gives memory of a file back: for every process that has it open, it is zero
-from then on.
+"""Advice for ``madvise`` that gives memory of a file back: from then on, every process that has the file open
+reads zeros there.
 """
 PIECE = 2**24
-"""Bytes of a slot of a file after which a process that reads or writes all of it lets go of them."""
+"""Bytes after which a process that reads or writes a whole slot in a file lets go of them
+(:meth:`Region.let_go`).
+"""
 SLOT = ("complete", "step", "generation", "bytes", "save", *CELL)
-"""Words of a slot's header.  ``complete`` is 1 while the slot holds a whole copy, whose size is ``bytes``;
-otherwise it is 0.  ``save`` is 1 if the worker has made the copy for a save, and does not overwrite it before
-that save is over.  No other copy may be uploaded: a world that begins with the version of a save makes one,
-but its members may not know of the save."""
+"""Words of a slot's header.
+
+``complete`` is 1 while the slot holds a whole copy, whose size is ``bytes``; otherwise it is 0.
+
+``save`` is 1 if the worker has made the copy for a save, and does not overwrite it before that save is over.
+No other copy may be uploaded.  A world that begins with the version of a save makes a copy of that version
+too, but its members may not know of the save, and then overwrite the copy.
+"""
 
 _madvise = ctypes.CDLL(None).madvise
 _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
@@ -119,8 +138,7 @@ _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 @dataclass(frozen=True)
 class TensorPlace:
-    """The place of a tensor's part of a shard in a slot, and the range of its digests: one for every
-    ``BLOCK`` bytes of it.
+    """The place in a slot of a shard's part of a tensor, and of its digests, one for every ``BLOCK`` bytes.
     """
 
     offset: int
@@ -134,7 +152,8 @@ class TensorPlace:
 
 @dataclass(frozen=True)
 class Frame:
-    """The arrangement of a cell's part of the state in a slot; every process computes the same."""
+    """The arrangement in a slot of a cell's part of the state.  Every process computes the same arrangement.
+    """
 
     places: dict[Tensor, TensorPlace]
     bytes: int
@@ -155,8 +174,8 @@ def frame(tensors: Iterable[Tensor], cell: Cell) -> Frame:
 
 
 def slot_sizes(tensors: Sequence[Tensor], cells: Iterable[Cell]) -> tuple[int, int]:
-    """Returns the bytes and blocks of a slot for any of ``cells``: the cell with most bytes may have fewer
-    tensors, and fewer blocks.
+    """Returns the bytes and the blocks of a slot that fits any of ``cells``.  The two may come from different
+    cells: the cell with most bytes may have fewer tensors, and fewer blocks.
     """
     frames = [frame(tensors, cell) for cell in cells]
     return max(each.bytes for each in frames), max(each.blocks for each in frames)
@@ -166,8 +185,8 @@ class Region:
     """Gives access to one worker's slots.
 
     Nothing is locked, because every word has one writer, except that the keeper also empties a damaged slot
-    of a living worker.  A reader of a slot reads its header before and after.  Several threads may use it:
-    memory and descriptor are freed with the last reference.
+    of a living worker.  A reader of a slot reads the slot's header before and after the bytes.  Several
+    threads may use a region: its memory and descriptor are freed with the last reference.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -203,9 +222,9 @@ class Region:
         """Makes a region of ``slots`` slots, each of ``slot_bytes`` with ``slot_blocks`` digests.  Memory is
         given as it is written.
 
-        The slots hold parts of ``tensors``, which are described here for readers that outlive the worker.
+        The slots hold parts of ``tensors``, which the region describes for readers that outlive the worker.
         All slots count as wanted until ``wanted`` is set.  With ``folder`` the region is a file of that
-        folder's disk.  Raises OSError if there can be none.
+        folder's disk.  Raises OSError if the system gives no region.
         """
         described = json.dumps([asdict(tensor) for tensor in tensors]).encode()
         descriptor = _nameless(folder) if folder else os.memfd_create(NAME, os.MFD_CLOEXEC)
@@ -224,13 +243,13 @@ class Region:
         return cls(descriptor)
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """Returns the tensors that its slots hold parts of, in the order of a frame."""
+        """Returns the tensors of which the slots hold parts, in the order of a frame."""
         described = json.loads(bytes(self.memory[PAGE : PAGE + self._tensors_bytes]))
         return tuple(Tensor(**each | {"shape": tuple(each["shape"])}) for each in described)
 
     @staticmethod
     def wanted(path: Path) -> int:
-        """Returns what the header of the region at ``path`` says is ``wanted``.
+        """Returns the word ``wanted`` of the region at ``path``.
 
         Raises OSError if the file cannot be read, and ValueError if it is no region of this version.
         """
@@ -257,13 +276,13 @@ class Region:
         self._words[HEADER.index(field)] = value
 
     def copy(self, field: str) -> Copy | None:
-        """Returns one of :data:`COPIES`."""
+        """Returns the copy that ``field``, one of :data:`COPIES`, names, or None."""
         step, generation, *cell = (self[f"{field}_{part}"] for part in ("step", "generation", *CELL))
         return Copy(Version(step, generation), _cell(cell)) if step >= 0 else None
 
     def set_copy(self, field: str, copy: Copy | None) -> None:
-        """Sets one of :data:`COPIES`.  It writes the step last, because readers ignore the other words until
-        there is a step.
+        """Sets ``field``, one of :data:`COPIES`.  Writes the step last, because readers ignore the other
+        words until there is a step.
         """
         self[f"{field}_step"] = -1
         if copy is not None:
@@ -277,8 +296,8 @@ class Region:
         self["asked"] += 1
 
     def begin_save(self, copy: Copy) -> None:
-        """Says that ``copy`` is a save: the worker does not overwrite it before the keeper says that the save
-        is over.
+        """Names ``copy`` as a save: the worker does not overwrite it before the keeper says that the save is
+        over.
 
         The copy may be in a slot already, or not be made yet.
         """
@@ -291,8 +310,8 @@ class Region:
     def failed(self, copy: Copy) -> bool:
         """Returns whether ``copy`` is the newest save and the worker could not make it.
 
-        The worker clears the flag before it names another save, so the flag belongs to ``copy`` if that is
-        named before and after.
+        The worker clears the flag before it names another save, so the flag belongs to ``copy`` if the header
+        names ``copy`` before and after the flag is read.
         """
         return self.copy("save") == copy and bool(self["save_failed"]) and self.copy("save") == copy
 
@@ -312,7 +331,7 @@ class Region:
         return Copy(Version(step, generation), _cell(cell)) if complete else None
 
     def all_held(self) -> list[Copy | None]:
-        """Returns the complete copy in each slot, or None for it."""
+        """Returns for each slot its complete copy, or None."""
         return [self.held(slot) for slot in range(self.slots)]
 
     def find(self, copy: Copy) -> int | None:
@@ -325,7 +344,7 @@ class Region:
         return slot if slot is not None and self.header(slot)[SLOT.index("save")] else None
 
     def filled(self, slot: int) -> int:
-        """Returns the size of what the slot holds, in bytes."""
+        """Returns the size in bytes of the copy in the slot."""
         return self.header(slot)[SLOT.index("bytes")]
 
     def begin(self, slot: int) -> None:
@@ -333,8 +352,8 @@ class Region:
         self.header(slot)[0] = 0
 
     def finish(self, slot: int, copy: Copy, size: int, *, save: bool = False) -> None:
-        """Marks the slot as one that holds ``copy``, which has ``size`` bytes and was made for a save if
-        ``save`` says so.
+        """Marks the slot as complete: it holds ``copy``, which has ``size`` bytes.  ``save`` says whether the
+        copy was made for a save.
         """
         words = self.header(slot)
         fields = (copy.version.step, copy.version.generation, size, int(save), *_words(copy.cell))
@@ -353,10 +372,10 @@ class Region:
         )
 
     def take(self, first: int, last: int) -> None:
-        """Takes the memory between these bytes from the system, which would otherwise give it page by page as
-        it is written.
+        """Takes the memory from byte ``first`` to byte ``last`` from the system, which would otherwise give
+        it page by page when it is written.
 
-        Its content stays.  On a system that cannot do so, nothing happens.
+        The content stays.  On a system without ``POPULATE_WRITE`` nothing happens.
         """
         start, first = ctypes.addressof(ctypes.c_char.from_buffer(self.memory)), first - first % PAGE
 
@@ -376,7 +395,7 @@ class Region:
         """Takes the memory of the first ``size`` bytes of the slot.  ``node_memory.reserve`` looks first
         whether there is room for it.
 
-        Raises OSError if the disk of a file has none.
+        Raises OSError if the disk of a region in a file is full.
         """
         first = self.data_at(slot)
         if self.on_disk:
@@ -397,18 +416,19 @@ class Region:
         self._reserved[slot] = min(kept, self._reserved[slot])
 
     def let_go(self, first: int, last: int) -> None:
-        """Lets the system take the pages with these bytes out of this process's memory, if they are in a
-        file; they come again when used.
+        """Removes the pages from byte ``first`` to byte ``last`` from this process's memory, if the region is
+        in a file; the next use reads them again.
 
-        What was written there stays: the system brings it to the disk.  Nothing happens to a region in
-        memory.
+        Written bytes stay: the system brings them to the disk.  For a region in memory nothing happens.
         """
         if self.on_disk:
             start, first = ctypes.addressof(ctypes.c_char.from_buffer(self.memory)), first - first % PAGE
             _madvise(start + first, last - first, mmap.MADV_DONTNEED)
 
     def pieces(self, slot: int, offset: int, size: int) -> Iterator[memoryview]:
-        """Yields some bytes of the slot in pieces; of a file only one of them is in memory at once."""
+        """Yields ``size`` bytes of the slot from ``offset`` on, in pieces.  Of a file, only one piece is in
+        memory at a time.
+        """
         first, last = self.data_at(slot) + offset, self.data_at(slot) + offset + size
         for at in range(first, last, PIECE if self.on_disk else max(size, 1)):
             end = min(at + PIECE, last) if self.on_disk else last

@@ -2,18 +2,19 @@
 
 A thread makes the copy, and marks the slot complete at the end.  On an accelerator the bytes go over a stream
 of their own into pinned memory, piece by piece, because an abort has to wait for everything that was launched
-before it.  When a world ends, a copy goes on while the next world forms: it reads the shard that is left, and
-what it writes outlives this process (``state/region.py``).
+before it.  When a world ends, a copy goes on while the next world forms: it reads the shard of the ended
+world, and the slot that it writes outlives this process (``state/region.py``).
 
-A save is such a copy.  Making it is all that a worker does for a save: the keeper uploads what the slot
-holds.
+A save is such a copy.  Making it is all that a worker does for a save: the keeper uploads the copy from the
+slot.
 
 Where state is offloaded it lives in a slot itself (``state/streaming.py``).  Then nothing is copied: each
-update fills another slot, which is the copy.  Slots in a file are never pinned: they would stay in memory.
+update fills another slot, which is the copy.  Slots in a file are never pinned: pinned pages would stay in
+memory.
 
-**Memory.**  A slot has as much as its copy needs.  Where slots are pinned they get more while the node has
-it: as much as a copy will need in the next world, if a node or a worker is lost.  To pin memory while a
-smaller world begins to train would hold up its first steps.
+**Memory.** A slot has as much memory as its copy needs.  A pinned slot gets more if the node has it: as much
+as a copy will need in the next world, if a node or a worker is lost.  Otherwise memory would be pinned while
+the smaller world begins to train, which would hold up its first steps.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ tests end the process here.
 """
 Foresee = Callable[[Plan], int]
 """``foresee(plan)`` returns the bytes of a copy in the world that follows if a part of the plan's members is
-lost; 0 if none can follow.
+lost; 0 if no world can follow.
 """
 
 
@@ -90,10 +91,10 @@ class Snapshots:
         strike: Strike = nothing,
         foresee: Foresee = no_loss,
     ) -> None:
-        """``patience_s`` limits how long a due save waits, once, for the previous save; after that, steps
-        continue and the save is owed.
+        """``patience_s`` limits how long a due save waits for the previous save; after that, steps go on, and
+        the due save is made later.
 
-        If that was in vain no later save waits, until one finds the save before it over.
+        After a wait in vain no save waits, until one finds the previous save over.
         """
         self.saves, self.patience_s, self.strike, self.foresee = saves, patience_s, strike, foresee
         self._rank = self._awaited = 0
@@ -101,7 +102,7 @@ class Snapshots:
         that was waited for.
         """
         self._in_vain = False
-        """True if the previous save was not over when the last one became due, even after waiting for it."""
+        """True if, when the last save became due, the save before it was not over even after the wait."""
         self._homeless: Shard | None = None
         """The shard that is copied as soon as a slot is free."""
         self.region, self.tensors, self.pace = region, tensors, Pace(rule)
@@ -117,7 +118,7 @@ class Snapshots:
         self._stepped_at = self._held_up_s = 0.0
         self._took_s: float | None = None
         self._lived_in: frozenset[int] = frozenset()
-        """The slots in which shards live, which no copy protects."""
+        """The slots in which shards live.  The copy schedule does not protect them."""
         self._way = (
             _Pinned(region, self.memory, device)
             if device.type == "cuda" and not region.on_disk
@@ -156,8 +157,8 @@ class Snapshots:
             self._name_world()
 
     def _name_world(self) -> None:
-        """Tells the keeper the present world, after its first copy: that may be the copy which a save of an
-        earlier world still lacks.
+        """Tells the keeper the present generation, after the first copy of its world: a save of an earlier
+        world may still lack that copy.
         """
         assert self.copies is not None
         self.region["generation"] = self.copies.plan.generation
@@ -184,7 +185,9 @@ class Snapshots:
             self._begin(shard)
 
     def ended(self, shard: Shard) -> None:
-        """Begins the last save of the run, of the version of ``shard``, unless its commit has."""
+        """Begins the last save of the run, at the version of ``shard``, unless the commit of that version has
+        begun it.
+        """
         if self.copies is not None and (ended := self.copies.ended()).saving != self.copies.saving:
             self._wait()
             self.copies = ended
@@ -231,7 +234,7 @@ class Snapshots:
             self._wait()  # no later step would find out that it failed
 
     def _copy(self, slot: int, copy: Copy, shard: Shard, saves: bool) -> None:
-        """Makes the copy, on the thread."""
+        """Makes the copy.  It runs on the copying thread."""
         began = time.monotonic()
         self._make_fit(slot, self.bytes, self._free(self.region.all_held()))
         with torch.no_grad():
@@ -244,8 +247,7 @@ class Snapshots:
     def home(self, copy: Copy, held: Iterable[Shard], *, adopt: bool) -> ShardHome:
         """Returns a slot for a shard that becomes ``copy``; ``held`` are the shards that live in slots now.
 
-        With ``adopt`` it is the slot that holds the copy, as it is, if there is one.  Raises
-        :class:`NoMemory`.
+        With ``adopt``, a slot that holds ``copy`` already is returned as it is.  Raises :class:`NoMemory`.
         """
         self._wait()
         self._lived_in = frozenset(shard.home.slot for shard in held if shard.home is not None)
@@ -256,7 +258,7 @@ class Snapshots:
         return self._empty(copy.cell, layout, copy.version)
 
     def next_home(self, shard: Shard) -> ShardHome:
-        """Returns a slot for the next version of ``shard``, which lives in another one.  Raises
+        """Returns a slot for the next version of ``shard``, which lives in another slot.  Raises
         :class:`NoMemory`.
 
         It is called before a step is prepared: after its commit, an update must not fail for want of memory.
@@ -271,10 +273,10 @@ class Snapshots:
         self.region.finish(shard.home.slot, Copy(version, shard.cell), shard.home.bytes)
 
     def _empty(self, cell: Cell, layout: Frame, wanted: Version | None = None) -> ShardHome:
-        """Empties a slot that nobody needs and makes it fit.
+        """Empties a slot that nobody needs and gives it memory for ``layout``.  Raises :class:`NoMemory`.
 
-        Copies of ``wanted`` stay if they can.  Of the others, slots that have memory are taken first, and
-        then the oldest copy.
+        Slots with a copy of ``wanted`` are taken last.  Among the others, slots that have enough memory are
+        taken first, and then empty slots and the oldest copies.
         """
         slots = self.region.all_held()[: self._way.slots]
         free = self._free(slots)
@@ -314,8 +316,8 @@ class Snapshots:
         return [slot for slot in free if slot not in self._lived_in]
 
     def _make_fit(self, slot: int, size: int, free: Iterable[int]) -> None:
-        """Makes the slot as large as the copy.  Where the node lacks memory, the other ``free`` slots give
-        theirs back first.
+        """Gives the slot memory for a copy of ``size`` bytes.  If the node lacks memory, the other ``free``
+        slots give theirs back first.
 
         Raises :class:`NoMemory` if there is still too little.
         """
@@ -352,8 +354,8 @@ class Snapshots:
             self._name_world()
 
     def _end(self, future: Future[None], again: Callable[[], None]) -> None:
-        """Ends the copy under way.  One that fails is made once more: without it no later one begins in this
-        world.
+        """Waits for the copy under way.  A copy that fails is made once more: without it no later copy begins
+        in this world.
         """
         self._under_way = None
         for attempt in (future.result, again):
@@ -373,8 +375,8 @@ class Snapshots:
     def _patiently(self) -> bool:
         """Returns whether the previous save is over.
 
-        It waits up to ``patience_s`` for that, but only once for each save, and not while saves are slower
-        than they become due: then waiting costs steps and brings nothing.
+        It waits up to ``patience_s`` for that, but only once for each save, and not while a save takes longer
+        than the time to the next save: then waiting costs steps and gains nothing.
         """
         if self._awaited < self.region["saves"]:
             self._awaited, until = (
@@ -412,7 +414,7 @@ class Snapshots:
         )
 
     def _has_room_again(self) -> bool:
-        """Returns whether a copy for which there was no memory would find it now.  Then the next save begins,
+        """Returns whether the node now has memory for the copy that found none.  If so, the next save begins,
         and copies go on after it.
         """
         lacking = self.region["lacking"]

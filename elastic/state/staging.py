@@ -53,8 +53,8 @@ class Coming:
 
 @dataclass(frozen=True)
 class StagedBlocks:
-    """``raw`` is whole blocks on the host.  ``room`` (uint8, flat) is the memory that gets their bytes from
-    ``skip`` on, as many as fit.
+    """``raw`` is whole blocks on the host.  ``room`` (uint8, flat) is the memory that receives the bytes of
+    ``raw`` from byte ``skip`` on, as many as fit.
     """
 
     room: torch.Tensor
@@ -126,7 +126,7 @@ class StagingStream(AbstractContextManager["StagingStream"]):
             else begin(partial(stage.take, raw), "staging").result
         )
         self._waiting.append((piece, stage, ready))
-        self._launch(STAGES - 1)  # the piece that the next stage held last is then among those launched
+        self._launch(STAGES - 1)  # so the piece in the stage that is used next has been launched
 
     def _launch(self, left: int) -> None:
         """Sends pieces on to the device, in order, until only ``left`` of them still wait."""

@@ -1,20 +1,21 @@
 """Streams state that lives in the host's memory through the device: from the slot of one version into the
-slot of the next one.
+slot of the next version.
 
-Nobody writes to the slot of a version.  An update reads it and writes another slot, which then holds the next
-version and *is* its copy. So a process that dies in an update leaves the version before, whole, in memory
-that its node's keeper holds too.
+The slot of a finished version is never written.  An update reads it and writes another slot, which then holds
+the next version and *is* its copy.  So a process that dies in an update leaves the previous version complete
+in memory that its node's keeper holds too.
 
-Tensors come in groups.  While a group is updated, the next one comes and the one before goes, each over a
-stream of its own, since a bus carries as much in both directions at once.  So an update takes about as long
-as the slowest of the three.  The alternative is to update on the CPU (Ren and others 2021, ZeRO-Offload):
-only gradients and weights travel then, but a CPU adds in another order than a GPU, and is slower.
+Tensors are updated in groups.  While a group is updated, the next group is loaded and the previous group is
+written, each over a stream of its own, since a bus reaches full speed in both directions at once.  So an
+update takes about as long as the slowest of loading, updating and writing.  The alternative is to update on
+the CPU (Ren and others 2021, ZeRO-Offload): only gradients and weights travel then, but a CPU adds in another
+order than a GPU, and is slower.
 
-The slots may be in files (Rajbhandari and others 2021, ZeRO-Infinity).  Nothing else changes, except that
-threads read and write them, and that each tensor leaves the memory of this process once it was read or
-written.  A disk may lose a write without a word, and then the old bytes come back.  So the digests of all
-that was read are compared with those that were written, and an update ends with an error if they differ.
-What is read outside of an update (:func:`fetch`) is compared before it is used.
+The slots may be in files (Rajbhandari and others 2021, ZeRO-Infinity).  Then threads read and write the
+files, and each tensor leaves the memory of this process once it was read or written.  A disk may lose a write
+without reporting it, and later return the old bytes.  So an update compares the digests of all tensors that
+it has read with the digests that were written, and ends with an error if they differ.  A tensor that is read
+outside of an update (:func:`fetch`) is compared before it is used.
 """
 
 from __future__ import annotations
@@ -41,10 +42,11 @@ T = TypeVar("T")
 GROUP = 2**28
 """Largest size of a group in bytes, unless a parameter with its moments is larger."""
 GROUPS = 3
-"""Largest number of groups on the device at once: one comes, one is updated, one goes."""
+"""Largest number of groups on the device at once: one is loaded, one is updated, one is written."""
 SHARES = GROUPS + 2
-"""Number of groups for which ``offload_buffer_gb`` has room: one more for two tensors that are mapped while
-they are read and written, and one for what an optimizer takes to update a group."""
+"""Number of groups for which ``offload_buffer_gb`` has room: ``GROUPS``, one for two tensors that are mapped
+while they are read and written, and one for the memory in which an optimizer updates a group.
+"""
 Values = dict[Key, torch.Tensor]
 
 
@@ -77,13 +79,13 @@ def groups_of(units: Sequence[Mapping[Key, torch.Tensor]], most: int) -> list[li
 def through(
     device: torch.device, before: ShardHome, after: ShardHome, groups: Sequence[Sequence[Key]]
 ) -> Generator[Values]:
-    """Yields the tensors of each group of ``before`` on ``device``.  What the caller makes of them goes to
-    ``after``, with its digests.
+    """Yields the tensors of each group of ``before`` on ``device``.  Writes them to ``after``, as the caller
+    has changed them, with their digests.
 
-    A group that was yielded is emptied once its tensors were written, so that the device has at most
-    ``GROUPS`` of them.  Nothing is in flight any more when the generator ends or is closed.  Raises
-    :class:`StateDamaged` after the last group if the bytes of a file are not those that were written there;
-    what went to ``after`` is no state then.
+    The dictionary of a group is emptied once its tensors were written, so the device has at most ``GROUPS``
+    groups.  Nothing is in flight any more when the generator ends or is closed.  Raises :class:`StateDamaged`
+    after the last group if the bytes of a file are not those that were written there; then ``after`` must not
+    be used.
     """
     way: _Way = (
         _Threads(device) if before.folder else _Streams(device) if device.type == "cuda" else _OnHost()
@@ -125,14 +127,14 @@ def put(home: ShardHome, key: Key, value: torch.Tensor) -> None:
 
 
 def fetch(home: ShardHome, key: Key, device: torch.device) -> torch.Tensor:
-    """Returns a tensor of a slot for use on ``device``; it may be the slot's own memory.  It waits for
-    nothing on the device.
+    """Returns a tensor of a slot for use on ``device``; it may be the slot's own memory.  For a slot in
+    memory, it does not wait for the device.
 
     Raises :class:`StateDamaged` if the slot is in a file and the bytes are not those that were written there.
     """
     if not home.folder:
         return home.values[key].to(device, non_blocking=True)
-    value = home.values[key].clone()  # the file may be read anew at each use
+    value = home.values[key].clone()  # a clone, because a mapped file may be read anew at each use
     home.let_go(key)
     if not torch.equal(digests(value), home.sums[home.blocks[key]]):
         raise StateDamaged(_told(home.folder, [key]))
@@ -170,12 +172,14 @@ class Moments(Mapping[str, torch.Tensor]):
 
 class _Way(Protocol):
     def load(self, home: ShardHome, keys: Sequence[Key]) -> Callable[[], Values]:
-        """Begins to bring tensors to the device.  Returns a call that returns them, for work on the present
-        stream.
+        """Begins to load tensors to the device.  Returns a call that returns the tensors, for work on the
+        present stream.
         """
 
     def store(self, home: ShardHome, values: Values) -> Callable[[], None]:
-        """Begins to write tensors, after the work on the present stream.  Returns a call that waits for that."""
+        """Begins to write tensors, after the work on the present stream.  Returns a call that waits for the
+        writing.
+        """
 
     def wrong(self) -> list[Key]:
         """Returns the loaded tensors whose bytes are not those that were written.  Only files are looked at."""
@@ -185,7 +189,7 @@ class _Way(Protocol):
 
 
 class _OnHost:
-    """The way where the device is the host."""
+    """The way between a slot in memory and the CPU."""
 
     def load(self, home: ShardHome, keys: Sequence[Key]) -> Callable[[], Values]:
         values = {key: home.values[key].clone() for key in keys}
@@ -204,17 +208,19 @@ class _OnHost:
 
 
 class _Threads:
-    """The way between files and any device: one thread reads a group, and another one writes the group
-    before.
+    """The way between files and any device: one thread reads a group while another one writes the previous
+    group.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._under_way: set[Future[Any]] = set()
-        """The calls that nobody has waited for; the result of any other is not kept."""
+        """The calls that nobody has waited for; the results of the others are not kept."""
         self._one_writes = Lock()
         self._differ = dict[Key, torch.Tensor]()
-        """True, on the device, for a loaded tensor whose digests differ from those that were written."""
+        """Maps each loaded tensor to a flag on the device: whether its digests differ from those that were
+        written.
+        """
 
     def load(self, home: ShardHome, keys: Sequence[Key]) -> Callable[[], Values]:
         return self._begin(partial(self._read, home, keys), "offload in")
@@ -253,7 +259,7 @@ class _Threads:
             for key in keys:
                 values[key] = home.values[key].to(self.device, copy=True)
                 found = digests(values[key])
-                # it returns after the digests: an update may change the tensor then
+                # this copy waits for ``digests``: after it, an update may change the tensor
                 written = home.sums[home.blocks[key]].to(self.device)
                 self._differ[key] = (found != written).any()
                 home.let_go(key)
@@ -274,10 +280,10 @@ class _Threads:
 
 
 class _Streams:
-    """The way to an accelerator and back.
+    """The way between a slot in memory and an accelerator.
 
-    Memory that came over a stream is given back to torch only once the host has seen that it was written out:
-    torch would not know of its use on other streams.
+    Device memory is given back to torch only once the host has seen that its tensor was written: torch does
+    not know that other streams use it.
     """
 
     def __init__(self, device: torch.device) -> None:

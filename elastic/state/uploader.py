@@ -2,11 +2,12 @@
 
     uploader BUCKET RUN      a line of JSON on stdin for each part to write or to give up, one on stdout for each that goes on or has ended
 
-It is a process of its own so that hashing and sending never hold up the keeper's beats.  It maps the memory
-that the keeper has open, so no byte is copied, and a worker that dies does not matter.  Each block of a slot
-must have the digest that it got on the worker's device. That is checked after the hashes of the file were
-taken and before a tensor's first byte goes out, so a file with right hashes never holds bytes that memory has
-corrupted.  When the keeper ends, so does this process, because nobody waits for its reports any more.
+The uploader is a process of its own, so that hashing and sending never hold up the keeper's beats.  It maps
+the memory that the keeper has open, so no byte is copied, and a worker that dies does not matter.  Each block
+of a slot must have the digest that it got on the worker's device.  That is checked after the hashes of the
+file were taken and before a tensor's first byte goes out, so a file with right hashes never holds bytes that
+memory has corrupted.  When the keeper ends, so does this process, because nobody waits for its reports any
+more.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ NICE = 5
 
 @dataclass(frozen=True)
 class SavePart:
-    """One member's part of a save: the shard that world rank ``rank`` of ``layout`` had of ``version``, in a
-    region of process ``pid``.
+    """One member's part of a save: the shard of world rank ``rank`` of ``layout`` at ``version``, in the
+    region that process ``pid`` has open as ``descriptor``.
     """
 
     number: int
@@ -121,7 +122,7 @@ def _bytes_of(
     data: memoryview, place: TensorPlace, tensor: Tensor, box: Box, shape: tuple[int, ...]
 ) -> memoryview:
     """Returns the bytes of ``box`` from a member's memory of ``tensor``, which has ``shape``; they are copied
-    only where they lie apart.
+    only if they are not contiguous.
     """
     item = nbytes(tensor, box.slice) // box.slice.count
     memory = np.frombuffer(data, dtype=np.uint8, count=place.bytes, offset=place.offset).reshape(*shape, item)
@@ -198,8 +199,8 @@ class Uploader:
             self._say(part.number, receipt=receipt.to_json())
 
     def _goes_on(self, number: int, slices: int) -> bool:
-        """Tells the keeper, at the first and then now and then, how many slices of a part are written.
-        Returns whether it is given up.
+        """Reports to the keeper how many slices of a part are written: after the first slice, and otherwise
+        at most every ``PROGRESS_S`` seconds.  Returns whether the part is given up.
         """
         if slices == 1 or time.monotonic() - self._said_at >= PROGRESS_S:
             self._said_at = time.monotonic()

@@ -3,9 +3,9 @@ results.
 
 The coordinator says which saves are under way; all others are over.  A thread looks for copies of them that
 have become complete, hands them to the uploader process (``state/uploader.py``) and reports its results.  A
-part fails once its copy can never be complete: its worker has ended, or is in a later world, without it.  An
-uploader that dies is followed by another, which begins the part again.  Objects are created and never
-replaced, so writing a part twice does no harm.
+part fails once its copy can never be complete: its worker has ended, or is in a later world, and has not made
+it.  An uploader that dies is replaced by another, which begins the parts again.  Objects are created and
+never replaced, so writing a part twice does no harm.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ UNKNOWN_S = 10.0
 know its workers yet.
 """
 RETRY_S = 1.0
-"""Seconds after a failed start of an uploader until the next one: a node without memory is not asked for a
+"""Seconds after a failed start of an uploader until the next start: a node without memory is not asked for a
 process at every look.
 """
 HUNG_S = 900.0
@@ -47,8 +47,8 @@ HUNG_S = 900.0
 join the pieces of an object.
 """
 AGAIN_S = 5.0
-"""Seconds after the bucket refused a part until it is tried again; before that, the store itself has tried
-for up to a minute.
+"""Seconds after the bucket refused a part until it is tried again.  Each try already includes the store's own
+attempts (``RemotePolicy``).
 """
 ATTEMPTS = 3
 """Number of uploaders that may die while they write a part before that part fails."""
@@ -59,10 +59,10 @@ Tell = Callable[[Save, ShardSaved | SaveFailed, ShardReceipt | None], None]
 
 @dataclass(eq=False)
 class Task:
-    """One worker's part of a save.  ``number`` is that of the request to the uploader; 0 means that it has
-    none yet.
+    """One worker's part of a save.  ``number`` is the number of the request to the uploader, 0 before there
+    is one.
 
-    ``region`` is kept from that request on, even if its worker ends.
+    ``region`` is kept from the request on, even if its worker ends.
     """
 
     save: Save
@@ -108,11 +108,11 @@ class Uploads:
         keep_going(self._run, "uploads", lambda sentence: self.say(sentence))
 
     def obey(self, number: tuple[int, int], saves: Sequence[Save], generation: int, version: Version) -> None:
-        """Takes ``saves`` for all saves under way; any other that had begun by ``version`` of ``generation``
-        is over.
+        """Accepts ``saves`` as all saves under way; every other save that had begun by ``version`` of
+        ``generation`` is over.
 
-        Results that are already known are reported again, since the coordinator may be a new one.  A call is
-        ignored unless its ``number`` is greater than that of the last one.
+        Results that are already known are reported again, since the coordinator may be new.  A call is
+        ignored unless its ``number`` is greater than the number of the last call.
         """
         with self._lock:
             if number <= self._told.number:
@@ -137,7 +137,7 @@ class Uploads:
             self.tell(task.save, *task.told)
 
     def start(self) -> None:
-        """Starts the uploader, unless there is one.  It is called before the first save needs it, since its
+        """Starts the uploader, unless it runs.  This is called before the first save needs it, since its
         imports take a second.
         """
         with self._lock:
@@ -212,13 +212,15 @@ class Uploads:
         self._end_if_hung()
 
     def _look(self, task: Task) -> str:
-        """Hands the task to the uploader if its copy is complete.  Returns why that will never be, or ""."""
+        """Hands the task to the uploader if its copy is complete.  Returns why the copy can never be
+        complete, or "".
+        """
         copy = _copy(task.save, task.worker)
         region, ended = self.store.region(task.worker)
         region = task.region or region
         if region is None:
             return "its keeper has not opened its memory" if time.monotonic() - task.since > UNKNOWN_S else ""
-        # like ``ended`` before ``find``: the copy may become complete just before either changes
+        # both are read before the slot: the copy may become complete just before either changes
         generation = region["generation"]
         if region.find_save(copy) is not None:
             task.region = region
@@ -249,7 +251,7 @@ class Uploads:
         try:
             process.stdin.write(f"{line}\n")
             process.stdin.flush()
-        # it has died: the thread that listens to it begins all of its parts again
+        # the uploader has died: the thread that listens to it begins its parts again
         except (OSError, ValueError):
             return
 
@@ -261,8 +263,10 @@ class Uploads:
         self._tell(task, _failed(task, f": {why}", again=False), None)
 
     def _refused(self, task: Task, why: str, full: bool) -> None:
-        """Tries the part again soon, as long as its save is under way: the copy stays where it is.  Says so
-        once, and once that there is no room.
+        """Lets the part be tried again after ``AGAIN_S``, since its copy stays in the slot while the save is
+        under way.
+
+        Reports once that the bucket refused the part, and once that the bucket has no room.
         """
         with self._lock:
             task.number, task.attempts, task.again_at = 0, 0, time.monotonic() + AGAIN_S

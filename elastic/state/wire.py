@@ -29,7 +29,7 @@ SILENCE_S = 10.0
 RETRY_S = 0.1
 """Seconds after a failed ``accept`` until the next one."""
 HEAD_LIMIT = 2**26
-"""Largest head of a message in bytes: a larger number is garbage, and nobody takes so much memory for it."""
+"""Largest head of a message in bytes: a larger length is garbage, for which no memory is taken."""
 LENGTH = struct.Struct("<I")
 
 Serve = Callable[["Wire", dict[str, Any]], None]
@@ -150,7 +150,7 @@ class Listener:
         while True:
             try:
                 connection, (peer, *_) = self._socket.accept()
-            # it was closed; or no descriptor was left, for example, and some become free later
+            # the listener was closed; or an error that passes, such as no free descriptor
             except OSError:
                 if self._closed.wait(RETRY_S):
                     return

@@ -19,8 +19,8 @@ from storage.objects.port import is_key
 
 DIGEST = "blake3"
 INFLATED_BYTES = 2**28
-"""Largest size of what is compressed: an object of a journal, or a receipt.  With 10,240 workers a snapshot
-has 8 MB; JSON takes more.
+"""Largest size in bytes of decompressed data: of an object of a journal, or of a receipt.  With 10,240
+workers, a snapshot in a journal has 8 MB.
 """
 
 
@@ -36,8 +36,8 @@ class File:
 
     @classmethod
     def of(cls, value: Mapping[str, Any]) -> File:
-        """Returns the file that a document lists.  Raises :class:`ValueError` if it would lie outside of the
-        folder, and others.
+        """Returns the file that a document lists.  Raises :class:`ValueError`, :class:`TypeError` or
+        :class:`AttributeError` if ``value`` is no file inside the folder.
         """
         found = cls(**value)
         if not is_key(found.name) or not isinstance(found.blake3, str) or found.size < 0:
@@ -46,10 +46,10 @@ class File:
 
 
 def inflated(raw: bytes, object: str, wbits: int = zlib.MAX_WBITS) -> bytes:
-    """Returns what was compressed; takes no memory for more than ``INFLATED_BYTES`` of it, and ignores what
-    is behind it.
+    """Returns the decompressed bytes of ``raw``; ignores bytes behind the compressed stream.
 
-    Raises :class:`Damaged`, naming ``object``, for what has more bytes or cannot be read.
+    Raises :class:`Damaged`, naming ``object``, if ``raw`` cannot be decompressed, or has more than
+    ``INFLATED_BYTES``, for which it takes no memory.
     """
     unpacker = zlib.decompressobj(wbits=wbits)
     try:
@@ -74,11 +74,10 @@ def seal(content: Mapping[str, Any]) -> bytes:
 
 
 def unseal(raw: bytes, object: str, newest_known: int, oldest_known: int = 1) -> dict[str, Any]:
-    """Returns the content.  ``object`` is its name in messages; ``newest_known`` is the newest format that
-    this code reads.
+    """Returns the content of the document ``raw``.  ``object`` is its name in messages; this code reads the
+    formats from ``oldest_known`` to ``newest_known``.
 
-    Raises :class:`Damaged`, or :class:`BadFormat` if the document is intact but of a newer release, or of one
-    that is too old.
+    Raises :class:`Damaged`, or :class:`BadFormat` if the document is intact but has another format.
     """
     try:
         content = json.loads(raw)

@@ -31,14 +31,14 @@ class Numbered(Generic[T]):
     newest_known: int
     first: int = 1
     fix: str = "put it back from a copy, or remove it"
-    """The words that say what to do about a damaged one."""
+    """The words that say what to do about a damaged document."""
     of: Callable[[dict[str, Any]], T] = dict  # type: ignore[assignment]
-    """Makes of the content of a document what readers get; by default they get the content."""
+    """Converts the content of a document to what readers get; by default they get the content."""
     _known: dict[int, T] = field(default_factory=dict, init=False, repr=False)
 
     def numbers(self) -> list[int]:
-        """Returns the numbers of those that are there.  The newest are asked for by name, since some buckets
-        list new objects late.
+        """Returns the numbers of the documents that exist.  The newest documents are asked for by name, since
+        some buckets list new objects late.
         """
         found = [int(name[1]) for name in self.store.matching(f"{self.folder}/", NAME)]
         number = max(found, default=self.first - 1)
@@ -49,11 +49,11 @@ class Numbered(Generic[T]):
         return found
 
     def newest(self) -> int:
-        """Returns the number of the newest one, or 0."""
+        """Returns the number of the newest document, or 0."""
         return max(self.numbers(), default=0)
 
     def read(self, number: int) -> T:
-        """Returns one of them.  Raises :class:`Missing`, :class:`Damaged` or
+        """Returns the document ``number``.  Raises :class:`Missing`, :class:`Damaged` or
         :class:`~storage.errors.BadFormat`.
         """
         if number not in self._known:
@@ -67,21 +67,24 @@ class Numbered(Generic[T]):
         return self._known[number]
 
     def find(self, number: int) -> T | None:
-        """Returns one of them, or None if it is not there or damaged."""
+        """Returns the document ``number``, or None if it is missing or damaged."""
         with suppress(Missing, Damaged):
             return self.read(number)
         return None
 
     def every(self) -> list[T]:
-        """Returns all of them, oldest first."""
+        """Returns all documents, oldest first.  Raises as :meth:`read` does."""
         return [self.read(number) for number in range(self.first, self.newest() + 1)]
 
     def intact(self) -> list[T]:
-        """Returns those that are not damaged, oldest first: for what a run can do without."""
+        """Returns the documents that are not damaged, oldest first.  It serves documents that a run can do
+        without.
+        """
         return [found for number in sorted(self.numbers()) if (found := self.find(number)) is not None]
 
     def add(self, number: int, about: Mapping[str, Any]) -> None:
-        """Creates one.  Raises :class:`~storage.errors.Exists` if there is one of that number."""
+        """Creates the document ``number``.  Raises :class:`~storage.errors.Exists` if there is one already.
+        """
         self.store.put_if_absent(self._key(number), seal(about))
 
     def _key(self, number: int) -> str:

@@ -15,7 +15,8 @@ AVERAGE = "moment.average"
 """Kind of the average of a parameter (``optim.average``)."""
 WHOLE = ("buffer", "constant", "scalar")
 """Kinds of tensors that are whole in every shard.  A constant is a buffer that its model does not save
-(``persistent=False``): a worker that heals needs it too, but an export leaves it out."""
+(``persistent=False``): a worker that heals needs it too, but an export leaves it out.
+"""
 
 
 @dataclass(frozen=True, order=True)

@@ -13,9 +13,9 @@ bytes there, a shard or an index is written under a name with its digest in it; 
 :class:`Exists`.
 
 A deletion has two phases.  ``mark`` adds a note: from then on the checkpoint is not good, and nobody begins
-from it.  ``remove``, later, takes away the manifest, then all the rest, and the note last.  So a deletion
-that was torn is seen by its note, wherever it was torn, and the next ``remove`` ends it.  Where there is no
-room for the reason, an empty note says the same.  What has no manifest needs no note.
+from it.  ``remove``, later, takes away the manifest, then all the rest, and the note last.  So an interrupted
+deletion is recognised by its note, and the next ``remove`` completes it.  If the store has no room for the
+reason, the note is empty.  A checkpoint without a manifest needs no note.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class ShardReceipt:
         )
 
     def packed(self) -> bytes:
-        """Returns the receipt as few bytes: a committer keeps those of a thousand writers."""
+        """Returns the receipt, compressed: a committer keeps the receipts of a thousand writers."""
         return zlib.compress(self.to_json().encode())
 
     @classmethod
@@ -112,13 +112,14 @@ class Listed(NamedTuple):
 
 
 Known = dict[Version, tuple[frozenset[str], Listed]]
-"""Maps each checkpoint to the names of its manifest and notes that were there, and to what was read of them.
+"""Maps each checkpoint to the names of its manifest and notes in the last listing, and to the entry that was
+read from them.
 """
 
 
 class Checkpoints:
-    """The checkpoints of one run.  ``inherited`` are some of other runs that count as its own, each with its
-    run: they are only read.
+    """The checkpoints of one run.  ``inherited`` maps each checkpoint of another run that counts as this
+    run's own to that run; these are only read.
     """
 
     def __init__(
@@ -128,7 +129,7 @@ class Checkpoints:
         self._opened: dict[Version, str] = {}
         """The answers of :meth:`damage` so far."""
         self._made = set[Version]()
-        """The versions that were committed, as this process knows, and were not seen in a listing yet."""
+        """The versions that this process knows to be committed and has not seen in a listing yet."""
 
     def holder(self, version: Version) -> str:
         """Returns the run in whose folder the checkpoint is."""
@@ -148,8 +149,8 @@ class Checkpoints:
         state: Iterable[Tensor] | None = None,
         done: Callable[[Tensor], None] = lambda tensor: None,
     ) -> ShardReceipt:
-        """Writes one writer's slices as ``<name>.safetensors``.  Calls ``hook`` before each slice, and
-        ``done`` whenever one was read.
+        """Writes one writer's slices as ``<name>.safetensors``.  Calls ``hook`` before each slice that it
+        uploads, and ``done`` each time that the bytes of a slice were read.
 
         ``state``: every tensor of the whole state.  With it, :meth:`commit` also refuses a state that lacks a
         whole tensor.  Raises :class:`ValueError` if the bytes of a part do not have the size of its slice.
@@ -175,7 +176,7 @@ class Checkpoints:
     def commit(self, version: Version, receipts: Iterable[ShardReceipt], about: Mapping[str, Any]) -> str:
         """Writes index and manifest; returns the manifest's digest.  ``about``: see :class:`Manifest`.
 
-        A manifest that is there and differs only in its time is this one, written by an earlier attempt: it
+        A manifest that is there already and differs only in its time was written by an earlier attempt, and
         stays.  Raises :class:`Incomplete` if the receipts do not make up the whole state, :class:`Exists` if
         there is another manifest, and :class:`ValueError` if ``about`` has an unknown key.
         """
@@ -211,11 +212,11 @@ class Checkpoints:
     # ---- deleting
 
     def mark(self, version: Version, reason: str) -> None:
-        """Notes that the checkpoint, or what was written of one, is being deleted, and why.  From then on it
-        is not good.
+        """Notes that the checkpoint, complete or not, is being deleted, and why.  From then on it is not
+        good.
 
-        Raises :class:`ValueError` for an inherited one, and :class:`Full` if there is no room for the note
-        that a complete one needs.
+        Raises :class:`ValueError` for an inherited checkpoint, and :class:`Full` if there is no room for the
+        note of a complete checkpoint.
         """
         if version in self.inherited:
             raise ValueError(
@@ -232,13 +233,14 @@ class Checkpoints:
                     raise
 
     def unmark(self, version: Version) -> None:
-        """Takes the note of :meth:`mark` back.  What :meth:`remove` has taken away stays away."""
+        """Removes the note of :meth:`mark`.  Objects that :meth:`remove` has deleted do not come back."""
         self.store.delete(f"{self.folder(version)}/{DELETED}")
 
     def remove(self, version: Version) -> None:
         """Deletes a checkpoint that :meth:`mark` has marked: the manifest first, and the note last.
 
-        Does nothing to a complete one that is not marked.  If it is interrupted, another call does the rest.
+        Does nothing to an inherited checkpoint, or to a complete one that is not marked.  If a call is
+        interrupted, another call does the rest.
         """
         folder = self.folder(version)
         if version in self.inherited or not self._may_go(version):
@@ -259,11 +261,11 @@ class Checkpoints:
         return self._listed(self.steps())
 
     def changed(self, known: Known) -> list[Listed]:
-        """Returns what :meth:`versions` does, without the names of files, by two listings.
+        """Returns the checkpoints as :meth:`versions` does, by two listings.  Their manifests have no files.
 
         It reads only the checkpoints whose manifest or notes have come or gone since the last call with
-        ``known``, where it keeps what it has read.  Of a step that has objects, it sees no generation that
-        has none.
+        ``known``, which keeps what was read.  In a step that has objects, it sees only generations that have
+        objects.
         """
         folder, there = f"{self.run}/steps/", dict[Version, set[str]]()
         for key in self.store.list(folder):
@@ -290,10 +292,11 @@ class Checkpoints:
         return sorted([*(listed for _, listed in known.values()), *others], key=lambda each: each.version)
 
     def recent(self, enough: Callable[[Sequence[Listed]], bool]) -> list[Listed]:
-        """Returns the checkpoints of the newest steps, oldest first: those of :data:`RECENT` steps, and more
-        until they are ``enough``.
+        """Returns the checkpoints of the newest steps, oldest first: those of :data:`RECENT` steps, and of as
+        many steps again until ``enough`` holds for them.
 
-        So what it reads does not grow with the age of the run.  Raises as :meth:`versions` does.
+        So the number of checkpoints that it reads does not grow with the age of the run.  Raises as
+        :meth:`versions` does.
         """
         steps, found = self.steps(), list[Listed]()
         while steps and not (found and enough(found)):
@@ -347,8 +350,8 @@ class Checkpoints:
         return Reader(self.store, self.folder(version), manifest)
 
     def damage(self, version: Version) -> str:
-        """Returns what is damaged of the manifest and the index, "" if nothing is.  It reads them once;
-        listings know the answer then.
+        """Returns what is damaged in the manifest or the index, or "".  Both are read once; later listings
+        use the answer.
         """
         if version not in self._opened:
             try:
@@ -377,13 +380,13 @@ class Checkpoints:
         """Writes whole tensors as ``model.safetensors`` and ``optimizer.safetensors`` into ``destination``;
         returns the paths.
 
-        ``names`` and ``more`` are as :func:`storage.checkpoints.export.export` takes them.
+        ``names`` and ``more`` are those of :func:`storage.checkpoints.export.export`.
         """
         return export(self.open(version), destination, average=average, names=names, more=more)
 
     def export_model(self, version: Version, key: str, progressed: Callable[[], None] = lambda: None) -> File:
-        """Creates the object ``key`` with the bytes of ``model.safetensors``, unless it is there, and returns
-        what it is.
+        """Creates the object ``key`` with the bytes of ``model.safetensors``, unless it has these bytes
+        already, and returns its name, size and digest.
 
         ``progressed`` is called after each small part of the work.  Raises :class:`Exists` if other bytes are
         there.
@@ -409,7 +412,7 @@ class Checkpoints:
 
     def _create(self, version: Version, file: File, chunks: Callable[[], Iterable[Piece]]) -> File:
         """Creates the object under the name of ``file``, or under a name with its digest if other bytes are
-        there; returns where it is.
+        there; returns the file with the name that it got.
         """
         stem, _, suffix = file.name.rpartition(".")
         for name in (file.name, f"{stem}-{file.blake3[:16]}.{suffix}"):
@@ -435,17 +438,18 @@ class Checkpoints:
         return digest.hexdigest() == file.blake3
 
     def _is_same(self, manifest: Manifest, raw: bytes) -> bool:
-        """Returns whether ``raw`` is ``manifest``, perhaps of another time.  One that cannot be read is
-        another one.
+        """Returns whether ``raw`` is ``manifest``, perhaps of another time.  A document that cannot be read
+        is not.
         """
         with suppress(Damaged, BadFormat):
-            # JSON has no tuples
+            # through bytes, because JSON has no tuples
             written = Manifest.from_bytes(manifest.to_bytes(), MANIFEST, manifest.version)
             return written.same_but_for_time(Manifest.from_bytes(raw, MANIFEST, manifest.version))
         return False
 
     def _at_once(self, call: Callable[[T], R], arguments: Iterable[T]) -> list[R]:
-        """Returns ``call`` of each argument; makes as many calls at a time as the store takes."""
+        """Returns the result of ``call`` for each argument; makes as many calls at a time as the store takes.
+        """
         several = list(arguments)
         if min(len(several), self.store.at_once) < 2:
             return [call(each) for each in several]
@@ -460,8 +464,8 @@ class Checkpoints:
             return None
 
     def _complete(self, version: Version, receipts: Sequence[ShardReceipt]) -> Index:
-        """Returns the index of the receipts.  Raises :class:`Incomplete` unless they are of this version,
-        stored, and the whole state.
+        """Returns the index of the receipts.  Raises :class:`Incomplete` unless all receipts are of this
+        version, their files are stored, and together they make up the whole state.
         """
         keys = [f"{self.folder(version)}/{receipt.file.name}" for receipt in receipts]
         for key, receipt in zip(keys, receipts, strict=True):
@@ -508,7 +512,7 @@ class Checkpoints:
         )
 
     def _unlisted(self) -> set[Version]:
-        """Returns those that were committed and may be too new to be listed: some buckets list new objects
+        """Returns the committed versions that may be too new to be listed: some buckets list new objects
         late.
         """
         for version in tuple(self._made):
@@ -518,7 +522,7 @@ class Checkpoints:
 
     def _look(self, version: Version) -> Listed:
         damaged = self._quarantined(version) or self._opened.get(version, "")
-        # whoever inherits it has made sure that it stays, whatever mark came later
+        # the run that inherits it has made sure that it stays, even if it was marked later
         deleted = version not in self.inherited and self.store.exists(f"{self.folder(version)}/{DELETED}")
         try:
             return Listed(version, self.manifest(version), damaged, deleted)
@@ -544,7 +548,9 @@ class Checkpoints:
 def _bytes_of(
     parts: Iterable[Part], done: Callable[[Tensor], None], hook: Callable[[], None] | None = None
 ) -> Iterator[Piece]:
-    """Yields the bytes of each part.  It calls ``hook`` before one, and ``done`` once the next is asked for."""
+    """Yields the bytes of each part.  Calls ``hook`` before a part, and ``done`` with its tensor once the
+    next part is asked for.
+    """
     for tensor, _, data in parts:
         if hook is not None:
             hook()
@@ -553,7 +559,7 @@ def _bytes_of(
 
 
 class _Seen:
-    """Yields pieces once, and knows the size and the digest of those that were taken."""
+    """Yields pieces once, and counts the size and the digest of those that it has yielded."""
 
     def __init__(self, pieces: Iterable[Piece]) -> None:
         self.size, self.digest, self._pieces = 0, blake3(), pieces

@@ -1,9 +1,9 @@
 """Export writes a checkpoint as ordinary safetensors files of whole tensors, which any tool reads.
 
 ``model.safetensors`` has parameters and buffers by their plain names; ``optimizer.safetensors`` has moments
-as ``exp_avg/<name>`` and scalars by name.  It holds one tensor at a time in memory.  With ``average`` each
-parameter has the values of its average.  Other programs may want other names, or matrices transposed, so an
-export can have :data:`Names`.
+as ``exp_avg/<name>`` and scalars by name.  An export holds one tensor at a time in memory.  With ``average``
+each parameter has the values of its average.  Other programs may want other names, or matrices transposed, so
+an export can have :data:`Names`.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def export(
 ) -> list[Path]:
     """Writes :data:`EXPORTED` into the folder ``destination``, whole or not at all; returns the paths.
 
-    The model's file has ``names``, by default those of the state.  ``more`` has other files by name: their
-    bytes, or their tensors.
+    ``names`` are the tensors in the model's file; by default it has all, with their names in the state.
+    ``more`` maps the names of additional files to their bytes, or to their tensors.
     """
     destination.mkdir(parents=True, exist_ok=True)
     optimizer = [
@@ -95,7 +95,7 @@ def _pieces(reader: Reader, tensors: Iterable[tuple[str, Tensor, bool]]) -> Size
 
 
 def _transposed(data: bytearray | memoryview, matrix: Tensor) -> bytes:
-    import numpy as np  # who lists checkpoints needs none
+    import numpy as np  # imported here: listing checkpoints needs no numpy
 
     return np.frombuffer(data, f"V{ITEM_BYTES[matrix.dtype]}").reshape(matrix.shape).T.tobytes()
 

@@ -44,14 +44,16 @@ class Cut:
 
 @dataclass(frozen=True)
 class TensorGroup:
-    """Tensors that are cut alike, sorted, and their boxes, each with the file that has it of all of them."""
+    """Tensors that are cut alike, sorted, and their boxes.  Each box is with the file that holds it, for all
+    these tensors.
+    """
 
     tensors: tuple[Tensor, ...]
     boxes: tuple[tuple[str, Corners], ...]
 
 
 Part = tuple[str, Slice, Slice]
-"""A file, the slice that is stored in it, and the part of the wanted slice that this supplies."""
+"""A file, the slice that is stored in it, and the part of the wanted slice that the stored slice supplies."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,9 @@ class Index:
         ]
 
     def covering(self, wanted: Slice) -> list[Part]:
-        """Returns what supplies ``wanted``.  Raises :class:`Incomplete` if an element of it is in no file."""
+        """Returns the stored slices that supply ``wanted``.  Raises :class:`Incomplete` if an element of it
+        is in no file.
+        """
         number, corners = self._group_of.get((wanted.name, wanted.kind)), (wanted.start, wanted.stop)
         if number is None:
             found = []
@@ -184,7 +188,8 @@ def grouped(cuts: Iterable[tuple[str, Cut]]) -> tuple[TensorGroup, ...]:
     """Returns the cuts of all files as groups: two tensors are in the same group if exactly the same boxes of
     both are in the same files.
 
-    The work is that for the *different* lists of tensors, of which there are few, and for the boxes.
+    The work grows with the number of *different* lists of tensors, of which there are few, and with the
+    number of boxes.
     """
     places: dict[str, list[tuple[str, Corners]]] = defaultdict(list)
     for file, cut in cuts:

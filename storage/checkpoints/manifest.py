@@ -2,7 +2,7 @@
 before.
 
 It names every file, the index of slices among them, with size and digest, and says where in the run's history
-the checkpoint stands. Readers refuse any other format than today's by its number.
+the checkpoint stands.  Readers refuse every other format than ``FORMAT``.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ class Stored:
 class Manifest:
     """The content of ``MANIFEST.json``.
 
-    ``files``: the shards and the index.  ``digest``: that of the document, "" if it was not read from one.
+    ``files``: the shards and the index.  ``digest``: the digest of the document, or "" if the manifest was
+    not read from one.
 
     ``about``: what the writer says of the run, all of it optional:
 
@@ -99,8 +100,8 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, raw: bytes, object: str, version: Version) -> Manifest:
-        """Returns the manifest in ``raw``.  Raises :class:`BadFormat`, or :class:`Damaged`, also if it
-        belongs to another version.
+        """Returns the manifest in ``raw``.  Raises :class:`BadFormat`, or :class:`Damaged`, also if the
+        manifest belongs to another version.
         """
         content = unseal(raw, object, FORMAT, FORMAT)
         try:

@@ -227,7 +227,7 @@ def _box(buffer: bytearray | memoryview, holder: Slice, part: Slice, item: int) 
     """Returns a view of ``part`` in ``buffer``, which holds ``holder``.  Elements are opaque bytes, since
     numpy does not know bfloat16.
     """
-    import numpy as np  # who lists checkpoints needs none
+    import numpy as np  # imported here: listing checkpoints needs no numpy
 
     whole = np.frombuffer(buffer, dtype=f"V{item}").reshape(holder.shape)
     ranges = (slice(a - at, b - at) for a, b, at in zip(part.start, part.stop, holder.start, strict=True))

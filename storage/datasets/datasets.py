@@ -8,8 +8,8 @@ last.
     dataset.json          format, tokenizer, vocabulary, counts, and every file with its size and digest
     dataset.begun         an empty file that is there while the others are written
 
-A dataset exists once its description does.  The mark dataset.begun tells what a killed writer left, which the
-next one overwrites, from files of somebody else that have such names, which nobody overwrites.
+A dataset exists once its description does.  The mark dataset.begun tells the files of a killed writer from
+files of another program that have such names.  The next writer overwrites the former, and never the latter.
 
 Readers fetch and check whole blocks (``tokens.py``).  The size of a block is a trade-off.  A sample of 4,096
 tokens has 8 KiB, so larger blocks would mostly fetch bytes that nobody wants; smaller ones would spend more
@@ -42,8 +42,8 @@ READABLE = (1, 2)
 DESCRIPTION, DOCUMENTS, BLOCKS, TOKENIZER = "dataset.json", "documents.parquet", "blocks.b3", "tokenizer.json"
 BEGUN = "dataset.begun"
 OURS = {"tokenizer", "vocabulary", "tokens", "documents", "files"}
-"""Fields of a description in every format.  JSON without most of them is that of another program, whatever it
-calls its file.
+"""Fields of a description in every format.  JSON with fewer than half of them was written by another program,
+whatever its file is called.
 """
 WRITTEN = re.compile(rf"tokens-\d{{5,}}\.bin|{'|'.join(map(re.escape, (DOCUMENTS, BLOCKS, TOKENIZER)))}")
 """Matches the names of the files that are written before the description."""
@@ -165,9 +165,9 @@ def write_dataset(
     """Writes a dataset of ``documents``, which are (path, tokens), in this order.  Holds one shard in memory.
     Only one writer may run.
 
-    Writing the same dataset again changes nothing.  If the store holds other tokens, or a file as
-    :func:`expect_room` says, this raises :class:`Exists` and changes nothing.  If ``documents`` raises, the
-    files that were written until then are removed.
+    Writing the same dataset again changes nothing.  If the store holds other tokens, or a file that
+    :func:`expect_room` refuses, this raises :class:`Exists` and changes nothing.  If ``documents`` raises,
+    the files that were written until then are removed.
     """
     expect_room(store)
     found = _found(store)
@@ -184,8 +184,9 @@ def write_dataset(
 
 
 def expect_room(store: ObjectStore) -> None:
-    """Raises :class:`Exists` if the store holds a file with the name of one of a dataset's, but neither a
-    description nor the mark of a writer that was killed: somebody else's."""
+    """Raises :class:`Exists` if the store holds somebody else's file under a name that a dataset uses: one
+    without a description, or the mark of a killed writer, beside it.
+    """
     if not store.exists(DESCRIPTION) and not store.exists(BEGUN):
         for name in _written(store):
             raise Exists(name, store.url)
@@ -199,8 +200,8 @@ def files_of_datasets(store: ObjectStore, keys: Iterable[str]) -> set[str]:
     """Returns those of ``keys`` that are files of datasets, complete or not.  ``keys`` are all keys of
     ``store``.
 
-    A file of another kind may be called dataset.json; then neither it nor what lies beside it is a file of a
-    dataset.
+    Another program's file may be called dataset.json; then neither it nor a file beside it belongs to a
+    dataset, unless a killed writer's mark says so.
     """
     folders: dict[str, list[str]] = {}
     for key in keys:
@@ -277,7 +278,7 @@ class _Files(_Digests):
         return super().put(name, data)
 
     def __enter__(self) -> _Files:
-        with suppress(Exists):  # of a writer that was killed
+        with suppress(Exists):  # the mark of a killed writer
             self.store.put_if_absent(BEGUN, b"")
         return self
 

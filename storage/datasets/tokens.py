@@ -59,8 +59,8 @@ class TokenFiles:
     def rows(self, firsts: Sequence[int], length: int) -> Tokens:
         """Returns ``length`` tokens from each of ``firsts`` on: [rows, length].
 
-        Raises IndexError beyond the end of the dataset, and :class:`Damaged` if a file has another size or a
-        block other bytes.
+        Raises IndexError beyond the end of the dataset, and :class:`Damaged` if a file has another size, or a
+        block has other bytes, than were written.
         """
         for first in firsts:
             if not 0 <= first <= first + length <= self.description.tokens:

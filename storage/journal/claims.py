@@ -16,7 +16,8 @@ from storage.objects import ObjectStore
 def claim_owner(store: ObjectStore, run: str, information: Json, after: int | None = None) -> int:
     """Claims the next free incarnation by a create-only write, and returns it.
 
-    With ``after`` it is the one after that.  Raises :class:`Exists` if somebody else has claimed it.
+    With ``after`` it claims the incarnation ``after`` + 1.  Raises :class:`Exists` if somebody else has
+    claimed it.
     """
     number = (latest_claim(store, run) if after is None else after) + 1
     while True:
@@ -31,8 +32,8 @@ def claim_owner(store: ObjectStore, run: str, information: Json, after: int | No
 
 
 def owners(store: ObjectStore, run: str, after: int = 0) -> dict[int, Json]:
-    """Returns the information that each claimant of the run wrote, by incarnation, of those later than
-    incarnation ``after``.
+    """Returns the information that each claimant of the run wrote, by incarnation, for the incarnations later
+    than ``after``.
     """
     found = (
         (number, owner_of(store, run, number)) for number in range(after + 1, latest_claim(store, run) + 1)
@@ -41,7 +42,9 @@ def owners(store: ObjectStore, run: str, after: int = 0) -> dict[int, Json]:
 
 
 def newest_owner(store: ObjectStore, run: str) -> Json | None:
-    """Returns the information that the newest claimant of the run wrote, or None as :func:`owner_of`."""
+    """Returns the information that the newest claimant of the run wrote, or None if there is none, or if it
+    is gone or damaged.
+    """
     latest = latest_claim(store, run)
     return owner_of(store, run, latest) if latest else None
 

@@ -24,8 +24,8 @@ has been deposed.
 A record is in a local file before ``append`` returns, and on the disk if it must be durable.  The local
 folder has one file per object.  A thread copies these files to the bucket, in order: a store that is slow or
 down delays nothing and costs no memory.  When a file begins, the files that are in the bucket already are
-removed, so the disk holds what the bucket lacks, and little more.  A reader of these files that finds a
-continuation first takes its snapshot from the bucket (:class:`Newest`), which got it earlier.
+removed, so the disk holds what the bucket lacks, and little more.  If the first of these files is a
+continuation, a reader takes its snapshot from the bucket (:class:`Newest`), which received it earlier.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ from storage.objects.folder import sync_folder
 SEGMENT_RECORDS = 256
 """Number of records after which an object may end before its time is over."""
 RECORDS = 2
-"""Number of times that a snapshot's bytes are written as records before another snapshot is due.  A takeover
-reads them all.
+"""A snapshot is due once the records since the last snapshot have this many times its bytes.  A takeover
+reads all these records.
 """
 OBJECT_BYTES = INFLATED_BYTES // 4
-"""Size of an object at which it ends in any case: nobody reads one that is much longer."""
+"""Size in bytes at which an object ends in any case: readers refuse more than ``INFLATED_BYTES``."""
 CONTINUATIONS = 32
 """Largest number of continuations of a snapshot: a takeover reads them all.  With 5 s each, a snapshot is due
 after 165 s at the latest.
@@ -179,7 +179,7 @@ class Journal:
             return last not in self._queue
 
     def begin_anew(self) -> None:
-        """Lets the next object begin with a snapshot: the bucket may have lost those before it."""
+        """Lets the next object begin with a snapshot: the bucket may have lost the objects before it."""
         with self._changed:
             if self._open is not None:
                 self._cut(self._open)
@@ -220,7 +220,7 @@ class Journal:
             self.behind = self.behind or "the store does not answer"
 
     def _begin(self) -> _Part:
-        """Begins an empty file, and removes those that the bucket has."""
+        """Begins an empty local file, and removes the files that the bucket has."""
         for each in self._shipped:
             each.path.unlink(missing_ok=True)
         self._shipped.clear()

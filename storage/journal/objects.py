@@ -14,11 +14,11 @@ from storage.errors import Damaged
 from storage.objects import ObjectStore
 
 CONTINUED = 4
-"""The format that a reference states.  Releases that know no continuations read formats up to 3, and refuse
-this one by its number.
+"""The format number in the head of a continuation.  Releases that know no continuations read formats up to 3,
+and refuse this number.
 """
 GZIP = 31
-"""The number by which zlib knows a stream in the format of gzip, with the largest window."""
+"""The ``wbits`` by which zlib knows the format of gzip, with the largest window."""
 PER_FOLDER = 1000
 """Record numbers of one folder."""
 
@@ -67,15 +67,15 @@ def unsealed(raw: bytes, object: str) -> bytes:
 
 
 def packed(lines: bytes) -> bytes:
-    """Returns the lines as an object: compressed, the same for the same lines, and with the digest of the
-    compressed bytes behind.
+    """Returns the lines as the bytes of an object: compressed, with the digest of the compressed bytes
+    behind.  The same lines give the same bytes.
     """
     packer = zlib.compressobj(wbits=GZIP)
     return sealed(packer.compress(lines) + packer.flush())
 
 
 def unpacked(raw: bytes, object: str) -> bytes:
-    """Returns the lines of a compressed file, whatever is behind them.  Raises :class:`Damaged` if they
-    cannot be had.
+    """Returns the lines of a compressed file; ignores bytes behind the compressed stream.  Raises
+    :class:`Damaged` if the file cannot be decompressed.
     """
     return inflated(raw, object, GZIP)

@@ -31,8 +31,8 @@ def since(store: ObjectStore, run: str, first: int) -> list[Segment]:
     """Returns the objects in the bucket from the one that begins with record ``first`` on, each as its head
     and its records.
 
-    A head is a snapshot, or a reference to the object with the last one ("continues").  If the oldest objects
-    are gone, it begins with those that are there.
+    A head is a snapshot, or a reference ("continues") to the object with the last snapshot.  If the oldest
+    objects are gone, it begins with those that are there.
     """
     if first == 0:  # the oldest may be gone
         keys = _listed(store, run)
@@ -54,7 +54,7 @@ def objects(store: ObjectStore, run: str) -> Iterator[Segment]:
 
 
 class Newest:
-    """Reads the end of a journal in the bucket, again and again if it must, and parses no object twice."""
+    """Reads the end of a journal in the bucket.  It may read repeatedly, and parses no object twice."""
 
     def __init__(self, store: ObjectStore, run: str) -> None:
         self.store, self.run = store, run
@@ -88,8 +88,8 @@ class Newest:
         """Returns ``segments``, the first of which may be a continuation, with the snapshot and the records
         that it continues.
 
-        These must be in the bucket, since a writer's objects reach it in order.  Raises :class:`Damaged` if
-        they are not.
+        That snapshot and those records must be in the bucket, since a writer's objects reach it in order.
+        Raises :class:`Damaged` if they are not.
         """
         if not segments or "continues" not in segments[0][0]:
             return list(segments)
@@ -173,7 +173,7 @@ def _with_unlisted(
     one of record ``first``.
 
     Some buckets list new objects late.  So the newest objects are asked for by name: the last record of an
-    object names the next one.
+    object tells the name of the next object.
     """
     for place in range(0, len(keys), READS):
         batch = keys[place : place + READS]
@@ -212,8 +212,8 @@ def _joined(store: ObjectStore, objects: Iterable[tuple[str, Segment]]) -> list[
 
 
 def _join(segments: list[Segment], head: Json, records: list[Json], where: str) -> None:
-    """Adds an object to ``segments``: as a new one, or to the last one.  Raises :class:`Damaged` if it
-    continues another.
+    """Adds an object to ``segments``: as a new segment, or to the last one.  Raises :class:`Damaged` if the
+    object continues another segment.
     """
     if "continues" not in head:
         return segments.append((head, list(records)))
@@ -239,7 +239,7 @@ def parse(lines: bytes, *, tail: bool = False) -> list[Segment]:
     """Returns the segments in ``lines``: a coordinator's local file, a copy of an object, or several of them
     in a row.
 
-    ``tail``: the first may be a continuation (:func:`rejoined`).  Raises :class:`Damaged`.
+    With ``tail`` the first segment may be a continuation (:meth:`Newest.rejoined`).  Raises :class:`Damaged`.
     """
     segments: list[Segment] = []
     for number, (head, records) in _parts(lines):

@@ -15,7 +15,7 @@ from storage.journal.objects import Segment
 from storage.journal.reading import parse
 
 WRITER = "journal-"
-"""Name of the folder of a writer's local files, without the incarnation that follows."""
+"""Beginning of the name of a writer's local folder; the incarnation follows."""
 
 
 def segments_of(tail: bytes) -> list[Segment]:
@@ -39,7 +39,7 @@ def folder_of(folder: Path, incarnation: int) -> Path:
 
 
 def local(folder: Path) -> list[Written]:
-    """Returns what all incarnations that wrote on this node have left here."""
+    """Returns the tails that all incarnations have left in ``folder`` on this node."""
     writers = sorted(folder.glob(f"{WRITER}*"))
     return [
         (
@@ -51,10 +51,10 @@ def local(folder: Path) -> list[Written]:
 
 
 def first_of(segments: list[Segment]) -> int:
-    """Returns the number of their first record."""
+    """Returns the number of the first record of ``segments``."""
     return int(segments[0][1][0]["n"])
 
 
 def last_of(segments: list[Segment]) -> int:
-    """Returns the number of their last record."""
+    """Returns the number of the last record of ``segments``."""
     return int(segments[-1][1][-1]["n"])

@@ -121,7 +121,7 @@ class Folder(ObjectStore):
                 if name.startswith(PARTIAL):
                     with suppress(OSError):  # somebody else has tidied up
                         os.unlink(f"{place}/{name}")
-            with suppress(OSError):  # there is an object
+            with suppress(OSError):  # there is an object in it
                 os.rmdir(place)
         with suppress(OSError):
             os.rmdir(os.path.dirname(path))

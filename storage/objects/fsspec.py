@@ -1,5 +1,5 @@
-"""Objects in any other place that fsspec knows: ``gs://``, ``az://``, or a scheme that an installed package
-brings.
+"""Objects in any place that fsspec knows and that has no backend of its own: ``gs://``, ``az://``, or a
+scheme that an installed package brings.
 
 A package brings a scheme by the entry point that fsspec defines: the group ``fsspec.specs``, the scheme, and
 the class.  Every process of a run then finds it, and nothing in Elastic changes.
@@ -37,8 +37,8 @@ FINAL = (
     AttributeError,
     ImportError,
 )
-"""Errors that another attempt would meet again.  All others may pass: every library has classes of its own
-for a busy server.
+"""Errors that another attempt would meet again.  All other errors may pass: every library has classes of its
+own for a busy server.
 """
 
 
@@ -120,7 +120,7 @@ class Fsspec(ObjectStore):
         """Removes the folder, and the one above it, if they are there without objects: some filesystems have
         real folders.
 
-        It is never called for others, of which some take ``rmdir`` for the removal of a whole bucket.
+        ``rmdir`` is never called where folders are not real: some filesystems remove a whole bucket by it.
         """
         for each in (folder, f"{folder.rstrip('/').rpartition('/')[0]}/"):
             above, _, name = each.rstrip("/").rpartition("/")
@@ -147,8 +147,8 @@ class Fsspec(ObjectStore):
 
 
 def _attempt(call: Any, seconds: float) -> Any:
-    """Returns the result of ``call()``.  Raises :class:`Retryable` if another attempt may help, and after
-    ``seconds``.
+    """Returns the result of ``call()``.  Raises :class:`Retryable` if another attempt may help, or if there
+    is no answer within ``seconds``.
     """
     future = begin(call, "fsspec")
     try:

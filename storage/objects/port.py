@@ -68,7 +68,8 @@ class ObjectStore(ABC):
     @staticmethod
     def open(url: str) -> ObjectStore:
         """Returns the store at ``url``: a folder (``/data``, ``file:///data``), ``s3://bucket/prefix``,
-        ``memory://name``, or any other URL that fsspec knows."""
+        ``memory://name``, or any other URL that fsspec knows.
+        """
         try:
             backend = backend_of(url)
         except ValueError as error:
@@ -121,8 +122,8 @@ class ObjectStore(ABC):
         """Removes the object; does nothing if there is none."""
 
     def matching(self, folder: str, pattern: str) -> Sequence[re.Match[str]]:
-        """Returns the matches of ``pattern`` with the keys below ``folder``, without ``folder``, which ends
-        with "/", in their order.
+        """Returns the matches of ``pattern`` with the keys below ``folder``, in their order.  ``folder`` ends
+        with "/", and is cut off before the match.
 
         Keys that do not match are foreign and passed over: NFS, file managers and editors leave files of
         their own.
@@ -138,7 +139,7 @@ class ObjectStore(ABC):
         return True
 
     def tidy(self, folder: str) -> None:  # noqa: B027 (most stores have nothing to tidy)
-        """Removes what a store keeps of a folder beside its objects: what dead writers have begun there, and
+        """Removes what a store keeps in ``folder`` beside its objects: unfinished files of dead writers, and
         folders without objects.
 
         ``folder`` ends with "/".  Nobody writes there any more.  Most stores have folders only in the names
@@ -177,7 +178,7 @@ def is_key(key: str) -> bool:
 
 
 def below(folder: str, keys: Iterable[str]) -> list[str]:
-    """Returns what :meth:`ObjectStore.children` returns of ``folder``, whose keys are all in ``keys``."""
+    """Returns what :meth:`ObjectStore.children` returns for ``folder``, below which all ``keys`` lie."""
     names = (key.removeprefix(folder).partition("/") for key in keys)
     return sorted({name + slash for name, slash, _ in names})
 
@@ -188,7 +189,7 @@ def pieces_of(data: Data) -> Iterable[Piece]:
 
 
 def size_of(data: Data) -> int | None:
-    """Returns the number of bytes of ``data``, or None if only its end will tell."""
+    """Returns the number of bytes of ``data``, or None if nobody knows it before the last piece."""
     return (
         data.size
         if isinstance(data, Sized)

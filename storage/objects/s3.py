@@ -9,12 +9,12 @@ Endpoint, region and credentials come from the node alone: from the standard var
 role.  A job and its messages never hold a secret.
 
 An object larger than ``part_bytes`` is uploaded in parts as its pieces come, ``UPLOADS`` at a time, and
-appears when the upload is completed.  All are of one size, which some stores demand (Cloudflare's R2); only
-if nobody says before how large an object is, the parts of a very large one grow (:func:`sizes_of`).  A
-create-only write sends ``If-None-Match: *`` with the PUT or with the completion, so the store decides, for
-objects of any size.  :mod:`storage.objects.selftest` refuses a store that ignores it on either.  Each write
-puts a random mark into the object's metadata.  If an answer is lost and the retry finds an object, the mark
-tells the writer whether it is its own.
+appears when the upload is completed.  All parts have one size, which some stores demand (Cloudflare's R2);
+only if the size of the object is not known before, the later parts of a very large object grow
+(:func:`sizes_of`).  A create-only write sends ``If-None-Match: *`` with the PUT or with the completion, so
+the store decides, for objects of any size.  :mod:`storage.objects.selftest` refuses a store that ignores this
+header on either.  Each write puts a random mark into the object's metadata.  If an answer is lost and the
+retry finds an object, the mark tells the writer whether that object is its own.
 
 The parts that a killed writer has uploaded are never listed and never read, but they cost money.  Give the
 bucket a lifecycle rule ``AbortIncompleteMultipartUpload``.
@@ -48,9 +48,10 @@ PART_BYTES = 32 * 2**20
 PARTS = 10_000
 """Number of parts that S3 allows an object, which may have 5 TiB."""
 UPLOADS = 4
-"""Parts under way at the same time.  With those that are being cut, writing an object takes the memory of
-seven parts: 224 MiB, and 3.6 GiB for one of 5 TiB; 2.4 GiB at the end of one of 312 GiB whose size is not
-known."""
+"""Number of parts under way at the same time.  With the parts that are being cut, writing an object takes the
+memory of seven parts: 224 MiB; 3.6 GiB for an object of 5 TiB; and 2.4 GiB at the end of an object of 312 GiB
+whose size is not known before.
+"""
 COMPLETION_S = 280.0
 """Additional seconds for completing an upload: a store may take minutes to join the parts of a large object.
 """
@@ -78,7 +79,7 @@ def _descriptions() -> Any:
     """Returns the loader of botocore's descriptions of services.  Stores share it: each would take a tenth of
     a second to read them.
     """
-    # one that is not there is told by the first request
+    # a missing profile is reported by the first request
     without_profile = {"profile": (None, None, None, None)}
     return AioSession(without_profile).get_component("data_loader")
 
@@ -277,8 +278,8 @@ class S3(ObjectStore):
     def _call(
         self, key: str, verb: str, arguments: Mapping[str, Any] | None = None, extra_s: float = 0.0
     ) -> Answer:
-        """Sends a request about one object.  Raises Refused only if the name is taken or the range lies
-        beyond the end.
+        """Sends a request about one object.  Raises :class:`S3Refused` only if the name is taken or the range
+        lies beyond the end.
         """
         named = {"Key": self._path(key).removeprefix(f"{self.bucket}/"), **(arguments or {})}
         try:
@@ -298,7 +299,9 @@ class S3(ObjectStore):
         return self.policy.call(object, attempt, extra_s)
 
     async def _once(self, verb: str, seconds: float, arguments: Mapping[str, Any]) -> Answer:
-        """Makes one attempt, including the body, within ``seconds``.  Raises Transient or Refused."""
+        """Makes one attempt, including the body, within ``seconds``.  Raises :class:`Retryable` or
+        :class:`S3Refused`.
+        """
         if "Body" in arguments:
             arguments = {**arguments, "Body": io.BytesIO(arguments["Body"])}  # read anew by every attempt
         try:
@@ -327,8 +330,8 @@ def _objects(page: Answer) -> list[Mapping[str, Any]]:
 def sizes_of(part_bytes: int, size: int | None = None) -> Iterator[int]:
     """Yields the sizes of the parts of an object of ``size`` bytes, which are all equal.
 
-    If its size is not known, they are ``part_bytes`` for half of them, then more and more, so that all make
-    up 5 TiB and more.  The last one is 65 times as large as the first: 2 GiB.
+    If ``size`` is not known, the first half of ``PARTS`` parts have ``part_bytes``, and later parts grow, so
+    that all parts together hold more than 5 TiB.  The last part is 65 times as large as the first: 2 GiB.
     """
     if size is not None:
         yield from repeat(max(part_bytes, -(-size // PARTS)))
@@ -337,7 +340,8 @@ def sizes_of(part_bytes: int, size: int | None = None) -> Iterator[int]:
 
 
 def blocks_of(data: Data, sizes: Iterator[int]) -> Iterator[bytes]:
-    """Yields the same bytes in blocks of ``sizes``, the last one shorter.  Holds one block at a time."""
+    """Yields the bytes of ``data`` in blocks of ``sizes``, the last one shorter.  Holds one block at a time.
+    """
     block, size = bytearray(), next(sizes)
     for piece in pieces_of(data):
         rest = memoryview(piece)

@@ -33,8 +33,8 @@ def check(store: ObjectStore, run: str) -> float:
     Leaves nothing in the bucket.
 
     Returns how many seconds late the bucket lists a new object, 0 if it lists it at once.  What was written
-    before the call is listed when it returns.  A folder is not tested here: of one the file system decides
-    (``elastic/train/checks/bucket.py``).
+    before the call is listed when it returns.  A folder is not tested here: its file system decides what it
+    promises (``elastic/train/checks/bucket.py``).
     """
     if store.local:
         return 0.0
@@ -90,7 +90,8 @@ def _race(store: ObjectStore, key: str) -> None:
 
 
 def _listed_late_s(store: ObjectStore, key: str) -> float:
-    """Waits until a new object is listed, and returns the seconds if it is not there at once."""
+    """Waits until a new object is listed, and returns the seconds until then, or 0 if it is listed at once.
+    """
     store.put(key, BYTES)
     written, looks = time.monotonic(), 1
     while key not in store.list(key):

@@ -83,8 +83,7 @@ class Numbered(Generic[T]):
         return [found for number in sorted(self.numbers()) if (found := self.find(number)) is not None]
 
     def add(self, number: int, about: Mapping[str, Any]) -> None:
-        """Creates the document ``number``.  Raises :class:`~storage.errors.Exists` if there is one already.
-        """
+        """Creates the document ``number``.  Raises :class:`~storage.errors.Exists` if it exists already."""
         self.store.put_if_absent(self._key(number), seal(about))
 
     def _key(self, number: int) -> str:

@@ -21,8 +21,7 @@ ELEMENTS = 2**22
 
 @dataclass
 class Moved:
-    """A tensor of both checkpoints: its norm in each, and the norm of the difference, over finite elements.
-    """
+    """A tensor of both checkpoints: its norm in each, and the norm of the difference, of finite elements."""
 
     tensor: Tensor
     equal: bool = True
@@ -37,8 +36,7 @@ class Moved:
 
     @property
     def norms(self) -> tuple[float, float, float]:
-        """The Euclidean norms of the tensor in the first checkpoint, in the second, and of their difference.
-        """
+        """The Euclidean norms of the tensor in the first checkpoint, in the second, and of the difference."""
         return math.sqrt(self.first_square), math.sqrt(self.second_square), math.sqrt(self.moved_square)
 
     @property

@@ -138,8 +138,7 @@ _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 @dataclass(frozen=True)
 class TensorPlace:
-    """The place in a slot of a shard's part of a tensor, and of its digests, one for every ``BLOCK`` bytes.
-    """
+    """The place in a slot of a shard's part of a tensor, and of its digests: one for ``BLOCK`` bytes."""
 
     offset: int
     bytes: int
@@ -152,8 +151,7 @@ class TensorPlace:
 
 @dataclass(frozen=True)
 class Frame:
-    """The arrangement in a slot of a cell's part of the state.  Every process computes the same arrangement.
-    """
+    """The arrangement in a slot of a cell's part of the state; every process computes an equal one."""
 
     places: dict[Tensor, TensorPlace]
     bytes: int

@@ -13,8 +13,8 @@ update fills another slot, which is the copy.  Slots in a file are never pinned:
 memory.
 
 **Memory.** A slot has as much memory as its copy needs.  A pinned slot gets more if the node has it: as much
-as a copy will need in the next world, if a node or a worker is lost.  Otherwise memory would be pinned while
-the smaller world begins to train, which would hold up its first steps.
+as a copy will need in the next world, if a node or a worker is lost.  Without that, the smaller world would
+pin memory while it begins to train, which would hold up its first steps.
 """
 
 from __future__ import annotations

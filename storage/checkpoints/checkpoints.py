@@ -118,8 +118,8 @@ read from them.
 
 
 class Checkpoints:
-    """The checkpoints of one run.  ``inherited`` maps each checkpoint of another run that counts as this
-    run's own to that run; these are only read.
+    """The checkpoints of one run.  ``inherited`` maps each checkpoint that counts as this run's own, but is
+    in the folder of another run, to that run; such a checkpoint is only read.
     """
 
     def __init__(
@@ -295,8 +295,7 @@ class Checkpoints:
         """Returns the checkpoints of the newest steps, oldest first: those of :data:`RECENT` steps, and of as
         many steps again until ``enough`` holds for them.
 
-        So the number of checkpoints that it reads does not grow with the age of the run.  Raises as
-        :meth:`versions` does.
+        So an older run has no more checkpoints to read.  Raises as :meth:`versions` does.
         """
         steps, found = self.steps(), list[Listed]()
         while steps and not (found and enough(found)):
@@ -438,8 +437,8 @@ class Checkpoints:
         return digest.hexdigest() == file.blake3
 
     def _is_same(self, manifest: Manifest, raw: bytes) -> bool:
-        """Returns whether ``raw`` is ``manifest``, perhaps of another time.  A document that cannot be read
-        is not.
+        """Returns whether ``raw`` is ``manifest``, or differs from it only in its time.  An unreadable
+        ``raw`` is another manifest.
         """
         with suppress(Damaged, BadFormat):
             # through bytes, because JSON has no tuples
@@ -448,7 +447,7 @@ class Checkpoints:
         return False
 
     def _at_once(self, call: Callable[[T], R], arguments: Iterable[T]) -> list[R]:
-        """Returns the result of ``call`` for each argument; makes as many calls at a time as the store takes.
+        """Returns the result of ``call`` for each argument; makes at most ``store.at_once`` calls at a time.
         """
         several = list(arguments)
         if min(len(several), self.store.at_once) < 2:

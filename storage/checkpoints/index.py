@@ -44,8 +44,8 @@ class Cut:
 
 @dataclass(frozen=True)
 class TensorGroup:
-    """Tensors that are cut alike, sorted, and their boxes.  Each box is with the file that holds it, for all
-    these tensors.
+    """Tensors that are cut alike, sorted, and their boxes.  Each box has the name of the file that holds this
+    box of all these tensors.
     """
 
     tensors: tuple[Tensor, ...]

@@ -330,8 +330,9 @@ def _objects(page: Answer) -> list[Mapping[str, Any]]:
 def sizes_of(part_bytes: int, size: int | None = None) -> Iterator[int]:
     """Yields the sizes of the parts of an object of ``size`` bytes, which are all equal.
 
-    If ``size`` is not known, the first half of ``PARTS`` parts have ``part_bytes``, and later parts grow, so
-    that all parts together hold more than 5 TiB.  The last part is 65 times as large as the first: 2 GiB.
+    If ``size`` is not known, the first half of ``PARTS`` have ``part_bytes`` each, and later parts are larger
+    and larger, so that all parts together hold more than 5 TiB.  The last part is 65 times as large as the
+    first: 2 GiB.
     """
     if size is not None:
         yield from repeat(max(part_bytes, -(-size // PARTS)))
@@ -340,7 +341,7 @@ def sizes_of(part_bytes: int, size: int | None = None) -> Iterator[int]:
 
 
 def blocks_of(data: Data, sizes: Iterator[int]) -> Iterator[bytes]:
-    """Yields the bytes of ``data`` in blocks of ``sizes``, the last one shorter.  Holds one block at a time.
+    """Yields the bytes of ``data`` in blocks of ``sizes``, the last one shorter.  Holds one block in memory.
     """
     block, size = bytearray(), next(sizes)
     for piece in pieces_of(data):

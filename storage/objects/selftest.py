@@ -90,8 +90,7 @@ def _race(store: ObjectStore, key: str) -> None:
 
 
 def _listed_late_s(store: ObjectStore, key: str) -> float:
-    """Waits until a new object is listed, and returns the seconds until then, or 0 if it is listed at once.
-    """
+    """Waits until a new object is listed, and returns the seconds until then; 0 if it is listed at once."""
     store.put(key, BYTES)
     written, looks = time.monotonic(), 1
     while key not in store.list(key):

@@ -447,8 +447,7 @@ class Checkpoints:
         return False
 
     def _at_once(self, call: Callable[[T], R], arguments: Iterable[T]) -> list[R]:
-        """Returns the result of ``call`` for each argument; makes at most ``store.at_once`` calls at a time.
-        """
+        """Returns the result of ``call`` for each argument, at most ``store.at_once`` calls at a time."""
         several = list(arguments)
         if min(len(several), self.store.at_once) < 2:
             return [call(each) for each in several]

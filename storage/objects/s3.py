@@ -341,7 +341,8 @@ def sizes_of(part_bytes: int, size: int | None = None) -> Iterator[int]:
 
 
 def blocks_of(data: Data, sizes: Iterator[int]) -> Iterator[bytes]:
-    """Yields the bytes of ``data`` in blocks of ``sizes``, the last one shorter.  Holds one block in memory.
+    """Yields the bytes of ``data`` in blocks of ``sizes``, of which the last may be shorter.  Holds only one
+    block in memory at a time.
     """
     block, size = bytearray(), next(sizes)
     for piece in pieces_of(data):

@@ -1,7 +1,7 @@
-"""Begins what a command that trains has asked for: a fork, a branch, the note of the code.  It is done last,
-when nothing refuses the run.
+"""Begins what a command that trains has asked for: a fork, a branch, and the note of the code.  This comes
+last, after all checks.
 
-A branch changes what a run is, so the run is claimed before.
+A branch changes the run, so the run is claimed before.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Show = Callable[[Line], None]
 
 
 def tell(show: Show, *sentences: str) -> None:
-    """Shows the sentences, but for empty ones."""
+    """Shows the sentences that are not empty."""
     for sentence in filter(None, sentences):
         show(Sentence(time.time(), sentence))
 
@@ -43,16 +43,16 @@ def tell(show: Show, *sentences: str) -> None:
 def begin(start: StartPoint, show: Show, branch: bool | None, claims: Callable[[Run, int], int]) -> int:
     """Begins a fork, or a branch, if one is asked for and there is anything to change.
 
-    ``branch`` is as :meth:`Run.agree` takes it.  A branch is begun once ``claims`` has claimed the run, whose
-    newest claim it is told: who lived until then goes no further.  Returns the incarnation that was claimed,
-    or 0.
+    ``branch`` is as :meth:`Run.agree` takes it.  A branch is begun once ``claims`` has claimed the run: from
+    then on, an earlier coordinator that still lives can do nothing more.  ``claims`` gets the run and its
+    newest claim.  Returns the incarnation that was claimed, or 0 without a branch.
 
     Raises :class:`Refused` if another command has begun a branch meanwhile, and :class:`JobError` if one has
     begun to delete the checkpoint from which this one goes on.
     """
     tell(show, start.begin())
     job, now = start.job, time.time()
-    # first: whoever claims after it may have begun a branch
+    # read first, because a command that claims after this may begin a branch
     seen = latest_claim(ObjectStore.open(job.bucket), job.name)
     run = Run.look(job, branch=branch)
     if there := run.local_elsewhere():
@@ -80,8 +80,8 @@ def begin(start: StartPoint, show: Show, branch: bool | None, claims: Callable[[
 
 
 def _idle(run: Run, claim: int) -> str:
-    """Returns the part of a sentence about the newest ``claim`` if its owner is not known to have begun, so
-    that it may be yet to come.
+    """Returns the part of a sentence about the newest ``claim`` if the owner of the claim has recorded
+    nothing: it may still be about to begin.
     """
     last, owner = run.last_recorded(), run.owner()
     if owner is None or owner["address"] == LOCAL or (last is not None and last.incarnation >= claim):
@@ -93,7 +93,7 @@ def _rates(before: Job, now: Job, step: int) -> str:
     """Returns the part of a sentence with the learning rates of ``step``, if a branch changes them."""
     try:
         old, new = (learning_rate_of(each, step) for each in (before, now))
-    except CodeError:  # the schedule of before is not here any more
+    except CodeError:  # the code of the earlier schedule is gone
         return ""
     return (
         f"; the learning rate of step {step} is {new:.3g}, where it would have been {old:.3g}"
@@ -131,16 +131,17 @@ def claim(run: Run, seen: int) -> int:
 
 
 def note_code(run: Run, checked: Checked, show: Show) -> None:
-    """Notes with which code the run goes on, and tells the user if it had another."""
+    """Records the code with which the run goes on, and tells the user if the run had other code before."""
     tell(show, code.note(run, checked.sources, time.time()))
 
 
 def finished(run: Run, held_out: str | None = None) -> tuple[str, int] | None:
-    """Returns the sentence that all of a run is done, and its last step; None if it is not, or as far as is
-    known without ``held_out``.
+    """Returns a sentence and the last step of the run if the run is finished and owes nothing; otherwise
+    None.
 
-    A coordinator that begins ends such a run as well; ``held_out`` are the samples of its validation.
-    Whether a sink has all of its rows is known to no command.
+    ``held_out`` names the samples of validation; without it, the end by ``validation.patience`` is not
+    checked.  A coordinator that begins ends a finished run as well.  A run with sinks never counts as
+    finished here, because no command knows whether a sink has all rows.
     """
     job, history, end = run.job, run.standing(0, 0.0).history, run.end()
     steps, why = (end.step or job.steps, end.why) if isinstance(end, Finished) else (job.steps, "")

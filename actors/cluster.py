@@ -36,8 +36,8 @@ WITHOUT_GPUS = (
     "workers.gpus = 0 (and precision = 'fp32', compile = false and a small model, since that is slow)"
 )
 HEAD_S = float(os.environ.get("RAY_gcs_rpc_server_reconnect_timeout_s", "60"))  # noqa: SIM112 # Ray's name
-"""Seconds for which the cluster's head may be out of reach: then Ray ends this process, without a word that
-helps.
+"""Seconds for which the cluster's head may be out of reach, before Ray ends this process without a useful
+message.
 """
 
 
@@ -48,8 +48,8 @@ def connect(
     answered: bool = False,
     tell: Callable[[str], None] = lambda sentence: None,
 ) -> None:
-    """Joins the cluster at ``address``, whose head may have ``answered`` just now, or the one that this
-    process was submitted to, or starts one here ("local"), unless :func:`begin_here` has.
+    """Joins the cluster at ``address``, or the one that this process was submitted to, or starts one here
+    ("local"), unless :func:`begin_here` has begun to.  ``answered`` means that the head has just answered.
 
     No process asks CUDA's driver by an import.  Raises :class:`PlatformGaveUp` if Ray does not start, or does
     not answer; and as :func:`heads.answers`.
@@ -59,7 +59,7 @@ def connect(
         return own_cluster.wait()
     if ray.is_initialized():
         return None
-    # Ray prefers it to "auto"
+    # Ray prefers RAY_ADDRESS to "auto"
     submitted = os.environ.get("RAY_ADDRESS", "") if address in (None, "", "auto") else ""
     named = "the environment variable RAY_ADDRESS" if submitted else "--address"
     if answered:
@@ -70,7 +70,7 @@ def connect(
     try:
         own_cluster.init(address=there)
     except Exception as error:  # Ray raises plain ones if it cannot join
-        why = error.__cause__ or error  # of a cluster that cannot be joined, Ray says only below why not
+        why = error.__cause__ or error  # Ray gives the reason only in the cause
         raise PlatformGaveUp(
             f"the Ray cluster at {there} cannot be joined ({type(why).__name__}: {str(why).strip()}); see "
             f"{named}"
@@ -88,8 +88,8 @@ def begin_here(address: str | None, workers: Workers | None, tell: Callable[[str
 
 
 def _check_head(address: str, named: str) -> None:
-    """Raises :class:`PlatformGaveUp` if no cluster can be joined at ``address``, where ``named`` says whence
-    the user's word for it came.
+    """Raises :class:`PlatformGaveUp` if no cluster can be joined at ``address``, which the user gave by
+    ``named``.
 
     Raises as :func:`heads.answers`, too.
     """
@@ -164,8 +164,8 @@ def check_here(address: str) -> None:
 
 
 def known() -> list[str]:
-    """Returns the addresses of the clusters that this process can reach without being told: its own; or else
-    the one that it was submitted to, and those of which this machine is a node.
+    """Returns the addresses of the clusters that this process can find by itself: the cluster that it has
+    joined; or else the cluster to which it was submitted, and those of which this machine is a node.
     """
     if ray.is_initialized():
         return [ray.get_runtime_context().gcs_address]
@@ -259,8 +259,8 @@ def here() -> NodeId:
 
 
 def on_this_node() -> dict[str, str]:
-    """Returns the labels of the preferred node of a coordinator: this one, unless its label
-    ``ray.io/market-type`` says spot.
+    """Returns the labels of the preferred node of a coordinator: this node, or, if its label
+    ``ray.io/market-type`` says spot, any node that is not spot.
     """
     spot = any(
         node["NodeID"] == here() and node.get("Labels", {}).get(MARKET) == "spot" for node in ray.nodes()
@@ -269,7 +269,8 @@ def on_this_node() -> dict[str, str]:
 
 
 def elsewhere() -> list[dict[str, dict[str, str]]]:
-    """Returns the fallbacks: any node that is not spot, then any node.
+    """Returns the labels of the nodes that a coordinator may take instead: any node that is not spot, then
+    any node.
 
     A soft node affinity is not used: with it Ray chose another node in one of three starts.
     """
@@ -387,8 +388,8 @@ def gpu_bytes() -> int:
 def check_room(workers: Workers) -> None:
     """Raises :class:`PlatformGaveUp` if the cluster has no room for the smallest permitted world.
 
-    The head hears of free resources only from its nodes' reports: those of a new node, and those of processes
-    that have just ended, come a moment later.  So this looks again and again for ``ROOM_S``.
+    The head learns the free resources from its nodes' reports, which tell of a new node, or of a process that
+    has just ended, a moment later.  So this looks again and again for ``ROOM_S`` seconds.
     """
     deadline = time.monotonic() + ROOM_S
     while (room := _slots(workers, free_by_node := _free_by_node())) < workers.min:

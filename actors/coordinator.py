@@ -1,9 +1,9 @@
 """The coordinator is the one actor that runs a run: inbox -> advance -> journal -> perform.  It does nothing
 else.
 
-It is named and detached, and holds no state that matters beyond ``RunState``.  When its process dies, workers
-step on and their messages wait until Ray has started it again.  Then it goes on where the journal ends
-(``elastic/control/takeover.py``).
+It is named and detached, and its only state that must survive is ``RunState``.  When its process dies,
+workers step on and their messages wait until Ray has started it again.  The new process goes on where the
+journal ends (``elastic/control/takeover.py``).
 """
 
 from __future__ import annotations
@@ -82,12 +82,12 @@ GRACE_S = 10.0
 RETRY_S = 1.0
 """Seconds between two attempts to take over while the bucket does not answer."""
 RARELY = 100_000
-"""New objects after which Python looks for cycles among all objects, which were 700: values that never change
-have none, and are many.
+"""Number of new objects (Python's default: 700) after which Python looks for cycles among all objects: values
+that never change have no cycles, and there are many of them.
 """
 DEPOSED, STUMBLED = 4, 5
-"""Exit codes of its process: 4 means that another coordinator acts for the run, 5 that it could not handle an
-event and the next one tries.
+"""Exit codes of the coordinator's process: 4 means that another coordinator acts for the run, 5 that this one
+could not handle an event, which the next coordinator tries again.
 """
 
 
@@ -95,10 +95,9 @@ event and the next one tries.
 class Lease:
     """The answer to a renewal.
 
-    ``recorded_step`` says that every commit up to it is in the journal, here and on a majority of the
-    keepers; it is 0 if nothing is known of the generation that was asked about.  ``incarnation`` names the
-    coordinator that answers.  ``dismissed`` says that the run does not know the worker any more, which is to
-    end itself.
+    Every commit up to ``recorded_step`` is in the journal, here and on a majority of the keepers; 0 means
+    that nothing is known of the worker's generation.  ``incarnation`` names the coordinator that answers.
+    ``dismissed`` means that the run does not know the worker any more; the worker then ends itself.
     """
 
     granted: bool
@@ -110,8 +109,8 @@ class Lease:
 def steady_clock(
     wall: Callable[[], float] = time.time, pace: Callable[[], float] = time.monotonic
 ) -> Callable[[], float]:
-    """Returns a clock that starts at the wall clock's time and keeps the pace of the monotonic one: setting
-    the time moves no deadline.
+    """Returns a clock that starts at the time of the wall clock and runs at the pace of the monotonic one, so
+    that setting the machine's time moves no deadline.
     """
     ahead = wall() - pace()
     return lambda: pace() + ahead
@@ -161,8 +160,8 @@ class Coordinator:
     def _stands(self, reference: Build, seen: int, life: str, deadline: float) -> bool:
         """Claims the run and reads where it stands.
 
-        Returns False if the bucket does not answer although workers may wait for a coordinator that takes
-        over; the caller then tries again.
+        Returns False if the bucket does not answer and this coordinator takes over: workers may wait for it,
+        so the caller tries again.
         """
         context = ray.get_runtime_context()
         try:
@@ -221,8 +220,8 @@ class Coordinator:
         raise Refused(f"{self.job.name} {what}; `elastic status` shows it")
 
     def _find_out(self, reference: Build, before: Mapping[int, NodeId], life: str) -> None:
-        """Finds out where the run stands: from what earlier coordinators of this life have left, or else from
-        the bucket.
+        """Finds out where the run stands: from what earlier coordinators of this life have left, or, without
+        any, from the bucket.
         """
         first = min([*before, self.incarnation])
         self.again = first < self.incarnation
@@ -246,7 +245,8 @@ class Coordinator:
         """Returns the run as the bucket knows it; ``reference`` is the build that the job was checked with."""
         state, goes_on = self.run.begins(self.incarnation, self.clock())
         self._say("" if self.again else goes_on)
-        incarnation = 0 if self.again else self.incarnation  # who takes over says so by its first event
+        # a coordinator that takes over says so by its first event
+        incarnation = 0 if self.again else self.incarnation
         found = measured(self.run, state.history.lineage, reference.held_out)
         if top := best(found):
             score = Score(top.version, Validated(top.loss, 1), reference.held_out)
@@ -261,8 +261,8 @@ class Coordinator:
         return replace(state, incarnation=incarnation, members=replace(state.members, reference=reference))
 
     def _ship(self, timeout_s: float) -> bool:
-        """Writes the whole journal to the bucket, and before it what somebody has deleted there.  Returns
-        whether that succeeded.
+        """Restores what somebody has deleted in the bucket, then writes the whole journal there.  Returns
+        whether the journal was written.
         """
         try:
             told = self._put_back()
@@ -345,8 +345,8 @@ class Coordinator:
         """Returns where the run stands, and the lines of the story of ``incarnation`` after the first
         ``seen``, as far as they are kept.
 
-        ``driver`` names the driver that asks and waits for the run.  ``only`` means that it merely watches,
-        and is no reason to go on.
+        ``driver`` names the driver that asks and waits for the run.  ``only`` means that the driver merely
+        watches, and is no reason for the run to go on.
         """
         if driver:
             self.audience.hear(driver, time.monotonic(), only=only)
@@ -479,7 +479,7 @@ class Coordinator:
         transition = advance(before, event, now, self.rules, heard_until)
         if codec.worth_recording(event, before, transition):
             self._record(now, event, before, transition, heard_until)
-        self.state = transition.run  # only now, so that nobody is shown what may still be forgotten
+        self.state = transition.run  # only now: no view may show what is not recorded yet
         stood_s = self.clock() - now
         for action in transition.actions:
             self.group.perform(action)
@@ -559,6 +559,6 @@ class Coordinator:
         for node in nodes:
             if node not in self.group.keepers:
                 self.post_local(NodeFound(node))
-                # the last one is not quite gone: the next round tries
+                # the earlier keeper is not gone yet: the next round tries again
                 with contextlib.suppress(ray.exceptions.ActorAlreadyExistsError):
                     self.group.keep(node)

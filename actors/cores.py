@@ -14,7 +14,7 @@ from elastic.state.node_memory import CGROUP, OWN, groups
 
 
 def usable_cores(cgroup: Path = CGROUP, own: Path = OWN) -> int:
-    """Returns the number of cores, of which a part counts as a whole one."""
+    """Returns the number of cores; a fraction of a core counts as a whole one."""
     return min([len(os.sched_getaffinity(0)), *(max(1, math.ceil(quota)) for quota in _quotas(cgroup, own))])
 
 

@@ -1,5 +1,5 @@
-"""Ends actors and what they leave, and says in a few words why one ended or could not be made, and which
-event failed.
+"""Ends actors and removes what they leave.  Says why an actor ended or could not be made, and which event
+failed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from elastic.protocol.events import Event
 NODE_DIED, UNREACHED = "its node died", "its process cannot be reached"
 """Reasons that hold only in Ray's view: a process that is cut off may still live."""
 DIED = "its process died"
-"""The reason where a process has ended, or ends now, and has said nothing of it."""
+"""The reason if a process has ended, or is ending, and has not said why."""
 
 
 def why_not_made(error: BaseException) -> str:
@@ -42,7 +42,7 @@ def why_not_made(error: BaseException) -> str:
 
 
 def why_ended(error: BaseException | None) -> str:
-    """Returns why a call to an actor that lasts as long as it does has ended."""
+    """Returns why an actor has ended; ``error`` is that of a call that lasts as long as the actor."""
     if error is None:
         return "its process left"
     if isinstance(error, ray.exceptions.ActorUnavailableError):
@@ -73,7 +73,7 @@ def wait_for_all(calls: list[Any], until: float) -> None:
 
 
 def succeeded(call: Any, unless: type[Exception] | tuple[type[Exception], ...] = ()) -> bool:
-    """Returns whether the call is done, without an error or with one of ``unless``."""
+    """Returns whether the call is done and raised no error, or one of the types ``unless``."""
     if not ray.wait([call], timeout=0)[0]:
         return False
     try:
@@ -86,8 +86,8 @@ def succeeded(call: Any, unless: type[Exception] | tuple[type[Exception], ...] =
 
 
 def leave_nothing_on(nodes: Iterable[NodeId], run: str, until: float) -> list[str]:
-    """Removes what the run has on ``nodes``, since no keeper has done it there.  Returns the places where
-    that did not succeed in time.
+    """Removes what the run has on ``nodes``, where no keeper has removed it.  Returns the names of the nodes
+    where this did not succeed in time.
     """
     tasks = {}
     for node in nodes:

@@ -1,10 +1,10 @@
 """Pays what a run owes for its checkpoints (:mod:`elastic.runs.owed`) while it trains, and at its end.
 
 One thread of the coordinator lists the debts after each save, and has at most one of each kind paid at a
-time, so that a long export holds up no validation.  Spare workers validate.  The other kinds have an actor
-each, which needs no accelerator.  It is started only if something is owed, on the approved node with the most
-free CPUs, and takes none of them: it runs at a low priority.  It dies with the coordinator that started it,
-and the next coordinator finds what is still owed in the bucket.
+time, so that a long export holds up no validation.  Spare workers pay validations.  Each other kind has an
+actor, which needs no accelerator.  The actor is started only if something is owed, on the approved node with
+the most free CPUs, and reserves no CPU: it runs at a low priority.  It dies with the coordinator that started
+it; the next coordinator finds in the bucket what is still owed.
 """
 
 from __future__ import annotations
@@ -42,20 +42,22 @@ if TYPE_CHECKING:
     from actors.objects import UsersCode
 
 POLL_S = 0.2
-"""Seconds from one look at what has come of an attempt, or at what is asked of the run, to the next."""
+"""Seconds between two looks at the result of an attempt, or at requests to stop the run."""
 AGAIN_S = 5.0
-"""Seconds until a bucket that did not answer, or Ray, is asked again."""
+"""Seconds until the bucket, or Ray, is asked again after it did not answer."""
 FIRST_S, LONGEST_S = 0.5, 60.0
-"""Seconds from a failure to the next attempt of its kind: they double with each failure of the debt."""
+"""Shortest and longest pause in seconds between a failure and the next attempt of the same kind; it doubles
+with each failure of the debt.
+"""
 HANGS_S = 3600.0
-"""Seconds without progress after which an errand counts as hanging, and its process is ended.  It may last as
-long as it makes progress.
+"""Seconds without progress after which an errand counts as hanging, and its process is ended.  While it makes
+progress, its time has no limit.
 """
 LOOKS = 10
-"""Number of looks for progress in the time without any that is allowed."""
+"""Number of looks for progress within the time that is allowed without progress."""
 WAITING = 8
-"""Largest number of validations that wait for a spare while their checkpoints are kept for them; the oldest
-ones beyond are given up.
+"""Largest number of validations that wait for a spare while their checkpoints are kept for them.  If more
+wait, the oldest are given up.
 """
 MANY = WAITING // 2
 """Number of waiting validations at which the run says, once, that spares do not keep up."""
@@ -63,15 +65,14 @@ NICE = 10
 """Added to the niceness of the actor's process, so that it leaves the CPUs to workers."""
 
 Outcome = tuple[str, bool]
-"""The sentence for the run's story that tells what came of an attempt, or "", and whether the debt is paid.
-"""
+"""The result of an attempt: a sentence for the run's story, or "", and whether the debt is paid."""
 DROPPED: Outcome = ("", False)
-"""The outcome of an attempt that was broken off by no fault of its own."""
+"""The outcome of an attempt that was broken off for a reason outside it; it does not count as a failure."""
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """An attempt to pay a debt.  ``outcome`` returns what has come of it, or None while it goes on."""
+    """An attempt to pay a debt.  ``outcome`` returns its result, or None while it goes on."""
 
     debt: Debt
     outcome: Callable[[], Outcome | None]
@@ -79,7 +80,7 @@ class Attempt:
 
 
 class Errand:
-    """The actor.  It does one errand at a time."""
+    """The actor that pays debts, one at a time."""
 
     def __init__(self, job: Job, code: UsersCode) -> None:
         end_on_sigterm()
@@ -92,22 +93,22 @@ class Errand:
         self.run = Run(self.job, ObjectStore.open(self.job.bucket))
 
     def pay(self, debt: Debt) -> Outcome:
-        """Performs what is owed.  Returns and raises as :func:`elastic.train.errands.pay`."""
+        """Pays ``debt``.  Returns and raises as :func:`elastic.train.errands.pay`."""
         from elastic.train.errands import pay
 
         return pay(self.run, self.job, debt)
 
 
 class Errands:
-    """Looks for debts and has them paid, for a coordinator.  For a run that was never asked for anything it
-    does nothing.
+    """Looks for debts and has them paid, for a coordinator.  It does nothing for a run whose jobs have never
+    asked for anything that can be owed.
 
     ``known`` returns what the coordinator knows of the run, ``tell`` adds a sentence to the run's story,
     ``post`` puts an event into the coordinator's inbox, and ``order`` orders a spare worker to validate a
     checkpoint.
 
-    It first records what the job asks of the checkpoints to come.  Raises :class:`Unavailable` if the bucket
-    does not answer.
+    The constructor records what the job asks of future checkpoints.  Raises :class:`Unavailable` if the
+    bucket does not answer.
     """
 
     def __init__(
@@ -126,7 +127,7 @@ class Errands:
         self.post, self.order = post, order
         self.asked = asked.begin(self.run, known().generation, claim)
         self.found: list[Debt] = []
-        """The debts that are open or were given up, oldest first, as they were found last."""
+        """The debts that are open or were given up, oldest first, as of the newest look."""
         self.makers: dict[str, PayingProcess | Spares] = {
             kind: (Spares if kind == owed.VALIDATION else PayingProcess)(self) for kind in self.asked.kinds
         }
@@ -136,11 +137,11 @@ class Errands:
         """The time of the next attempt of each kind that has failed."""
         self.paid = 0
         self.heard = set[Version]()
-        """The validations that the journal knows."""
+        """The versions whose validation the coordinator has recorded or refused."""
         self.wanted, self._closing = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
         self._moving = set[Debt]()
-        """The debts of which the run has said, at its end, that they make progress."""
+        """The debts whose progress the run's story has told, at the end of the run."""
 
     @property
     def owed(self) -> str:
@@ -167,14 +168,15 @@ class Errands:
         self.wanted.set()
 
     def note(self, event: Event) -> None:
-        """Takes note of what was recorded in the journal: it knows a validation now, or refuses it."""
+        """Notes the validations in ``event``, which the coordinator has recorded or refused."""
         self.heard.update(each.version for each in parts(event) if isinstance(each, Evaluated))
 
     def finish(self, finished: bool, inbox: Inbox) -> None:
         """Ends, when the run is over.
 
-        If it has ``finished``, what is owed is done first, until no progress was made for
-        ``deadlines.wait_s``, or until a stop is asked for in ``inbox``, which nobody else reads any more.
+        If the run has ``finished``, debts are paid first, until none has made progress for
+        ``deadlines.wait_s`` seconds, or until a stop is requested in ``inbox``, which no other code reads any
+        more.
         """
         if self._thread is None:
             return
@@ -191,13 +193,12 @@ class Errands:
             self.tell(said)
         if finished and self.paid and self.job.keep().last:
             rounds = Retention(self.run, self.claim, self.tell)
-            # no save follows after which the checkpoints that were kept only for what was owed would be
-            # deleted
+            # no later save deletes the checkpoints that were kept only for debts
             for _ in range(2):
                 rounds.round()
 
     def find(self) -> None:
-        """Looks what is owed, and what follows from that."""
+        """Finds the debts, and tells the spares which validations are open."""
         known = self.known()
         self.found = owed.debts(
             self.run, known.history.lineage, self.asked, end=known.enough or self.run.job.steps
@@ -212,7 +213,7 @@ class Errands:
             self._go_on()
 
     def _go_on(self) -> None:
-        """Looks what is owed if that is wanted, and what has come of each attempt, and begins others."""
+        """Finds the debts if that is wanted, looks at the attempts under way, and begins new ones."""
         try:
             if self.wanted.is_set():
                 self.wanted.clear()
@@ -224,8 +225,8 @@ class Errands:
             self._closing.wait(AGAIN_S)
 
     def _pay(self, kind: str) -> None:
-        """Begins to pay the oldest debt of a kind, of those that have failed the least, or looks what has
-        come of the attempt before.
+        """Looks at the attempt of this kind that is under way; without one, begins an attempt at the debt
+        that has failed the least, the oldest of several.
         """
         if (attempt := self.attempts.get(kind)) is not None:
             self._look_after(attempt)
@@ -275,8 +276,8 @@ class Errands:
                 return
 
     def _stands(self) -> object:
-        """Returns what changes whenever something was done, or something under way has made progress, and
-        says once what makes any.
+        """Returns a value that changes when a debt is paid or an attempt makes progress.  Says once of each
+        debt that it makes progress.
         """
         under_way = {each.debt: owed.progress(self.run, each.debt) for each in self.attempts.values()}
         for debt in sorted({debt for debt, (count, _) in under_way.items() if count} - self._moving):
@@ -287,7 +288,7 @@ class Errands:
 
 class Patience:
     """Decides when work counts as hanging: once what ``stands`` returns has not changed for ``most_s``
-    seconds.  It looks now and then.
+    seconds.  It calls ``stands`` ``LOOKS`` times in that time.
     """
 
     def __init__(
@@ -364,19 +365,19 @@ class Spares:
         self._warned = False
         rule = errands.job.validation
         self._by_spares = rule.every > 0 and rule.by == "spares"
-        """False if only checkpoints from before owe a validation: workers have no samples for it, or other
-        things to do.
+        """False if only checkpoints of earlier jobs owe a validation: with the present job, spares do not
+        validate.
         """
 
     def look(self, left: list[Debt]) -> None:
-        """Looks at the validations that are left to do, and those that were done."""
+        """Posts the validations that are done, and limits ``left``, those that still wait."""
         self._tell_validations()
         attempt = self.errands.attempts.get(owed.VALIDATION)
         self._limit([debt for debt in left if attempt is None or debt != attempt.debt])
 
     def begin(self, debt: Debt) -> Callable[[], Outcome | None] | None:
-        """Orders a worker of the members' kind that is none itself to validate the checkpoint, if there is
-        one while a world steps.
+        """Orders a spare worker of the members' kind to validate the checkpoint.  Returns None if there is no
+        such worker, or no world steps.
         """
         known = self.errands.known()
         if not self._by_spares or not isinstance(known.state, Running):
@@ -390,10 +391,12 @@ class Spares:
         return None
 
     def dismiss(self) -> None:
-        """Leaves the spare alone: it drops its work once it gets an order."""
+        """Does nothing: a spare drops its validation once it gets another order."""
 
     def _outcome(self, debt: Debt, spare: WorkerId) -> Outcome | None:
-        """If the spare gets a seat meanwhile, or is lost, or the run ends, the debt stays."""
+        """Returns the result of an attempt.  The debt stays open if the spare has become a member or was
+        lost, or if the run ends.
+        """
         known = self.errands.known()
         if known.over or spare not in known.workers or (known.plan is not None and spare in known.plan.ranks):
             return DROPPED
@@ -403,8 +406,8 @@ class Spares:
         return ("", True) if done else None
 
     def _limit(self, waiting: list[Debt]) -> None:
-        """Gives the oldest validations up if so many wait that the checkpoints that are kept for them pile
-        up, and warns before.
+        """Gives up the oldest validations if more than ``WAITING`` wait, since a checkpoint is kept for each.
+        Warns once when ``MANY`` wait.
         """
         rule = self.run.job.validation
         if not self.run.job.keep().last:  # all checkpoints are kept in any case
@@ -436,9 +439,9 @@ class Spares:
             self.errands.wanted.set()
 
     def _tell_validations(self) -> None:
-        """Posts the validations that no journal may know: also of a spare that got a seat or was lost before
-        anybody looked, and those that an earlier coordinator has not heard of before it died.  A validation
-        on other samples than those of now is not posted.
+        """Posts the validations that may be missing in the journal: that of a spare that became a member or
+        was lost before its result was read, and those whose coordinator died too early.  A validation on
+        other samples than those of the present job is not posted.
         """
         known = self.errands.known()
         for debt in owed.untold(self.run, known.history.lineage):
@@ -454,5 +457,5 @@ class Spares:
 
 
 def _stops(inbox: Inbox) -> bool:
-    """Takes all that has come, and returns whether somebody asks for a stop."""
+    """Takes all events from ``inbox``.  Returns whether one of them asks for a stop."""
     return any([isinstance(event, StopRequested) for event, _ in iter(lambda: inbox.take(0.0), None)])

@@ -25,8 +25,8 @@ ELSEWHERE = (
     "newest checkpoint"
 )
 UNASKED = object()
-"""Stands for the reply of a head that was not asked, because this version of Ray has other private calls, or
-that fails at it: who joins it finds out.
+"""The reply that stands for a head that could not be asked, because this version of Ray has other private
+calls, or whose answer was an unexpected error.  Ray finds out when it joins the cluster.
 """
 
 
@@ -36,7 +36,7 @@ def reachable(address: str) -> bool:
     try:
         # an IPv6 address stands in brackets
         socket.create_connection((host.strip("[]"), int(port)), timeout=2).close()
-    except (OSError, ValueError, OverflowError):  # the last two of a port that is none
+    except (OSError, ValueError, OverflowError):  # the last two: the port is not valid
         return False
     return True
 
@@ -60,8 +60,8 @@ def has_actor(address: str, name: str, namespace: str) -> bool:
 
 
 def _reply(address: str, service: str, method: str, **request: str) -> Any:
-    """Returns what the head replies, None if there is none, or ``UNASKED`` if this Ray cannot be asked so.
-    Raises as :func:`answers`.
+    """Returns what the head replies, None if no head answers, or ``UNASKED`` if this version of Ray cannot be
+    asked in this way.  Raises as :func:`answers`.
     """
     if not reachable(address):
         return None

@@ -1,9 +1,9 @@
-"""A keeper is one process on each node, without accelerator and training.
+"""A keeper is one process on each node that neither trains nor has an accelerator.
 
-It hosts the store in which a generation meets and watches the node's workers.  It keeps what a dead worker
-printed, the copies of its state, and the end of the journal for the time when the coordinator is dead.  It
-uploads the saves.  Heartbeat and watch have their own threads, so that other work cannot make the keeper look
-dead; a beat that is late all the same is noted in the keeper's log.
+It hosts the store in which a generation meets and watches the node's workers.  It keeps the output of dead
+workers, the copies of their state, and, in case the coordinator dies, the end of the journal.  It uploads the
+saves.  Heartbeat and watch have their own threads, so that other work cannot make the keeper look dead; a
+beat that is late all the same is noted in the keeper's log.
 """
 
 from __future__ import annotations
@@ -56,20 +56,20 @@ BEAT_S = 0.5
 WATCH_S = 0.1
 """Seconds from one look at the workers' processes to the next."""
 SURE = 4
-"""Number of beats in a row to which Ray says that there will be no coordinator, before the keeper believes
-it.
+"""Number of beats in a row for which Ray must say that no coordinator will come back, before the keeper
+believes it.
 """
 CLOSE_S = 5.0
 """Seconds that all workers of the keeper together may take to end by themselves when the run is over."""
 FOLDER_S = 5.0
-"""Seconds between two looks for the run's folder.  Whoever ends the run removes it, and has then killed this
-keeper for long.
+"""Seconds between two looks for the run's folder.  A folder that is missing at two looks was not removed at
+the end of the run: the keeper would be dead by then.
 """
 STORE_S = 60.0
 """Seconds in which the keeper's own store must answer it."""
 SAID_S, SAID = 60.0, 10
-"""Time in seconds for which the run's story does not repeat a sentence of this keeper, and how many it takes
-in that time.
+"""Seconds for which the run's story does not repeat a sentence of this keeper, and the largest number of its
+sentences in that time.
 """
 UPLOADER = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from elastic.state.uploader import "
@@ -77,7 +77,7 @@ UPLOADER = (
 )
 """Program of the uploader process, which finds modules in the same places as the keeper."""
 BY_OTHERS = ("killed by signal 9 ", "killed by signal 15 ")
-"""Ends of a worker for which the samples that it reads are not to blame."""
+"""Ends of a worker that another process killed, so that its samples are not to blame."""
 SWITCH_S = 0.0005
 """Seconds that one thread of a keeper computes before another may: the beat waits that long for each busy
 thread.
@@ -124,7 +124,7 @@ class Keeper:
         """The largest delay of a beat so far, in seconds."""
         self.workers: dict[WorkerId, tuple[Process, Counters]] = {}
         self._dying: set[WorkerId] = set()
-        """The workers here of which the coordinator was told that they die, and which have not ended yet."""
+        """The workers of this node that were reported to the coordinator as dying and have not ended yet."""
         self.actors: dict[WorkerId, Any] = {}
         self.pass_to(coordinator)
         self.stores: dict[int, Any] = {}
@@ -140,9 +140,10 @@ class Keeper:
 
     @ray.method(concurrency_group="journal")  # type: ignore[untyped-decorator]
     def attach(self, incarnation: int) -> tuple[int, bytes]:
-        """Takes the order of a coordinator that takes over, and refuses earlier ones from now on.
+        """Obeys the coordinator ``incarnation``, which takes over, and refuses earlier coordinators from now
+        on.
 
-        Returns the incarnation that wrote the journal's end kept here, and that end.
+        Returns the incarnation that wrote the copy of the journal's end kept here, and this copy.
         """
         self._heed(incarnation)
         with self._hearing:
@@ -201,8 +202,8 @@ class Keeper:
         self.stores.pop(generation, None)
 
     def watch(self, worker: WorkerId, actor: Any) -> None:
-        """Follows a worker of this node that has joined, and passes on what it says if the coordinator has
-        its ``actor``.
+        """Follows a worker of this node that has joined, and passes on what the worker says if ``actor``, its
+        actor, is given.
         """
         if worker not in self.workers:
             self._follow(worker, actor)
@@ -217,9 +218,9 @@ class Keeper:
             self.workers[worker] = (Process(counters["pid"], counters["started"]), counters)
         except ProcessLookupError:
             return self.logs.keep(worker, "ended before its keeper followed it")
-        # without its counters it could not be saved, nor be found out if it hangs
+        # without its counters, it could not be saved, and nobody would notice that it hangs
         except FileNotFoundError as error:
-            # first: the run may be over once that is heard
+            # before the event, because the run may be over once it is heard
             self.logs.keep(worker, f"could not be followed, and was killed: {error}")
             self.coordinator.post.remote(Lost(worker, f"its keeper cannot follow it: {error}", certain=False))
             if actor is not None:
@@ -342,7 +343,7 @@ class Keeper:
                 except ray.exceptions.RayError as error:
                     refused = refused + 1 if gone_for_good(error) else 0
                 asked = None
-            # a busy coordinator is not given more to do, and the next one has no use for old beats
+            # one beat at a time: a busy coordinator gets no more, and its successor needs no old beats
             if asked is None:
                 asked = self._beats.remote(Beat(self.node, progress, self.uploads.uploading()))
             if (over := refused >= SURE) or time.monotonic() - heard_at > self.silence_s:
@@ -379,9 +380,10 @@ class Keeper:
                     self.actors.pop(worker, None)
 
     def _make_again(self, missing: bool) -> bool:
-        """Makes the run's folder if it is missing, and was at the last look.  Returns whether it was missing.
+        """Makes the run's folder if it is missing now and was missing at the last look.  Returns whether it
+        was missing.
 
-        Without it no worker of this node can begin, and whoever cleans the temporary folder may have removed
+        No worker of this node can begin without the folder, and a cleaner of temporary files may have removed
         it.
         """
         was, missing = missing, not log_folder(self.run).exists()
@@ -401,8 +403,8 @@ class Keeper:
         """Ends what runs here, stores the remaining logs, and removes what workers and keeper have left
         outside the run's folder.
 
-        Unless the run is over, a worker that is not followed here may be another host's that shares this
-        memory, and goes on.
+        Unless the run is over, the counters of a worker that is not followed here stay: the worker may be one
+        of another host that shares this memory.
         """
         self._closed.set()
         self._watching.join()

@@ -108,7 +108,9 @@ class Result:
 
     @property
     def validations(self) -> dict[int, float]:
-        """The mean loss on the held-out samples, by the step after which it was measured; of as many steps."""
+        """The mean loss on the held-out samples, by the step after which it was measured, of the last
+        :data:`STEPS` steps.
+        """
         return self._column("validation_loss")
 
     def _column(self, name: str) -> dict[int, float]:
@@ -133,12 +135,12 @@ def launch(
     """Trains ``job`` to its end.  ``local`` runs one worker in this process, without Ray.  ``show`` gets each
     line, and ``look`` each answer of the coordinator; without ``show`` lines are printed.
 
-    A run that began with other settings goes on with these if ``branch`` says so, unless its state or its
-    place in the data does not fit. A run that has no save takes them without a word.  A run whose code was
-    other goes on with that of now if ``accept_code`` says so. ``resume`` is ``latest``; or a step of the run,
-    from which a new branch goes on; or ``run@latest``, ``run@best`` or ``run@step``, a checkpoint of another
-    run in the same bucket, from which a new run goes on.  ``again`` starts one that was restarted in vain too
-    often.
+    If a run began with other settings, it goes on with those of ``job`` only with ``branch``, and only if its
+    state and its place in the data fit; a run that has no save takes them in any case.  If its code was
+    different, it goes on with the present code only with ``accept_code``.  ``resume`` is ``latest``; or a
+    step of the run, from which a new branch goes on; or ``run@latest``, ``run@best`` or ``run@step``, a
+    checkpoint of another run in the same bucket, from which a new run goes on.  ``again`` starts a run
+    although it was restarted too often without a new step.
 
     Raises :class:`~elastic.errors.ElasticError` if the job cannot work.  Ctrl-C, SIGTERM, SIGHUP or SIGUSR1
     to the driver that started the run asks for a clean stop with a save; a second Ctrl-C or SIGTERM raises
@@ -161,8 +163,8 @@ def launch(
 
 @dataclass
 class _Command:
-    """A command that trains: where it begins, what its line permits, and whom it tells.  ``branch`` says that
-    it asks for a branch.
+    """A command that trains: where it begins, what its options permit, and to whom it shows the run.
+    ``branch`` means that it asks for a branch.
     """
 
     begins: StartPoint
@@ -191,10 +193,10 @@ class _Command:
         """Attaches to the run, or checks it, begins it and watches it to its end, or until this driver is
         told to leave.
 
-        A run that somebody else has begun since the checks is not started.
+        If somebody else has begun the run since the checks, it is not started again.
         """
         may, run = self.branch or None, Run.begun(self.job) if self.branch else Run.find(self.job)
-        # its folder may be gone
+        # first, since a run may live although its folder is gone
         if (coordinator := None if self.address else self._at_its_cluster(run)) is not None:
             self._refuse_change()
             self.requests.note()
@@ -210,7 +212,7 @@ class _Command:
 
             here = partial(begin_here, self.begins, checked, self.show, may)
             return _result(self.job, *run_local(self.job, self.show, here, checked.build))
-        run = Run.look(self.job, branch=may)  # the checks take their time
+        run = Run.look(self.job, branch=may)  # anew: the checks take a while
         run.check_local()
         if (
             self.job.validation.patience
@@ -329,8 +331,8 @@ class _Command:
         """Begins the run, unless somebody else has since incarnation ``seen``, starts its coordinator and
         returns it.
 
-        Raises :class:`~elastic.errors.NoProgress` if it was started in vain too often, as
-        :func:`~elastic.train.checks.microbatch.decided`, and as :func:`cluster.smallest_gpu`.
+        Raises :class:`~elastic.errors.NoProgress` if the run was restarted too often without a new step, and
+        raises as :func:`~elastic.train.checks.microbatch.decided` and :func:`cluster.smallest_gpu`.
         """
         from elastic.train.checks.microbatch import decided
         from elastic.train.machine.device import limit_of
@@ -394,8 +396,8 @@ class _Command:
         return _seen(self.job, view, self.requests)
 
     def _awaited(self, coordinator: Any) -> set[str] | None:
-        """Waits for the last save of a run that has ended, or was asked to stop, and returns its lives: the
-        new run begins from there.
+        """Waits for the last save of a run that has ended, or was asked to stop, and returns the lives of
+        that run: the new life begins from that save.
 
         Returns None at once if the run goes on.
         """
@@ -439,7 +441,7 @@ def follow(job: Job, coordinator: Any, screen: Shows) -> Result:
 
 
 def _seen(job: Job, view: View, requests: Requests) -> Result:
-    """Returns the result of a run that was watched to this view: its end, or the signal that asked this
+    """Returns the result of a run whose newest view is ``view``: its end, or the signal that asked this
     driver to leave.
     """
     if view.over:

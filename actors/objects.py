@@ -1,8 +1,8 @@
 """Brings the objects of a job to its workers: functions and classes of a script or a notebook, by value.
 
 This is the only place that pickles code.  The driver makes the bytes; Ray keeps them with the coordinator's
-arguments, so that they outlive the driver and every coordinator; only a worker reads them, in which the
-user's code runs anyway.  They never go to the bucket: nothing that is read from storage can run code.
+arguments, so that they outlive the driver and every coordinator; only workers unpickle them, where the user's
+code runs anyway.  They never go to the bucket: nothing that is read from storage can run code.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LARGEST = 4 * 2**20
 
 @dataclass(frozen=True)
 class UsersCode:
-    """Brings a worker to the user's code."""
+    """The user's code, in the form in which it reaches a worker."""
 
     search_path: list[str]
     """The folders of the driver's code."""
@@ -106,10 +106,12 @@ def _packed(given: Mapping[str, Given]) -> bytes:
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Refuses what would be pickled but is of no use elsewhere."""
+    """Pickles objects, but refuses those that are useless in another process: open files, and tensors of a
+    device.
+    """
 
     def reducer_override(self, value: Any) -> Any:
-        # a coordinator, and a driver of a job without tensors, need not wait for its import
+        # torch is not imported here: a job without tensors need not wait for that
         torch = sys.modules.get("torch")
         if torch is not None and isinstance(value, torch.Tensor) and value.device.type not in ("cpu", "meta"):
             raise CodeError(f"it holds a tensor on {value.device}")

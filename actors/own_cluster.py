@@ -1,7 +1,7 @@
 """The Ray cluster that a command starts on its own machine.  It ends with the process.
 
-Ray takes 5 to 10 s to start, and its processes as long for their imports.  So it starts in a thread, while
-the job is checked.
+Ray takes 5 to 10 s to start, and its processes take as long for their imports.  So Ray starts in a thread,
+while the job is checked.
 """
 
 from __future__ import annotations
@@ -26,22 +26,21 @@ from elastic.train.machine.gpus import LAUNCHES
 
 NAMESPACE = "elastic"
 PRELOADED = "torch,numpy,pyarrow.parquet,pydantic.main,blake3"
-"""The modules that processes import before they are needed: half of what a worker imports.  The coordinator,
-too, waits for the first of them, so the other half costs more than it brings (RESULTS.md has figures).  None
-is ours or the user's: a process that waits does not know yet which code the run has.
+"""The modules that processes import before they are needed: half of what a worker imports.  The first of
+these processes becomes the coordinator, which also waits for these imports, so the other half would cost more
+than it saves (RESULTS.md has figures).  No module of Elastic or of the user is among them: a waiting process
+does not know yet which code the run has.
 """
 OTHERS = 3
-"""Processes beside the workers: the coordinator, a keeper, and one that takes a dead one's place."""
+"""Processes beside the workers: the coordinator, a keeper, and one that replaces a dead process."""
 SMALL = 8
-"""Number of CPUs of a cluster that starts on a small machine for no job in particular: it has room for a few
-small runs.
-"""
+"""Smallest number of CPUs of a cluster that starts without a job: room for a few small runs."""
 STARTS_S = "5 to 20 s"
 """The time that Ray's own processes take to start, by the speed of the machine."""
 
 
 class _Start(threading.Thread):
-    """Starts a cluster, and stays: the system ends Ray's processes with the thread that has begun them
+    """Starts a cluster, and does not end: Linux ends Ray's processes with the thread that started them
     (PR_SET_PDEATHSIG).
     """
 
@@ -73,21 +72,21 @@ def init(**options: Any) -> None:
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """Returns False for what Ray says of a handler of signals that it does not replace here, since ours
-    stays.
+    """Returns False for Ray's warning that it has not replaced a signal handler: the handler of this process
+    is meant to stay.
     """
     return "SIGTERM handler is not set" not in str(record.msg)
 
 
 def begin(workers: Workers | None, gpus: int | None, tell: Callable[[str], None]) -> None:
-    """Begins to start a cluster for ``workers`` on this machine, which has so many GPUs (None: unknown),
-    unless one is on its way already.
+    """Begins to start a cluster for ``workers`` on this machine, which has ``gpus`` GPUs (None: unknown),
+    unless a cluster is on its way already.
 
-    It has processes that wait with ``PRELOADED`` imported, if :func:`prepared` says so.  Ray starts a process
-    for each CPU that it is told of, so it is told of no more than these.
+    The cluster has waiting processes that have imported ``PRELOADED``, if :func:`prepared` says so.  Ray
+    starts one process for each of its CPUs, so Ray gets as many CPUs as the run has processes.
 
-    ``tell`` gets a sentence, since the start takes a while, and another one if the workers are more than this
-    machine has cores.
+    ``tell`` gets a sentence that the cluster starts, and another one if the workers want more cores than this
+    machine has.
     """
     global _start  # a process has one cluster
     if pending():
@@ -112,8 +111,8 @@ def begin(workers: Workers | None, gpus: int | None, tell: Callable[[str], None]
 def set_variables() -> None:
     """Sets environment variables that Ray and its processes read as they start.
 
-    There is no token (so a firewall must keep others out), no wait for a drain at the end, and no monitor
-    that kills to free memory.
+    They mean: no token (so a firewall must keep strangers out), no wait for a drain at the end, and no
+    monitor that kills processes to free memory.
     """
     os.environ |= LAUNCHES
     for name in ("GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S", "memory_monitor_refresh_ms"):
@@ -155,8 +154,8 @@ def drop() -> None:
 
 
 def leave(code: int) -> None:
-    """Ends this process with this exit code if Ray is still starting, and Ray's processes with it; otherwise
-    does nothing.
+    """Ends this process, and Ray's processes with it, with exit code ``code`` if Ray is still starting;
+    otherwise does nothing.
     """
     if _start is not None and not _start.over.is_set():
         sys.stdout.flush()
@@ -165,10 +164,10 @@ def leave(code: int) -> None:
 
 
 def wanted(workers: Workers, gpus: int | None) -> int:
-    """Returns the CPUs of which Ray is told in a cluster that starts for ``workers`` on a machine with so
-    many GPUs: one for each process.
+    """Returns the number of CPUs that Ray gets in a cluster that starts for ``workers`` on a machine with
+    ``gpus`` GPUs: one for each process.
 
-    They need not be cores.  Of a machine with fewer cores the user is told by :func:`crowded`.
+    The machine may have fewer cores; :func:`crowded` then warns the user.
     """
     most = workers.max + workers.spares
     most = min(most, gpus) if workers.gpus and gpus is not None else most
@@ -176,7 +175,7 @@ def wanted(workers: Workers, gpus: int | None) -> int:
 
 
 def crowded(workers: Workers, cores: int) -> str:
-    """Returns the sentence that the workers of a run share so many cores, if they want more; "" otherwise."""
+    """Returns a sentence for the user if the workers want more than ``cores`` cores; "" otherwise."""
     most = workers.max + workers.spares
     if most * workers.cpus <= cores:
         return ""
@@ -189,11 +188,12 @@ def crowded(workers: Workers, cores: int) -> str:
 
 
 def prepared(workers: Workers, cores: int, gpus: int | None) -> int:
-    """Returns how many processes wait, with their imports done, in a cluster that starts on a machine of so
-    many cores; 0: none do.
+    """Returns how many processes wait, with their imports done, in a cluster that starts on a machine with
+    ``cores`` cores; 0 means none.
 
-    There is one for each worker and spare, and ``OTHERS``.  All of them import at once, while the run begins:
-    without a core for each, the first worker would come later than it does without them.
+    One waits for each worker and spare, and ``OTHERS`` more.  All import at the same time, while the run
+    begins: with fewer cores than processes, the first worker would start later than without waiting
+    processes.
     """
     return processes if (processes := wanted(workers, gpus)) <= cores else 0
 
@@ -216,7 +216,7 @@ def _leave_deaths_to_the_story() -> None:
     """
     from ray._private import worker
 
-    # a private name; without it there is only more output
+    # a private name; without it, Ray only prints more
     if (printed := getattr(worker, "print_to_stdstream", None)) is None:
         return
 

@@ -1,9 +1,9 @@
 """The run as Prometheus sees it: numbers that Ray exports on every node's metrics port, each with the run as
 its tag.
 
-Prometheus has what is now and when it asked, so a step that is done again is shown again; ``elastic metrics``
-has each step once. ``examples/grafana/elastic.json`` draws these numbers.  Ray puts ``ray_`` before each
-name, and ``_total`` after that of a counter.
+Prometheus stores the value at each time that it asks, so a repeated step appears again; ``elastic metrics``
+has each step once.  ``examples/grafana/elastic.json`` draws these numbers.  Ray puts ``ray_`` before each
+name, and ``_total`` after the name of a counter.
 """
 
 from __future__ import annotations

@@ -29,20 +29,20 @@ from storage.errors import Deposed
 GATHER_S = 0.005
 """Seconds for which a keeper waits for the other workers of its node, once one has said something."""
 PASSED_S = 2.0
-"""Seconds within which the coordinator takes what a keeper passes on; after that the keeper's answer is that
-it may not have it.
+"""Seconds within which the coordinator must take what a keeper passes on; after that, the keeper answers that
+the coordinator may not have it.
 """
 SPEAKING = 16
-"""Number of a node's workers that wait for their keeper at the same time; the others wait until it has
-answered one of these.
+"""Number of a node's workers that the keeper serves at the same time; other workers wait until one of these
+has its answer.
 """
 HOPS = 10
 """A keeper has the part 1 / ``HOPS`` of ``fence_s`` to pass on an order, and twice that to pass on an answer:
-both must come well within ``fence_s`` even if it stands still.
+both must arrive well within ``fence_s`` even if the keeper stands still.
 """
 LOST_S, ORDERS = 60.0, 8
-"""Age in seconds of the oldest order that a keeper may have taken with it when it died, and the largest
-number of them.
+"""Largest age in seconds, and largest number, of the orders that are sent again when their keeper dies: it
+may not have passed them on.
 """
 
 
@@ -70,7 +70,9 @@ class Outbox:
         self.keeper, self._late = keeper, None
 
     def flush(self) -> None:
-        """Waits until all that was put before has been sent, but not for long."""
+        """Waits until all events that were put before have been sent, for ``4 * fence_s / HOPS`` seconds at
+        most.
+        """
         sent = threading.Event()
         self._waiting.put(sent)
         sent.wait(2 * self._in_time_s)
@@ -90,8 +92,8 @@ class Outbox:
             self._direct = self._coordinator.post_all.remote(events)
 
     def _passed(self, events: tuple[Event, ...]) -> bool:
-        """Returns whether the keeper has passed ``events`` on.  One that is late is asked again once it has
-        answered.
+        """Returns whether the keeper has passed ``events`` on.  A keeper that was late is used again only
+        after it has answered.
         """
         keeper = self.keeper
         if keeper is None or not self._nothing_waits() or not answered(self._late):
@@ -107,7 +109,7 @@ class Outbox:
         return False
 
     def _nothing_waits(self, timeout_s: float = 0.0) -> bool:
-        """Returns whether all that went directly has arrived; what a keeper passes on could otherwise
+        """Returns whether the last direct call has arrived; otherwise, events through the keeper could
         overtake it.
         """
         return answered(self._direct, timeout_s)
@@ -127,8 +129,8 @@ class Gathering:
         go_or_end(self._run, "gather")
 
     def pass_on(self, parcel: Any) -> Any:
-        """Returns the coordinator's answer, or True if it gives none; None if it may not have the parcel:
-        then the worker asks itself.
+        """Returns the coordinator's answer to ``parcel``, or True if the coordinator answers nothing.
+        Returns None if the parcel may not have arrived: then the worker turns to the coordinator directly.
         """
         answer: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._waiting.put((parcel, answer))
@@ -196,8 +198,8 @@ class Orders:
                 self._pool.submit(self._see_to, relayed, order, arguments)
 
     def lost(self, node: NodeId) -> None:
-        """Sends what the dead keeper of ``node`` may have taken with it: it answers when an order is sent,
-        not when it has arrived.
+        """Sends again the orders that the dead keeper of ``node`` may not have passed on: a keeper answers
+        when it has sent an order, not when the order has arrived.
         """
         since = time.monotonic() - LOST_S
         for each in tuple(self._relayed.pop(node, ())):
@@ -222,7 +224,7 @@ class Orders:
         order: str,
         arguments: tuple[object, ...],
     ) -> None:
-        """Sends an order directly to the workers whom it has not reached through their keeper."""
+        """Sends an order directly to the workers that it has not reached through their keeper."""
         until = time.monotonic() + self._in_time_s
         for call, (node, those) in relayed.items():
             try:

@@ -21,11 +21,12 @@ if TYPE_CHECKING:
     from actors.view import View
 
 DATA_WAIT = 0.1
-"""Smallest part of a step for which a worker waits for data that a line of the step tells."""
+"""Smallest part of a step that a worker must wait for data before the line of the step tells it."""
 MINUTE_S = 60.0
 """Seconds after which a file or a pipe gets the line of a step in any case, if ``log_every`` is ``auto``."""
 STILL_S = 10.0
-"""Seconds without a step after which a terminal shows how long that has been so, unless steps take that long.
+"""Seconds without a new step after which a terminal shows how long ago the last one was, unless steps take
+longer.
 """
 BAR = 20
 """Largest width of the bar, in characters."""
@@ -35,14 +36,14 @@ DOES = {
     "Stopping": "leaves a world",
     "Finishing": "saves the last step",
 }
-"""The words for what a run does in each state, but for training."""
+"""The words for what a run does in each state in which it does not train."""
 
 
 class Screen:
     """Shows a run to the user of this process.
 
-    ``log_every`` is the setting.  ``quiet`` shows nothing: errors and the end of the run are not printed
-    here.
+    ``log_every`` is the setting.  ``quiet`` shows nothing; errors and the end of the run are printed
+    elsewhere.
     """
 
     def __init__(
@@ -121,7 +122,8 @@ class Screen:
 
 
 def _left(progress: RunPace) -> list[str]:
-    """Returns the time that is left, in words; nothing if it is not known, or less than a second."""
+    """Returns the time until the end of the run, in words; nothing if that is unknown, or less than a second.
+    """
     return [f"{spell(progress.left_s)} left"] if round(progress.left_s) else []
 
 
@@ -166,7 +168,7 @@ def show_result(result: Result, job: Job, local: bool = False) -> int:
 
 
 def _again(result: Result) -> str:
-    """Returns what the same command does when it is given again."""
+    """Returns the end of a sentence: what the same command does when the user gives it again."""
     from elastic.runs.run import Run
 
     # if the bucket does not answer, nobody knows

@@ -20,8 +20,8 @@ Handler = Callable[[int, FrameType | None], Any] | int | None
 
 @contextmanager
 def kept_from_children() -> Iterator[None]:
-    """Lets processes that start meanwhile, and theirs, not get SIGHUP and SIGUSR1, which reach all that a
-    terminal or Slurm has begun.
+    """Blocks SIGHUP and SIGUSR1 in all processes that start within the block, and in their children: a
+    terminal or Slurm sends these signals to every process that it has begun.
     """
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, PATIENT)
     try:
@@ -35,8 +35,8 @@ class Requests:
     process otherwise.
 
     A signal raises KeyboardInterrupt, except for the first one after ``note()``, which is only noted in
-    ``asked``, and the first one within ``finishing()``, which waits for the end of that.  SIGHUP and SIGUSR1
-    do nothing after another signal.
+    ``asked``, and the first one within ``finishing()``, which waits for the end of that block.  SIGHUP and
+    SIGUSR1 do nothing after another signal.
     """
 
     def __init__(self) -> None:
@@ -65,10 +65,10 @@ class Requests:
 
     @contextmanager
     def finishing(self, tell: Callable[[], None]) -> Iterator[None]:
-        """Lets what runs within end before a signal raises KeyboardInterrupt: ``ray.init`` may crash its
-        process if it is interrupted.
+        """Delays the KeyboardInterrupt of a signal until the block ends: ``ray.init`` may crash its process
+        if it is interrupted.
 
-        ``tell`` is called at the signal.
+        ``tell`` is called when the signal comes.
         """
         self._tell = tell
         try:

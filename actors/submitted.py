@@ -1,4 +1,4 @@
-"""Checks what only a command that came with ``ray job submit`` can have wrong: it needs no Ray for that."""
+"""Checks a command for the mistakes that only ``ray job submit`` makes possible.  It does not need Ray."""
 
 from __future__ import annotations
 

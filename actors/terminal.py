@@ -21,8 +21,8 @@ from rich.table import Column, Table
 from rich.text import Text
 
 WIDE = 240
-"""Columns of a table off a terminal, at most: in a file nothing need be cut or wrapped, so that ``grep``
-finds it.
+"""Largest width of a table off a terminal, in columns: nothing is cut or wrapped in a file, where ``grep``
+must find it.
 """
 ERASE = "\r\x1b[K"
 """Returns to the beginning of the line, and clears it."""
@@ -32,7 +32,7 @@ HINT = re.compile(
     r"`elastic ((?:checkpoint )?(?!data|dtypes|settings|simulate)[a-z]+)((?: "
     r"--(?!help)[^`]*)?)`"
 )
-"""A command in a sentence that takes a job file and lacks it."""
+"""Matches a command in a sentence that takes a job file and does not name one."""
 GONE = (errno.EPIPE, errno.EIO)
 """Errors of a pipe whose reader has gone, and of a terminal that has."""
 
@@ -53,8 +53,8 @@ class Terminal(Console):
 
     @property
     def is_screen(self) -> bool:
-        """True if this is a terminal: a notebook is none, although the ``FORCE_COLOR`` that Jupyter sets
-        makes rich think so.
+        """True if this is a terminal.  A notebook is none, although rich takes it for one because Jupyter
+        sets ``FORCE_COLOR``.
         """
         return self.is_terminal and bool(self.file.isatty())
 
@@ -83,19 +83,19 @@ class Terminal(Console):
         super().print(*objects, **options)
 
     def pasteable(self, text: str) -> str:
-        """Returns ``text`` with the job in every command that lacks it, so that the user can paste them as
-        they are.
+        """Returns ``text`` with the job in every command that lacks it, so that the user can paste these
+        commands.
         """
         return (
             HINT.sub(lambda found: f"`elastic {found[1]} {self.job}{found[2]}`", text) if self.job else text
         )
 
     def on_broken_pipe(self) -> None:
-        """Lets the command decide: see :func:`lasting`."""
+        """Raises ``BrokenPipeError``, so that the command decides whether it ends: see :func:`lasting`."""
         raise BrokenPipeError(errno.EPIPE, "nobody reads what this command prints")
 
     def passing(self, stream: TextIO, text: str) -> None:
-        """Prints ``text``, somebody else's, to ``stream``."""
+        """Prints ``text``, which this console has not made, to ``stream``."""
         with self._guard:
             if stream.isatty():
                 self.erase()
@@ -107,7 +107,9 @@ console = Terminal()
 
 
 class _Lasting:
-    """A stream of this process that takes away the line that changes, and outlives its reader."""
+    """A stream of this process that erases the line that changes before it prints, and goes on without a
+    reader.
+    """
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
@@ -125,7 +127,9 @@ class _Lasting:
 
 @contextlib.contextmanager
 def lasting() -> Iterator[None]:
-    """Lets what this process prints meanwhile go on without a reader, and not disturb the line that changes."""
+    """Replaces stdout and stderr within the block: printing goes on without a reader, and does not disturb
+    the line that changes.
+    """
     out, err = _Lasting(sys.stdout), _Lasting(sys.stderr)
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
@@ -149,7 +153,7 @@ def _write(stream: Any, text: str) -> None:
 
 
 def forget(stream: Any) -> None:
-    """Sends what is printed to ``stream`` from now on nowhere."""
+    """Discards what is printed to ``stream`` from now on."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, stream.fileno())
     os.close(nowhere)

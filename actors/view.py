@@ -31,12 +31,12 @@ class View:
     job_error: str
     """The user's traceback if the job is at fault."""
     unprotected_since: int | None
-    """The step from which on not every member's state is complete in host memory, although it should be; None
-    if it is.
+    """The step since which some member's state lacks a complete copy in host memory, although it should have
+    one; None if no copy is missing.
     """
     unbuddied_since: int | None
-    """The step from which on not every member's state is copied to another node, although it should be; None
-    if it is.
+    """The step since which some member's state lacks a copy on another node, although it should have one;
+    None if no copy is missing.
     """
     paces: tuple[int, int]
     """The steps from one copy in host memory to the next, and from one copy at the buddies to the next; 0

@@ -46,13 +46,13 @@ if TYPE_CHECKING:
     from elastic.train.step import Session
 
 DISMISSED_S = EXAMINE_S + 2
-"""Seconds after which a worker that the run has given up ends itself: if it is to be examined and killed,
-that comes first.
+"""Seconds after which a worker that the run has given up ends itself: its keeper has time to examine and kill
+it before.
 """
 BLOCK = 512
 """Bytes of a block in the ``st_blocks`` of a file."""
 AT_ONCE = ("held_gil", "clock_skew", "memory_hog")
-"""Faults that strike the process whichever of its threads performs them."""
+"""Faults that any thread of the process can perform, not only the training thread."""
 
 
 class Worker:
@@ -72,8 +72,8 @@ class Worker:
         peers: Sequence[str] = (),
         begins: bool = False,
     ) -> None:
-        """``peers`` are the addresses of keepers that may have compiled code for this worker; ``begins`` says
-        that the run is a new one.
+        """``peers`` are the addresses of keepers that may have compiled code for this worker; ``begins`` is
+        True if the run is new.
         """
         self.job, self.worker, self.coordinator, self.secret, self.peers, self.code = (
             job,
@@ -101,15 +101,15 @@ class Worker:
         self._joined: Joined | None = None
         self._begins, self._begun = begins, False
         self._does = [(self._made_at, "imports its libraries")]
-        """Its work until it joins: the times at which each part began."""
+        """The parts of its work until it joins, each with the time at which it began."""
         unused = threading.Timer(2 * job.deadlines.lease_s, self._leave_unused)
         unused.daemon = True
         unused.start()
         self._renew_now = threading.Event()
 
     def train(self) -> None:
-        """Runs the worker from its imports to the end of the run.  A coordinator that is not sure that it was
-        called calls it again.
+        """Runs the worker from its imports to the end of the run.  A second call returns at once: a
+        coordinator that does not know whether ``train`` was called calls it again.
         """
         if self._begun:
             return
@@ -197,8 +197,8 @@ class Worker:
         self._does.append((time.monotonic(), doing))
 
     def _took(self) -> str:
-        """Returns the part of a sentence with the seconds that this worker has taken until now, and each part
-        of what it has done.
+        """Returns the part of a sentence that tells how long this worker has taken until now, and how long
+        each part of its work took.
         """
         ends, computed_s = (
             [at for at, _ in self._does[1:]] + [time.monotonic()],
@@ -211,11 +211,10 @@ class Worker:
         )
 
     def _tell_how_far(self) -> None:
-        """Tells the coordinator, four times in ``form_s``, that this worker gets further, until it joins or
-        stands still.
+        """Tells the coordinator how far the start of this worker is, until it joins.  It looks four times in
+        ``form_s``, and tells only what has changed.
 
-        Memory comes at a gigabyte a second where it comes slowly, so copies of a large model may take
-        minutes.
+        A slow machine provides memory at a gigabyte per second, so copies of a large model may take minutes.
         """
         told: object = None
         while self._joined is None:
@@ -241,8 +240,8 @@ class Worker:
         time.sleep(POLL_S)
 
     def _leave_unused(self) -> None:
-        """Ends the process if nobody has called ``train``: the order to kill it may have come before it was
-        made.
+        """Ends the process if nobody has called ``train``: the order to kill this worker may have come before
+        the process existed.
         """
         if not self._begun:
             print(
@@ -254,7 +253,7 @@ class Worker:
     def _cannot_start(self, error: Exception) -> None:
         """Refuses the node, because another start there would fail in the same way.
 
-        Data that is missing here is not at a place that all nodes share.
+        An error of the data means that the data is not at a place that all nodes share.
         """
         node, by_job = cluster.here(), isinstance(error, JobError)
         why = (
@@ -265,8 +264,8 @@ class Worker:
         self._start_failed("its node is refused")  # which says why, once for all workers of the node
 
     def _start_failed(self, why: str, misset: NodeId | None = None) -> None:
-        """Reports it before ``train`` returns: afterwards the coordinator would count the process as gone,
-        and ask for no reason.
+        """Reports the reason before ``train`` returns: afterwards the coordinator counts the process as gone
+        and asks for no reason.
         """
         self.report(StartFailed(self.worker, why, misset))
         self.outbox.flush()
@@ -293,8 +292,9 @@ class Worker:
     def _keep_lease(self) -> None:
         """Renews the lease again and again.
 
-        If the coordinator does not know this worker any more, or Ray says that there will be none, or none
-        has answered for two leases, the worker ends itself: an order to kill it may have been lost.
+        If the coordinator does not know this worker any more, or Ray says that no coordinator will come back,
+        or no coordinator has answered for two leases, the worker ends itself: an order to kill it may have
+        been lost.
         """
         lease_s = self.job.deadlines.lease_s
         with self.apply_fence as member:
@@ -320,15 +320,15 @@ class Worker:
             self._renew_now.clear()
 
     def _ask_keeper(self, generation: int, timeout_s: float) -> Lease | None:
-        """Asks for the lease through the node's keeper, as the outbox speaks; returns None without an answer."""
+        """Asks for the lease through the keeper that the outbox uses; returns None without an answer."""
         with contextlib.suppress(ray.exceptions.RayError):
             if (keeper := self.outbox.keeper) is not None:
                 return ray.get(keeper.renew.remote(self.worker, generation), timeout=timeout_s)  # type: ignore[no-any-return]
         return None
 
     def _ask_coordinator(self, generation: int, timeout_s: float) -> Lease | None:
-        """Asks for the lease; returns None without an answer.  Ends the process if there will be no
-        coordinator.
+        """Asks for the lease; returns None without an answer.  Ends the process if no coordinator will come
+        back.
         """
         try:
             return ray.get(self.coordinator.renew.remote(self.worker, generation), timeout=timeout_s)  # type: ignore[no-any-return]
@@ -353,7 +353,7 @@ class Worker:
 
     @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
     def speak_through(self, keeper: Any) -> None:
-        """Lets ``keeper``, which follows this worker from now on, pass on what it says."""
+        """Lets ``keeper``, which follows this worker from now on, pass on the worker's messages."""
         self.outbox.through(keeper)
 
     # ---- control thread: the orders are methods of ``Trainer`` in ``elastic/train/loop.py``
@@ -389,8 +389,8 @@ class Worker:
         """Performs a fault that chaos cannot cause from outside (``actors/chaos.py``), when the training
         thread next comes to ``point``.
 
-        Without a point it performs the fault at once if that needs no training thread, otherwise at the next
-        point of any name.
+        Without a point, it performs the fault at once if any thread can, otherwise when the training thread
+        next comes to any point.
         """
         from elastic.train import faults
 

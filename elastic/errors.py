@@ -13,22 +13,21 @@
     │   └── AbortStuck           the abort of the previous world does not end in this process
     ├── FencedOff            2   this worker may apply nothing more in a generation
     ├── StateMissing         2   state is not where the plan says
-    ├── StateDamaged         2   state is not what was written there, or what its replicas are
+    ├── StateDamaged         2   state differs from what was written, or from its replicas
     ├── ReplicasDiffer       2   replicas of the state differ, and none is known to be right
     ├── NoRoomYet            2   memory that a worker needs is still held for workers that died
     ├── WireError            2   the other end of a direct socket is gone, or is a stranger
-    ├── NoProgress           4   the run was restarted again and again, and got no further
+    ├── NoProgress           4   the run was restarted again and again, and saved no new step
     ├── ClusterGone          2   the head of the cluster cannot be reached any more
     └── PlatformGaveUp       2   a budget is spent: workers, time, or generations without a commit
         ├── CoordinatorGone      no coordinator acts for the run any more
         └── Refused          1   the command cannot work as it is, or another one has taken the run over
 
-A supervisor repeats a command that ends with 2, so that is the code of what may be otherwise the next time,
-and of nothing else.
+A supervisor repeats a command that ends with 2, so exactly the errors that a repeat may avoid have this code.
 
 A message has one clear sentence for each problem, one problem a line.  Errors travel between processes, so
-each of them pickles, and whatever an error knows beyond its message is an attribute.  A run that ends in good
-order raises no error; its exit codes are ``FINISHED`` and ``STOPPED`` (the same command resumes it).
+each of them can be pickled, and what an error knows beyond its message is an attribute.  A run that ends in
+good order raises no error; its exit codes are ``FINISHED`` and ``STOPPED`` (the same command resumes it).
 """
 
 from __future__ import annotations
@@ -60,12 +59,14 @@ class ModelError(JobError):
 
 
 class LossError(ModelError):
-    """``loss`` names a function that does not return a sum over the terms of a microbatch and their number."""
+    """``loss`` names a function that does not return a sum over the terms of a microbatch and the number of
+    these terms.
+    """
 
 
 class StateChanged(ModelError):
     """Forward, backward or the loss changes a buffer or a parameter, so the result would depend on which
-    worker computed what.
+    worker computed which microbatch.
     """
 
 
@@ -110,10 +111,10 @@ class StateMissing(ElasticError):
 
 
 class StateDamaged(ElasticError):
-    """State that was read from a file is not what was written there, or state in memory is not that of most
+    """State read from a file differs from what was written there, or state in memory differs from most of its
     replicas.
 
-    So this process holds no state that can be trusted.
+    This process then holds no state that can be trusted.
     """
 
 
@@ -136,8 +137,8 @@ class ClusterGone(ElasticError):
 
 
 class NoProgress(ElasticError):
-    """The run was restarted as often as ``watch.max_restarts`` permits and got no further, so it is not
-    started once more.
+    """The run was restarted ``watch.max_restarts`` times without saving a new step, so it is not started
+    again.
     """
 
     exit_code = 4

@@ -11,6 +11,7 @@ WorkerId = NewType("WorkerId", str)
 NodeId = NewType("NodeId", str)
 """Names one machine, as Ray does."""
 Cell = NewType("Cell", str)
-"""Names a part of the whole state, the one that a member holds.  Only ``plan/placement.py`` looks inside."""
+"""Names the part of the state that one member holds.  Only ``plan/placement.py`` reads the text of the name.
+"""
 
 __all__ = ["Cell", "NodeId", "Version", "WorkerId"]

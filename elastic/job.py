@@ -92,8 +92,8 @@ from elastic.protocol.copy_schedule import due
 NUMERICS = 5
 """The newest number of the setting ``numerics``; a new run begins with it."""
 ROUNDS = 4
-"""Microbatches of each worker in a step that keep small what is lost when the workers do not divide them
-evenly: a fifth at most.
+"""Number of microbatches of each worker in a step from which on uneven division among the workers wastes
+little: a fifth of the time at most.
 """
 
 
@@ -241,9 +241,7 @@ class Job(Section):
     faults: Free[tuple[WorkerFault, ...]] = ()
     """Faults of a chaos test."""
     _earlier: Stretches = PrivateAttr(())
-    """The stretches before the newest branch of the run.  They are no setting: the branch has them
-    (``after``).
-    """
+    """The stretches before the newest branch of the run.  They are no setting; ``after`` sets them."""
 
     if not TYPE_CHECKING:  # type checkers keep the typed constructor
 
@@ -284,30 +282,33 @@ class Job(Section):
         return cls(**BEFORE | json.loads(text))
 
     def replace(self, **settings: Any) -> Job:
-        """Returns the job with other values for some of its settings, checked again.  A setting that was left
-        out stays so.
+        """Returns the job with other values for some of its settings, checked again.  A setting that the job
+        leaves out stays left out.
         """
         return Job(**{name: getattr(self, name) for name in self.model_fields_set} | settings).after(
             self._earlier
         )
 
     def after(self, earlier: Stretches) -> Job:
-        """Returns the job as that of a branch, before whose first step the run had these stretches."""
+        """Returns the job of a branch; ``earlier`` holds the stretches of the run before the first step of
+        the branch.
+        """
         made = self.model_copy()
         made._earlier = earlier
         return made
 
     def in_stage(self, zero: int | None) -> Job:
-        """Returns the job with another stage of ZeRO; with None it is the same."""
+        """Returns the job with stage ``zero`` of ZeRO, or the job itself if ``zero`` is None."""
         return (
             self if zero is None else self.replace(parallel=self.parallel.model_copy(update={"zero": zero}))
         )
 
     def going_on(self, stored: dict[str, Any]) -> Job:
-        """Returns the job with the ``numerics`` of the run whose ``job.json`` is ``stored``, unless it names
-        a number itself, and with its ``recompute`` and its ``microbatch`` in place of ``auto``.  The
-        microbatch of a run with another batch is left out.  ``init`` becomes the checkpoint that it stood for
-        when the run began.
+        """Returns the job as it goes on with the run whose ``job.json`` is ``stored``.
+
+        The run gives ``numerics``, unless the job names a number, and ``recompute`` and ``microbatch`` where
+        they are ``auto``.  The microbatch of the run is left out if the steps of this job cannot be cut into
+        it.  ``init`` becomes that of the run if both name the same checkpoint.
         """
         left = {"numerics"} - self.model_fields_set | {
             name for name in ("recompute", "microbatch") if getattr(self, name) == "auto"
@@ -325,7 +326,7 @@ class Job(Section):
     def begun_as(self, stored: dict[str, Any]) -> Job:
         """Returns the job of a run's ``job.json`` as this code reads it.
 
-        Free settings of the top level, and sections that have only free ones, are left out: their stored
+        Free settings of the top level, and sections that have only free settings, are left out: their stored
         values may be invalid by now.
         """
         theirs = {
@@ -336,7 +337,9 @@ class Job(Section):
         return Job(**theirs, name=self.name, bucket=self.bucket)
 
     def with_free_of(self, other: Job) -> Job:
-        """Returns the job with the free settings that ``other`` names, each section as a whole."""
+        """Returns the job with the free settings that ``other`` names; of a section that ``other`` names, it
+        takes all free settings.
+        """
         settings = {name: getattr(self, name) for name in self.model_fields_set}
         for name, free in free_settings(Job).items():
             if name not in other.model_fields_set:
@@ -362,8 +365,8 @@ class Job(Section):
         """The sha256 of the settings that define the trajectory; the samples are not part of it.  All other
         settings may change at a resume.
 
-        A setting that an older release did not have counts with its default.  So compare the digest with that
-        of a stored ``job.json`` as this code reads it, not with the one that was written.
+        A setting that an older release did not have counts with its default.  So compare it with the digest
+        of a stored ``job.json`` that this code has read, not with a stored digest.
         """
         return hashlib.sha256(
             json.dumps(self.trajectory(), sort_keys=True, separators=(",", ":")).encode()
@@ -386,9 +389,7 @@ class Job(Section):
 
     @classmethod
     def refuses(cls, setting: str) -> bool:
-        """Returns whether the state of a run does not fit another value of ``setting``, as of
-        ``model_args.dim``.
-        """
+        """Returns whether a run's state fits no other value of ``setting``, such as ``model_args.dim``."""
         return change_at(cls, setting) is Change.REFUSED
 
     def code(self) -> tuple[str, ...]:
@@ -397,8 +398,8 @@ class Job(Section):
         return (*self.trajectory_code(), *validated)
 
     def trajectory_code(self) -> tuple[str, ...]:
-        """Returns the code on which the weights depend: all that the job names but the held-out data, which
-        are free to change.
+        """Returns the code on which the weights depend: all code that the job names, except the dataset for
+        validation, which may change.
         """
         own = [kind for kind in (self.optim.kind, self.schedule.kind) if ":" in kind]
         loop = (self.loop,) if self.loop else ()
@@ -418,7 +419,7 @@ class Job(Section):
         )
 
     def named_code(self) -> dict[str, str]:
-        """Returns the code that the job names, or was given as objects, by setting."""
+        """Returns, by setting, the code that the job names or that was given as objects."""
         code = {"model": self.model, "loss": self.loss, "loop": self.loop, "data.dataset": self.data.dataset}
         code |= {
             "optim.kind": self.optim.kind,
@@ -462,8 +463,8 @@ class Job(Section):
         """Returns the sizes of microbatches into which every step can be cut, with ``least`` or more
         microbatches in the largest step.
 
-        Without ``least`` it is :data:`ROUNDS` for each of ``workers.max`` workers, or as many as there can
-        be.
+        Without ``least``, the largest step has :data:`ROUNDS` microbatches or more for each of
+        ``workers.max`` workers, or as many as possible.
         """
         batch, ramp = self._batch(), self.batch_ramp
         common, most = (
@@ -485,15 +486,15 @@ class Job(Section):
 
     @property
     def zero(self) -> int | Literal["auto"]:
-        """The stage of ZeRO, in which ``auto`` is 2 for workers that share state in the memory of the node: 3
-        is not possible there.
+        """The stage of ZeRO.  ``auto`` becomes 2 for workers that share state in the memory of the node,
+        where stage 3 is not possible.
         """
         chosen = self.parallel.zero
         return 2 if chosen == "auto" and self.offloads and self.parallel.dp_shard != 1 else chosen
 
     def stretches(self) -> Stretches:
-        """Returns the rules by which all steps of the run draw their samples, also those before its newest
-        branch.
+        """Returns the rules by which all steps of the run draw their samples, also the steps before its
+        newest branch.
         """
         ramp, data = self.batch_ramp, self.data
         own = Stretch(
@@ -526,7 +527,7 @@ class Job(Section):
         """Returns the layouts that the permitted numbers of workers form, from the fewest workers to
         ``workers.max``.
 
-        They have at least ``least_shard`` shards, if there are such layouts; so there is at least one.
+        Each layout has at least ``least_shard`` shards; if none has, all layouts are returned.
         """
         least, rule = self.workers.min, self.layout_rule().at_least(least_shard)
         found = [
@@ -621,17 +622,17 @@ _LATER: dict[str, dict[str, Any]] = {
     "reduction": {"block": 1, "wire": "fp32"},
     "spikes": {"action": "none", "z": 6.0, "window": 128, "microbatch_z": 0.0},
 }
-"""The settings that came after the first release, by section, each with the value that stands for the
-behaviour before.
+"""The settings that came after the first release, by section, each with the value that means the behaviour
+before the setting existed.
 
-A setting with that value is left out of the digest, and a section without others too, so that the digest of
-an older run stays the same.
+A setting with that value is left out of the digest, and so is a section without other settings, so that the
+digest of an older run stays the same.
 """
 
 BEFORE: dict[str, Any] = {
     **{"numerics": 1, "init": "", "loop": ""},
     **{"recompute": "none", "attention": "auto", "activations": "keep", "loss_scale": "dynamic"},
 }
-"""The settings of the top level that a run has whose ``job.json`` does not name them.  The digest leaves
-these values out, as above.
+"""The top-level settings, with their values, of a run whose ``job.json`` does not name them.  The digest
+leaves these values out, as it does with ``_LATER``.
 """

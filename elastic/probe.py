@@ -1,9 +1,9 @@
 """Checks that every node sees the bucket as the same place.
 
 The coordinator writes an object that only this life of the run can have written.  The keeper of each node
-looks for it and writes one of its own, which the coordinator looks for.  Without this check a bucket that is
-a folder local to each node would look fine from every node, until a member heals from what another node has
-saved.
+looks for this object and writes another one, for which the coordinator looks.  Without this check, a bucket
+that is a local folder on each node would seem to work on every node, until a member has to heal from a
+checkpoint that another node has saved.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ class Probe:
         self.store.delete(self.key(who))
 
     def remove_earlier(self) -> None:
-        """Removes the signs of other lives of the run, which have ended before they could."""
+        """Removes the signs of other lives of the run, which ended before they removed them."""
         for key in self.store.list(f"{self.name}/.probe-"):
             if not key.startswith(self.key("")):
                 self.store.delete(key)
 
     def remove_all(self) -> None:
         """Removes every sign of this life that is visible here, also those whose writers ended before they
-        could.
+        removed them.
         """
         for key in self.store.list(self.key("")):
             self.store.delete(key)

@@ -1,8 +1,8 @@
-"""Background threads whose errors are heard of: the work begins anew, or the process ends; and a main thread
-that signals do not break off.
+"""Runs background threads whose failure has an effect: the work begins anew, or the process ends.  Keeps
+signals from interrupting a block of the main thread.
 
-An exception that leaves an ordinary thread ends it with a line in some log, and what it did is done no more
-while all else goes on.
+An exception in an ordinary thread ends only this thread: some log gets a line, and the process goes on
+without the thread's work.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from contextlib import contextmanager
 from types import FrameType
 
 FIRST_S, LONGEST_S = 0.1, 2.0
-"""Seconds from a failure until the work begins anew: they double with each failure up to the second number,
-after which they are the first again once the work has lasted as long.
+"""Shortest and longest pause in seconds between a failure and the next attempt.  The pause doubles with each
+failure, and is the shortest again after an attempt that lasted longer than the longest pause.
 """
 STOPS = {
     signal.SIGINT: "Ctrl-C",
@@ -27,12 +27,12 @@ STOPS = {
     signal.SIGHUP: "SIGHUP",
     signal.SIGUSR1: "SIGUSR1",
 }
-"""The signals that ask a run to save and to stop, and their words.  A terminal that is closed sends SIGHUP,
-and Slurm may send SIGUSR1.
+"""The signals that ask a run to save and to stop, each with its name in messages.  A terminal that is closed
+sends SIGHUP, and Slurm may send SIGUSR1.
 """
 PATIENT = frozenset({signal.SIGHUP, signal.SIGUSR1})
-"""The signals of these that say nothing new after another one: the end of a terminal's session sends SIGTERM,
-and SIGHUP twice.
+"""The signals of ``STOPS`` that are ignored after an earlier signal: the end of a terminal's session sends
+SIGTERM, and SIGHUP twice.
 """
 
 
@@ -40,7 +40,7 @@ def keep_going(work: Callable[[], object], name: str, say: Callable[[str], None]
     """Runs ``work`` on a daemon thread, and begins it anew whenever it fails.  The thread ends when ``work``
     returns.
 
-    ``say`` receives a sentence with the traceback, once for each place where it fails.
+    ``say`` receives a sentence with the traceback, once for each place where ``work`` fails.
     """
     thread = threading.Thread(target=_keep_going, args=(work, name, say), name=name, daemon=True)
     thread.start()
@@ -48,8 +48,8 @@ def keep_going(work: Callable[[], object], name: str, say: Callable[[str], None]
 
 
 def go_or_end(work: Callable[[], object], name: str) -> threading.Thread:
-    """Runs ``work`` on a daemon thread.  If it fails, the process ends with code 1: others then know, and
-    replace it.
+    """Runs ``work`` on a daemon thread.  If ``work`` fails, the process ends with code 1, so that other
+    processes notice and replace it.
     """
     thread = threading.Thread(target=_go_or_end, args=(work, name), name=name, daemon=True)
     thread.start()
@@ -58,7 +58,7 @@ def go_or_end(work: Callable[[], object], name: str) -> threading.Thread:
 
 @contextmanager
 def unbroken() -> Iterator[None]:
-    """Lets what the main thread does within end before a signal of ``STOPS`` is handled.
+    """Delays the signals of ``STOPS`` until the block ends, if the main thread runs the block.
 
     A second signal is handled at once, unless it is one of ``PATIENT``.
     """

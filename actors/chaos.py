@@ -7,8 +7,8 @@ state of the run.  Three nodes are never struck as a whole: the head node, becau
 there is no cluster to recover in, the node of this process, and the coordinator's node, because its death is
 a fault of its own.
 
-A fault at a ``point`` is sent to its worker, which performs it when it next comes to that point.  If it never
-comes there, nothing happens.
+A fault at a ``point`` is sent to its worker, which performs it when it next comes to that point.  If the
+worker never comes there, nothing happens.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Hand:
             self._thaw([process], thaw_after_s)
 
     def slow(self, pid: int, times: float, duration_s: float) -> None:
-        """Lets the process run for one part in ``times`` of the duration."""
+        """Slows the process down for ``duration_s``: it runs for ``1 / times`` of that time."""
         threading.Thread(target=_slow, args=(os.pidfd_open(pid), times, duration_s), daemon=True).start()
 
     def power_off(self) -> None:
@@ -113,7 +113,7 @@ class Hand:
         self._thaws.append((timer, processes))
 
     def rest(self) -> None:
-        """Returns once every process that it stopped runs again or has ended."""
+        """Returns once every process that this hand stopped runs again or has ended."""
         for timer, processes in self._thaws:
             while timer.is_alive() and len(select.select(processes, [], [], 0)[0]) < len(processes):
                 timer.join(POLL_S)
@@ -166,8 +166,8 @@ def _tree(root: int) -> list[int]:
 class Strike:
     """A fault that was performed, or that could not be (``failed`` says why).
 
-    ``at`` is the wall clock; for a fault at a point it is when the worker was told.  Several victims are
-    joined by commas. ``generation`` and ``step`` say where the (last) victim was.
+    ``at`` is the time by the wall clock; for a fault at a point, the time at which the worker was told.
+    Several victims are joined by commas.  ``generation`` and ``step`` say where the (last) victim was.
     """
 
     number: int
@@ -219,7 +219,7 @@ class Chaos:
 
     @property
     def record(self) -> str:
-        """Returns the name of the object that records the strikes."""
+        """The name of the object that records the strikes."""
         return self._store.full_name(self._key)
 
     @property

@@ -391,7 +391,7 @@ class Spares:
         return None
 
     def dismiss(self) -> None:
-        """Does nothing: a spare drops its validation once it gets another order."""
+        """Leaves the spare alone: it drops its validation once it gets another order."""
 
     def _outcome(self, debt: Debt, spare: WorkerId) -> Outcome | None:
         """Returns the result of an attempt.  The debt stays open if the spare has become a member or was

@@ -45,7 +45,8 @@ class JournalReplicas:
 
     @property
     def safe(self) -> RunState:
-        """The run as the newest record says that a majority of the keepers, or the bucket, holds."""
+        """The state of the run after the newest record that a majority of the keepers, or the bucket, holds.
+        """
         return self.authority.safe
 
     # ---- the lease
@@ -112,7 +113,7 @@ class JournalReplicas:
 
     def _by_bucket(self, end: int, say: Callable[[str], None]) -> str:
         """Waits until the bucket, or a majority of the keepers after all, has the journal up to ``end``.
-        Returns a text that names the place.
+        Returns a text that names the place of the journal.
         """
         said = False
         while not self._ship(end):
@@ -131,8 +132,8 @@ class JournalReplicas:
         return "in the bucket"
 
     def _ship(self, end: int) -> bool:
-        """Writes the journal to the bucket, then asks for claims.  Returns whether it may be acted on.
-        Raises :class:`Deposed`.
+        """Writes the journal to the bucket, then asks for claims.  Returns whether the journal may be acted
+        on.  Raises :class:`Deposed`.
         """
         if not self.journal.ship(SHIP_S):
             return False

@@ -1,7 +1,7 @@
 """Finds the coordinator of a run that lives, and asks it.
 
-The newest claim in the bucket names its cluster.  If somebody has deleted the run's folder there is no claim,
-but the run trains on: then the clusters that this process can reach without being told are asked, that of
+The newest claim in the bucket names the cluster of the run.  If somebody has deleted the run's folder, there
+is no claim, but the run trains on: then this process asks the clusters that it can find by itself, that of
 ``RAY_ADDRESS`` and those of this machine.
 """
 
@@ -47,8 +47,8 @@ def attach(name: str) -> Any | None:
 
 
 def lives_at(address: str, job: Job) -> bool:
-    """Returns whether the cluster has a coordinator of that name.  It is not joined for that.  Raises as
-    :func:`heads.answers`.
+    """Returns whether the cluster at ``address`` has a coordinator of the run's name, without joining that
+    cluster.  Raises as :func:`heads.answers`.
     """
     return heads.has_actor(address, name_of(job.name), cluster.NAMESPACE)
 
@@ -65,9 +65,9 @@ def connected(job: Job) -> bool:
 
 def joined_cluster_of(job: Job, owner: Mapping[str, Any] | None) -> bool:
     """Connects to the cluster of the run's newest claim ``owner``, whose head has answered; without a claim,
-    to where the run lives.
+    to the cluster on which the run lives.
 
-    Tells whether there is such a cluster.
+    Tells whether this process is part of that cluster now.
     """
     return _joined_unclaimed(job) if owner is None else _join(owner["address"])
 
@@ -86,8 +86,8 @@ def coordinator_here(job: Job) -> Any | None:
 
 
 def _join(address: str) -> bool:
-    """Joins the cluster at ``address``, whose head has answered, unless this process is part of one.  Tells
-    whether it is of this one.
+    """Joins the cluster at ``address``, whose head has answered, unless this process is part of a cluster.
+    Tells whether this process is part of the cluster at ``address`` now.
     """
     cluster.connect(address, answered=True)
     return cluster.joined(address)
@@ -97,7 +97,7 @@ def _joined_unclaimed(job: Job) -> bool:
     """Connects to the cluster on which the run lives without a claim, and tells whether there is one."""
     part_of_one = ray.is_initialized()
     for address in cluster.known():
-        # it is ending, frozen, or somebody else's
+        # the cluster is ending, frozen, or somebody else's
         with suppress(PlatformGaveUp, ClusterGone, ConnectionError, RuntimeError):
             if not lives_at(address, job):
                 continue
@@ -116,8 +116,8 @@ def bucket_of_another(job: Job, coordinator: Any) -> str:
     """Returns the bucket of the run that lives under the name of ``job``, if it is another run; otherwise, or
     without an answer, "".
 
-    A place may be mounted under another path here; then the newest claim in the bucket of ``job`` is one of
-    the life that is found.
+    One bucket may be mounted under two paths.  The run is the same if the newest claim in the bucket of
+    ``job`` names the life of the coordinator that was found.
     """
     try:
         bucket = str(ask(coordinator, "settings", deadline_s=ANSWER_S)["bucket"])
@@ -247,7 +247,8 @@ def view_of(coordinator: Any, deadline_s: float) -> View | None:
 def reap(name: str, lives: Collection[str] | None = None) -> list[str]:
     """Ends the actors of the run that are left on this cluster, and returns their names.
 
-    With ``lives`` only theirs; a coordinator, whose name has no life, then counts as one of the life "".
+    If ``lives`` is given, it ends only the actors of these lives; a coordinator, whose name has no life, then
+    counts as one of the life "".
     """
     found = []
     for entry in ray.util.list_named_actors(all_namespaces=True):

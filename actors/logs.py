@@ -55,8 +55,8 @@ class Logs:
             self._files[worker] = open(log_file(self.run, worker), "rb")  # noqa: SIM115 # until it is kept
 
     def examine(self, worker: WorkerId, process: Process) -> str:
-        """Finds out where ``process`` stands, for its log, and returns the key of the log.  It takes at most
-        ``EXAMINE_S``.
+        """Finds out where ``process`` stands, to add that to its log, and returns the key of the log.  This
+        takes ``EXAMINE_S`` seconds at most.
         """
         self._stood[worker] = stack_of(process, log_file(self.run, worker), EXAMINE_S)
         return self.key(worker)

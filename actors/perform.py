@@ -91,7 +91,7 @@ PEERS = 3
 """Number of keepers of which a new worker may ask for compiled code; the first one that has it is enough."""
 REACHES, REACH_S = 20, 0.5
 """Number of times that an actor that cannot be reached is asked again before it counts as lost, and the
-seconds between two of them.
+seconds between two attempts.
 """
 
 
@@ -117,8 +117,8 @@ class ActorGroup:
         self.joined: dict[WorkerId, NodeId] = {}
         self.keepers: dict[NodeId, Any] = {}
         self._kept: set[NodeId] = set()
-        """The nodes on which the run has or had a keeper, as far as this coordinator knows.  It may have left
-        something there.
+        """The nodes on which the run has or had a keeper, as far as this coordinator knows.  Files of the run
+        may be there.
         """
         self._guests = defaultdict[NodeId, set[WorkerId]](set)
         """The workers of each node that have joined: ``joined`` the other way round."""
@@ -174,7 +174,7 @@ class ActorGroup:
             case Settle(generation, members, outcome):
                 self.orders.send(members, "settle", generation, _once(outcome, members))
                 home = self._stores.pop(generation, None)
-                # an earlier coordinator knew where
+                # an earlier coordinator chose the node: every keeper is asked
                 for keeper in list(self.keepers.values()) if home is None else self._those((home,)):
                     keeper.close_store.remote(self.incarnation, generation)
             case Kill(workers, _, examine):
@@ -231,8 +231,8 @@ class ActorGroup:
     # ---- what another coordinator has left
 
     def adopt(self, left: Left, run: RunState) -> None:
-        """Takes over the actors of an earlier coordinator; ``run`` says what is known of them.  New calls
-        will notice when they die.
+        """Takes over the actors of an earlier coordinator; ``run`` says what is known of them.  New calls to
+        these actors notice when they die.
         """
         self.workers.update(left.workers)
         self.keepers.update(left.keepers)
@@ -336,9 +336,9 @@ class ActorGroup:
     ) -> None:
         """Calls ``then`` when ``ref``, a call that ends with ``actor``, is done.
 
-        If the actor cannot be reached, Ray may not know yet that it is dead; so it is asked ``again`` times.
-        ``then`` runs on Ray's own thread, where it must not wait for Ray: nothing would ever be answered
-        again in this process.
+        If the actor cannot be reached, Ray may not know yet that it is dead; so the actor is asked ``again``
+        times.  ``then`` runs on Ray's own thread, where it must not wait for Ray: nothing would ever be
+        answered again in this process.
         """
 
         def done(future: Future[Any]) -> None:
@@ -396,11 +396,11 @@ class ActorGroup:
     def _upload(
         self, node: NodeId, number: int, saves: tuple[Save, ...], generation: int, version: Version
     ) -> None:
-        """Tells the keeper of ``node`` its saves, again and again while it cannot be reached: perhaps no
-        later call says the same.
+        """Tells the keeper of ``node`` its saves, again and again while the keeper cannot be reached, because
+        no later call may come.
 
-        A keeper ignores what is older than what it has heard, and one that stays out of reach is soon taken
-        for lost.
+        A keeper ignores a list that is older than its newest one.  A keeper that stays out of reach soon
+        counts as lost.
         """
 
         def done(future: Future[Any]) -> None:
@@ -414,7 +414,7 @@ class ActorGroup:
 
     def _form(self, action: Form) -> None:
         plan = action.plan
-        if plan.generation not in self._stores:  # settled, while other stores were waited for
+        if plan.generation not in self._stores:  # it was settled while this thread waited for other stores
             return
         try:
             store = ray.get(
@@ -505,8 +505,8 @@ class ActorGroup:
     def _refuse(self, node: NodeId, why: str, shared: bool) -> None:
         """Refuses the node.
 
-        Its keeper stays in ``keepers``: the node gets no other one, and this one removes what a worker has
-        left there.
+        Its keeper stays in ``keepers``: so the node gets no other keeper, and this keeper removes what
+        workers have left there.
         """
         self.post(NodeRefused(node, f"{cluster.place(node)} {why}", shared))
 
@@ -550,7 +550,7 @@ class ActorGroup:
                 lineage,
                 written[0].layout,
             )
-        except Exception as error:  # whatever it is: nobody but the coordinator waits for this thread
+        except Exception as error:  # any error: the coordinator must hear of it
             if not self._look_for(version):
                 lasting = isinstance(error, StorageError | KeyError) and not isinstance(error, Unavailable)
                 why, full = f"{type(error).__name__}: {error}", isinstance(error, Full)
@@ -572,14 +572,13 @@ class ActorGroup:
             pool.shutdown(wait=False, cancel_futures=True)
         until = time.monotonic() + 2 * grace_s
         unfollowed = [actor for worker, actor in self.workers.items() if worker not in self.joined]
-        # before the keepers close: what these workers have made would stay, and nobody ends them in good
-        # order
+        # before the keepers close: no keeper ends these workers, or removes what they have made
         kill_all(unfollowed)
         wait_for_all([actor.lives.remote() for actor in unfollowed], time.monotonic() + grace_s)
         closing = {node: keeper.close.remote(self.incarnation) for node, keeper in list(self.keepers.items())}
         wait_for_all(list(closing.values()), until)
         closed = {node for node, call in closing.items() if succeeded(call, unless=Deposed)}
-        # this one has the coordinator's journal
+        # this node has the coordinator's journal
         unclosed = ((self._kept | {cluster.here()}) & set(cluster.nodes())) - closed
         kill_all([*self.workers.values(), *self.keepers.values()])
         wait_for_all(list(self._lives.copy()), max(until, time.monotonic() + grace_s / 2))
@@ -594,14 +593,14 @@ class ActorGroup:
 
 
 def _later(seconds: float, call: Callable[[], None]) -> None:
-    """Calls ``call`` after so many seconds, on a thread that does not keep the process alive."""
+    """Calls ``call`` after ``seconds``, on a thread that does not keep the process alive."""
     timer = threading.Timer(seconds, call)
     timer.daemon = True
     timer.start()
 
 
 def _once(value: Any, receivers: tuple[WorkerId, ...]) -> Any:
-    """Returns ``value``, or a reference to it if it has many receivers: a plan grows with the world, and so
-    does their number.
+    """Returns ``value``, or a reference to it if it has many receivers: a plan and the number of its
+    receivers both grow with the world.
     """
     return ray.put(value) if value is not None and len(receivers) >= MANY else value

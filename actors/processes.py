@@ -26,12 +26,13 @@ _PF_EXITING = 0x4
 apart.
 """
 POLL_S = 0.02
-"""Seconds between two looks whether somebody else is done."""
+"""Seconds between two looks at whether another process is done."""
 STAT_BYTES = 512
-"""Bytes of ``/proc/<pid>/stat`` that are read for the first fields: the name has at most 64."""
+"""Bytes of ``/proc/<pid>/stat`` that are read for the first fields: the name of the process has at most 64.
+"""
 ENTERED_S = 5.0
-"""Seconds for which a worker that makes its files is waited for at the end of a run.  It takes it a
-millisecond, if nothing stops it.
+"""Seconds to wait, at the end of a run, for a worker that is making its files.  That takes a millisecond,
+unless the worker is stopped.
 """
 
 
@@ -49,8 +50,8 @@ def log_folder(run: str) -> Path:
 def compiled_folder() -> Path:
     """Returns this user's folder of this node for compiled code.  It outlives runs.
 
-    Workers remove from it what none has used for 14 days.  Whoever removes all of it lets the next worker
-    compile.
+    Workers remove the files that no worker has used for 14 days.  If the folder is removed, the next worker
+    compiles again.
     """
     return log_folder("compiled")
 
@@ -58,8 +59,8 @@ def compiled_folder() -> Path:
 def make_log_folder(run: str) -> Path:
     """Makes :func:`log_folder`, which only this user can read and write.
 
-    Raises :class:`JobError` if another user has put something else there: what is written there could then be
-    read or replaced.
+    Raises :class:`JobError` if another user has put something else there: the other user could then read or
+    replace what is written there.
     """
     folder = log_folder(run)
     with contextlib.suppress(FileExistsError):
@@ -90,12 +91,12 @@ def _is_ours(folder: Path) -> bool:
 
 @contextlib.contextmanager
 def entered(run: str, wait: Callable[[], object]) -> Iterator[None]:
-    """Enters the run's folder on this node: what a worker makes inside, :func:`leave_nothing` removes.  Calls
-    ``wait`` until it can.
+    """Enters the run's folder on this node: :func:`leave_nothing` removes what a worker makes within the
+    block.  Calls ``wait`` until the folder exists.
 
     A killed process may run on for a while after Ray has said that its actor is dead.  So a worker enters the
-    folder that its keeper has made, and never makes it: once the run is over there is no folder, and a late
-    worker leaves nothing that nobody removes.
+    folder that its keeper has made, and never makes it: once the run is over there is no folder, so a late
+    worker leaves no files behind.
     """
     while (descriptor := _locked(log_folder(run), fcntl.LOCK_SH)) is None:
         wait()
@@ -134,10 +135,10 @@ def log_file(run: str, worker: str) -> Path:
 
 
 def life_of(name: str, token: str) -> str:
-    """Returns the life in ``token``, which is ``<name>-<first incarnation>-<life>``: a random text that no
-    run in another bucket has.
+    """Returns the life in ``token``, which is ``<name>-<first incarnation>-<life>``.  A life is a random
+    text, which no run of another bucket has.
 
-    Returns "" if ``token`` is none of the run, as one of a run called ``<name>-2``.
+    Returns "" for the token of another run, such as one called ``<name>-2``.
     """
     found = re.fullmatch(rf"{re.escape(name)}-\d{{4,}}-([0-9a-f]{{6}})", token)
     return found[1] if found else ""
@@ -169,8 +170,8 @@ def left_here(name: str, lives: Collection[str]) -> list[Path]:
 
 
 def nobodys(name: str) -> list[Path]:
-    """Returns what runs called ``name`` have on this node, of all lives of which no worker here lives.  Other
-    nodes may have one.
+    """Returns the files of runs called ``name`` on this node, of each life that has no living worker here.
+    Such a life may have living workers on other nodes.
     """
     counters = _counters(name)
     lives = {*counters.values()} | {life_of(name, each.name) for each in log_folder("").glob(f"{name}-*")}
@@ -192,8 +193,8 @@ def remove_logs(run: str) -> None:
 def leave_nothing(
     run: str, deadline_s: float = ENTERED_S, wait: Callable[[float], object] = time.sleep
 ) -> None:
-    """Removes all that the run has on this node, since the run is over.  Only a worker that has
-    :func:`entered` can make more; it is waited for until the deadline.
+    """Removes all that the run has on this node, since the run is over.  Waits ``deadline_s`` at most for a
+    worker that is :func:`entered`, since only such a worker can make more.
     """
     end, locked = time.monotonic() + deadline_s, None
     while True:
@@ -219,7 +220,8 @@ def sweep(name: str) -> None:
 
 
 def segments(run: str) -> list[Path]:
-    """Returns the counters that are on this node of a life of the run, or of several if ``run`` is a pattern."""
+    """Returns the files of counters on this node of the life ``run``, or of several lives if it is a pattern.
+    """
     every = segment(run, "w*")
     return sorted(every.parent.glob(every.name))
 
@@ -271,7 +273,7 @@ def _stat(pid: int) -> list[str]:
 
 
 def _exits(stat: bytes) -> bool:
-    """Returns whether the thread that ``stat`` is of has ended, or is exiting."""
+    """Returns whether the thread with this ``stat`` has ended, or is exiting."""
     fields = stat.rpartition(b")")[2].split(None, 7)
     return fields[0] in (b"Z", b"X") or bool(int(fields[6]) & _PF_EXITING)
 
@@ -312,9 +314,9 @@ class Process:
         """Returns whether nothing of the process's program runs any more: each of its threads is exiting or a
         zombie.
 
-        That is so at once after SIGKILL.  Sockets and pidfd tell it only when the kernel has let go of what
-        the process has; for 36 GiB of pinned memory that takes seconds.  The first thread alone may have
-        ended by itself.
+        This is true at once after SIGKILL.  Sockets and the pidfd report the end only when the kernel has
+        freed what the process had, which takes seconds for 36 GiB of pinned memory.  All threads are checked,
+        because the first thread alone may have ended by itself.
         """
         try:
             if not _exits(os.pread(self._stat, STAT_BYTES, 0)):
@@ -322,9 +324,9 @@ class Process:
             threads = os.listdir(f"/proc/{self.pid}/task")
             if not all(_thread_exits(self.pid, each) for each in threads):
                 return False
-            # by a thread that ended since
+            # a thread that has ended since may have started another one
             born = not set(os.listdir(f"/proc/{self.pid}/task")) <= set(threads)
-            # if it was reaped, another may have its number
+            # if the process was reaped, another one may have its number
             return not born and _exits(os.pread(self._stat, STAT_BYTES, 0))
         except (FileNotFoundError, ProcessLookupError):
             return self.ended()
@@ -350,8 +352,9 @@ class Process:
     def status(self) -> int | None:
         """Returns the wait status of the ended process, or None if the kernel does not tell it.
 
-        Until its parent has reaped it, every Linux tells its status; afterwards only 6.15 and later do, by
-        the pidfd.  Between the two it may be reaped, so the pidfd is asked again.
+        Every Linux tells the status until the parent has reaped the process; afterwards only Linux 6.15 and
+        later do, by the pidfd.  The process may be reaped between the two questions, so the pidfd is asked
+        again.
         """
         for ask in (self._told, self._as_zombie, self._told):
             if (status := ask()) is not None:

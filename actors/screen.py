@@ -122,8 +122,7 @@ class Screen:
 
 
 def _left(progress: RunPace) -> list[str]:
-    """Returns the time until the end of the run, in words; nothing if that is unknown, or less than a second.
-    """
+    """Returns the time until the end of the run, in words; nothing if unknown or less than a second."""
     return [f"{spell(progress.left_s)} left"] if round(progress.left_s) else []
 
 

@@ -1,5 +1,5 @@
-"""Survivors: the actors that a dead coordinator has left, which are workers that step on and keepers with the
-end of its journal.
+"""Survivors are the actors that a dead coordinator has left: workers, which step on, and keepers, which hold
+the end of the coordinator's journal.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Left:
     """The actors found, and what the keepers said.
 
     ``ends`` holds the copies of the journal's end.  ``attached`` maps each keeper that answered to the
-    incarnation whose records it holds (0: none).  ``whole`` says that there are no other copies that count.
+    incarnation whose records it holds (0: none).  ``whole`` means that no copy that could matter is missing.
     """
 
     workers: dict[WorkerId, Any] = field(default_factory=dict)
@@ -65,9 +65,9 @@ def look_back(
 ) -> Left:
     """Returns what the coordinators ``before`` have left.
 
-    If that may not be everything of the journal, it waits until none of them acts any more, ``lease_over_s``
-    at most.  It is everything in three cases: all of them ran on this node, so they have ended; none of them
-    finds a majority of the keepers any more; or the run is over.
+    If a part of the journal may be missing, waits until none of these coordinators acts any more, for
+    ``lease_over_s`` seconds at most.  Nothing is missing in three cases: all of them ran on this node, so
+    they have ended; none of them can reach a majority of the keepers any more; or the run is over.
     """
     claimed_at, folder = time.monotonic(), log_folder(token)
     here = all(

@@ -17,9 +17,7 @@ from elastic.errors import STOPPED, ElasticError, JobError
 from storage.errors import StorageError, Unavailable
 
 UNREAD = 141
-"""Exit code of a command that only tells something and has lost its reader, as of a program that SIGPIPE
-ends.
-"""
+"""Exit code of a command of ``TELLERS`` that has lost its reader: that of a program that SIGPIPE ends."""
 TELLERS = ("status", "attach", "logs", "replay", "metrics")
 """The commands that end with their reader.  All others go on without one."""
 
@@ -42,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _main(words: Sequence[str]) -> int:
     file = None
-    # of a line that cannot be read
+    # for messages about a line that cannot be read
     console.job = next((shlex.quote(word) for word in words if word.endswith(".toml")), "")
     try:
         file, run = read(words)
@@ -52,7 +50,7 @@ def _main(words: Sequence[str]) -> int:
         say(file.told(error) if file else str(error), "elastic: ", "red")
         if isinstance(error, ElasticError):
             return error.exit_code
-        # the rest is the same the next time
+        # a repeat meets any other error of storage again
         return ElasticError.exit_code if isinstance(error, Unavailable) else JobError.exit_code
     except KeyboardInterrupt:
         say("interrupted; the same command goes on")

@@ -74,8 +74,9 @@ def rollback(file: JobFile, /, to: str, lr_scale: float = 1.0, force: bool = Fal
 def _goes_on(file: JobFile, run: Run) -> str:
     """Returns the sentence with the command that goes on with the newest branch of ``run``.
 
-    It has options for what the job file and the line have otherwise, since `elastic train` would refuse that.
-    A run with code that was given as objects goes on only where they are.
+    The command has options for the settings in which the job file and the line differ from the branch, since
+    `elastic train` would refuse these.  A run with code that was given as objects goes on only where they
+    are.
     """
     branch = run.job
     if objects := [each for each in branch.code() if each.startswith(f"{OBJECT}:")]:
@@ -112,8 +113,8 @@ def _goes_on(file: JobFile, run: Run) -> str:
 
 
 def _otherwise(job: Job, branch: Job) -> dict[str, Any]:
-    """Returns the settings of ``branch`` that ``job`` has otherwise, so that a run with that branch would not
-    go on with ``job``.
+    """Returns the settings of ``branch`` that differ in ``job``, so that a run with that branch would refuse
+    ``job``.
     """
     job = job.going_on(branch.model_dump(mode="json"))
     found = {name: value for name, (_, value) in branches.changed(branch, job).items()}
@@ -130,11 +131,11 @@ def _words(value: Any) -> list[str]:
 
 
 def before_divergence(run: Run) -> Version:
-    """Returns the last good checkpoint before the run diverged.  Raises :class:`JobError` if it did not, or
-    if there is none.
+    """Returns the last good checkpoint before the run diverged.  Raises :class:`JobError` if the run did not
+    diverge, or has no such checkpoint.
 
-    A loss is that of the weights before its step.  So the last weights that are known to be good are those
-    whose step had a usual one.
+    The loss of a step is that of the weights before the step.  So the newest weights that are known to be
+    good are those before the last step with a usual loss.
     """
     at = diverged_at([{name: row[name] for name in ("step", "loss", "norm")} for row in with_origin(run)])
     if at is None:
@@ -154,10 +155,11 @@ def before_divergence(run: Run) -> Version:
 
 
 def _at_origin(run: Run, origin: Origin, at: int) -> Version:
-    """Returns the version at which a fork began, if it diverged at its own first step ``at``: the fork has
-    nothing before.
+    """Returns the version at which the fork ``run`` began, for a divergence at step ``at`` before which the
+    fork has no good checkpoint of its own.
 
-    Raises :class:`JobError` if it did so before: only another fork, from an earlier step, gets behind that.
+    Raises :class:`JobError` if the run diverged before the fork began: then only another fork, from an
+    earlier step, helps.
     """
     again = (
         f"`elastic train --name OTHER --resume {origin.run}@STEP` forks again, from step {at - 2} or before"

@@ -223,7 +223,7 @@ def _named(versions: Sequence[Version]) -> str:
 
 
 def _check_not_needed(run: Run, version: Version, asked: str) -> None:
-    """Raises :class:`JobError` if the run or another one goes on from a checkpoint, or if the run may still
+    """Raises :class:`JobError` if this run or another run goes on from a checkpoint, or if this run may still
     do so.
     """
     if version in run.checkpoints.inherited:
@@ -312,8 +312,8 @@ def _tell_of_others(run: Run, there: retention.Look, last: int) -> None:
 
 
 def _release(run: Run, dry: bool, claim: int) -> None:
-    """Collects the references of forks that never began, or were removed, or with ``dry`` only says which
-    there are.
+    """Removes the references of forks that never began, or were removed, so that their checkpoints are no
+    longer kept.  With ``dry``, it only lists these references.
     """
     for each, gone in (
         [(each, False) for each in forks.unused(run.store, run.job.name)]
@@ -438,7 +438,7 @@ def _told_if_full(run: Run, version: Version) -> Iterator[None]:
 def at_rest(job: Job, force: bool, lives: str) -> tuple[Run, int]:
     """Returns the run and its newest claim.  Raises :class:`PlatformGaveUp` if it may live, unless ``force``.
 
-    ``lives`` says what to do if it does.
+    ``lives`` is the end of the message: what the user can do if the run lives.
     """
     from actors.cli.run_commands import Absent
     from actors.living import coordinator_of

@@ -107,7 +107,7 @@ def _sized(job: Job) -> Job:
             except (ElasticError, StorageError) as error:  # of the data, or a device that is too small
                 job, why = one, f"not known: {error}; all below is for 1"
         say(f"microbatch = {job.microbatch if job is not one else 'auto'}: {why}")
-    # which hold all sums of gradients; memory does not depend on how many more there are
+    # so many microbatches fill all sums of gradients; more take no more memory
     rounds = job.reduction.block + 2
     return job if job.global_batch != "all" else job.replace(global_batch=rounds * job.microbatch_size)
 

@@ -37,7 +37,8 @@ class JobFile:
     def typed(self) -> str:
         """The words that name the same job on the line of another command.
 
-        An option whose value may be a secret has none: pasted, the command says that it lacks a value.
+        An option whose value may be a secret is shown without it: the pasted command then says that the value
+        is missing.
         """
         return shlex.join([self.file, *self.options.to_show()])
 
@@ -67,7 +68,7 @@ class JobFile:
         """Returns the message of ``error``, with the source of the settings with which its lines begin: the
         file, or options of the line.
 
-        That of a bucket that does not answer begins with the setting.
+        The message about a bucket that does not answer gets the setting ``bucket`` as its beginning.
         """
         from elastic.config.settings import located, read_toml, source_of
         from elastic.job import Job

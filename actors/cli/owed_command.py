@@ -1,5 +1,5 @@
-"""The command ``elastic owed``: lists what a run owes for its checkpoints, or does it in this process, also
-while the run lives.
+"""The command ``elastic owed``: lists the debts of a run for its checkpoints, or pays them in this process,
+also while the run lives.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from storage.errors import Damaged
 
 
 def owed(job: Job, pay: bool, *, accept_code: bool = False) -> int:
-    """Lists what the run owes.  With ``pay`` it does that first, also what was given up.
+    """Lists the debts of the run.  With ``pay``, it pays them first, also those that were given up.
 
-    What is owed, and with which settings, is what the run has recorded.  From ``job`` it takes where the run
-    is, how this process computes and the code that is given as objects.  What other code has made is left as
-    it is, unless ``accept_code``.  Returns 1 if something was given up, or could not be done now.  Raises
-    :class:`JobError` if there is no such run.
+    The debts and their settings are those that the run has recorded.  ``job`` says where the run is and how
+    this process computes, and has the code that is given as objects.  A checkpoint that other code has made
+    is left alone, unless ``accept_code``.  Returns 1 if a debt was given up, or could not be paid now.
+    Raises :class:`JobError` if there is no such run.
     """
     if accept_code and not pay:
         raise JobError("--accept-code has no effect without --pay; add that, or leave it out")
@@ -62,7 +62,7 @@ def owed(job: Job, pay: bool, *, accept_code: bool = False) -> int:
 
 
 def _pay(run: Run, job: Job, debt: Debt, accept_code: bool) -> tuple[str, bool]:
-    """Makes what is owed in this process.  Returns the sentence about it, "" if somebody else was first, and
+    """Pays ``debt`` in this process.  Returns the sentence about it, "" if somebody else was first, and
     whether it is done.
     """
     from elastic.train.alone.revisit import validate_here
@@ -77,7 +77,7 @@ def _pay(run: Run, job: Job, debt: Debt, accept_code: bool) -> tuple[str, bool]:
             return told_of(debt.version.step, found), True
         if debt.kind == debts_of.SAMPLES:
             code.check_look(run, debt.version, run.job_at(debt.version), job, accept=accept_code)
-    # its checkpoint is damaged, or the code is another one; others may work
+    # its checkpoint is damaged or made by other code; other debts may be paid
     except (ElasticError, Damaged) as error:
         return f"{debt} failed: {error}", False
     return pay(run, code.with_objects(run.job.replace(workers=job.workers), job), debt)

@@ -1,10 +1,10 @@
 """Commands, and the lines that name them.
 
-A function is a command if :func:`command` says so.  Its parameters before the ``/`` are the arguments of a
-line, and those after it are options; without a default it must be given.  :data:`WORDS` says how the words of
-each type are read.  The first argument may be a ``Job``, which the line names by its job file, or the
-:class:`JobFile` itself; then the line may also give settings of the job.  The docstring has a line for each
-parameter, ``name -n METAVAR: meaning``, after its first paragraph; a job needs none.
+A function is a command if it is decorated with :func:`command`.  Its parameters before the ``/`` are the
+arguments of a line, and those after it are options; an option without a default must be given.  :data:`WORDS`
+says how the words of each type are read.  The first argument may be a ``Job``, which the line names by its
+job file, or the :class:`JobFile` itself; then the line may also give settings of the job.  The docstring has
+a line for each parameter, ``name -n METAVAR: meaning``, after its first paragraph; a job needs no such line.
 
 Signatures and docstrings are read from the sources, and a command is imported when it runs: neither help nor
 a mistake in a line waits for Ray or PyTorch.  argparse reads the words of a command; a line that cannot be
@@ -66,18 +66,18 @@ EXAMPLES = {
     "destination": "tokens",
     "dataset": "tokens",
 }
-"""Words of an example, by the argument or the kind of value in whose place they are."""
+"""The words of an example, each by the argument or the kind of value that it stands for."""
 READS: dict[str, Sequence[str]] = {}
-"""The settings that a command takes from the job file of a run even if that has mistakes in others, by the
-name of the command.
+"""The settings that each command reads from the job file of a run, even if other settings in the file have
+mistakes, by the name of the command.
 """
 
 Function = TypeVar("Function", bound=Callable[..., int | None])
 
 
 def command(name: str, reads: Sequence[str] = ()) -> Callable[[Function], Function]:
-    """Declares that a function is the command ``name``, which ``reads`` these settings.  It returns its exit
-    code, or nothing for 0.
+    """Declares that a function is the command ``name``, which reads the settings ``reads``.  The function
+    returns its exit code, or nothing for 0.
     """
     READS[name] = reads
     return lambda function: function
@@ -225,8 +225,8 @@ def _only_listed(words: Sequence[str]) -> NoReturn:
 
 
 def parser_of(name: str, function: Callable[..., int | None]) -> Parser:
-    """Returns the parser of a command.  Raises :class:`KeyError` for a parameter of which its docstring has
-    no line.
+    """Returns the parser of a command.  Raises :class:`KeyError` for a parameter that has no line in the
+    docstring.
     """
     about, more = _told(function)
     told = {key: told for key, *told in PARAMETER.findall(more)}

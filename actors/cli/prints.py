@@ -28,7 +28,7 @@ LOOK_S = 1.0
 MOST = 50
 """Largest number of lines that one look shows, about a page; each worker has its share, and at least one."""
 FIRST, ALL = "first", "all"
-"""The words for one worker that lives, the same as long as it does, and for every worker."""
+"""The words that ask for one living worker, the same until it ends, and for every worker."""
 Told = dict[str, tuple[int, str]]
 """Maps each worker to where its log ends now, and to what it has printed since the look before."""
 
@@ -36,8 +36,8 @@ Told = dict[str, tuple[int, str]]
 class LogReading:
     """One look at the logs of the living workers ``asked``, which maps each to its node.
 
-    ``ends`` says where the look before ended; a worker that is not there begins with the last lines of its
-    log.
+    ``ends`` says where the look before ended; a worker that is not in ``ends`` begins with the last lines of
+    its log.
     """
 
     def __init__(self, run: str, asked: Mapping[Any, str], ends: Mapping[str, int]) -> None:
@@ -52,8 +52,8 @@ class LogReading:
         ]
 
     def wait(self, timeout_s: float) -> Told:
-        """Returns what has come after at most so many seconds.  A node that is gone, or does not answer,
-        tells nothing.
+        """Returns what has come after ``timeout_s`` at most.  A node that is gone, or does not answer, tells
+        nothing.
         """
         done, self.tasks = (
             ray.wait(self.tasks, num_returns=len(self.tasks), timeout=timeout_s) if self.tasks else ([], [])

@@ -51,7 +51,7 @@ def replay(file: JobFile, /, check: bool = False, layers: bool = False) -> int:
 
 
 def _journal_of(file: JobFile) -> tuple[list[Segment], Rules | None]:
-    """Returns the journal of a run with the rules of its job, or a file of a journal.  Raises
+    """Returns the journal of a run and the rules of its job, or the journal in a file and no rules.  Raises
     :class:`JobError` if there is none.
     """
     if file.is_toml:

@@ -107,8 +107,8 @@ def facts_of(run: Run, keep: Keep, now: float) -> Facts:
 
 
 def _quarantine(run: Run, newest: Version | None) -> int:
-    """Returns the number of samples in quarantine in the newest checkpoint; 0 if that cannot be read, which a
-    page survives.
+    """Returns the number of samples in quarantine in the newest checkpoint; 0 if it cannot be read, since a
+    page can do without it.
     """
     with suppress(StorageError):
         return len(held_in(run.checkpoints.open(newest)) or ()) if newest is not None else 0
@@ -153,7 +153,7 @@ def _check(path: Path, option: str, endings: tuple[str, ...]) -> None:
 
 
 def _write(path: Path, option: str, content: bytes) -> None:
-    """Writes the file at once, so that whoever looks at an older page never sees half of a new one."""
+    """Replaces the file in one step, so that a reader never sees half of a page."""
     aside = path.with_name(f".{path.name}.part")
     try:
         aside.write_bytes(content)

@@ -52,7 +52,7 @@ class Absent:
 
     @classmethod
     def of(cls, job: Job) -> Absent:
-        """Returns what the bucket says.  Raises :class:`JobError` if it has no such run."""
+        """Returns what the bucket says about the run.  Raises :class:`JobError` if it has no such run."""
         run = Run.begun(job)
         if (owner := run.owner()) is None and (claim := run.latest_claim()):
             key = run.store.full_name(f"{job.name}/owner/{claim:06d}.json")
@@ -215,7 +215,7 @@ def _watch(job: Job, coordinator: Any, once: bool, driver: str = "", stop: str =
 
 
 def _stands(view: View) -> str:
-    """Returns the part of the line whose change is a reason to print it again."""
+    """Returns the part of the line that is printed again whenever this part changes."""
     workers = ", ".join(f"{worker}@{node[:6]}" for worker, node in sorted(view.workers.items()))
     open_ = "" if view.unprotected_since is None else f"; unprotected since step {view.unprotected_since}"
     alone = (
@@ -271,7 +271,8 @@ def clean(job: Job, /, force: bool = False) -> int:
     if not (lives := lives | {life} - {""}):
         say(_unclaimed(job))
     ended = living.reap(job.name, lives)
-    if coordinator is not None and (life or ended):  # it is of this run, as are its workers
+    # such a coordinator is of this run, as are its workers
+    if coordinator is not None and (life or ended):
         ended += living.reap(job.name, {""})
     elif coordinator is not None:
         say("a coordinator of this name tells nobody whose it is, and has no worker of this run; it stays")
@@ -291,7 +292,7 @@ def clean(job: Job, /, force: bool = False) -> int:
 
 
 def _unclaimed(job: Job) -> str:
-    """Returns the sentence about a run without a claim, which alone says what is its own."""
+    """Returns the sentence about a run without a claim: only a claim says what belongs to the run."""
     left = [str(each) for each in nobodys(job.name)]
     advice = (
         f"if no run of that name lives, remove {', '.join(left)}"

@@ -49,7 +49,7 @@ def train(
     from elastic.train.checks.bucket import open_bucket
     from elastic.train.checks.early import check_early
 
-    # else it may live, and need no code of this machine
+    # a run with a claim may live, and then it needs no code of this machine
     if not address and not latest_claim(open_bucket(job), job.name):
         check_early(job)
     if not quiet:  # off a terminal, too: on a busy machine the imports alone take ten seconds

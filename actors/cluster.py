@@ -321,7 +321,7 @@ def pid_of(actor: Any) -> int | None:
 
 
 def slots(workers: Workers, avoid: Container[str] = ()) -> int:
-    """Returns how many more workers of this size the cluster could start now, without the nodes to ``avoid``."""
+    """Returns how many more workers of this size the cluster could start now, outside the nodes ``avoid``."""
     return _slots(workers, {node: free for node, free in _free_by_node().items() if node not in avoid})
 
 

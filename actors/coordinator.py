@@ -202,7 +202,7 @@ class Coordinator:
         return True
 
     def _claim(self, seen: int, life: str) -> dict[int, NodeId]:
-        """Claims the run.  Returns the incarnations of earlier coordinators of this life, each with its node."""
+        """Claims the run.  Returns the incarnation and node of each earlier coordinator of this life."""
         address, node = ray.get_runtime_context().gcs_address, cluster.here()
         try:
             before = self.run.claims(life, seen)
@@ -242,7 +242,7 @@ class Coordinator:
         self.recorded = self.state
 
     def _begun(self, reference: Build) -> RunState:
-        """Returns the run as the bucket knows it; ``reference`` is the build that the job was checked with."""
+        """Returns the run as the bucket knows it; the job was checked with the build ``reference``."""
         state, goes_on = self.run.begins(self.incarnation, self.clock())
         self._say("" if self.again else goes_on)
         # a coordinator that takes over says so by its first event
@@ -311,7 +311,7 @@ class Coordinator:
 
     @ray.method(concurrency_group="view")  # type: ignore[untyped-decorator]
     def tell(self, sentence: str) -> None:
-        """Adds a sentence to the run's story: something that a keeper has found out and that decides nothing."""
+        """Adds a sentence of a keeper to the run's story.  The sentence decides nothing."""
         self._say(sentence)
 
     def _say(self, sentence: str) -> None:

@@ -45,8 +45,7 @@ class JournalReplicas:
 
     @property
     def safe(self) -> RunState:
-        """The state of the run after the newest record that a majority of the keepers, or the bucket, holds.
-        """
+        """The state of the run after the newest record that the bucket or most of the keepers hold."""
         return self.authority.safe
 
     # ---- the lease
@@ -70,7 +69,7 @@ class JournalReplicas:
             self.authority.confirmed(asked_at)
 
     def ask_bucket(self) -> None:
-        """Asks the bucket whether another coordinator has claimed the run, and notes the answer if one comes."""
+        """Asks the bucket whether another coordinator has claimed the run, and notes an answer."""
         with contextlib.suppress(StorageError, OSError):
             self.authority.claimed(time.monotonic(), self.run.latest_claim())
 

@@ -246,7 +246,7 @@ class Keeper:
         return tuple(worker for worker, actor in actors.items() if actor is None)
 
     def pass_to(self, coordinator: Any) -> None:
-        """Gathers for ``coordinator`` what the workers of this node say, and their questions for the lease."""
+        """Gathers for ``coordinator`` the events of this node's workers and their questions for the lease."""
         say, ask = (
             coordinator.post_all.options(max_task_retries=0),
             coordinator.renew_all.options(max_task_retries=0),

@@ -459,9 +459,10 @@ def _seen(job: Job, view: View, requests: Requests) -> Result:
 def start(run: Run, reference: Build, driver: str, seen: int, objects: Sequence[bytes] = ()) -> Any:
     """Starts a coordinator: named, detached, without an accelerator.
 
-    ``reference`` is the build that every worker must match.  ``driver`` is the driver that starts it, if
-    nobody has claimed the run since incarnation ``seen``.  ``objects`` are those of the job
-    (:func:`~actors.objects.pack`).  Raises as :func:`elastic.runs.data.bind`.
+    ``reference`` is the build that every worker must match.  ``driver`` starts it, and ``seen`` is the newest
+    incarnation that it has seen; if another command has claimed the run since, the coordinator does not
+    start.  ``objects`` are those of the job (:func:`~actors.objects.pack`).  Raises as
+    :func:`elastic.runs.data.bind`.
     """
     data.bind(run, reference.data, int(reference.samples))
     job = run.job

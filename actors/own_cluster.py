@@ -26,10 +26,10 @@ from elastic.train.machine.gpus import LAUNCHES
 
 NAMESPACE = "elastic"
 PRELOADED = "torch,numpy,pyarrow.parquet,pydantic.main,blake3"
-"""The modules that processes import before they are needed: half of what a worker imports.  The first of
-these processes becomes the coordinator, which also waits for these imports, so the other half would cost more
-than it saves (RESULTS.md has figures).  No module of Elastic or of the user is among them: a waiting process
-does not know yet which code the run has.
+"""The modules that processes import before they are needed: half of what a worker imports.  The coordinator,
+too, waits until the first of these processes has imported them, so the other half would cost more than it
+saves (RESULTS.md has figures).  No module of Elastic or of the user is among them: a waiting process does not
+know yet which code the run has.
 """
 OTHERS = 3
 """Processes beside the workers: the coordinator, a keeper, and one that replaces a dead process."""

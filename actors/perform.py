@@ -440,7 +440,7 @@ class ActorGroup:
         return [keeper for node in nodes if (keeper := self.keepers.get(node)) is not None]
 
     def keep(self, node: NodeId) -> None:
-        """Starts a keeper on ``node``, unless the run is over.  The caller makes sure that the node has none."""
+        """Starts a keeper on ``node``, which must have none, unless the run is over."""
         if self._closing:
             return
         actor = (

@@ -1,4 +1,4 @@
-"""Processes as the operating system sees them: their log files, their ends and the signals that ended them."""
+"""Processes as the operating system sees them: log files, ends, and the signals that ended them."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def make_log_folder(run: str) -> Path:
 
 
 def _is_ours(folder: Path) -> bool:
-    """Returns whether ``folder`` is a folder of this user and no link; if so, takes it from everybody else."""
+    """Returns whether ``folder`` is a folder of this user and no link; if so, bars all other users."""
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError:
@@ -220,8 +220,7 @@ def sweep(name: str) -> None:
 
 
 def segments(run: str) -> list[Path]:
-    """Returns the files of counters on this node of the life ``run``, or of several lives if it is a pattern.
-    """
+    """Returns the files of counters here of the life ``run``, or of several lives if it is a pattern."""
     every = segment(run, "w*")
     return sorted(every.parent.glob(every.name))
 

@@ -45,8 +45,7 @@ OF_THE_RUN = {
 }
 """Numbers of the run as it is now."""
 COUNTED = {"elastic_lost_workers": "Workers that were lost, since this coordinator began"}
-"""Numbers that only grow; with another coordinator they begin at 0 again, as Prometheus expects of counters.
-"""
+"""Numbers that only grow; a new coordinator begins them at 0, as Prometheus expects of counters."""
 
 
 class Exported:

@@ -60,7 +60,7 @@ class Terminal(Console):
 
     @property
     def changes(self) -> bool:
-        """True if a line can change: it cannot in a file, nor on a terminal that knows no control characters."""
+        """True if a line can change: not in a file, nor on a terminal without control characters."""
         return self.is_screen and not self.is_dumb_terminal
 
     def draw(self, text: str) -> None:

@@ -49,7 +49,7 @@ class JobError(ElasticError):
 
 
 class CodeError(JobError):
-    """Code that the job names as ``pkg.module:name`` cannot be imported, or a package of Elastic is shadowed."""
+    """The job's ``pkg.module:name`` cannot be imported, or a package of Elastic is shadowed."""
 
 
 class ModelError(JobError):
@@ -85,7 +85,7 @@ class WorldBroken(ElasticError):
 
 
 class CopyLost(WorldBroken):
-    """A copy that the plan takes from ``keeper`` cannot be read; a later plan takes the state from elsewhere."""
+    """A copy that the plan takes from ``keeper`` cannot be read; a later plan takes another copy."""
 
     def __init__(self, message: str, keeper: str = "") -> None:
         super().__init__(message)

@@ -1,4 +1,4 @@
-"""The commands that take no job: data, simulate, dtypes, settings.  Each imports what it needs when it runs."""
+"""The commands that take no job: data, simulate, dtypes, settings.  Each imports its modules when it runs."""
 
 from __future__ import annotations
 

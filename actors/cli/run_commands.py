@@ -215,7 +215,7 @@ def _watch(job: Job, coordinator: Any, once: bool, driver: str = "", stop: str =
 
 
 def _stands(view: View) -> str:
-    """Returns the part of the line that is printed again whenever this part changes."""
+    """Returns the part of the status line that must change before the line is printed again."""
     workers = ", ".join(f"{worker}@{node[:6]}" for worker, node in sorted(view.workers.items()))
     open_ = "" if view.unprotected_since is None else f"; unprotected since step {view.unprotected_since}"
     alone = (
@@ -233,7 +233,8 @@ def _stands(view: View) -> str:
 
 
 def _copies(view: View) -> str:
-    """Returns how often copies are made.  This varies with the step time, so its change alone is not printed."""
+    """Returns how often copies are made.  This varies with the step time, so its change prints no new line.
+    """
     copies, buddies = (
         f"every {pace} steps" if pace > 1 else "every step" if pace else "none" for pace in view.paces
     )

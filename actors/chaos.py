@@ -3,9 +3,9 @@
 The faults are those of ``elastic/protocol/faults.py``.  An actor on every node, its *hand*, sends the
 signals.  A fault that must happen inside a process is performed by the worker on itself (``Worker.suffer``).
 Each strike is recorded in ``chaos/`` of the run's folder: the fault, its victim, the time, the step and the
-state of the run.  Three nodes are never struck as a whole: the head node, because without Ray's own store
-there is no cluster to recover in, the node of this process, and the coordinator's node, because its death is
-a fault of its own.
+state of the run.  Three nodes are never struck as a whole: the head node, because without Ray's own store no
+cluster is left to recover in; the node of this process; and the coordinator's node, because the coordinator's
+death is a fault of its own.
 
 A fault at a ``point`` is sent to its worker, which performs it when it next comes to that point.  If the
 worker never comes there, nothing happens.

@@ -51,8 +51,8 @@ def connect(
     """Joins the cluster at ``address``, or the one that this process was submitted to, or starts one here
     ("local"), unless :func:`begin_here` has begun to.  ``answered`` means that the head has just answered.
 
-    No process asks CUDA's driver by an import.  Raises :class:`PlatformGaveUp` if Ray does not start, or does
-    not answer; and as :func:`heads.answers`.
+    It also sets ``NVML``, so that an import of torch's compiler does not ask CUDA's driver.  Raises
+    :class:`PlatformGaveUp` if Ray does not start, or does not answer; and as :func:`heads.answers`.
     """
     begin_here(address, workers, tell)
     if own_cluster.pending():

@@ -259,7 +259,7 @@ class Errands:
                 self.tell(said)
 
     def _work_off(self, inbox: Inbox) -> None:
-        """Pays what can be paid, until nothing makes progress any more or a stop is asked for."""
+        """Pays the debts that can be paid, until none makes progress any more or a stop is asked for."""
         self._go_on()
         if said := owed.sentence(self._able):
             self.tell(f"{said}; that is done now, and Ctrl-C leaves it for later")

@@ -28,8 +28,8 @@ from elastic.runs.run import LOCAL, Run
 ANSWER_S = 15.0
 """Seconds in which a coordinator must answer before it counts as one that may be dead."""
 QUIET_S = 5.0
-"""Seconds without an answer of the coordinator after which the user is told so, and seconds from one look for
-the cluster's head to the next.
+"""Seconds without an answer of the coordinator after which the user is told so, and seconds between two looks
+for the cluster's head.
 """
 
 

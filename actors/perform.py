@@ -150,8 +150,8 @@ class ActorGroup:
         """
         self._retention = Retention(run, incarnation, lambda sentence: self.tell(sentence))
         self._begins = run.newest() is None
-        """True as long as the run has no checkpoint and no world has formed: workers compare the engine with
-        plain torch then.
+        """True as long as the run has no checkpoint and no world has formed: workers that start meanwhile
+        compare the engine with plain torch.
         """
         self._stores: dict[int, NodeId] = {}
         """The node that hosts the store of each generation that is not settled."""

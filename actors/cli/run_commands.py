@@ -233,7 +233,8 @@ def _stands(view: View) -> str:
 
 
 def _copies(view: View) -> str:
-    """Returns how often copies are made.  This varies with the step time, so its change prints no new line.
+    """Returns how often copies are made.  It varies with the step time, so no line is printed for its change
+    alone, unlike for :func:`_stands`.
     """
     copies, buddies = (
         f"every {pace} steps" if pace > 1 else "every step" if pace else "none" for pace in view.paces

@@ -98,7 +98,7 @@ little: a fifth of the time at most.
 
 
 class Job(Section):
-    """One training job.  Its trajectory depends only on this object and its samples, never on the cluster."""
+    """One training job.  Its trajectory is a function of this object and its samples, never of the cluster."""
 
     name: Refused[Annotated[str, AfterValidator(folder_name)]]
     """Name of the run, and of its folder in the bucket.  With another name it is another run."""

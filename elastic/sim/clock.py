@@ -1,5 +1,5 @@
-"""Virtual time: a queue of calls, which are performed in order of their times; equal times in order of their
-creation.
+"""Virtual time: a queue of calls, performed in the order of their times.  Calls with equal times are
+performed in the order in which they were made.
 """
 
 from __future__ import annotations

@@ -39,24 +39,23 @@ if TYPE_CHECKING:
 BEAT_S, CAPACITY_S = 0.8, 5.0
 """Times in seconds from one beat of a keeper to the next, and from one report of free places to the next."""
 DECLARED_DEAD_S = 8.0
-"""Time in seconds after which the cluster's health checks declare a silent node dead, together with its
-processes.
+"""Time in seconds after which the cluster's health checks declare a silent node dead, with all its processes.
 """
 UNPINNED_S = 4.5
-"""Longest time in seconds that it takes the kernel to let go of pinned memory of a dead process."""
+"""Longest time in seconds until the kernel has released the pinned memory of a dead process."""
 
 
 @dataclass
 class Node:
     """A node.
 
-    ``keeper`` is True while its keeper runs.  ``declared_dead`` is True once the cluster has given it up: if
-    it wakes, it ends itself.
+    ``keeper`` is True while its keeper runs.  ``declared_dead`` is True once the cluster has declared the
+    node dead; a living node then ends itself when it hears this.
     """
 
     name: NodeId
     host: str
-    """Name of the machine, which may come back as another node."""
+    """Name of the machine, which may come back as a new node with a new name."""
     keeper: bool = True
     frozen_until: float = 0.0
     alive: bool = True
@@ -73,8 +72,7 @@ class Bucket:
 
     def __init__(self) -> None:
         self.shards: dict[Version, dict[int, set[Cell]]] = {}
-        """The shards of each version, by the generation that wrote them, because the layouts of generations
-        differ.
+        """The shards of each version, by the generation that wrote them: the layouts of generations differ.
         """
         self.manifests: set[Version] = set()
         self.damaged: set[Version] = set()
@@ -83,8 +81,8 @@ class Bucket:
         self.shards.setdefault(version, {}).setdefault(generation, set()).add(cell)
 
     def by(self, version: Version, generation: int) -> frozenset[Cell]:
-        """Returns the shards of ``version`` that ``generation`` wrote.  0 means the generation that committed
-        the version.
+        """Returns the shards of ``version`` that ``generation`` wrote.  A ``generation`` of 0 means the
+        generation that committed the version.
         """
         return frozenset(self.shards.get(version, {}).get(generation or version.generation, ()))
 
@@ -92,8 +90,8 @@ class Bucket:
 class Cluster:
     """The cluster.
 
-    ``workers`` has every process that was ever started, and ``running`` the living ones.  ``zombies`` should
-    be dead and are alive.
+    ``workers`` has every process that was ever started, and ``running`` the living ones.  ``zombies`` are
+    processes that live on after an order to kill them.
     """
 
     def __init__(self, sim: Simulation) -> None:
@@ -109,12 +107,12 @@ class Cluster:
         self.sick_stores: set[int] = set()
         self.next_store_sick_until = 0.0
         self.taken = 0
-        """Number of places for workers that the run may not use for a while."""
+        """Number of places for workers that a drought has taken from the run."""
         self.errors_raised: list[tuple[int, WorkerId]] = []
         self.unpins = Random(sim.seed + 7)
         self.pinned = self.unpins.random() < 0.5
-        """True if workers hold much pinned memory: a keeper sees at once that one dies, and it has ended
-        seconds later.
+        """True if workers hold much pinned memory.  The keeper then sees a worker's death at once, but the
+        worker's process ends only seconds later.
         """
         self._numbers = 0
         for _ in range(sim.scenario.nodes):
@@ -122,7 +120,7 @@ class Cluster:
         self.clock.after(0.05, self._offer)
 
     def number(self) -> int:
-        """Returns a number that was never returned before."""
+        """Returns a new number at each call."""
         self._numbers += 1
         return self._numbers
 
@@ -142,8 +140,8 @@ class Cluster:
         return Build(self.nodes[node].host if node in self.nodes else node)
 
     def add_misfit(self) -> None:
-        """Adds a node whose keeper finds another bucket.  Workers may be started there until the keeper has
-        reported this.
+        """Adds a node whose keeper finds another bucket.  Workers may be started on this node until the
+        keeper has reported the other bucket.
         """
         self.misfits.add(NodeId(f"n{self.number()}"))
         self.look_at_misfits()
@@ -161,7 +159,7 @@ class Cluster:
         node: NodeId,
         event: KeeperUp | KeeperLost | NodeRefused | Lost | StartFailed | ShardSaved | SaveFailed,
     ) -> None:
-        """Sends an event of the node, or about it, that is repeated until the present coordinator has heard
+        """Sends an event of the node, or about the node, repeatedly until the present coordinator has heard
         it.
         """
         self.network.send_surely(Way.FROM, node, self.sim.tell_coordinator, event)
@@ -211,10 +209,10 @@ class Cluster:
         self.silent(node, duration_s)
 
     def silent(self, node: Node, duration_s: float) -> None:
-        """Makes the node silent.
+        """Handles a silence of ``duration_s`` seconds of a frozen or cut-off node.
 
-        If ``duration_s`` exceeds ``DECLARED_DEAD_S``, the cluster declares the living node dead if another
-        node is left.  The node ends itself when it hears this.
+        If the silence is longer than ``DECLARED_DEAD_S`` and another node is left, the cluster declares the
+        living node dead.  The node ends itself when it hears this.
         """
         if duration_s > DECLARED_DEAD_S and len([n for n in self.nodes.values() if not n.declared_dead]) > 1:
             self.clock.after(DECLARED_DEAD_S, self._declare_dead, node, self.clock.now + duration_s)
@@ -249,14 +247,17 @@ class Cluster:
         )
 
     def order(self, incarnation: int, nodes: Iterable[NodeId], call: Callable[..., None], *args: Any) -> None:
-        """Sends a coordinator's order to keepers.  A keeper refuses it if it obeys a later incarnation."""
+        """Sends a coordinator's order to keepers.  A keeper that obeys a later incarnation refuses the order.
+        """
         for node in nodes:
             self.network.send(Way.TO, node, self._obey, incarnation, node, call, *args)
 
     def order_surely(
         self, incarnation: int, nodes: Iterable[NodeId], call: Callable[..., None], *args: Any
     ) -> None:
-        """Sends an order like :meth:`order`, but none is lost: a frozen node gets it when it goes on."""
+        """Sends an order like :meth:`order`, but surely: it is repeated until it arrives, and a frozen node
+        handles it when it goes on.
+        """
         for node in nodes:
             self.network.send_surely(Way.TO, node, self._obey_at_last, incarnation, node, call, *args)
 
@@ -291,8 +292,8 @@ class Cluster:
         node.buddy = buddy
 
     def store_answers(self, plan: Plan) -> bool:
-        """Returns whether the store of the generation answers.  The store dies with its keeper, and its
-        members may not reach it.
+        """Returns whether the store of the plan's generation answers.  A store dies with its keeper, and can
+        be out of reach of its members.
         """
         node = self.nodes.get(plan.store_node)
         if self.clock.now < self.next_store_sick_until:
@@ -375,14 +376,16 @@ class Cluster:
         self.clock.after(after_s, self.say_surely, worker.node, gone)
 
     def _seen_dying(self, name: NodeId, word: Lost) -> None:
-        """The keeper, if it can, sees early that a worker dies, and says so once."""
+        """Makes the keeper, if it runs, report early and once that a worker is dying."""
         node = self.nodes.get(name)
         if node is not None and node.keeper and node.frozen_until <= self.clock.now:
             self.sim.oracle.occasions["a death is seen early"] += 1
             self.network.send(Way.FROM, name, self.sim.tell_coordinator, word)
 
     def kill(self, names: tuple[WorkerId, ...]) -> None:
-        """Tries to kill processes.  If that fails, the process lives on as a zombie, which takes no place."""
+        """Tries to kill processes.  A process that the kill does not reach lives on as a zombie, which takes
+        no place.
+        """
         for name in names:
             worker = self.workers.get(name)
             if worker is None or not worker.alive:
@@ -405,7 +408,9 @@ class Cluster:
     # ----------------------------------------------------------------------------------------------------
 
     def supply(self, worker: Worker, plan: Plan) -> str:
-        """Returns whether ``worker`` gets its shard of the plan's version: "ok", "gone", "down" or "damaged"."""
+        """Returns the result of fetching the worker's shard of the plan's version: "ok", "gone", "down" or
+        "damaged".
+        """
         if plan.version == Version(0, 0):
             return "ok"
         if (plan.version, worker.cell) in worker.held:
@@ -426,8 +431,8 @@ class Cluster:
         return self.network.happens(Kind.BUCKET_DOWN)
 
     def commit_manifest(self, version: Version, by: int, reported: bool, reached: bool) -> Saved | SaveFailed:
-        """Writes a manifest, if the parts that ``by`` wrote are all ``reported`` to its writer and the bucket
-        is ``reached``.
+        """Writes the manifest of ``version``, unless the bucket has it.  The bucket must be ``reached``, and
+        the coordinator must have the receipts of all parts that generation ``by`` wrote (``reported``).
         """
         if not reached or self.bucket_fails():
             return SaveFailed(version, "store unavailable", by, again=True, manifest=True)
@@ -440,7 +445,7 @@ class Cluster:
         return Saved(version, f"digest of {version}")
 
     def retain(self, action: Retain) -> None:
-        """Deletes at once what no rule keeps; the product takes two rounds."""
+        """Deletes at once the checkpoints that no rule keeps; the product deletes in two rounds."""
         kept = {*action.saved, *action.spared}
         gone = {
             version
@@ -452,8 +457,8 @@ class Cluster:
         self.sim.oracle.occasions["checkpoints are deleted"] += bool(gone)
 
     def user_error(self, worker: Worker, step: int) -> bool:
-        """Returns whether the user's code raises, which it does on the worker that has the microbatch of the
-        bad sample.
+        """Returns whether the user's code raises.  It raises on the worker that has the microbatch of the bad
+        sample.
         """
         scenario, world = self.sim.scenario, worker.world
         assert world is not None

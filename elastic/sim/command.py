@@ -19,8 +19,8 @@ from elastic.sim.trace import scenario_of
 from elastic.sim.violation import Violation
 
 JUDGED_FROM = 20_000
-"""Number of seeds that must cover every pair of a state and an event.  With fewer, what is missing is only
-printed.
+"""Number of seeds from which on every pair of a state and an event must occur.  With fewer seeds, missing
+pairs are only printed.
 """
 SHOWN = 20
 """Number of missing pairs that are printed."""
@@ -29,8 +29,8 @@ Say = Callable[[str], None]
 
 
 def seeds_of(text: str) -> range:
-    """Returns the seeds that a text means: ``1000`` the first 1000, ``5000..6000`` those from 5000 to 5999.
-    Raises :class:`ValueError`.
+    """Returns the seeds that ``text`` names: ``1000`` means the first 1000, ``5000..6000`` those from 5000 to
+    5999. Raises :class:`ValueError`.
     """
     first, dots, last = text.partition("..")
     try:
@@ -43,8 +43,7 @@ def seeds_of(text: str) -> range:
 
 
 def simulate_seeds(seeds: range, jobs: int, say: Say) -> int:
-    """Runs the seeds, and returns the exit code: 1 if a promise was broken or a possible pair never met, else
-    0.
+    """Runs the seeds.  Returns the exit code: 1 if a promise was broken or a possible pair never met, else 0.
     """
     began = time.monotonic()
     coverage, broken = run_in_processes(seeds, jobs)
@@ -61,7 +60,9 @@ def simulate_seeds(seeds: range, jobs: int, say: Say) -> int:
 
 
 def _uncovered(coverage: Coverage, say: Say) -> bool:
-    """Prints the possible pairs that never met, and tells whether there should have been none."""
+    """Prints the possible pairs that never met.  Returns True if there are any and enough seeds ran to meet
+    all.
+    """
     absent = missing(coverage)
     if absent:
         shown = ", ".join(absent[:SHOWN]) + (" ..." if len(absent) > SHOWN else "")
@@ -72,8 +73,8 @@ def _uncovered(coverage: Coverage, say: Say) -> bool:
 
 
 def simulate_script(script: Path, seeds: range, say: Say) -> int:
-    """Runs the cluster of each seed with the faults of ``script`` in place of its own.  Returns the exit
-    code.
+    """Runs the cluster of each seed with the faults of ``script`` instead of the seed's own.  Returns the
+    exit code.
     """
     faults = from_json(script.read_text(encoding="utf-8"))
     return max(_one(seed, replace(Scenario.drawn(seed), faults=faults), say) for seed in seeds)
@@ -93,7 +94,9 @@ def _one(seed: int, scenario: Scenario, say: Say) -> int:
 
 
 def explain(seed: int, say: Say) -> None:
-    """Prints a violation that ``seed`` shows with as few faults as possible, and these faults as a script."""
+    """Prints the violation that ``seed`` still shows with as few faults as possible, and these faults as a
+    script.
+    """
     scenario = Scenario.drawn(seed)
     faults = minimised(scenario.faults, lambda part: not tried(seed, replace(scenario, faults=part))[1])
     say(tried(seed, replace(scenario, faults=faults))[0])
@@ -105,7 +108,8 @@ def explain(seed: int, say: Say) -> None:
 
 
 def tried(seed: int, scenario: Scenario) -> tuple[str, bool]:
-    """Simulates one seed.  Returns how it ended or which promise was broken, and whether all were kept."""
+    """Simulates one seed.  Returns its end or the broken promise as text, and True if all promises were kept.
+    """
     try:
         report = simulate(seed, scenario)
     except Violation as violation:

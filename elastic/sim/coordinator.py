@@ -76,11 +76,9 @@ class Coordinator:
         """The time at which it reads its inbox, if it is slow."""
         self._catches_up = False
         self._decided: tuple[RunState, Event, Transition] | None = None
-        """The decision that may not be performed yet, because a follower would not find its record."""
+        """The decision that waits to be performed, because a follower would not find its record yet."""
         self._judged: tuple[RunState, Event, Transition] | None = None
-        """The decision that the oracle has judged before it was performed, because a follower has read its
-        record.
-        """
+        """The waiting decision, if the oracle has judged it already: a follower has read its record."""
         self._decided_at = 0.0
         self._tries_again = False
 
@@ -105,8 +103,8 @@ class Coordinator:
 
     @property
     def cut(self) -> bool:
-        """True if it is cut off from the cluster's head.  If it has nodes on its side, it is also cut off
-        from all other nodes.
+        """True if it is cut off from the cluster's head.  A cut coordinator with nodes on its side is also
+        cut off from all other nodes.
         """
         return self.cut_until > self.sim.clock.now
 
@@ -159,7 +157,7 @@ class Coordinator:
         return transition.reason
 
     def go_through_with_it(self) -> None:
-        """Performs the waiting decision if that is allowed now, or else tries again later."""
+        """Performs the waiting decision if its record is safe, or else tries again later."""
         if self._decided is None or not self.alive or self.frozen_until > self.sim.clock.now:
             return
         before, event, transition = decided = self._decided
@@ -196,7 +194,7 @@ class Coordinator:
         self.journal.send()
 
     def _try_again(self) -> None:
-        """Schedules one more attempt after ``AGAIN_S``."""
+        """Schedules one more call of :meth:`go_through_with_it` after ``AGAIN_S``."""
         if not self._tries_again:
             self._tries_again = True
             self.sim.clock.after(AGAIN_S, self._tried_again)
@@ -206,8 +204,8 @@ class Coordinator:
         self.go_through_with_it()
 
     def was_read(self, ahead: Sequence[Record]) -> None:
-        """Notes that a follower has read the records in the bucket and ``ahead``: from now on workers may
-        forget what these tell.
+        """Notes that a follower has read the records in the bucket and those in ``ahead``.  From now on
+        workers may forget the commits that these records report.
         """
         self.journal.was_read(ahead)
         if self._decided is not None and self.journal.read_to == self.journal.disk.end:
@@ -245,7 +243,7 @@ class Coordinator:
         self._catch_up()
 
     def _catch_up(self) -> None:
-        """Handles the events that came while it could not."""
+        """Handles the events that arrived while this coordinator stood still or was slow."""
         if self._catches_up:  # the loop below goes on
             return
         self._catches_up = True
@@ -264,7 +262,7 @@ class Coordinator:
     # ------------------------------------------------------------------------------------------------
 
     def take_over(self, whole: bool) -> None:
-        """Handles its first event, which names the workers and keepers that it has found."""
+        """Handles its first event, which names the workers and keepers that this coordinator has found."""
         self.whole = whole
         cluster = self.sim.cluster
         found = tuple(worker.name for worker in cluster.running if worker.node not in cluster.given_up)
@@ -274,7 +272,7 @@ class Coordinator:
         self.receive(Recovered(self.incarnation, found, keepers, whole))
 
     def _greet(self, event: Recovered) -> None:
-        """Calls the workers and keepers that it has found, because it may act from now on."""
+        """Calls the workers and keepers that this coordinator has found: it may act from now on."""
         cluster = self.sim.cluster
         for name in event.workers:
             self.attach(cluster.workers[name])
@@ -368,10 +366,10 @@ class Coordinator:
                 self._tell(worker, call.__get__(worker), *args)
 
     def _commit_manifest(self, action: do.CommitManifest) -> None:
-        """Writes the manifest and reports the result.  If the coordinator is gone, the manifest may still
-        appear, but it has no effect.
+        """Writes the manifest and reports the result.  If the coordinator is gone meanwhile, the manifest may
+        still appear, but the report has no effect.
 
-        A manifest is made of the receipts that this coordinator was told, unless it is there already.
+        A new manifest needs the receipts of all parts, reported to this coordinator.
         """
         known, by = self.run.saves.find(action.version), action.by or action.version.generation
         reported = known is not None and all(

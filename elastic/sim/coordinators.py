@@ -1,9 +1,9 @@
 """Models the coordinators of a run, one after the other.
 
 A coordinator that dies or is taken for dead is followed by a coordinator of the next incarnation, which reads
-the journal as far as it can.  The old coordinator may be alive, frozen or cut off alone or with some nodes,
-and may not know of its follower.  Then there are two coordinators at once, and the old one acts as long as
-its authority allows it.
+as much of the journal as it can reach.  The old coordinator may be alive, frozen or cut off, alone or with
+some nodes, and may not know of its follower.  Then there are two coordinators at once, and the old one acts
+as long as its authority allows.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ if TYPE_CHECKING:
 STUMBLES = 0.3
 """Share of the killed coordinators that fail to handle an event and report this before they die."""
 UNREACHED, UNREACHED_S = 0.5, 3.0
-"""Share of the cut-off coordinators that give up the keepers they cannot reach, and the longest time in
-seconds before they do.
+"""Share of the cut-off coordinators that give up the keepers that they cannot reach, and the longest time in
+seconds before they give up.
 """
 
 
 class Coordinators:
     """All coordinators of the run.
 
-    ``present`` is the latest incarnation, to which everybody speaks by default.  ``acting`` is the latest one
-    that has begun to act.
+    ``present`` is the latest incarnation, to which every message goes by default.  ``acting`` is the latest
+    incarnation that has begun to act.
     """
 
     def __init__(self, sim: Simulation, advance: Advance) -> None:
@@ -58,17 +58,18 @@ class Coordinators:
         return self.all[-1]
 
     def begins(self, coordinator: Coordinator) -> None:
-        """Makes ``coordinator`` the acting one.  Decisions of older coordinators that it has read are valid."""
+        """Makes ``coordinator`` the acting one.  The waiting decisions of older coordinators become valid if
+        it has read their records.
+        """
         for each in self.all[: self.all.index(coordinator)]:
             each.is_read()
         self.sim.oracle.judge_reading(self.acting, coordinator)
         self.acting = coordinator
 
     def hear(self, worker: Worker, event: Event) -> None:
-        """Delivers a worker's event.
+        """Delivers a worker's event to the coordinators that it addresses.
 
-        If the worker is dead, each event is lost with probability 0.5.  A coordinator that is cut off hears
-        the workers that know no later one.
+        If the worker is dead, the event is lost with probability 0.5.
         """
         if worker.alive or self.sim.rng.random() < 0.5:
             for each in self._heard_by(worker):
@@ -85,8 +86,9 @@ class Coordinators:
     def _heard_by(self, worker: Worker) -> list[Coordinator]:
         """Returns the coordinators that a worker's message addresses.
 
-        This is the older coordinator that it obeys, if that one acts.  Otherwise these are the coordinators
-        that are cut off together with its node, and if there are none, the present one.
+        If the worker obeys an older coordinator that acts, this is that coordinator.  Else these are the
+        older coordinators that are cut off together with the worker's node, or, without any, the present
+        coordinator.
         """
         known = [
             each for each in self.all[:-1] if each.acts and each.incarnation == worker.member.incarnation
@@ -95,8 +97,8 @@ class Coordinators:
         return known or beside or [self.present]
 
     def tell(self, event: Event) -> None:
-        """Delivers an event to every coordinator in reach: of the node if the node itself sends the event,
-        else of the cluster's head.
+        """Delivers an event to every coordinator in reach of its sender: of the node if the node itself sends
+        the event, else of the cluster's head.
         """
         own = event.node if isinstance(event, Beat | KeeperUp) else None
         for each in self.all:
@@ -119,8 +121,8 @@ class Coordinators:
     # -----------------------------------------------------------------------------------------
 
     def suffer(self, kind: Kind, duration_s: float, amount: float) -> None:
-        """Applies a fault to the present coordinator or the next one.  A dead coordinator cannot be killed,
-        frozen or cut off.
+        """Applies a fault to the present coordinator or the next one.  Nothing happens if a dead coordinator
+        is to be killed, frozen or cut off.
         """
         present, now = self.present, self.sim.clock.now
         match kind:
@@ -151,8 +153,8 @@ class Coordinators:
                 self.sim.clock.after(0.3 * duration_s * self.sim.rng.random(), self.follow, present)
 
     def _cut(self, present: Coordinator, until: float, share: float) -> None:
-        """Cuts off ``present`` from the head, together with a ``share`` of the nodes, which may include its
-        whole world.
+        """Cuts off ``present`` from the head, together with a ``share`` of the nodes.  All members of its
+        world may be on these nodes.
         """
         cluster, rng = self.sim.cluster, self.sim.rng
         there = [node for node in cluster.nodes.values() if not node.declared_dead]
@@ -168,18 +170,15 @@ class Coordinators:
                 self.sim.clock.after(UNREACHED_S * rng.random(), self._cannot_reach, present, node.name)
 
     def _cannot_reach(self, coordinator: Coordinator, node: NodeId) -> None:
-        """Makes ``coordinator`` give up a keeper that its calls do not reach.  It does not ask the cluster's
-        head.
-        """
+        """Makes ``coordinator`` give up a keeper that it cannot reach, without asking the cluster's head."""
         if not coordinator.reaches(node):
             coordinator.receive(KeeperLost(node, "its process cannot be reached"))
 
     def follow(self, before: Coordinator, disk: bool = False, claimed_at: float | None = None) -> None:
         """Begins the next incarnation after ``before``, if none has begun yet.
 
-        ``disk`` is True if it starts where ``before`` has ended, so that it finds the local records of
-        ``before``.  As long as ``before`` may act on records that nobody else can read, the next incarnation
-        waits.
+        ``disk`` is True if the next incarnation starts on the machine of ``before``, so that it finds the
+        records on that disk.  It waits as long as ``before`` may act on records that nobody else can read.
         """
         if before is not self.present:
             return
@@ -206,8 +205,8 @@ class Coordinators:
         return self.present.take_over(read.all)
 
     def resume(self) -> None:
-        """Resumes the run after a stop.  The new coordinator knows the newest manifest and the numbers that
-        were used.
+        """Resumes the run after a stop.  The new coordinator knows the newest manifest and which numbers were
+        used for generations and workers.
         """
         sim, run = self.sim, self.present.run
         version = run.history.saved[-1] if run.history.saved else Version(0, 0)

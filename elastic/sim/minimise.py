@@ -12,11 +12,11 @@ from elastic.protocol.faults import Fault
 
 
 def minimised(faults: Sequence[Fault], fails: Callable[[tuple[Fault, ...]], bool]) -> tuple[Fault, ...]:
-    """Returns a part of ``faults`` with which it still ``fails``, and from which no single fault can be left
+    """Returns a part of ``faults`` for which ``fails`` is true, and false as soon as any single fault is left
     out.
 
-    ``fails`` runs something, simulated or real, with a part of the faults in their order.  It must be true of
-    all faults together.
+    ``fails`` runs the faults that it is given, simulated or real, in their order.  It must be true of all
+    faults together.
     """
     left, parts = tuple(faults), 2
     while len(left) > 1:

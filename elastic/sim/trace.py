@@ -1,7 +1,7 @@
-"""Turns spot traces into schedules of faults.  A trace records when which machines came and went.
+"""Turns spot traces into schedules of faults.  A trace records when each machine came and went.
 
-It has lines of ``seconds,event,node`` in order, in which the event is "add" or "remove".  Lines that begin
-with # name its source.
+A trace begins with the line ``seconds,event,node``.  Its rows have these fields, in the order of time; the
+event is "add" or "remove".  Lines that begin with # name the source.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from elastic.protocol.faults import Fault, Kind
 from elastic.sim.scenario import LAYOUTS, Scenario, small_rules
 
 STEPS_A_SECOND = 0.5
-"""Number of steps that a run makes in each second of its trace: half of what an undisturbed run makes, whose
-steps take a second.
+"""Target number of steps for each second of a trace: half of what a run without faults makes, whose steps
+take a second.
 """
 
 
 def from_trace(text: str, pace: float = 1.0) -> tuple[int, tuple[Fault, ...]]:
-    """Returns the number of nodes at the beginning, and the faults, ``pace`` times as fast as they were
-    recorded.
+    """Returns the number of nodes at the beginning, and the faults.  Faults come ``pace`` times as fast as
+    they were recorded.
 
     Raises ValueError for a line that is not part of a trace.
     """

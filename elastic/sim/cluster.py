@@ -311,7 +311,7 @@ class Cluster:
 
     def start(self, names: tuple[WorkerId, ...], avoid: tuple[NodeId, ...]) -> None:
         for name in names:
-            # a new coordinator repeats the order, because it does not know that it was performed
+            # a new coordinator repeats orders: it does not know which were performed
             if name in self.workers:
                 continue
             places = [
@@ -364,7 +364,7 @@ class Cluster:
             self.sim.oracle.occasions["a copy is torn by death"] += any(
                 slot and not slot.complete for slot in worker.memory.slots
             )
-        if worker.node in self.given_up:  # nobody watches this node any more
+        if worker.node in self.given_up:  # nobody watches a node that was declared dead
             return
         word = Lost if worker.joined else StartFailed
         gone = word(worker.name, f"its process ended: {why}")

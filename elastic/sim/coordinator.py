@@ -233,7 +233,7 @@ class Coordinator:
             self.alive = False
             self.sim.oracle.occasions["a coordinator finds itself deposed"] += 1
             self.sim.tell(f"coordinator {self.incarnation} is deposed")
-            # an older coordinator, which did not know of this one, wrote once more
+            # an older coordinator, which did not know of this one, wrote to the journal
             if self is self.sim.coordinators.present:
                 self.sim.clock.after(AGAIN_S, self.sim.coordinators.follow, self)
 
@@ -307,7 +307,7 @@ class Coordinator:
             self.receive(Renewed(worker.name, generation))
         safe = self.journal.authority.safe
         if self._decided is not None and safe is self._decided[2].run:
-            # recorded where the next coordinator finds it, although nothing is performed yet
+            # the next coordinator finds this decision, although it is not performed yet
             self.sim.oracle.hears(self._decided[1])
         recorded_step = safe.history.recorded_step if safe.generation == generation else 0
         dismissed = not known.knows(worker.name) and self.journal.holds()

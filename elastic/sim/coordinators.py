@@ -111,13 +111,13 @@ class Coordinators:
     def _tell_present(self, event: Event) -> None:
         present, nodes = self.present, self.sim.cluster.nodes
         if isinstance(event, KeeperLost) and event.node in nodes and nodes[event.node].keeper:
-            return  # a new keeper runs by now, and no call of this coordinator to the old keeper has failed
+            return  # a new keeper runs by now, and no call of ``present`` to the old keeper has failed
         if present.cut or (isinstance(event, KeeperUp) and not present.reaches(event.node)):
             self.sim.clock.after(AGAIN_S, self._tell_present, event)
         else:
             present.receive(event)
 
-    # -- what happens to them
+    # -- faults and followers
     # -----------------------------------------------------------------------------------------
 
     def suffer(self, kind: Kind, duration_s: float, amount: float) -> None:
@@ -164,7 +164,7 @@ class Coordinators:
         for node in beside:
             cluster.silent(node, until - self.sim.clock.now)
         if len(beside) == len(there):
-            cluster.add_node()  # the run can go on there
+            cluster.add_node()  # the run can go on there: all other nodes are cut off
         if rng.random() < UNREACHED:
             for node in there:
                 self.sim.clock.after(UNREACHED_S * rng.random(), self._cannot_reach, present, node.name)

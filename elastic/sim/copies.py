@@ -1,10 +1,12 @@
 """Judges copies in host memory from outside.  Five rules must hold:
 
-* A version that was complete everywhere stays until another version is.
+* A version that was complete everywhere stays until another version is complete everywhere.
 * The answer of a keeper is true at the time when it is given.
-* A world begins from the newest version that is held anywhere, unless that keeper's answer did not come in time.
+* A world begins from the newest version that is held anywhere, unless the answer of a keeper that holds it
+  came too late.
 * No copy that is still needed is freed.
-* A node gets no more of the state than it has room for, unless all members share one state, or as few as the rule asks for.
+* A node gets no more of the state than it has room for, unless all members share one state, or the world has
+  as few replicas as the layout rule asks for.
 """
 
 from __future__ import annotations
@@ -30,8 +32,8 @@ if TYPE_CHECKING:
 class CopiesOracle:
     """Judges every copy, and every answer of a keeper.
 
-    ``asked`` has the time at which keepers were asked after a generation; ``heard`` has their answers as the
-    coordinator heard them.
+    ``asked`` has the time at which keepers were asked for their copies, by the generation asked about.
+    ``heard`` has their answers as the coordinator heard them.
     """
 
     def __init__(self, sim: Simulation) -> None:
@@ -42,7 +44,7 @@ class CopiesOracle:
     # -- workers and keepers --------------------------------------------------------------------------------
 
     def overwritten(self, worker: Worker, old: Slot) -> None:
-        """Judges that ``worker`` has begun a copy in the place of ``old``."""
+        """Judges the beginning of a copy of ``worker`` that takes the place of ``old``."""
         world = worker.world
         assert world is not None
         known = next(
@@ -63,7 +65,7 @@ class CopiesOracle:
         for name in world.plan.members:
             member = self.sim.cluster.workers[name]
             copies = member.memory.copies
-            # ``worker`` thawed in a world that is over
+            # if so, ``worker`` thawed in a world that is over
             moved_on = copies is not None and copies.plan.generation > world.plan.generation
             if member.alive and not moved_on and not self._has(member, world.plan, known.copied_through):
                 raise Violation(
@@ -101,7 +103,7 @@ class CopiesOracle:
     def note(self, before: RunState, event: Event, refused: bool) -> None:
         match event:
             case Recovered():
-                self.forget()  # except for what the journal says
+                self.forget()  # the journal's answers remain
                 self.heard[before.copies.asked] = {
                     node: host.kept for node, host in before.copies.hosts.items() if host.kept
                 }
@@ -128,8 +130,8 @@ class CopiesOracle:
                 self._judge_room(action.plan)
 
     def _judge_room(self, plan: Plan) -> None:
-        """Checks that nodes have room for the parts of ``plan``, which are smaller where there are fewer
-        replicas.
+        """Checks that nodes have room for their parts of the state under ``plan``.  With fewer replicas the
+        parts are smaller.
         """
         shards, fewest = plan.layout.dp_shard, self.sim.rules.layout.dp_replicate or 1
         there = [
@@ -172,14 +174,16 @@ class CopiesOracle:
                 )
 
     def reported(self, generation: int) -> int:
-        """Returns the newest step of ``generation`` that a copy has proven to be committed."""
+        """Returns the newest step of ``generation`` that a reported copy proves to be committed; 0 without
+        any.
+        """
         held = [holding for kept in self.heard[generation].values() for holding in kept]
         return max((each.version.step for each in held if each.version.generation == generation), default=0)
 
     def known(self, before: RunState, keepers: tuple[NodeId, ...]) -> set[tuple[Version, Cell]]:
-        """Returns what ``keepers`` hold and have said in time.
+        """Returns the copies that ``keepers`` hold and have reported in time.
 
-        For a keeper that still had time to answer, it is all that the keeper holds.
+        For a keeper that still has time to answer, these are all copies that it holds.
         """
         cluster, generation, held = self.sim.cluster, before.generation, set[tuple[Version, Cell]]()
         if not self.sim.rules.copy_every or not before.members.seats:
@@ -203,8 +207,8 @@ class CopiesOracle:
     def judge_plan(self, before: RunState, after: RunState, plan: Plan) -> None:
         """Judges the copies of a plan.
 
-        It has no mixture of versions.  Each of its keepers is there, has said that it holds the copy, and is
-        named with its address.  The newest version that keepers hold completely is protected.
+        All are of the plan's version.  Each of their keepers is there, has said that it holds the copy, and
+        is named with its address.  The newest version that keepers hold completely is protected.
         """
         if mixed := {each.version for each in plan.holders} - {plan.version}:
             raise Violation(

@@ -1,4 +1,4 @@
-"""Runs many seeds, sums them up, and compares the sum with what must have been seen."""
+"""Runs many seeds, adds up what they covered, and names the pairs that must be covered and are not."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from elastic.sim.violation import Violation
 OVER = ("Finished", "Stopped", "Failed")
 STATES = tuple(state.__name__ for state in get_args(State))
 EVENTS = tuple(event.__name__ for event in get_args(Fact) if event is not Evaluated)
-"""The events that the simulator has.  No simulated worker validates; what a spare tells decides nothing, in
-any state.
+"""The events that must occur.  ``Evaluated`` never does: no simulated worker validates, and a spare's
+validation decides nothing in any state.
 """
 CHUNK = 250
 """Number of seeds that a process takes at once."""
@@ -30,7 +30,7 @@ Pairs = Counter[tuple[str, str]]
 
 @dataclass
 class Coverage:
-    """The sum of many seeds."""
+    """The totals of many seeds."""
 
     seeds: int = 0
     events: int = 0
@@ -69,8 +69,8 @@ class Coverage:
 
 
 def run_many(seeds: Iterable[int]) -> tuple[Coverage, int | None]:
-    """Runs every seed with its own scenario.  Returns the sum, and the first seed that broke a promise, after
-    which it stops.
+    """Runs every seed with its own scenario, up to the first that breaks a promise.  Returns the totals, and
+    that seed or None.
     """
     coverage = Coverage()
     for seed in seeds:
@@ -82,12 +82,12 @@ def run_many(seeds: Iterable[int]) -> tuple[Coverage, int | None]:
 
 
 def run_in_processes(seeds: range, jobs: int) -> tuple[Coverage, int | None]:
-    """Runs the seeds in ``jobs`` processes until one breaks a promise.  Returns the sum and that seed, or
+    """Runs the seeds in ``jobs`` processes until one breaks a promise.  Returns the totals, and that seed or
     None.
     """
     coverage = Coverage()
     chunks = [seeds[i : i + CHUNK] for i in range(0, len(seeds), CHUNK)]
-    # a run is a cycle of some thousand objects: a collection after every 700 took a seventh of the time
+    # a run has cycles of thousands of objects: collecting after every 700 takes a seventh of the time
     rarely = 100_000
     with ProcessPoolExecutor(jobs, initializer=gc.set_threshold, initargs=(rarely,)) as pool:
         for part, broken in pool.map(run_many, chunks):
@@ -145,8 +145,8 @@ def _cells(pairs: Pairs, row: str, columns: Sequence[str], cell: int, transposed
 
 
 def overlap_table(overlaps: Pairs) -> str:
-    """Returns a table with a row for the first fault and a numbered column for the fault that struck before
-    it was recovered from.
+    """Returns a table of pairs of faults: a row for the first, and a numbered column for the second, which
+    struck before the first was recovered from.
     """
     names = {kind: f"{number:>2} {kind}" for number, kind in enumerate(Kind, 1)}
     numbers = {kind: str(number) for number, kind in enumerate(Kind, 1)}
@@ -157,7 +157,8 @@ def overlap_table(overlaps: Pairs) -> str:
 
 
 def coverage_table(coverage: Coverage) -> str:
-    """Returns all that was covered as text: three tables, the totals, the ends, the rare occasions."""
+    """Returns everything that was covered as text: three tables, the totals, the ends and the rare occasions.
+    """
     hours = coverage.virtual_s / 3600
     total = (
         f"{coverage.seeds} seeds, {coverage.events} events, {coverage.generations} generations, "

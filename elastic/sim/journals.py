@@ -1,5 +1,5 @@
-"""Models the places of a coordinator's records, which are its disk, its keepers and the bucket, and the
-messages between them.
+"""Models the places of a coordinator's records (its disk, its keepers, the bucket) and the messages between
+them.
 
 The rules are the product's (``elastic/protocol/authority.py``).  This file has the part of
 ``actors/journal_replicas.py``: it carries requests to keepers, which may be dead, frozen, cut off or slow,
@@ -33,8 +33,8 @@ UNSENT = 0.3
 
 
 class Record(NamedTuple):
-    """A record of the journal.  ``n`` is its number, without gaps over all coordinators of the run.  ``run``
-    is its content.
+    """A record of the journal.  ``n`` is its number, without gaps over all coordinators of the run, and
+    ``run`` its content.
     """
 
     n: int
@@ -54,8 +54,8 @@ class InBucket:
     by: int = 0
 
     def create(self, records: Sequence[Record], by: int) -> bool:
-        """Adds ``records``.  Returns False, and adds none, if another coordinator has written a record with
-        the first number.
+        """Adds ``records``.  Returns False, and adds none, if another coordinator has already written a
+        record with the number of the first.
         """
         if records and records[0].n != self.end:
             return False
@@ -94,17 +94,18 @@ class Disk:
         self.records.append(Record(self.first + len(self.records), run))
 
     def tail(self, at: int) -> tuple[int, int, list[Record]]:
-        """Returns the first place that the bucket lacks, ``at``, and the records from ``at`` on
-        (``storage.journal.Journal.tail``).
+        """Returns the first place that the bucket lacks, the place from which records follow, and these
+        records (``storage.journal.Journal.tail``).
 
-        ``at`` is raised to the first place that the bucket lacks, if it is smaller.
+        The second place is ``at``, or the first place if ``at`` is smaller.
         """
         at = max(at, self.in_bucket)
         return self.in_bucket, at, self.records[at:]
 
 
 class Journal:
-    """The journal of one coordinator.  It does what the coordinator's :class:`Authority` asks for."""
+    """The journal of one coordinator.  It carries out the requests of the coordinator's :class:`Authority`.
+    """
 
     def __init__(
         self,
@@ -123,7 +124,7 @@ class Journal:
         self.disk = Disk(first, list(read.ahead))
         self.run = read.run
         self.read_to = 0
-        """Number of its records that a follower has read."""
+        """Number of records on this journal's disk that a follower has read."""
         self.authority = authority.Authority(
             coordinator.incarnation,
             sim.rules.coordinator_lease_s,
@@ -168,7 +169,7 @@ class Journal:
         return self.authority.holds(self.sim.clock.now)
 
     def keep_lease(self) -> None:
-        """Asks the cluster's head, which knows the latest coordinator, and also the bucket if that is due."""
+        """Asks the cluster's head, and also the bucket if that is due, which incarnation is the latest."""
         now, claimed = self.sim.clock.now, self.sim.coordinators.claimed
         if not self.coordinator.cut and claimed == self.coordinator.incarnation:
             self.authority.confirmed(now)
@@ -187,7 +188,7 @@ class Journal:
         rng, nodes = self.sim.rng, self.sim.cluster.nodes
         for name, at in self.authority.requests(self.disk.end, self.run.cluster.keepers, self.sim.clock.now):
             node = nodes.get(name)
-            # a later keeper of this node must not get this call
+            # this call must not reach a later keeper of the node
             replica = node.replica if node is not None else None
             if rng.random() < SLOW:
                 self.sim.clock.after(
@@ -208,7 +209,7 @@ class Journal:
     def _arrive(
         self, name: NodeId, replica: Replica | None, begin: int, at: int, records: list[Record]
     ) -> None:
-        """Delivers a call to its keeper.  The call fails if the keeper is gone, and is tried again if it
+        """Delivers a call to its keeper.  The call fails if the keeper is gone, and is repeated if the keeper
         cannot be reached.
         """
         node = self.sim.cluster.nodes.get(name)
@@ -252,8 +253,8 @@ class Journal:
         return self.reaches_bucket and not self.sim.cluster.bucket_fails()
 
     def _put(self) -> bool:
-        """Writes all records to the bucket.  Returns False if the bucket fails or another coordinator has
-        written there.
+        """Writes all records to the bucket.  Returns False if the bucket fails or has records of another
+        coordinator.
         """
         if not self._bucket_answers():
             return False
@@ -272,7 +273,7 @@ class Journal:
             self._heed()
 
     def _ship_again(self) -> None:
-        """Writes records regularly, like the thread of ``storage.journal.Journal``.  It does not ask for
+        """Writes records regularly, like the thread of ``storage.journal.Journal``, without asking for
         claims.
         """
         if self.coordinator.acts:
@@ -280,14 +281,14 @@ class Journal:
         if self.coordinator.alive:
             self.sim.clock.after(SHIP_S, self._ship_again)
 
-    # -- for whoever comes after
+    # -- for a follower
     # ------------------------------------------------------------------------------------
 
     def read_by(self, incarnation: int, disk: bool) -> Read:
-        """Returns what the coordinator of ``incarnation`` can read.  From now on the keepers in reach obey
-        that incarnation.
+        """Returns the journal as far as the coordinator of ``incarnation`` can read it.  From now on the
+        keepers in reach obey that incarnation.
 
-        If ``disk`` is True, it also reads the records on this coordinator's disk.
+        If ``disk`` is True, that coordinator also reads the records on this journal's disk.
         """
         bucket = self.sim.coordinators.in_bucket
         attached, copies = {}, []

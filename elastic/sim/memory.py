@@ -1,5 +1,5 @@
-"""Models host memory: the slots of a worker, the slots that its node's keeper has after its death, and the
-copies at its buddy.
+"""Models host memory: the slots of a worker, which its node's keeper has after the worker's death, and the
+copies at the worker's buddy.
 
 A copy takes time, and stays incomplete if its writer dies meanwhile.  A copy that replaces an older one is a
 new :class:`Slot` object, so an older copy that completes late cannot mark the newer one as complete.
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class Slot:
-    """A place for one copy.  It holds ``copy`` once it is ``complete``; ``save`` says that the copy is
-    protected as a save.
+    """A place for one copy.  It holds ``copy`` once it is ``complete``.  ``save`` is True if the copy is
+    protected for a save.
     """
 
     copy: Copy
@@ -39,7 +39,7 @@ Slots = list[Slot | None]
 
 
 def whole(slots: Slots) -> list[Copy | None]:
-    """Returns the complete copy of each slot, or None."""
+    """Returns the complete copy of each slot, or None for a slot without one."""
     return [slot.copy if slot is not None and slot.complete else None for slot in slots]
 
 
@@ -78,8 +78,8 @@ class Memory:
         """The newest copy that is complete at the buddy, as the buddy has confirmed."""
         self.generation = 0
         self.saving: Version | None = None
-        """The newest save that was begun; None if the keeper has said that all saves of this worker are in
-        the bucket or given up.
+        """The newest save that was begun.  It is None once the keeper has said that all saves of this worker
+        are in the bucket or given up.
         """
         self.save_rule = SaveRule(worker.sim.rules.save_every, worker.sim.rules.target_step)
 
@@ -98,12 +98,12 @@ class Memory:
         if not any(
             slot is not None and not slot.complete and slot.copy == self.copies.begun for slot in self.slots
         ):
-            # otherwise the keeper gets to know it after the first copy: see ``_complete``
+            # else ``_complete`` sets this, after the first copy
             self.generation = plan.generation
 
     def committed(self, outcome: Outcome, *, settled: bool = False) -> None:
-        """Notes an applied step.  No copy begins after a settled step, so those that the keeper has reported
-        stay.
+        """Notes an applied step.  No copy begins after a settled step, so the copies that the keeper has
+        reported stay.
         """
         assert self.copies is not None
         before, self.copies = self.copies, self.copies.after(outcome)
@@ -113,7 +113,7 @@ class Memory:
             self.saving = save.version
 
     def ended(self) -> None:
-        """Begins the last save of the run, unless its commit has."""
+        """Begins the last save of the run, unless the commit of its step has begun it."""
         if self.copies is not None and (ended := self.copies.ended()).saving != self.copies.saving:
             self.copies = ended
             self._go_on(None)
@@ -147,8 +147,8 @@ class Memory:
         self.sim.clock.after(work_s, self.worker.receive, self._complete, slot, copies.plan.generation)
 
     def _make_room(self, copies: CopySchedule) -> None:
-        """Tries again to find a slot.  The last save of a world gets none while the save before it is on its
-        way.
+        """Tries again to find a slot for the last save of a world.  There is none while the save before it is
+        on its way.
         """
         if self.copies is not copies or self.worker.world is None or copies.begun is None:
             return
@@ -157,20 +157,20 @@ class Memory:
         self._go_on(None)
 
     def heed(self, keeper: Uploads) -> None:
-        """Asks ``keeper`` whether the present save is over, and forgets the save if so."""
+        """Forgets the newest save if ``keeper`` knows that it is over."""
         if self.saving is not None and keeper.latest.is_over(self.worker.name, self.saving):
             self.saving = None
 
     def _complete(self, slot: Slot, generation: int) -> None:
-        """Ends a copy that was begun in the world of ``generation``.  It may be the one that a save of an
-        earlier world lacks.
+        """Completes a copy that was begun in the world of ``generation``.  A save of an earlier world may
+        wait for this copy.
         """
         slot.complete, self.generation = True, max(generation, self.generation)
         self._send(slot.copy)
 
     def through(self) -> Copied:
-        """Returns its part of a commit record: the newest steps of this generation that are complete here and
-        at its buddy.
+        """Returns the worker's part of a commit record: the newest steps of this generation of which a copy
+        is complete here and at its buddy, and whether a save is asked for or late.
         """
         copies, node = self.copies, self.sim.cluster.nodes.get(self.worker.node)
         if copies is None:
@@ -189,8 +189,8 @@ class Memory:
         return Copied(through, at_buddy, save=copies.asks, behind=int(behind))
 
     def _now(self, copy: Copy) -> bool:
-        """Returns whether ``copy`` has the present cell, and is of the version that this generation began
-        from or of one of its steps.
+        """Returns whether ``copy`` is of the worker's present cell, and of the version from which this
+        generation began or of one of its steps.
         """
         assert self.copies is not None
         plan = self.copies.plan
@@ -206,10 +206,10 @@ class Memory:
             self.sim.clock.after(0.1 * self.sim.rng.random(), self._begin_sending, copy)
 
     def _begin_sending(self, copy: Copy) -> None:
-        """Begins to send ``copy`` to the buddy.  Tries again until it has arrived or a newer copy is to be
-        sent instead.
+        """Begins to send ``copy`` to the buddy.  Tries again until the copy has arrived or a newer one is to
+        be sent instead.
 
-        In production the keeper does this, from the same memory.
+        In production the keeper sends it, from the same memory.
         """
         if not self.worker.alive or self.copies is None or copy != self.copies.sent:
             return
@@ -230,8 +230,8 @@ class Memory:
         self.sim.clock.after(0.1 + 0.9 * self.sim.rng.random(), self._sent, slot, node.buddy, buddy)  # type: ignore[union-attr]
 
     def _sent(self, slot: Slot, buddy: NodeId, shelf: object) -> None:
-        """Completes a copy at the buddy, if one keeper took both the first and the last byte.  Otherwise
-        sends it again.
+        """Completes a copy at the buddy if the same keeper took the first and the last byte, or else sends
+        the copy again.
         """
         if not self.worker.alive or self.sim.cluster.shelf(buddy) is not shelf:
             return self._begin_sending(slot.copy)
@@ -246,8 +246,8 @@ class Memory:
 
 
 def held_at(cluster: Cluster, node: NodeId) -> tuple[Holding, ...]:
-    """Returns the complete copies at the keeper of ``node``: of its node's workers, dead or alive, and of its
-    guests.
+    """Returns the complete copies at the keeper of ``node``: those of its node's workers, dead or alive, and
+    those of workers on other nodes.
     """
     shelf = cluster.shelf(node)
     if shelf is None:

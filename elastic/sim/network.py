@@ -1,9 +1,9 @@
-"""Models messages between the coordinators and all others: late, lost, twice, out of order, or cut off with a
-whole node, also one way.
+"""Models the network: messages may come late, twice, out of order or not at all, and a node can be cut off,
+also in one direction only.
 
-Control and the members' collectives travel on different networks.  So a node can be cut off from the
-coordinator while its workers train on (the case in which two worlds might commit), and it can be cut off from
-its peers while it hears every order.
+Control and the members' collectives travel on different networks.  A node can be cut off from the coordinator
+while its workers train on (two worlds might commit then), and it can be cut off from its peers while it hears
+every order.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Network:
         self._rough_until = 0.0
 
     def worsen(self, kind: Kind, amount: float, until: float) -> None:
-        """Makes a condition hold for all messages until ``until``."""
+        """Makes the condition ``kind`` hold everywhere, with its ``amount``, until the time ``until``."""
         self._conditions[kind].append((until, amount))
         self._rough_until = max(self._rough_until, until)
 
@@ -55,7 +55,7 @@ class Network:
         )
 
     def happens(self, kind: Kind) -> bool:
-        """Draws whether a condition strikes, if its level is a probability."""
+        """Draws whether a condition strikes now.  Its amount is the probability."""
         level = self.level(kind)
         return level > 0.0 and self.rng.random() < level
 
@@ -63,7 +63,7 @@ class Network:
         self._until[way, node] = max(until, self._until.get((way, node), 0.0))
 
     def cut_s(self, way: Way, node: NodeId) -> float:
-        """Returns the time in seconds for which this way stays cut."""
+        """Returns the time in seconds for which the way ``way`` of ``node`` stays cut."""
         return max(0.0, self._until.get((way, node), 0.0) - self.clock.now) if self._until else 0.0
 
     def send(self, way: Way, node: NodeId, deliver: Callable[..., object], *args: Any) -> None:
@@ -84,10 +84,10 @@ class Network:
     def send_surely(
         self, way: Way, node: NodeId, deliver: Callable[..., object], *args: Any, not_before: float = 0.0
     ) -> float:
-        """Sends a message that is repeated until it arrives: late at worst, perhaps twice.  Returns the time
+        """Sends a message that is repeated until it arrives: perhaps late, perhaps twice.  Returns the time
         of its arrival.
 
-        It arrives at ``not_before`` or later, so after all messages that must come before it.
+        It arrives at ``not_before`` or later, and so after all messages that must come before it.
         """
         delay_s = 0.01 + 0.1 * self.rng.random() + self.cut_s(way, node)
         if self.clock.now < self._rough_until:

@@ -1,4 +1,4 @@
-"""Models a process: messages reach it or not, it stands still and goes on, and it has its own clock and pace."""
+"""Models a process: it gets messages, freezes and thaws, and has a clock and a pace of its own."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Call = tuple[Callable[..., object], tuple[Any, ...]]
 
 
 class Process:
-    """The process of one worker.  :class:`~elastic.sim.worker.Worker` is what runs in it."""
+    """The process of one worker.  :class:`~elastic.sim.worker.Worker` adds the work."""
 
     def __init__(self, sim: Simulation, name: WorkerId, node: NodeId) -> None:
         self.sim, self.name, self.node = sim, name, node
@@ -25,15 +25,15 @@ class Process:
         self.clock_rate = 1.0
         """Speed of its own clock, by which it counts leases; 1 is right."""
         self._skewed_at = self._showed = sim.clock.now
-        """Time at which the rate last changed, and what its own clock showed then."""
+        """Time at which the rate last changed, and the time that its own clock showed then."""
         self.slowness, self.slow_until = 1.0, 0.0
         self.world: World | None = None
         self._backlog: list[Call] = []
         self._arrived_at = 0.0
 
     def receive(self, call: Callable[..., object], *args: Any) -> None:
-        """Takes a message, or anything else from outside.  It never reaches a dead process, and reaches a
-        frozen one when it is thawed.
+        """Takes a message, or any other call from outside.  The call never reaches a dead process, and
+        reaches a frozen one when it thaws.
         """
         if self.alive and not self.frozen:
             call(*args)
@@ -41,11 +41,12 @@ class Process:
             self._backlog.append((call, args))
 
     def later(self, delay_s: float, call: Callable[..., object], *args: Any) -> None:
-        """Schedules work for the present world.  The work is dropped if the worker leaves that world before."""
+        """Schedules work for the present world.  The work is dropped if the worker leaves this world before.
+        """
         self.work(delay_s, None, call, *args)
 
     def work(self, delay_s: float, point: Point | None, call: Callable[..., object], *args: Any) -> None:
-        """Schedules work like :meth:`later`, but a fault may strike at ``point`` before."""
+        """Schedules work like :meth:`later`, but a fault may strike at ``point`` just before the work."""
         if self.slowness != 1.0 and self.sim.clock.now < self.slow_until:
             delay_s *= self.slowness
         self.sim.clock.after(delay_s, self.receive, self._in_world, self.world, point, call, args)
@@ -61,7 +62,7 @@ class Process:
             self.receive(call, *args)
 
     def passes(self, point: Point) -> None:
-        """Lets a fault strike the process at ``point``; the worker overrides it."""
+        """Lets a fault strike the process at ``point``.  The worker overrides this."""
 
     def freeze(self, thaw_s: float | None) -> None:
         self.frozen = True
@@ -72,7 +73,7 @@ class Process:
             self.sim.clock.after(thaw_s, self.thaw)
 
     def thaw(self) -> None:
-        if self.sim.clock.now < self._frozen_until - 1e-9:  # it was stopped again meanwhile, and for longer
+        if self.sim.clock.now < self._frozen_until - 1e-9:  # it was frozen again meanwhile, and for longer
             return
         backlog, self._backlog, self.frozen = self._backlog, [], False
         for call, args in backlog:
@@ -91,13 +92,14 @@ class Process:
         self._showed, self._skewed_at, self.clock_rate = self.now, self.sim.clock.now, 1.0 + amount
 
     def post(self, event: Any) -> None:
-        """Sends a message that may be lost.  Deadlines settle what follows if it does not arrive."""
+        """Sends a message that may be lost.  Deadlines handle its loss."""
         self.sim.network.send(Way.FROM, self.node, self.sim.coordinators.hear, self, event)
 
     def report(self, event: Any) -> None:
-        """Sends a message that is repeated until it is acknowledged, as long as this process lives, in order.
+        """Sends a message that is repeated until it arrives, as long as this process lives.  These messages
+        keep their order.
 
-        The ledger is made of these.
+        The ledger is made of these messages.
         """
         hear, before = self.sim.coordinators.hear, self._arrived_at
         self._arrived_at = self.sim.network.send_surely(

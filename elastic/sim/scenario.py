@@ -1,5 +1,5 @@
 """Scenarios of the simulator: a small job, a small cluster, its faults.  Times are in virtual seconds; a step
-takes about one.
+takes about one second.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from elastic.protocol.faults import SIMULATED_POINTS, STATES, Fault, Kind, draw
 from storage.slices import Tensor
 
 ROWS = ((8,), (7, 3), (12, 5, 1))
-"""Lengths of dimension 0 of a model's tensors, one tuple a model.  They give even, uneven and empty shards.
+"""Lengths of dimension 0 of a model's tensors, one tuple for each model.  They give even, uneven and empty
+shards.
 """
 
 LAYOUTS = (
@@ -30,7 +31,7 @@ WORKERS_LOT = (
     *(Kind.EXCEPTION,) * 2,
     *(Kind.SIGTERM, Kind.SIGSEGV, Kind.SIGABRT, Kind.EXIT),
 )
-"""Faults of workers; each entry is equally likely."""
+"""Faults of workers.  Each entry is equally likely."""
 COMMON = (
     *WORKERS_LOT,
     *(Kind.NODE_KILL, Kind.KEEPER_KILL, Kind.PARTITION, Kind.LOSS, Kind.DELAY, Kind.DUPLICATE, Kind.KILL_LOST)
@@ -39,7 +40,7 @@ COMMON = (
     *(Kind.COORDINATOR_KILL, Kind.COORDINATOR_FREEZE, Kind.COORDINATOR_CUT) * 2,
     *tuple(Kind),
 )
-"""Kinds from which a schedule is drawn; each kind occurs at least once."""
+"""Kinds from which a schedule is drawn.  Each entry is equally likely, and each kind occurs at least once."""
 
 
 @dataclass(frozen=True)
@@ -50,37 +51,41 @@ class Scenario:
     faults: tuple[Fault, ...] = ()
     nodes: int = 3
     slots: int = 4
-    """Number of workers that fit on the cluster; zombies do not count."""
+    """Number of workers that fit on the cluster, without zombies."""
     per_node: int = 0
     """Number of workers that fit on each node.  If it is not 0, it replaces ``slots``."""
     rows: tuple[int, ...] = (7, 3)
     stop_at_s: float | None = None
     """Time at which the user asks for a stop, and two seconds later once more."""
     resumes: bool = False
-    """True if the same command is given again after a stop.  The new incarnation knows what the bucket says.
+    """True if the same command is given again after a stop.  The new incarnation knows what the bucket has.
     """
     error_step: int | None = None
-    """Step at which the user's code raises, on the worker that has the microbatch."""
+    """Step at which the user's code raises, on the worker that has the bad microbatch."""
     error_once: bool = True
-    """True if it raises the first time only, else each time."""
+    """True if the user's code raises only once, False if it raises each time."""
     ends_at: int | None = None
-    """Step with which the loops end the run, if its commit comes while they watch."""
+    """Step with which the users' loops end the run, if its commit comes while the loops run."""
     asks: bool = False
-    """True if one loop asks for that in the commit of the step, False if all loops are left after it."""
+    """True if one loop asks for the end before the commit of ``ends_at``, False if all loops are left after
+    it.
+    """
     dry_step: int | None = None
-    """Step whose samples never come, so that a worker that reads them hangs."""
+    """Step whose samples never come, so that a worker that waits for them hangs."""
     least_shard: int = 1
     """The smallest shard degree at which a member fits its device."""
     rooms: tuple[float, ...] = ()
-    """Numbers of states of which nodes have room for all copies: the nodes have them in turn.  0, and no
-    number: workers do not say it.
+    """Room for copies on the nodes, in turn: the number of states of which all copies fit on a node.  If it
+    is 0, or ``rooms`` is empty, workers report no room.
     """
     slow_starts: float = 0.0
-    """Part of the workers that start for longer than ``form_s``, and say again and again that they get
-    further.
+    """Share of the workers whose start takes longer than ``form_s``.  Such a worker reports each part of its
+    start.
     """
     misset: tuple[NodeId, ...] = ()
-    """Nodes on which the communication library forms no world, as the processes there are set up."""
+    """Nodes on which the communication library forms no world, because the processes there are set up
+    wrongly.
+    """
     patience_s: float = 150.0
     """Time in seconds after the end of the last fault within which every run must end."""
 
@@ -92,17 +97,18 @@ class Scenario:
         )
 
     def room_of(self, node: NodeId) -> float:
-        """Returns the number of states of which ``node`` has room for all copies, as its workers report it."""
+        """Returns the room for copies on ``node``, in states, as its workers report it; 0 if they report
+        none.
+        """
         return self.rooms[int(node.removeprefix("n")) % len(self.rooms)] if self.rooms else 0.0
 
     @staticmethod
     def drawn(seed: int) -> Scenario:
         """Draws a scenario from a seed.
 
-        One seed in twenty gives a scenario of :meth:`isolation`.  Of the others, one in ten has no faults;
-        the rest have from a few to very many, and half of them let a world form and step first.  Each
-        schedule with faults has a pair of which one comes shortly after the other, so that the seeds go
-        through all pairs of kinds.
+        One seed in twenty gives a scenario of :meth:`isolation`.  Of the others, one in ten has no faults.
+        The rest have from a few to very many; half of these first let a world form and step.  Each schedule
+        with faults also has a :func:`pair`, so that consecutive seeds go through all pairs of kinds.
         """
         rng = random.Random(f"scenario {seed}")
         if rng.random() < 0.05:
@@ -145,8 +151,8 @@ class Scenario:
 
     @staticmethod
     def isolation(rng: random.Random) -> Scenario:
-        """Draws a scenario in which a world is cut off from its coordinator again and again, and no kill
-        arrives.
+        """Draws a scenario in which a world is cut off from its coordinator again and again, and no order to
+        kill arrives.
 
         Only leases keep two worlds apart there.
         """
@@ -165,8 +171,8 @@ class Scenario:
 
 
 def weather(rng: random.Random, severity: float, span_s: float, since_s: float) -> tuple[Fault, ...]:
-    """Draws the usual number of faults for the time, times ``severity``: half of them at any moment, half at
-    points of a worker's work.
+    """Draws faults for ``span_s`` seconds: on average one in four seconds, times ``severity``.  Half of them
+    strike at any moment, half at points of a worker's work.
     """
     number = round(0.25 * severity * span_s * (0.5 + rng.random()))
     anywhere = draw(rng, number - number // 2, span_s, COMMON, since_s=since_s)
@@ -175,8 +181,8 @@ def weather(rng: random.Random, severity: float, span_s: float, since_s: float) 
 
 
 def pair(rng: random.Random, seed: int, since_s: float) -> tuple[Fault, Fault]:
-    """Draws a fault shortly after another one.  The seed decides which two, so that consecutive seeds cover
-    all pairs.
+    """Draws two faults, the second shortly after the first.  ``seed`` decides their kinds, so that
+    consecutive seeds cover all pairs.
     """
     kinds = tuple(Kind)
     first, second = (
@@ -189,7 +195,7 @@ def pair(rng: random.Random, seed: int, since_s: float) -> tuple[Fault, Fault]:
 def small_rules(
     min_workers: int, max_workers: int, layout: LayoutRule, target_step: int, save_every: int
 ) -> Rules:
-    """Returns rules whose deadlines have the proportions of production if a step takes a second."""
+    """Returns rules for steps of one second, with deadlines in the proportions of production."""
     return Rules(
         min_workers=min_workers,
         max_workers=max_workers,

@@ -1,5 +1,4 @@
-"""Runs one job in virtual time.  The coordinator's decisions are the product's; everything that it talks to
-is a model.
+"""Runs one job in virtual time.  The coordinator's decisions are the product's; everything else is a model.
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ from elastic.sim.world import World
 Line = tuple[float, Event | None, str]
 """One line of the story: the time, the event (None for a fault), and the reason."""
 EPILOGUE_S = 3.0
-"""Time in seconds after the end in which late messages still arrive.  They must change nothing."""
+"""Time in seconds after the end in which late messages still arrive.  These must change nothing."""
 SLOW, SLOW_S = 0.25, 0.5
-"""Share of the runs whose coordinators are slow to read what workers say, so that messages are taken
-together, and by how many seconds.
+"""Share of the runs whose coordinators read workers' messages late, so that several are taken together, and
+the longest delay in seconds.
 """
 STORY_LINES = 30
 """Number of lines of the story that a violation shows."""
@@ -66,7 +65,7 @@ class Report:
 
 
 class Simulation:
-    """One simulated run, with all that its parts share."""
+    """One simulated run, and everything that its parts share."""
 
     def __init__(self, seed: int, scenario: Scenario | None, advance: Advance) -> None:
         self.seed, self.rng, self.clock = seed, random.Random(seed), Clock()
@@ -125,13 +124,15 @@ class Simulation:
 
     @property
     def _patience_s(self) -> float:
-        """Returns how long after the last fault the run may last: if its steps were slow, one that stands
-        still is found later.
+        """Time in seconds after the last fault within which the run must end.  A run with slow steps has
+        longer: when it stands still, this is noticed later.
         """
         return self.scenario.patience_s + 3 * self.coordinators.present.run.watch.step_s
 
     def _until_the_end(self) -> None:
-        """Runs until an end, and ``EPILOGUE_S`` longer."""
+        """Runs until the job ends, and ``EPILOGUE_S`` longer.  Raises :class:`Violation` if it ends too late
+        or goes on.
+        """
         begun, clock, coordinators = self.clock.now, self.clock, self.coordinators
         last_s = 0.0
         while not coordinators.present.run.over:
@@ -144,15 +145,15 @@ class Simulation:
         while clock.now < until_s:
             clock.step()
             if not coordinators.present.whole and coordinators.present is not present:
-                # the next coordinator could not read of this end, so it does not count
+                # the next coordinator could not read the record of this end, which therefore does not count
                 return self._until_the_end()
             if coordinators.present.run.state != end:
                 raise Violation(f"{end} was not the end: {coordinators.present.run.state}")
 
 
 def simulate(seed: int, scenario: Scenario | None = None, advance: Advance = machine.advance) -> Report:
-    """Simulates one run, which ``seed`` alone decides.  ``scenario`` is drawn from it unless given.  Raises
-    :class:`Violation`.
+    """Simulates one run.  The same seed and scenario give the same run; ``scenario`` is drawn from ``seed``
+    unless given.  Raises :class:`Violation`.
     """
     sim = Simulation(seed, scenario, advance)
     try:

@@ -2,7 +2,7 @@
 is broken.
 
 The oracle keeps the truth apart from the coordinator's knowledge.  ``parent`` has the version to which each
-step was really applied. ``evidence``, ``answered``, ``lost`` and ``expelled`` have what the coordinator was
+step was really applied.  ``evidence``, ``answered``, ``lost`` and ``expelled`` have what the coordinator was
 really told.  The oracle shares no code with the machine that it judges: for example, it looks row by row
 whether cells cover a state.
 """
@@ -54,9 +54,10 @@ if TYPE_CHECKING:
 ORIGIN = Version(0, 0)
 LONGEST_SAVE_S = 90.0
 """Longest time in seconds, after the last fault has ended, that a save may be on its way.  A slow part takes
-30 s, and the last save may wait for the one before, which has a slow part too and then lacks one for
-``stop_s``.  Beside this, a member that stands still holds it up until it is blamed, which takes three steps
-if they are long."""
+30 s.  The last save may wait for the save before it, which may also have a slow part and then lack another
+part for ``stop_s``.  Three long steps come on top: so long a member that stands still may delay the save
+before it is blamed.
+"""
 
 
 class Oracle:
@@ -69,15 +70,14 @@ class Oracle:
         self.first_commit_at: dict[int, float] = {}
         self.plans: dict[int, Plan] = {}
         self.unread: dict[int, Plan] = {}
-        """Plans by generation that were begun by coordinators whose records no later coordinator found."""
+        """Plans by generation that coordinators began whose records no later coordinator found."""
         self.headless: set[int] = set()
-        """Generations during which a new coordinator took over.  Perhaps only the old one knows the last
-        events.
+        """Generations during which a new coordinator took over.  Perhaps only the old coordinator knows their
+        last events.
         """
         self.plan: Plan | None = None
         self.names: dict[WorkerId, Transition] = {}
-        """The names of all workers that a coordinator has ordered, each with the decision that gave the name.
-        """
+        """The decision that gave each worker its name, for all workers that a coordinator has ordered."""
         self.joined: set[WorkerId] = set()
         self.lost: set[WorkerId] = set()
         self.expelled: set[WorkerId] = set()
@@ -88,8 +88,8 @@ class Oracle:
         that has a safe record of it or acted on it.
         """
         self.answered_at: dict[int, dict[WorkerId, int]] = defaultdict(dict)
-        """The latest step, by generation, that each worker had applied when it answered the fence, unless it
-        left a later question open.
+        """The latest step, by generation, that each worker had applied when it answered the fence.  A worker
+        that was asked again and was lost before it answered is left out.
         """
         self.leases: dict[WorkerId, float] = {}
         """The time, by its own clock, until which each worker may apply steps."""
@@ -103,8 +103,8 @@ class Oracle:
         self.counting: set[Version] = set()
         self.stop_asked = self.asked = self.refused = False
         self.startups, self.stumbles = 0, Counter[str]()
-        """Number of coordinators in a row that died before they achieved anything, and the reported reasons
-        for deaths of coordinators.
+        """Number of coordinators in a row that died before they achieved anything, and a count of the
+        reported reasons for deaths of coordinators.
         """
         self.occasions: Counter[str] = Counter()
         """Number of times that each rare situation happened.  A promise is only tested by situations that
@@ -112,15 +112,15 @@ class Oracle:
         """
         self.waiting_since: float | None = 0.0
         self.pending_since: dict[tuple[Version, int], float] = {}
-        """The time since which each save, given by its version and the generation that writes it, has been on
-        its way.
+        """The time since which each save has been on its way, by its version and the generation that writes
+        it.
         """
         self.refused_at: dict[tuple[Version, int], float] = {}
-        """The time since which the bucket refuses parts of this save, given by its version and the generation
-        that writes it, as far as a coordinator was told.
+        """The time since which the bucket has refused parts of a save, as far as a coordinator was told, by
+        the save's version and the generation that writes it.
         """
         self.begun = False
-        """True once the run has formed a world since it began or was resumed."""
+        """True once a coordinator has ordered a world to form since the run began or was resumed."""
 
     # -- what workers do
     # ------------------------------------------------------------------------------------------
@@ -136,7 +136,7 @@ class Oracle:
 
     def forgets(self, worker: Worker, outcomes: tuple[Outcome, ...]) -> None:
         """Checks commits whose evidence ``worker`` forgets: a coordinator was told of each, and none is the
-        last that it applied.
+        last commit that the worker applied.
         """
         for each in outcomes:
             what = f"{worker.name} forgets the commit of step {each.step} of generation {each.generation}"
@@ -148,8 +148,8 @@ class Oracle:
     def applying(self, worker: Worker, outcome: Outcome, settled: bool) -> None:
         """Checks an update that ``worker`` begins.
 
-        Outcome and base must be those of its world, and the commit must not come after a newer world's
-        commit.  If the update is not part of a settlement (``settled``), the worker must not be fenced and
+        Its outcome and base must be those of the worker's world, and no newer world may have committed
+        before.  If the update is not part of a settlement (``settled``), the worker must not be fenced and
         must have a lease.
         """
         world, base = worker.world, worker.version
@@ -225,7 +225,7 @@ class Oracle:
         for action in transition.actions:
             self.settle = action if isinstance(action, Settle) else self.settle
             self._judge_action(before, after, action, transition.reason)
-        # asked again, it may be gone before it answers
+        # a worker that is asked again may be gone before it answers
         for worker in before.state.pending if isinstance(before.state, Stopping) else ():
             if worker not in after.workers:
                 self.answered_at[before.generation].pop(worker, None)
@@ -240,14 +240,16 @@ class Oracle:
             self.settled.add(before.generation)
         if after.state is not before.state:
             self._judge_end(after, transition.reason)
-            # so no member that could tell anything has not been asked
+            # a run that leaves ``Stopping`` has asked every member that can report
             self.asked = isinstance(before.state, Stopping)
             self.waiting_since = (
                 (self.waiting_since or self.sim.clock.now) if isinstance(after.state, Waiting) else None
             )
 
     def _judge_the_superseded(self, transition: Transition, by: Coordinator) -> None:
-        """Checks that a superseded coordinator begins and settles nothing that its follower has not read."""
+        """Checks that a superseded coordinator begins and settles a generation only if its follower has read
+        this.
+        """
         self.occasions["a superseded coordinator acts on"] += bool(transition.actions)
         harm = [action for action in transition.actions if isinstance(action, Form | Settle)]
         if harm and by.journal.read_to == by.journal.disk.end:
@@ -256,8 +258,8 @@ class Oracle:
             raise Violation(f"a coordinator that was followed by another performs {harm[0]}")
 
     def _judge_saves(self, before: RunState, event: Event, after: RunState) -> None:
-        """Checks that no save stays on its way forever, because none is begun beside it, and that the last
-        one is waited for.
+        """Checks that no save stays on its way too long, because it delays the next save, and that the run
+        waits for its last save.
         """
         now, calm_at = self.sim.clock.now, self.sim.strikes.calm_at
         if isinstance(event, SaveFailed) and event.again:
@@ -284,8 +286,8 @@ class Oracle:
                 raise Violation(f"the save of {version} has been on its way for {now - since:.0f} s")
 
     def judge_reading(self, before: Coordinator, follower: Coordinator) -> None:
-        """Checks that ``follower``, if it believes to have read everything, has read every record on which
-        ``before`` acted.
+        """Checks that ``follower`` has read every record on which ``before`` acted, if it believes to have
+        read all.
         """
         if follower.whole and before.acted_to > before.journal.read_to:
             raise Violation(
@@ -309,13 +311,13 @@ class Oracle:
                 self.startups = max(self.startups, before.takeover.startups) + 1
                 self.headless.add(before.generation)
                 known = self.evidence[before.generation]
-                # the rest is told again
+                # later commits are reported again
                 self.evidence[before.generation] = {
                     step: known[step] for step in known if step <= before.step
                 }
                 self.here.clear()  # workers report to the new coordinator again, or their reports are lost
                 if before.plan is not None and before.generation not in self.settlements:
-                    # the new coordinator does not know that it was left
+                    # the new coordinator does not know that the generation was left
                     self.settled.discard(before.generation)
                 # The new coordinator may not know that damaged versions were put away.  It finds the damage
                 # again.
@@ -332,7 +334,7 @@ class Oracle:
                 self.lost |= dead - self.expelled
                 self.expelled |= gone - self.lost
                 ours = {*before.workers, *before.members.starting}
-                # an order to kill one of them had no effect that counts
+                # those that still live were not killed, although that may have been ordered
                 self.expelled -= ours.intersection(event.workers)
             case Attached() if (
                 event.worker in before.workers  # the coordinator ignores all others
@@ -365,8 +367,8 @@ class Oracle:
                 self.stop_asked = True
 
     def _forget_the_unread(self, run: RunState) -> None:
-        """Moves plans that the new coordinator could not read to ``unread``, and forgets what the old one was
-        told about them.
+        """Moves plans that the new coordinator could not read to ``unread``, and forgets the reports about
+        them.
         """
         self.unread |= {
             generation: plan for generation, plan in self.plans.items() if generation > run.generation
@@ -405,7 +407,7 @@ class Oracle:
                 self.counting.discard(action.version)
 
     def _judge_kill(self, before: RunState, kill: Kill) -> None:
-        """Checks that no member that has arrived is expelled because absent members prevented the forming."""
+        """Checks that no member that has arrived is expelled because other members did not arrive in time."""
         if isinstance(before.state, Forming) and self.sim.coordinators.acting.now >= before.state.deadline:
             here = self.here[before.generation]
             if (innocent := here & set(kill.workers)) and here < set(before.state.plan.members):
@@ -415,7 +417,7 @@ class Oracle:
                 )
 
     def _judge_settle(self, settle: Settle) -> None:
-        """Checks a settlement: every member is fenced or gone before, and evidence is neither dropped nor
+        """Checks a settlement: every member was fenced or gone before it, and evidence is neither dropped nor
         invented.
         """
         generation, outcome = settle.generation, settle.outcome
@@ -446,7 +448,7 @@ class Oracle:
                 f"step {outcome.step} of generation {generation} is to be applied, there is "
                 f"evidence of step {top}"
             )
-        if outcome is not None:  # the update will happen, even if no member has begun it yet
+        if outcome is not None:  # the members will apply the step, even if none has begun to
             self.parent[Version(top, generation)] = base_of(self.plans[generation], top)
         self.occasions["a step is applied after its world broke"] += outcome is not None
         self.occasions["a prepared step is dropped"] += outcome is None and any(
@@ -497,8 +499,8 @@ class Oracle:
     def _cannot_commit(self, plan: Plan) -> None:
         """Checks that the world of ``plan`` can commit nothing more.
 
-        One of these must be true: it was never told to go, its last step is reached, a member is dead, fenced
-        or ended, or no lease runs.
+        One of these must be true: the world was never told to go, its last step is reached, a member is dead,
+        fenced or ended, or no lease runs.
         """
         seen = max(self.evidence[plan.generation], default=plan.version.step)
         if plan.generation not in self.went or seen >= (plan.ends or self.sim.rules.target_step):
@@ -537,11 +539,11 @@ class Oracle:
         )
 
     def _held_whole(self, before: RunState, keepers: tuple[NodeId, ...]) -> list[Version]:
-        """Returns the versions of the lineage that are in the bucket, or whole in the memory of workers and
-        in copies.
+        """Returns the versions of the lineage that are in the bucket, or completely in the memory of workers
+        and in copies.
 
-        Only living workers that are not expelled count, with what they hold after the settlement has reached
-        them.
+        Only living workers that are not expelled count, with what they hold once they have received the
+        settlement.
         """
         cells: dict[Version, set[Cell]] = defaultdict(set)
         for version, cell in self.copies.known(before, keepers):
@@ -576,8 +578,8 @@ class Oracle:
     def on_lineage(self, version: Version) -> bool:
         """Returns whether ``version`` belongs to the lineage of the last plan.
 
-        It does if the plan starts from it or from a version after it, or if the plan's world committed it and
-        did not drop it.
+        It does if the plan starts from this version or from a version after it, or if the plan's world
+        committed the version and did not drop it.
         """
         if version == ORIGIN:
             return True
@@ -596,8 +598,8 @@ class Oracle:
     # --------------------------------------------------------------------------------------------------
 
     def judge_ledger(self, run: RunState) -> None:
-        """Checks that the coordinator of a finished run was told what each step consumed, if a worker that it
-        could ask had applied it.
+        """Checks that a coordinator was told what each step of a finished run consumed, if a worker that
+        could be asked had applied the step.
         """
         if not isinstance(run.state, Finished):
             return

@@ -1,9 +1,9 @@
-"""Corrupt samples of a simulated job, the memory of them that travels with the state, and the judgement of
-what the coordinator knows.
+"""Models the corrupt samples of a job and the quarantine in its state, and judges what the coordinator knows
+of the quarantine.
 
-A step reads one of a few samples.  If that one is corrupt, all members skip the step, or, if it is noisy,
-leave its microbatch out of it. Either way the sample goes into quarantine, as the state says from then on: a
-world that begins from an earlier version reads it again.
+A step reads one of a few samples.  If the sample is corrupt, all members skip the step, or leave its
+microbatch out of the step if the sample is noisy.  Either way the sample goes into quarantine, and the state
+has it from then on.  A world that begins from an earlier version reads the sample again.
 """
 
 from __future__ import annotations
@@ -30,12 +30,11 @@ if TYPE_CHECKING:
 SAMPLES = 5
 """Number of samples, so that each comes several times in a run of a few steps."""
 CORRUPT = (0, 1, 1, 2)
-"""Numbers of corrupt samples, from which a seed draws."""
+"""Numbers of corrupt samples; a seed draws one of these."""
 
 
 class SpikeTruth:
-    """Follows the corrupt samples of one run.  ``held`` has the quarantine that the state of each version
-    holds.
+    """Follows the corrupt samples of one run.  ``held`` has, for each version, the quarantine in its state.
     """
 
     def __init__(self, sim: Simulation) -> None:
@@ -44,17 +43,16 @@ class SpikeTruth:
         self.noisy = frozenset(each for each in sorted(self.corrupt) if draw.random() < 1 / 3)
         self.held: dict[Version, tuple[Held, ...]] = {Version(0, 0): ()}
         self.reported: set[tuple[int, Version]] = set()
-        """The incarnation of the coordinator that world rank 0 obeyed when it reported a step, and that
-        version.
+        """Pairs of an incarnation and a version: world rank 0 obeyed this coordinator when it reported the
+        version's step.
         """
         self.heard: dict[int, set[tuple[int, int]]] = defaultdict(set)
-        """The (step, generation) that put samples into quarantine, and of which a coordinator has taken note,
-        by its incarnation.
+        """The (step, generation) of each entry of the quarantine that a coordinator was told of, by its
+        incarnation.
         """
 
     def seen(self, plan: Plan, outcome: Outcome) -> Outcome:
-        """Returns the outcome of a step as the members of ``plan`` conclude it from the state before the
-        step.
+        """Returns the outcome of a step as the members of ``plan`` compute it from the state before the step.
         """
         before, step = self.held[base_of(plan, outcome.step)], outcome.step
         avoided = {each.sample for each in before}
@@ -70,22 +68,22 @@ class SpikeTruth:
         return outcome
 
     def listed(self, outcome: Outcome, member: Member) -> tuple[tuple[tuple[int, int], ...], tuple[int, ...]]:
-        """Returns what ``member``, world rank 0, reports of the quarantine that the state after ``outcome``
-        holds, and of its steps.
+        """Returns the quarantine in the state after ``outcome`` and its steps, as ``member``, world rank 0,
+        reports them.
         """
         version = Version(outcome.step, outcome.generation)
         self.reported.add((member.incarnation, version))
         return listed(self.held[version] if member.lists() else ())
 
     def hears(self, transition: Transition) -> None:
-        """Notes what a coordinator has taken note of."""
+        """Notes which entries of the quarantine the coordinator of ``transition`` was told of."""
         run = transition.run
         for each in transition.taken:
             if not isinstance(each, StepDone) or not run.history.contains(
                 version := Version(each.outcome.step, each.generation)
             ):
                 continue
-            # this report, or one before it, has told this coordinator all
+            # this report, or an earlier one, told this coordinator the whole quarantine
             if (run.incarnation, version) in self.reported:
                 by = expanded(run.history.lineage)
                 self.heard[run.incarnation].update(
@@ -96,11 +94,11 @@ class SpikeTruth:
         ) in transition.reason
 
     def judge(self, run: RunState) -> None:
-        """Checks the lineage of a run that has ended: no step reads what was in quarantine before it, and the
-        coordinator knows what is.
+        """Checks the lineage of a run that has ended: no step reads a sample that was in quarantine before
+        the step, and the coordinator knows the quarantine.
 
-        It need not know what no coordinator was told.  If something was lost with an earlier one, it must
-        know what it was told itself.
+        It need not know an entry that no coordinator was told of.  If knowledge of an earlier coordinator was
+        lost, it must know the entries that it was told of itself.
         """
         quarantine, put, applied, told = dict[int, int](), set[int](), set[int](), self.sim.oracle.told
         for step, generation in enumerate(expanded(run.history.lineage), 1):
@@ -116,7 +114,7 @@ class SpikeTruth:
             applied |= {step} if outcome.applies else set()
         known, occasions = dict(run.skips.quarantined), self.sim.oracle.occasions
         by = expanded(run.history.lineage)
-        # or the last world was formed to save, and made no step
+        # something was lost, or the last world was formed only to save, without a step
         if any(occasions[each] for each in LOST) or by[-1:] != [run.generation]:
             put = {step for step in put if (step, by[step - 1]) in self.heard[run.incarnation]}
         if not known.items() <= quarantine.items() or not {

@@ -1,5 +1,5 @@
-"""Performs a schedule of faults on the simulated cluster: each fault at its time, or at its first occasion
-afterwards.
+"""Performs a schedule of faults on the simulated cluster: each fault at its time, or after it, when its state
+or point is reached.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from elastic.sim.simulation import Simulation
 
 MISSING_S = 20.0
-"""Time in seconds for which a fault counts as not yet recovered from, unless a new commit ends it before."""
+"""Longest time in seconds for which a fault counts as not recovered from.  A new commit ends this time."""
 CUTS = {
     Kind.PARTITION: (Way.TO, Way.FROM),
     Kind.PARTITION_TO: (Way.TO,),
@@ -28,8 +28,8 @@ CUTS = {
 class Strikes:
     """Performs the faults of one run.
 
-    ``calm_at`` is the time at which the last fault that has struck ends.  The counters tell what the schedule
-    really covered.
+    ``calm_at`` is the time at which all faults that have struck so far are over.  The counters have what the
+    schedule really covered.
     """
 
     def __init__(self, sim: Simulation) -> None:
@@ -42,8 +42,8 @@ class Strikes:
         second).
         """
         self._open: dict[Kind, float] = {}
-        """Kinds that have struck and are not recovered from, each with the time at which it counts as
-        recovered from at the latest.
+        """Kinds that have struck and are not recovered from, each with the latest time until which this
+        holds.
         """
         self._in_state: dict[str, list[Fault]] = {}
         self._at_point: list[Fault] = []
@@ -65,7 +65,9 @@ class Strikes:
                 self.clock.after(0.0, self.strike, fault)
 
     def recovered(self) -> None:
-        """Notes that a step was committed, which ends the recovery from all faults that do not last."""
+        """Notes that a step was committed after a recovery.  All faults but those that strike everybody
+        (``SHARED_KINDS``) are over then.
+        """
         now = self.clock.now
         self._open = {
             kind: until for kind, until in self._open.items() if until > now and kind in SHARED_KINDS
@@ -98,7 +100,7 @@ class Strikes:
         )
 
     def strike(self, fault: Fault) -> None:
-        """Performs a fault now.  Without a victim nothing happens."""
+        """Performs a fault now.  Nothing happens if it has no victim."""
         cluster, sim, kind, ends = (
             self.sim.cluster,
             self.sim,

@@ -1,5 +1,5 @@
-"""Computes what follows from the events, row by row and step by step.  It shares no code with the machine
-that it judges.
+"""Computes from the events what must be true, row by row and step by step.  It shares no code with the
+machine that it judges.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 @lru_cache(maxsize=4096)
 def covers(cells: frozenset[Cell], rows: tuple[int, ...]) -> bool:
-    """Returns whether ``cells`` together hold every row.  It looks at the rows one by one (torch's chunk
-    rule).
+    """Returns whether ``cells`` together hold every row, looked at one by one.  Rows are cut by torch's chunk
+    rule.
     """
     shards = [shard_of(cell) for cell in cells]
     if not shards:
@@ -36,8 +36,8 @@ def covers(cells: frozenset[Cell], rows: tuple[int, ...]) -> bool:
 
 
 def shard_of(cell: Cell) -> tuple[int, int]:
-    """Returns the number of shards and the index of ``cell`` among them, read from its text.  Worlds here are
-    cut along one axis.
+    """Returns the number of shards, and the index of ``cell`` among them.  Worlds of the simulator are cut
+    along one axis.
     """
     index, _, count = cell.removeprefix("dp_shard ").partition("/") if cell else ("0", "/", "1")
     return int(count), int(index)
@@ -49,7 +49,7 @@ def base_of(plan: Plan, step: int) -> Version:
 
 
 def expanded(lineage: tuple[tuple[int, int], ...]) -> list[int]:
-    """Returns the generation of each step of a lineage, which has (generation, last step) for each
+    """Returns the generation of each step of a lineage.  A lineage has (generation, last step) for each
     generation.
     """
     generations: list[int] = []
@@ -59,19 +59,19 @@ def expanded(lineage: tuple[tuple[int, int], ...]) -> list[int]:
 
 
 LOST = ("a coordinator takes over without what was written last", "a superseded coordinator acts on")
-"""The occasions on which a coordinator was told what its follower cannot know."""
+"""The occasions on which a coordinator was told things that its follower cannot know."""
 LATE_S = 1.0
-"""Seconds by which a coordinator may handle the end of a world late: it counts from the arrival, and the
-oracle from the decision.
+"""Longest time in seconds from the arrival of the message that ends a world to the decision about it.  A
+coordinator's wait counts from the arrival, the oracle's from the decision.
 """
 
 
 def a_budget_is_spent(seen: Oracle) -> bool:
-    """Returns whether the run may fail, by what the oracle saw: errors of the job, fruitless generations,
-    waiting, a last save refused.
+    """Returns whether the run may fail, by what the oracle saw: coordinators that died, errors of the job,
+    generations without progress, a long wait for workers, or a refused last save.
 
-    A short wait is enough if there are nodes on which no worker may run and no world has been formed, or
-    nodes on which none forms and no step has been run.
+    A short wait is enough if there are nodes that see another bucket and no world was ordered, or nodes on
+    which no world forms and no step was committed.
     """
     raised = [worker for _, worker in seen.sim.cluster.errors_raised]
     alone = seen.plan is not None and len(seen.plan.members) == 1
@@ -95,7 +95,7 @@ def a_budget_is_spent(seen: Oracle) -> bool:
 def fruitless_at_the_end(generations: Iterable[tuple[int, bool]]) -> int:
     """Returns how many of the last generations made no progress.
 
-    Each has the greatest step that it committed (0 for none), and whether that is certain.
+    Each generation has the greatest step that it committed (0 for none), and whether this step is certain.
     """
     fruitless = furthest = 0
     for reached, sure in generations:
@@ -111,7 +111,7 @@ def fruitless_at_the_end(generations: Iterable[tuple[int, bool]]) -> int:
 
 
 def check_start(worker: Worker) -> None:
-    """Checks that ``worker``, which begins to step, has no garbage."""
+    """Checks that ``worker``, which begins to step, holds no garbage."""
     if worker.held & worker.garbage:
         raise Violation(f"{worker.name} steps on garbage of a collective that was aborted")
 
@@ -143,14 +143,16 @@ def check_plan(worker: Worker, plan: Plan) -> None:
 
 
 def check_manifest(version: Version, cells: frozenset[Cell], rows: tuple[int, ...]) -> None:
-    """Checks that the cells of a manifest are a whole state."""
+    """Checks that the cells of a manifest are a complete state."""
     if not covers(cells, rows):
         raise Violation(f"manifest of {version} with cells {sorted(cells)} only")
 
 
 def check_last_step(sim: Simulation, step: int, generations: list[int]) -> int:
-    """Returns the last step of a run that says ``step`` (0: the target step): its loops made it the last one,
-    and no commit an earlier.
+    """Returns the last step of a finished run, whose state names ``step`` (0: the target step).
+
+    Checks that loops ended the run at ``step``, that no commit ended the run before, and that the step was
+    committed.
     """
     ends, occasions = sim.scenario.ends_at or 0, sim.oracle.occasions
     occasions["a loop ends the run"] += bool(step)

@@ -1,4 +1,4 @@
-"""Models the saves of a keeper, by the rules of ``protocol/uploads.py``.  Writing takes its time."""
+"""Models the uploads of a keeper, by the rules of ``protocol/uploads.py``.  Each part takes a drawn time."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 POLL_S = 0.3
 """Time in seconds after which a keeper looks again for a copy that is not complete."""
 AGAIN_S = 1.0
-"""Time in seconds after which a keeper tries a part again that the bucket has refused."""
+"""Time in seconds after which a keeper tries again to write a part that the bucket has refused."""
 SLOW, SLOW_S = 0.1, 30.0
 """Share of the parts that take long to write, and the longest time in seconds that they take."""
 
 
 class Uploads:
-    """The saves of one keeper, as long as it lives."""
+    """The uploads of one keeper, as long as it lives."""
 
     def __init__(self, cluster: Cluster, node: Node) -> None:
         self.cluster, self.node = cluster, node
@@ -35,11 +35,11 @@ class Uploads:
         self._begun: set[tuple[Save, WorkerId]] = set()
         self._refusals: Counter[tuple[Save, WorkerId]] = Counter()
         self._refused: dict[tuple[Save, WorkerId], bool] = {}
-        """The parts that are being written; the value is True if the bucket has refused the part, and the
-        coordinator was told so.
+        """The parts that count as being written.  The value is True if the bucket has refused the part, and
+        the coordinator was told this.
         """
         self.writing: set[tuple[Save, WorkerId]] = set()
-        """The parts of which the bucket takes bytes now, as is true and not as it is said."""
+        """The parts that the bucket really takes now, whatever the keeper reports."""
 
     @property
     def lives(self) -> bool:
@@ -48,8 +48,8 @@ class Uploads:
     def obey(
         self, number: tuple[int, int], saves: tuple[Save, ...], generation: int, version: Version
     ) -> None:
-        """Takes the saves that are on their way from now on.  No other save that began by ``version`` of
-        ``generation`` is.
+        """Takes the list of all saves under way, as of ``version`` of ``generation``.  Earlier saves that are
+        not in the list are over.
         """
         if number <= self.latest.number:
             return
@@ -66,7 +66,7 @@ class Uploads:
                     self._look(save, worker)
 
     def _look(self, save: Save, name: WorkerId) -> None:
-        """Looks for the copy again and again, until it is complete or never will be."""
+        """Looks for the copy again and again, until it is complete or can never be."""
         if not self.lives or save not in self.latest.saves:
             self._begun.discard((save, name))
             return
@@ -101,7 +101,7 @@ class Uploads:
         )
 
     def _is_over(self, save: Save, name: WorkerId) -> bool:
-        """Returns whether the keeper no longer writes this part; then it forgets the part."""
+        """Returns whether the keeper no longer writes this part, and then forgets the part."""
         if self.lives and save in self.latest.saves:
             return False
         self._begun.discard((save, name))
@@ -110,8 +110,8 @@ class Uploads:
         return True
 
     def _written(self, save: Save, name: WorkerId, slots: Slots, place: int, slot: Slot | None) -> None:
-        """Ends the upload.  A slot that was released stays while it is being written, one that was
-        overwritten does not.
+        """Ends the upload of a part.  Its slot may have been released meanwhile, but must not have been
+        overwritten.
         """
         overwritten = slots[place] is not None and slots[place] is not slot
         if self._is_over(save, name):
@@ -148,8 +148,8 @@ class Uploads:
         self.cluster.clock.after(AGAIN_S, self._write_again, save, name, slots, place, slot)
 
     def _write_again(self, save: Save, name: WorkerId, slots: Slots, place: int, slot: Slot | None) -> None:
-        """Begins the part again.  If the bucket takes its first bytes, the part counts as one that is being
-        written.
+        """Writes the part again.  If the bucket takes its first bytes, the part counts as being written,
+        unless it was refused ``REFUSALS`` times before.
         """
         if self._is_over(save, name):
             return

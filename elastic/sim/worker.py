@@ -1,10 +1,9 @@
-"""One worker of the simulated cluster: the product's own :class:`Member`, with durations drawn instead of
-work done.
+"""Models one worker: the product's own :class:`Member`, with drawn durations instead of work.
 
     idle -> forming -> healing -> ready -> (computing -> prepared -> applying)* -> left
 
-``Member`` decides.  This file says how long things take, what reaches the worker, what breaks, and what its
-memory really holds.
+``Member`` decides.  This file determines how long things take, what reaches the worker, what breaks, and what
+its memory really holds.
 """
 
 from __future__ import annotations
@@ -46,8 +45,7 @@ class Phase(StrEnum):
     STANDING = "standing"
     """The worker cannot go on, reports this, and waits for a fence."""
     DONE = "done"
-    """The worker has nothing left to do in this world: it has reached the target step or an agreed boundary.
-    """
+    """The worker has nothing left to do in this world: the target step or an agreed boundary is reached."""
 
 
 class Worker(Process):
@@ -67,9 +65,9 @@ class Worker(Process):
         self.newest: tuple[int, int] | None = None
         """The (step, generation) that it has applied last."""
         self.ended = 0
-        """The last generation in which its loop has ended the run."""
+        """The last generation in which the worker's loop has ended the run."""
         self.left: Version | None = None
-        """The version that its loop has left behind as the last one."""
+        """The version after whose step the worker's loop was left."""
         self._planned_at = 0.0
         self.progress: Progress | None = None
         self.memory = Memory(self)
@@ -84,8 +82,8 @@ class Worker(Process):
     # -----------------------------------------------------------------------------------------
 
     def begin(self, parts: int) -> None:
-        """Joins after so many long parts of its start, each shorter than ``form_s``; it says so when one
-        begins.
+        """Joins after ``parts`` parts of its start, each shorter than ``form_s``.  Reports the beginning of
+        each part.
         """
         if not parts:
             return self.join()
@@ -136,7 +134,7 @@ class Worker(Process):
             self._enter()
 
     def _enter(self) -> None:
-        """Enters the world of the waiting plan, if that is allowed now."""
+        """Enters the world of the plan that waits, if the member may."""
         plan = self.member.waiting
         if plan is None or not self.member.enter(plan):
             return
@@ -188,8 +186,8 @@ class Worker(Process):
                 self._whole()
 
     def _whole(self, *, garbage: bool = False) -> None:
-        """Notes that its shard of the plan's version is in its memory.  With ``garbage`` the shard only looks
-        complete.
+        """Notes that the worker's shard of the plan's version is in its memory.  With ``garbage`` the shard
+        only looks complete.
         """
         assert self.world is not None
         slot = (self.world.plan.version, self.cell)
@@ -198,11 +196,11 @@ class Worker(Process):
         self.held.add(slot)
         self.garbage |= {slot} if garbage else set()
         self.phase = Phase.READY
-        self.sim.oracle.granted(self, self.now)  # its Ready is its first question for the lease
+        self.sim.oracle.granted(self, self.now)  # a ``Ready`` is also the first request for a lease
         self.post(self.member.say(Ready(self.name, self.world.generation)))
 
     def garbled(self) -> None:
-        """Handles a collective that looks complete because somebody aborted the groups, and whose result is
+        """Handles a collective that looks complete because a member aborted the groups, and whose result is
         garbage.
 
         A commit record has a checksum, so the worker notices.  A slice that arrives during healing has none:
@@ -221,7 +219,7 @@ class Worker(Process):
         version = self.world.plan.version
         self.held = {(version, self.cell)}
         check_start(self)
-        self._renew()  # at once: the lease counts from Ready, which may be long ago
+        self._renew()  # at once: the lease counts from ``Ready``, which may be long ago
         self.memory.enter(self.world.plan)
         self._start_step()
 
@@ -230,7 +228,7 @@ class Worker(Process):
 
     @property
     def version(self) -> Version | None:
-        """The newest version it holds whole in the layout of its world."""
+        """The newest version of which the worker holds its shard in the layout of its world."""
         return max((version for version, cell in self.held if cell == self.cell), default=None)
 
     def _start_step(self) -> None:
@@ -319,7 +317,9 @@ class Worker(Process):
             self._start_step()
 
     def _ends(self, step: int) -> None:
-        """Leaves ``step`` behind as the last one of the run."""
+        """Leaves the loop after ``step``, and reports this as the end of the run if the target step is not
+        reached.
+        """
         self.left = self.version
         if step < self.sim.rules.target_step and not self.member.barred:
             self.ended = self.member.generation
@@ -369,7 +369,8 @@ class Worker(Process):
         self._enter()
 
     def _keep_lease(self) -> None:
-        """Asks for the lease regularly.  A worker that gets no answer for the time of two leases ends itself."""
+        """Asks for the lease regularly.  A worker that gets no answer for the time of two leases ends itself.
+        """
         if self.member.forsaken(self.now):
             return self.end("no coordinator answers")
         self._renew()
@@ -401,8 +402,8 @@ class Worker(Process):
     def raises(self, point: Point | None, cause: str = "job") -> None:
         """Handles an error that was raised at ``point``.
 
-        An error in a save only means that its part of the save is missing.  After an error during an update,
-        or of its device, the worker holds nothing.
+        After an error in a save, only the worker's part of the save is missing.  After an error in an update,
+        or of the device, the worker holds nothing.
         """
         if self.world is None or self.phase is Phase.STANDING or (point is Point.SAVE and cause == "job"):
             return
@@ -435,13 +436,13 @@ class Worker(Process):
         self._complain(broken)
 
     def _complain(self, broken: Broken) -> None:
-        """Reports that it is broken, again and again until it is fenced, because a message may be lost."""
+        """Reports ``broken`` again and again until the worker is fenced, because a message may be lost."""
         if not self.member.barred:
             self.post(broken)
             self.later(4.0, self._complain, broken)
 
     def held_after(self, settle: Settle | None) -> set[tuple[Version, Cell]]:
-        """Returns what it will hold after it has received ``settle``."""
+        """Returns what the worker will hold after it has received ``settle``."""
         told = settle is not None and self.name in settle.members and self._generation() == settle.generation
         if (
             settle is None

@@ -1,8 +1,8 @@
-"""Models the collectives of one generation, which no decision controls.
+"""Models the collectives of one generation.  No decision controls them.
 
-It has three rules.  A collective completes nowhere unless every member contributed.  Once all have, it
+They follow three rules.  A collective completes nowhere unless every member contributed.  Once all have, it
 completes on *any subset* of the members: each sees it after a time of its own, and perhaps never if a member
-has gone meanwhile.  If a member *aborts*, the collective that the others wait for may look complete, with
+has gone meanwhile.  If a member *aborts*, the collective for which the others wait may look complete, with
 garbage as its result.
 """
 
@@ -28,10 +28,10 @@ class World:
         self.sim, self.plan, self.generation = sim, plan, plan.generation
         self.here: dict[WorkerId, Worker] = {}
         self.broken = False
-        """True if a member died or left, so that nothing new completes."""
+        """True if a member died or left, or lost contact; nothing new completes then."""
         self.asked: dict[int, dict[WorkerId, tuple[int, Copied]]] = {}
-        """Contributions by step and worker: the boundary flag that it asked for, and what it says of its
-        copies.
+        """Contributions by step and worker: the boundary flag for which the worker asked, and its report of
+        its copies.
         """
         self.completed_at: dict[int, float] = {}
         self.outcomes: dict[int, Outcome] = {}
@@ -39,8 +39,8 @@ class World:
     def arrive(self, worker: Worker) -> None:
         """Adds a member.
 
-        The groups form once all have arrived and the store answers; otherwise each member hangs until it is
-        told to leave.
+        The groups form once all members have arrived, if the store answers.  Otherwise each member hangs
+        until it is told to leave.
         """
         self.here[worker.name] = worker
         if len(self.here) == len(self.plan.members):
@@ -59,7 +59,7 @@ class World:
             worker.later(0.1 * self.sim.rng.random(), form)
 
     def contribute(self, worker: Worker, step: int, boundary: int, copied: Copied) -> None:
-        """Takes the worker's record of ``step``.  The last record makes the commit."""
+        """Takes the worker's record of ``step``.  The last member's record makes the commit."""
         asked = self.asked.setdefault(step, {})
         asked[worker.name] = (boundary, copied)
         if not self.broken and self.sim.cluster.peers_cut(self.plan.members):
@@ -128,6 +128,8 @@ class World:
             self._tell_of_loss(worker)
 
     def _tell_of_loss(self, worker: Worker) -> None:
-        """Tells ``worker`` of the loss if it was connected to a socket that was closed; the others hang."""
+        """Tells ``worker`` of the loss, with probability 0.6: only workers whose own connection was closed
+        notice it, and the others hang.
+        """
         if worker.world is self and self.sim.rng.random() < 0.6:
             worker.later(0.02 + 0.3 * self.sim.rng.random(), worker.peer_lost)

@@ -1,8 +1,7 @@
 """The best of the validations of a run.
 
-Losses on different held-out samples say nothing about each other.  If the samples have changed in between,
-only losses on those of the newest version are compared.  An older release did not note which samples it had
-read; such a loss counts.
+Losses on different held-out samples cannot be compared.  Only losses on the samples of the newest validation
+count, and losses whose samples nobody noted, as in older releases.
 """
 
 from __future__ import annotations
@@ -18,31 +17,34 @@ from elastic.ids import Version
 from elastic.protocol.commit_record import is_better
 
 RISES = 3
-"""Number of validations in a row that must be worse than the best one before a run over-fits: one or two may
-be chance.
+"""Number of validations in a row that must be worse than the best one before a run over-fits.  One or two may
+be worse by chance.
 """
 LEAST = 0.01
-"""Smallest rise, as a part of the best loss, that counts: a loss that stands still goes up and down by less.
+"""Smallest rise that counts, as a part of the best loss.  A loss that no longer improves goes up and down by
+less.
 """
 
 
 def number_of(held_out: str) -> int:
-    """Returns the number that stands for held-out samples in a row, which has no text: 32 bits of a digest; 0
-    if they are not known.
+    """Returns the number that stands in a row of metrics for ``held_out``, the name of held-out samples: 32
+    bits of a digest, or 0 if the name is empty.
     """
     return int.from_bytes(sha256(held_out.encode()).digest()[:4]) if held_out else 0
 
 
 class Loss(NamedTuple):
-    """The loss of a validation, and the number of the samples that it is over; 0 if nobody noted it."""
+    """The loss of a validation.  ``data`` is the number of its held-out samples' name (:func:`number_of`), or
+    0 if nobody noted the name.
+    """
 
     mean: float
     data: int = 0
 
 
 class Best(NamedTuple):
-    """The version with the smallest loss, and the number of validations that do not count, since they were on
-    other samples.
+    """The version with the smallest loss.  ``others`` is the number of validations that do not count, because
+    they used other samples.
     """
 
     version: Version
@@ -51,23 +53,23 @@ class Best(NamedTuple):
 
     @property
     def left_out(self) -> str:
-        """The words about the validations that do not count; "" if there are none."""
+        """A phrase about the validations that do not count; "" if there are none."""
         each = "1 validation" if self.others == 1 else f"{self.others} validations"
         return f"{each} on other held-out samples not counted" if self.others else ""
 
 
 def comparable(found: Mapping[Version, Loss]) -> dict[Version, Loss]:
-    """Returns the losses on the samples on which the newest version was validated, and those of which nobody
-    noted the samples.
+    """Returns the losses on the samples of the newest validation that has noted its samples, and all losses
+    whose samples nobody noted.
     """
     newest = next((found[version].data for version in sorted(found, reverse=True) if found[version].data), 0)
     return {version: loss for version, loss in found.items() if loss.data in (0, newest)}
 
 
 def best(found: Mapping[Version, Loss]) -> Best | None:
-    """Returns the best of the :func:`comparable` losses, the first one of several; None if there is none.
+    """Returns the first of the smallest :func:`comparable` losses; None if there is none.
 
-    What is no number is never the best.
+    NaN is never the best.
     """
     counted = comparable(found)
     losses = {version: loss.mean for version, loss in counted.items() if not isnan(loss.mean)}
@@ -76,8 +78,8 @@ def best(found: Mapping[Version, Loss]) -> Best | None:
 
 
 def mark(found: Mapping[Version, Loss], min_delta: float) -> Best | None:
-    """Returns the last of the :func:`comparable` losses that was smaller by more than ``min_delta`` than the
-    one before that was.
+    """Returns the newest improvement among the :func:`comparable` losses: one that is smaller than the
+    improvement before it by more than ``min_delta``.
     """
     last: Best | None = None
     for version, loss in sorted(comparable(found).items()):
@@ -87,7 +89,7 @@ def mark(found: Mapping[Version, Loss], min_delta: float) -> Best | None:
 
 
 def enough(found: Mapping[Version, Loss], patience: int, min_delta: float) -> int:
-    """Returns the step of the newest validation if it is one of ``patience`` or more in a row after the
+    """Returns the step of the newest validation if at least ``patience`` validations have come after the
     :func:`mark`; else 0.
     """
     top, counted = mark(found, min_delta), sorted(comparable(found))
@@ -98,13 +100,14 @@ def enough(found: Mapping[Version, Loss], patience: int, min_delta: float) -> in
 def over_fit(
     found: Mapping[Version, Loss], training: Callable[[int], Iterable[tuple[int, float]]], again: str
 ) -> str:
-    """Returns the sentence about a run that over-fits; "" for another one.
+    """Returns the sentence about a run that over-fits; "" if the run does not.
 
-    It over-fits if the newest :data:`RISES` validations are worse than the best one, the newest by
-    :data:`LEAST` of it, while the training loss fell.  If both rise, the run diverges.  ``training`` yields
-    the (step, loss) of the steps after one, in order; the means of as many steps as there are from one
-    validation to the next are compared, and no others are asked for.  ``again`` names the option that goes on
-    from the best.
+    A run over-fits if its newest :data:`RISES` validations are worse than the best one, and the newest is
+    worse by :data:`LEAST` or more of the best loss, while the training loss fell.  If both losses rise, the
+    run diverges.  ``training`` yields the (step, loss) of the steps after a given step, in order.  The
+    training loss is a mean over the steps before the best and before the newest validation, as many as lie
+    between the last two validations; ``training`` is asked for no others.  ``again`` names the option that
+    goes on from the best version.
     """
     top, losses = best(found), {version: loss.mean for version, loss in comparable(found).items()}
     later = sorted(version for version in losses if top is not None and version > top.version)

@@ -2,7 +2,7 @@
 
 The usual range of a number is the median of the steps before it and their median absolute deviation (MAD),
 which a few wild steps hardly move: 1.4826 × MAD is the standard deviation of normal numbers (Hampel 1974).  A
-spike that passed is no divergence.
+spike from which the loss came back is no divergence.
 """
 
 from __future__ import annotations
@@ -14,14 +14,16 @@ from statistics import median
 from elastic.protocol.spikes import robust_deviation
 
 WINDOW = 32
-"""Number of steps that say what is usual, and of the newest steps that say whether the loss came back."""
+"""Number of steps before a number that tell its usual range, and of newest steps that tell whether the loss
+came back.
+"""
 LEAST = 4
-"""Number of steps without which nothing is usual yet."""
+"""Smallest number of steps that tell a usual range."""
 FAR = 8.0
-"""Number of standard deviations above the median from which on a number is strange."""
+"""Number of standard deviations above the median beyond which a number is strange."""
 NARROW = 0.02
-"""Smallest standard deviation, as a part of the median: losses that stand still are no reason to call a small
-rise strange.
+"""Smallest standard deviation, as a part of the median: a small rise is not strange, even if the losses
+before it hardly differ.
 """
 
 
@@ -29,8 +31,8 @@ def diverged_at(rows: Sequence[Mapping[str, float]]) -> int | None:
     """Returns the first step whose loss or norm is strange and after which the loss did not come back, or
     None.
 
-    ``rows`` have "step", "loss" and "norm", in order.  The loss of a step is that of the weights *before* it:
-    they are the first bad ones.
+    ``rows`` have "step", "loss" and "norm", in order.  The loss of a step is computed with the weights
+    *before* the step's update; these are the first bad weights.
     """
     for place, row in enumerate(rows):
         before, newest = rows[max(0, place - WINDOW) : place], rows[max(place, len(rows) - WINDOW) :]
@@ -43,7 +45,9 @@ def diverged_at(rows: Sequence[Mapping[str, float]]) -> int | None:
 
 
 def usual_limit(values: Sequence[float]) -> float:
-    """Returns the number above which another one would be strange; infinity if there are too few to know."""
+    """Returns the limit above which the next number is strange; infinity if fewer than :data:`LEAST`
+    ``values`` are finite.
+    """
     finite = [value for value in values if math.isfinite(value)]
     if len(finite) < LEAST:
         return math.inf
@@ -56,5 +60,5 @@ def _over(value: float, limit: float) -> bool:
 
 
 def _middle(values: Sequence[float]) -> float:
-    """Returns the median; what is not finite counts as infinite."""
+    """Returns the median; a value that is not finite counts as infinite."""
     return median(value if math.isfinite(value) else math.inf for value in values)

@@ -1,7 +1,7 @@
 """The ledger: what each step of the surviving lineage consumed, from the journal alone.
 
-World rank 0 reports each commit; if it is dead, a fenced member that remembers the commit does.  A step that
-was abandoned is another version of the same step and is left out, so each step and each sample counts once.
+World rank 0 reports each commit; if it is dead, a fenced member that remembers the commit does.  An abandoned
+step is another version of the same step and is left out, so each step and each sample counts once.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def ledger(segments: Sequence[Segment]) -> dict[int, Outcome]:
 
 
 def outcome_of(segments: Sequence[Segment], version: Version) -> Outcome | None:
-    """Returns the outcome of a step that one generation committed, which may be abandoned by now; None if
-    nobody told it.
+    """Returns the outcome that committed ``version``, even if its step was abandoned; None if nobody reported
+    it.
     """
     told = _told(segments).get(version)
     return None if told is None else decode(Outcome, told)

@@ -1,8 +1,8 @@
-"""The numbers of committed steps by name: one flat row for each step, for whatever draws or stores them.
+"""The numbers of committed steps by name: one flat row for each step, to be drawn or stored.
 
-:class:`Rows` collects them from the journal, which has everything in it.  A row is *final* once a good
-checkpoint is at its step or after it: a run never falls back behind its newest good checkpoint, so the step
-is not done again.
+:class:`Rows` collects them from the journal, which has all of them.  A row is *final* once a good checkpoint
+is at its step or after it: a run never falls back behind its newest good checkpoint, so the step is not done
+again.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from elastic.report.speed import Speed
 Row = dict[str, Any]
 """The numbers of one step by name.  A number that is not known is left out.
 
-The first step of a new world also has an "event": the sentence that says why there is one.  It is the only
-text.
+The first step of a new world also has an "event", the sentence that says why the world was formed.  It is the
+only text in a row.
 """
 
 VALIDATION = ("validation_loss", "validation_terms", "validation_data")
@@ -60,11 +60,11 @@ COLUMNS = (
     ),
     *("copied_through", "buddied_through", "event"),
 )
-"""The names in the order of a table; the norms of layers, as "norm/layers.3", follow."""
+"""The names in the order of a table.  Norms of layers, such as "norm/layers.3", follow."""
 
 
 def metrics(outcome: Outcome) -> Row:
-    """Returns the loss, the norm, the tokens and, if the commit tells them, the norms of the layers: {"loss":
+    """Returns the loss, the norm, the tokens and, if the commit has them, the norms of the layers: {"loss":
     .., "norm/layers.3": ..}.
     """
     layers = {f"norm/{name}": norm for name, norm in outcome.layer_norms.items()}
@@ -83,8 +83,8 @@ def row_of(
     """Returns the row of a step.  ``at`` is its wall-clock time, ``world`` the number of members (0: not
     known).
 
-    ``leaves_out`` says that the job leaves out microbatches (``spikes.microbatch_z``), so that the row says
-    how many, also if none.
+    ``leaves_out`` is True if the job leaves out microbatches (``spikes.microbatch_z``); the row then has
+    their number, even 0.
     """
     usage, speed = outcome.usage, Speed()
     speed.add(outcome, work)
@@ -118,15 +118,15 @@ def row_of(
 
 
 def with_validation(row: Row, found: Validated | None, held_out: str = "") -> Row:
-    """Returns the row of a step after which the samples that ``held_out`` tells from others had the loss
-    ``found``.
+    """Returns ``row`` with the numbers of ``found``, the validation after its step.  ``held_out`` names the
+    validation's samples.
     """
     return row if found is None else row | numbers_of(found.mean, found.count, held_out)
 
 
 def numbers_of(mean: float, terms: int, held_out: str) -> Row:
-    """Returns the numbers of a validation.  ``held_out`` tells its samples from others; "" if nobody noted
-    it.
+    """Returns the numbers of a validation.  ``held_out`` names its samples; it is "" if nobody noted the
+    name.
     """
     data = number_of(held_out)
     return {"validation_loss": mean, "validation_terms": terms} | ({"validation_data": data} if data else {})
@@ -139,8 +139,8 @@ def version_of(row: Row) -> Version:
 class Rows:
     """The rows of a run, from the segments of its journal, which are read piece by piece, in order.
 
-    ``lr`` returns the learning rate of a version, from what its commit told of it, and ``leaves_out`` whether
-    its job leaves out microbatches.
+    ``lr`` returns the learning rate of a version, given the rate that its commit reports, if any.
+    ``leaves_out`` returns whether the version's job leaves out microbatches.
     """
 
     def __init__(
@@ -148,23 +148,23 @@ class Rows:
     ) -> None:
         self._lr, self._leaves_out = lr, leaves_out
         self._history: dict[str, Any] = {"lineage": [], "saved": [], "untold": []}
-        """Fields of the history of the run after the last record that was read."""
+        """Fields of the run's history after the last record that was read."""
         self._rows: dict[Version, Row] = {}
         self._validated: dict[tuple[int, Version], tuple[Validated, str]] = {}
-        """The validation after a step and what tells its samples from others, by that step and the commit
-        that tells it.
+        """The validation after a step and the name of its samples, by the step and the version whose report
+        has the validation.
         """
         self._held_out = ""
-        """The name of the held-out samples of the coordinator whose records are read."""
+        """The name of the held-out samples, as the snapshot of the records that are being read has it."""
         self._worlds: dict[int, int] = {}
         """The number of members, by generation."""
         self._why = Why()
-        """Why the newest world was stopped, until the next one has committed a step."""
+        """The reason why the newest world was stopped, until the next world has committed a step."""
         self._events: dict[int, str] = {}
         """The reason for a new world, by its generation, until it has committed a step."""
 
     def read(self, snapshot: Mapping[str, Any] | None, records: Sequence[Mapping[str, Any]]) -> None:
-        """Reads records in today's format.  ``snapshot`` stands before them; None: they continue those that
+        """Reads records in today's format.  They follow ``snapshot``, or, if it is None, the records that
         were read last.
         """
         if snapshot is not None:
@@ -193,8 +193,8 @@ class Rows:
 
     @property
     def told(self) -> int:
-        """The step up to which every commit was told; only a coordinator that died knew of those that were
-        not.
+        """The step up to which every commit is known.  Later commits may be missing that only a dead
+        coordinator was told of.
         """
         untold, reached = (
             self._history["untold"],
@@ -203,7 +203,7 @@ class Rows:
         return min(untold) - 1 if untold else reached
 
     def surviving(self, lineage: Lineage | None = None) -> list[Row]:
-        """Returns the rows of the surviving lineage, or of another one, in order, each step once."""
+        """Returns the rows of ``lineage`` (the surviving one if None), in order, each step once."""
         lineage = self.lineage if lineage is None else lineage
         versions = sorted(version for version in self._rows if contains(lineage, version))
         found = {version.step: self._rows[version] for version in versions}
@@ -213,7 +213,7 @@ class Rows:
         return [found[step] for step in sorted(found)]
 
     def forget(self, step: int) -> None:
-        """Forgets all rows up to ``step``: they are stored."""
+        """Forgets all rows up to ``step``, because they are stored elsewhere."""
         self._rows = {version: row for version, row in self._rows.items() if version.step > step}
         self._validated = {of: found for of, found in self._validated.items() if of[0] > step}
 
@@ -275,7 +275,7 @@ class Rows:
 
 
 def _of(done: Mapping[str, Any]) -> Version:
-    """Returns the version that a report of a step tells of."""
+    """Returns the version of the step that ``done`` reports."""
     return Version(done["outcome"]["step"], done["outcome"]["generation"])
 
 
@@ -283,8 +283,8 @@ def _of(done: Mapping[str, Any]) -> Version:
 
 
 def json_line(row: Mapping[str, Any]) -> str:
-    """Returns a row as a line of JSON, with the names in order.  JSON has no number that is not finite: null
-    stands for it.
+    """Returns a row as a line of JSON, with the names in order.  JSON has no numbers that are not finite;
+    null stands for them.
     """
     return json.dumps(
         {name: row[name] if name == "event" or math.isfinite(row[name]) else None for name in in_order(row)}
@@ -292,13 +292,15 @@ def json_line(row: Mapping[str, Any]) -> str:
 
 
 def row_from(line: str) -> Row:
-    """Returns the row of which :func:`json_line` made ``line``; a number that was not finite is NaN."""
+    """Returns the row from which :func:`json_line` made ``line``; NaN stands for a number that was not
+    finite.
+    """
     return {name: math.nan if value is None else value for name, value in json.loads(line).items()}
 
 
 def csv_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Returns the rows as CSV, with a column for each name that any of them has; without rows, the names of
-    all that a step may have.
+    """Returns the rows as CSV, with a column for each name that any row has.  Without rows it is a header of
+    all ``COLUMNS``.
     """
     text = io.StringIO()
     names = {name for row in rows for name in row} if rows else COLUMNS

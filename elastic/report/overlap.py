@@ -1,9 +1,9 @@
 """Tells from a trace of torch's profiler how much of a step's communication on a GPU was hidden under
 computing.
 
-Communication is the kernels of NCCL, or the copies between host and device; computing is all other kernels.
-A kernel belongs to the step in whose span on the host it was launched.  NCCL's kernels also wait for the
-other members, so their time has that, too.
+Communication is the kernels of NCCL, or the copies between host and device; computing is all other kernels. A
+kernel belongs to the step in whose span on the host it was launched.  NCCL's kernels also wait for the other
+members, and their time includes this wait.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ Span = tuple[float, float]
 
 STEP = re.compile(r"step (\d+)")
 LAUNCHES = ("cuda_runtime", "cuda_driver")
-"""Categories of the events in which the host launches what runs on the device."""
+"""Categories of the events in which the host launches work on the device."""
 
 
 class Overlap(NamedTuple):
-    """The seconds of one step in which there was communication of a kind, and in how many of them there was
-    computing, too.
+    """The seconds of one step with communication of one kind, and the part of these seconds that also had
+    computing.
     """
 
     total_s: float
@@ -43,13 +43,13 @@ class StepOverlap(NamedTuple):
     copies: Overlap
 
     def __str__(self) -> str:
-        """The sentence; "" if nothing was communicated on a device."""
+        """Returns the overlap as a sentence; "" if nothing was communicated on a device."""
         named = (("collectives", self.collectives), ("copies to and from the host", self.copies))
         return "; ".join(f"{name} took {each}" for name, each in named if each.total_s)
 
 
 def events_of(trace: str) -> Iterator[Event]:
-    """Yields the events of a trace, one by one: a trace may be large, and decoding it in one call would stop
+    """Yields the events of a trace, one by one.  A trace may be large, and decoding it in one call would stop
     all threads.
     """
     decoder, begin = json.JSONDecoder(), re.search(r'"traceEvents"\s*:\s*\[\s*', trace)
@@ -108,7 +108,7 @@ def _step(kinds: Mapping[str, Sequence[Span]]) -> StepOverlap:
 
 
 def _length(spans: Sequence[Span]) -> float:
-    """Returns the length of the times that lie in any of the spans."""
+    """Returns the length of the union of the spans."""
     total, until = 0.0, -math.inf
     for begin, end in sorted(spans):
         total, until = total + max(end - max(begin, until), 0.0), max(end, until)

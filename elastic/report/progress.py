@@ -1,7 +1,7 @@
 """Tells how long a run still takes, from its newest steps.
 
-The pace is the median of the newest steps' durations: a mean would take a recovery of minutes for the pace of
-all steps to come.  Steps of another generation or another number of members are not compared with each other.
+The pace is the median of the newest steps' durations: a mean would count a recovery of minutes into the pace
+of all later steps.  Steps of different generations, or of worlds of different sizes, are not compared.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ from statistics import median
 from elastic.report.story import StepLine
 
 NEWEST = 30
-"""Number of steps whose durations are looked at: enough for a median, few enough to follow a change within a
-minute or so.
+"""Number of newest steps whose durations count: enough for a median, few enough to follow a change within
+about a minute.
 """
 
 
 class RunPace:
-    """The pace of a run.  It is told of every step, in order."""
+    """The pace of a run.  ``add`` takes every step, in order."""
 
     def __init__(self) -> None:
         self._newest: StepLine | None = None
         self._took: deque[float] = deque(maxlen=NEWEST)
         self._rates: deque[float] = deque(maxlen=NEWEST)
         self.pace_s = 0.0
-        """Seconds of a step; 0 if they are not known yet."""
+        """Seconds for each step; 0 if they are not known yet."""
         self.rate = 0.0
-        """Tokens, samples or terms of the newest steps in a second; 0 if they are not known yet."""
+        """Tokens, samples or terms per second in the newest steps; 0 if they are not known yet."""
 
     def add(self, line: StepLine) -> None:
         before, self._newest = self._newest, line
@@ -44,7 +44,7 @@ class RunPace:
 
     @property
     def left_s(self) -> float:
-        """Seconds until the last step; 0 if they are not known, or if there are no more steps."""
+        """Seconds until the last step; 0 if they are not known, or after the last step."""
         return 0.0 if self._newest is None else self.pace_s * (self._newest.steps - self._newest.step)
 
 

@@ -2,7 +2,7 @@
 
 Each phase begins when the one before it ends:
 
-    detect    from the fault until the coordinator knows of it (not in the journal: only a test that causes a fault knows its moment)
+    detect    from the fault until the coordinator knows of it (not in the journal, which has no faults)
     decide    until all members are fenced and the outcome is decided
     abort     until every member has left its groups and has the next plan
     form      until the process groups of the next generation exist
@@ -22,16 +22,16 @@ from elastic.journal import codec
 
 @dataclass
 class Why:
-    """Why a world ended: what was said first, or the death that was told of later, if who spoke first only
-    waited for a dead member.
+    """The reason why a world ended: the first one that was given.  If it came from a member that only waited
+    for a dead one, a death that is reported later replaces it.
     """
 
     text: str = ""
     waits: bool = False
-    """True while ``text`` is the word of a member that waits, which is no cause."""
+    """True while ``text`` comes from a member that waits for a peer, which is not a cause."""
 
     def hear(self, record: Mapping[str, Any], *, ends: bool) -> None:
-        """Hears the next record.  With ``ends`` it ends a world."""
+        """Reads the next record.  ``ends`` is True if the record ends a world."""
         told = codec.parts_of(record["event"])
         if ends and not self.text:
             self.text, self.waits = record["reason"], any(each.get("cause") == "peer" for each in told)
@@ -81,13 +81,13 @@ def recoveries(records: Iterable[Mapping[str, Any]]) -> list[Recovery]:
 def _mark(marks: dict[str, Any], record: Mapping[str, Any], *, all_lost: bool) -> None:
     """Notes what ``record`` says of the present recovery.
 
-    With ``all_lost`` this event took the last member, so there is nobody to fence.
+    ``all_lost`` is True if the record's event took the last member, so that nobody is left to fence.
     """
     at, actions = record["at"], record["actions"]
     names = {action["$"]: action for action in actions}
     told = codec.parts_of(record["event"])
     kinds = {each["$"] for each in told}
-    if "Recovered" in kinds:  # only a fence is new; the other actions are repeated
+    if "Recovered" in kinds:  # a new coordinator repeats all actions but a fence
         names = {name: action for name, action in names.items() if name == "Fence"}
     # the new world broke before its first commit: another recovery begins
     if ("Fence" in names or all_lost) and "go" in marks:
@@ -112,7 +112,7 @@ def _mark(marks: dict[str, Any], record: Mapping[str, Any], *, all_lost: bool) -
 
 
 def number(value: Any) -> float:
-    """Returns a float that the journal has written (exactly, in hexadecimal)."""
+    """Returns a float as the journal writes it: exact, in hexadecimal."""
     return float.fromhex(value) if isinstance(value, str) else float(value)
 
 

@@ -3,11 +3,11 @@
 A journal is a sequence of segments, each a snapshot and the records after it (``storage/journal``).  ``tell``
 shows the time, event, edge, actions and reason of each record.  ``differences`` calls ``advance`` for each
 record with the state before it, the recorded time and the recorded rules.  States and actions must be the
-same, so a journal that is kept is a regression test of every decision in it.  Reasons are compared only if
-the same version wrote the journal, because another version may word them better.
+same, so each journal that is kept is a regression test of every decision in it.  Reasons are compared only if
+the same version wrote the journal, because other versions may word them differently.
 
-Beats, ticks, renewals and capacities are recorded only if they led to an action; the next record has what
-they changed.
+Beats, ticks, renewals and capacities are recorded only if they led to an action; the next record has the
+other changes that they made.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ SHOWN_MEMBERS = 8
 
 @dataclass(frozen=True)
 class Mismatch:
-    """Record ``n`` has ``recorded``, and this version decides ``decided``.  ``what`` is "state", "actions" or
-    "reason".
+    """A difference: record ``n`` has ``recorded``, and this version decides ``decided``.  ``what`` is
+    "state", "actions" or "reason".
     """
 
     n: int
@@ -55,15 +55,15 @@ class Mismatch:
 
 
 def tell(segments: Iterable[Segment], *, layers: bool = False) -> Iterator[str]:
-    """Yields a line for each record.  Commits that follow each other without any other event, or reason to
-    tell, share one line.
+    """Yields a line for each record.  Commits in a row, with no other event, action or reason between them,
+    share one line.
 
-    With ``layers``, a line follows for each commit that tells the norms of layers.
+    With ``layers``, a line follows for each commit that has norms of layers.
     """
     before, state, commits, incarnation = 0.0, "", list[Json](), None
     for snapshot, records in map(codec.checked, segments):
         state = state or snapshot["run"]["state"]["$"]
-        # who takes over continues the run of another
+        # a coordinator that takes over begins with the snapshot of an earlier incarnation
         if incarnation is not None and snapshot["run"]["incarnation"] > incarnation:
             if commits:
                 yield from _commits(commits, before, layers)
@@ -103,7 +103,7 @@ def _commits(records: Sequence[Json], before: float, layers: bool) -> Iterator[s
 
 
 def _norms(records: Sequence[Json]) -> Iterator[str]:
-    """Yields a line for each commit in ``records`` that tells the norms of layers."""
+    """Yields a line for each commit in ``records`` that has norms of layers."""
     for each in (each for record in records for each in record.get("commits", ()) if each.get("layers")):
         outcome = codec.decode(Outcome, each)
         norms = ", ".join(f"{name} {norm:.3g}" for name, norm in outcome.layer_norms.items())
@@ -111,7 +111,7 @@ def _norms(records: Sequence[Json]) -> Iterator[str]:
 
 
 def _speed(records: Sequence[Json]) -> str:
-    """Returns the speed of the steps that ``records`` tell; "" if nobody has measured them."""
+    """Returns the speed of the steps that ``records`` report; "" if no step was measured."""
     speed = Speed()
     for record in records:
         work = codec.decode(Work, record["event"]["work"]) if record["event"].get("work") else None
@@ -159,7 +159,7 @@ def event_line(event: Json) -> str:
 
 
 def action_line(action: Json) -> str:
-    """Returns an action as text, with the members that it is for."""
+    """Returns an action as text, with the members that it addresses."""
     match action["$"]:
         case "Form":
             plan = action["plan"]
@@ -205,7 +205,7 @@ def _short(value: Any) -> str:
 
 
 def differences(segments: Sequence[Segment], code: str, rules: Rules | None = None) -> Iterator[Mismatch]:
-    """Yields each record for which this version, called ``code``, decides otherwise.
+    """Yields each difference between a record and the decision of this version, which is called ``code``.
 
     ``rules`` are for segments without rules of their own.  Raises :class:`ValueError` if there are no rules,
     and :class:`~elastic.journal.codec.UnknownFormat` if this version cannot read the journal.

@@ -1,4 +1,4 @@
-"""Adds up steps, and tells how fast they were and what they waited for."""
+"""Adds up steps, and tells how fast they were and how long they waited for data."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from elastic.protocol.commit_record import Outcome
 from elastic.protocol.events import Work
 
 LEAST_FLOPS = 1e9
-"""Smallest number of operations a second that is told of a device without a known peak: less is that of a
-toy, and says nothing.
+"""Smallest number of operations per second that is reported for a device without a known peak.  Fewer are
+those of a toy model, and say nothing.
 """
 LEAST_MFU = 0.005
-"""Smallest MFU that is told: a step's line would round less to 0%."""
+"""Smallest MFU that is reported.  The line of a step would round a smaller one to 0%."""
 
 
 def noun_of(loss: str, *, by_sample: bool) -> str:
-    """Returns what a step of a job with this ``loss`` counts: tokens, samples, or in general the terms of the
-    loss.
+    """Returns the noun for what a step of a job with this ``loss`` counts: tokens, samples, or in general the
+    terms of the loss.
 
-    Only our own losses are known to count tokens.  ``by_sample`` says that there is one term for each sample.
+    Only our own losses are known to count tokens.  ``by_sample`` is True if each sample has one term.
     """
     return "tokens" if loss.partition(".")[0] == "elastic" else "samples" if by_sample else "terms"
 
 
 class Speed:
-    """The sums over some steps.  The time between two worlds is in none of them.
+    """The sums over some steps, without the time between two worlds.
 
-    ``noun`` is what the steps count: :func:`noun_of`.
+    ``noun`` is the word for what the steps count (:func:`noun_of`).
     """
 
     def __init__(self) -> None:
@@ -34,12 +34,12 @@ class Speed:
         self.steps, self.tokens, self.peak_bytes, self.took_s, self.waited_s = 0, 0, 0, 0.0, 0.0
         self.flops, self.causal_flops = 0.0, 0.0
         self.device_s, self.possible_flops = 0.0, 0.0
-        """The seconds of all devices in steps whose work is known, and the operations that they could have
-        done in them.
+        """The seconds of all devices in steps whose work is known, and the operations that the devices could
+        have done in these seconds.
         """
 
     def add(self, outcome: Outcome, work: Work | None) -> None:
-        """Adds a step, unless nobody has measured it."""
+        """Adds a step, unless its time was not measured."""
         usage = outcome.usage
         if not usage.step_s:
             return
@@ -53,8 +53,8 @@ class Speed:
 
     @property
     def mfu(self) -> float:
-        """The model FLOPs utilisation (Chowdhery and others 2022, appendix B): operations that were done, of
-        those that were possible.
+        """The model FLOPs utilisation (Chowdhery and others 2022, appendix B): the operations that were done
+        divided by those that were possible.
 
         It is 0 if it is not known.
         """
@@ -62,16 +62,16 @@ class Speed:
 
     @property
     def causal_mfu(self) -> float:
-        """The utilisation if the half of attention counts that a causal mask leaves."""
+        """The utilisation if only the half of attention that a causal mask leaves is counted."""
         return self.causal_flops / self.possible_flops if self.possible_flops else 0.0
 
     @property
     def summary(self) -> str:
-        """The sentence with the number of steps."""
+        """The speed as a sentence, with the number of steps."""
         return f"{self.steps} {'steps' if self.steps > 1 else 'step'}: {self}" if self.steps else ""
 
     def __str__(self) -> str:
-        """The sentence; "" if no step was measured."""
+        """The speed as a sentence; "" if no step was measured."""
         if not self.took_s:
             return ""
         parts = [f"{self.tokens / self.took_s:,.0f} {self.noun}/s"]

@@ -24,13 +24,13 @@ class Sentence:
 
 @dataclass(frozen=True)
 class Ending(Sentence):
-    """The sentence with which a run ends.  The result says it, too, so a screen leaves it out."""
+    """The sentence with which a run ends.  The run's result repeats it, so a screen leaves it out."""
 
 
 @dataclass(frozen=True)
 class Scored(Sentence):
-    """The sentence about a validation: the state after ``step`` loses ``loss`` on held-out samples, as a mean
-    over their terms.
+    """The sentence about a validation: the state after ``step`` has the mean ``loss`` over the terms of
+    held-out samples.
     """
 
     step: int
@@ -48,13 +48,13 @@ class StepLine:
     norm: float
     lr: float
     tokens_per_s: float
-    """The tokens in a second, or whatever ``noun`` says.  It is 0 as long as it is not known."""
+    """The tokens per second, or the unit that ``noun`` names; 0 while the rate is not known."""
     world: int
     generation: int
     data_wait: float = 0.0
     """The largest part of the step for which a worker waited for data."""
     waiting: str = ""
-    """The worker that waited so long."""
+    """The worker that waited for the largest part."""
     peak_bytes: int = 0
     """The most bytes that were allocated on one GPU."""
     mfu: float = 0.0
@@ -70,7 +70,7 @@ class StepLine:
 
 Line = Sentence | StepLine
 LINES = 10_000
-"""Number of lines that are kept, the newest: a run may have a million steps.  All of them are in the journal.
+"""Number of newest lines that are kept, because a run may have a million steps.  The journal has all of them.
 """
 
 
@@ -78,21 +78,23 @@ class Story:
     """Collects lines.  A reader asks for the lines after the last one that it has seen."""
 
     def __init__(self, steps: int, loss: str = "elastic") -> None:
-        """``loss`` is the setting of that name."""
+        """``loss`` is the job's setting of that name."""
         self.steps, self.loss = steps, loss
         self.lines: deque[Line] = deque(maxlen=LINES)
         self.told = 0
         """The number of lines that were added."""
         self._timed_at: float | None = None
-        """The time at which the newest step was heard that was not ``queued``."""
+        """The time at which the newest step that was not ``queued`` was reported."""
         self._tokens, self._rate = 0, 0.0
-        """The tokens of the steps since then, and the newest ``tokens_per_s``."""
+        """The tokens of the steps since ``_timed_at``, and the newest ``tokens_per_s``."""
         self.speed = Speed()
         """The speed of all steps so far."""
         self._lock = threading.Lock()
 
     def say(self, at: float, text: str, score: Score | None = None) -> None:
-        """Adds a sentence, that of a validation if there is a ``score``.  An empty one is left out."""
+        """Adds a sentence.  With a ``score`` it is the sentence of a validation.  An empty ``text`` is left
+        out.
+        """
         if text:
             self._add(
                 Sentence(at, text)
@@ -114,8 +116,8 @@ class Story:
 
         Its ``tokens_per_s`` counts from the step before, so a recovery lowers it.
 
-        A step is ``queued`` if others wait behind it, as after a takeover: when it is heard says nothing of
-        when it was done.
+        A step is ``queued`` if others wait behind it, as after a takeover.  The time of its report then does
+        not tell when it was done.
         """
         self._tokens += outcome.tokens
         if not queued:
@@ -148,8 +150,8 @@ class Story:
         return line
 
     def since(self, seen: int) -> tuple[int, list[Line]]:
-        """Returns the number of lines so far, and all but the first ``seen`` of them, as far as they are
-        kept.
+        """Returns the number of lines so far, and the lines after the first ``seen`` of them, as far as they
+        are kept.
         """
         with self._lock:
             return self.told, list(islice(self.lines, max(seen - self.told + len(self.lines), 0), None))

@@ -19,9 +19,7 @@ from elastic.plan.layout import Layout
 from elastic.report.recoveries import Recovery, number, recoveries
 
 AWAY = "Away"
-"""The state in which the run is counted while no coordinator runs: it was stopped, it had failed, or its
-cluster was gone.
-"""
+"""The state of the run while no coordinator runs: it was stopped, it had failed, or its cluster was gone."""
 ENDED = ("Finished", "Stopped", "Failed")
 
 LOST, FORMED, COORDINATOR, SAVED, STARTED, BRANCH = (
@@ -33,8 +31,7 @@ LOST, FORMED, COORDINATOR, SAVED, STARTED, BRANCH = (
     "branch",
 )
 SKIPPED, LEFT_OUT = "skipped", "left out"
-"""The kinds of moments.  The last three are not in the journal: the branches and the rows of metrics tell
-them.
+"""The kinds of moments.  The last three are not in the journal: branches and the rows of metrics have them.
 """
 
 
@@ -50,7 +47,9 @@ class Moment:
 
 @dataclass(frozen=True)
 class WorldSpan:
-    """One generation: its members, where its state came from, and how many committed steps it does again."""
+    """One generation: its members, the source of its state, and the number of committed steps that it does
+    again.
+    """
 
     members: int
     layout: str
@@ -67,7 +66,7 @@ class WorldSpan:
 @dataclass(frozen=True)
 class SaveSpan:
     """A save: the time from the commit of its step until its manifest was in the bucket, and the workers that
-    wrote it.
+    wrote its parts.
     """
 
     took_s: float | None
@@ -86,7 +85,7 @@ class Timeline:
     state: str = ""
     """The state after the newest record."""
     reason: str = ""
-    """The newest reason that a record gives."""
+    """The newest reason in a record."""
     error: str = ""
     """The traceback of the user's code that ended the run; "" if none did."""
     reached: int = 0
@@ -102,10 +101,9 @@ class Timeline:
     saves: dict[Version, SaveSpan] = field(default_factory=dict)
     recoveries: list[Recovery] = field(default_factory=list)
     committed_s: float = 0.0
-    """The measured time of all commits, those of steps that were done again among them."""
+    """The measured time of all commits, including those of steps that were done again."""
     _incarnation: int = -1
-    """The newest coordinator; those that took over from others while the workers went on began no new life.
-    """
+    """The newest incarnation.  A coordinator that takes over while the workers go on begins no new life."""
     _formed: bool = False
     """True once there was a world since the run was started."""
     _members: set[str] = field(default_factory=set)
@@ -125,7 +123,7 @@ class Timeline:
         return self.worlds[generation].members if generation in self.worlds else 0
 
     def _noted(self, segments: Iterable[codec.Segment]) -> Iterator[Mapping[str, Any]]:
-        """Yields each record after it was noted, so that the journal is read only once."""
+        """Yields each record after noting it, so that the journal is read only once."""
         for head, records in segments:
             if "run" in head:
                 codec.checked((head, records))
@@ -133,14 +131,14 @@ class Timeline:
                     self._starts(records[0]["at"], head["run"]["state"])
                 self._incarnation = max(self._incarnation, head["run"]["incarnation"])
             elif not self.life:
-                continue  # the snapshot that it continues is gone
+                continue  # the snapshot before these records is gone
             for record in records:
                 self._note(record)
                 yield record
 
     def _starts(self, at: float, state: Mapping[str, Any]) -> None:
-        """Notes that a coordinator began that continues nothing but checkpoints, or where a journal begins
-        whose oldest part is gone.
+        """Notes the start of a coordinator that continues only from checkpoints, or the beginning of a
+        journal whose oldest part is gone.
         """
         self.life += 1
         if self.began_at is None:

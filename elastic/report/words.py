@@ -6,7 +6,7 @@ import math
 import time
 
 TEXT = 300
-"""Largest number of characters of a text that the run brought, such as a reason or a value of a setting."""
+"""Largest number of characters of a text from the run, such as a reason or a value of a setting."""
 
 
 def clipped(text: str, most: int = TEXT) -> str:
@@ -41,7 +41,7 @@ def when(at: float) -> str:
 
 
 def percent(part: float, whole: float) -> str:
-    """Returns a part as text.  What is almost all, but not all, does not become 100 %."""
+    """Returns a part as text, in per cent.  A share between 99.9 % and 100 % has two decimals."""
     if not whole > 0:
         return "not known"
     found = 100 * part / whole

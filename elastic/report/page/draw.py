@@ -1,8 +1,8 @@
 """Draws the plots with matplotlib: each as SVG for the page, or all of them, one below the other, as a
 picture.
 
-One accent, blue; vermilion for what went wrong and for validation.  The two are told apart by all common
-kinds of colour blindness (Okabe and Ito 2008), and no mark is told from another by its colour alone.
+The accent is blue; vermilion marks what went wrong, and validation.  All common kinds of colour blindness
+leave these two distinct (Okabe and Ito 2008), and no two marks differ by colour alone.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ COLORS = {
     "raw": "#9dbfd6",
     "bad": "#c04a00",
 }
-"""The colors by light.  In the page they are the variables of these names in its style sheet, which has other
-ones for the dark.
+"""The colors on a light background.  In the page they become variables of these names, for which the style
+sheet has other values on a dark background.
 """
 LOOK = ["default", {"svg.fonttype": "none", "svg.hashsalt": "elastic"}]
-"""The settings of matplotlib, whatever those of the machine are: text in SVG stays text, and the same plot
+"""The settings of matplotlib, whatever settings the machine has: text in SVG stays text, and the same plot
 has the same bytes.
 """
 STYLES: Mapping[str, dict[str, Any]] = {
@@ -50,11 +50,13 @@ SCALES = (
     (180.0, 60.0, "minutes"),
     (0.0, 1.0, "seconds"),
 )
-"""The units of an axis of time: the seconds from which on each is used, its own seconds, and its name."""
+"""The units of an axis of time: the range in seconds from which on a unit is used, its length in seconds, and
+its name.
+"""
 
 WIDE_IN, HALF_IN, LEFT_IN, RIGHT_IN = 11.0, 5.35, 0.6, 0.25
 TOP_IN, HIGH_IN, AXIS_IN, LANE_IN = 0.3, {"loss": 2.8, "world": 1.15}, 0.5, 0.3
-"""The sizes of a plot and of what is round it, in inches; a plot that is not named is 1.8 high."""
+"""The sizes of a plot and its margins, in inches.  A plot whose key is not in ``HIGH_IN`` is 1.8 high."""
 HEAD_IN = 1.05
 """The height of the sentences above the plots of a picture."""
 MOST_TEXT = 110
@@ -86,13 +88,13 @@ def png_of(page: Page) -> bytes:
 
 
 def svg_of(chart: Chart) -> str:
-    """Returns the plot as SVG without a title, to stand in HTML.  It has no text of a run."""
+    """Returns the plot as SVG without a title, to stand in HTML.  It contains no text from the run."""
     width, height = WIDE_IN if chart.wide else HALF_IN, _height(chart)
     with style.context(LOOK):
         figure = Figure((width, height), facecolor="none")
         _draw(figure, chart, width)
         svg = _saved(figure, "svg", dict.fromkeys(("Creator", "Date", "Format", "Type"))).decode()
-    # without its size, and the addresses of its names
+    # the new head has no fixed size and no namespaces
     head = f'<svg viewBox="0 0 {72 * width:g} {72 * height:g}" aria-hidden="true">'
     svg = re.sub(r"^.*?<svg [^>]*>", head, svg, flags=re.DOTALL)
     for name, color in COLORS.items():
@@ -101,7 +103,7 @@ def svg_of(chart: Chart) -> str:
 
 
 def edges(chart: Chart) -> tuple[float, float]:
-    """Returns where the axes of a plot in the page begin and end, as parts of its width."""
+    """Returns the beginning and the end of the axes of a plot in the page, as parts of the plot's width."""
     width = WIDE_IN if chart.wide else HALF_IN
     return LEFT_IN / width, 1 - RIGHT_IN / width
 
@@ -182,9 +184,10 @@ def _ticks(axes: Axes, chart: Chart) -> None:
 
 def _path(line: Line, span: float) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Returns the points to join.  Each bucket of a raw line goes from its least to its greatest number, and
-    stairs end at their mean.
+    stairs end at the mean of their bucket.
 
-    NaN stands in the gaps in which there was no step: those much wider than most, and than 1 % of ``span``.
+    NaN marks a gap without steps: one wider than 10 times the median distance of points and than 1 % of
+    ``span``.
     """
     x, low, high, mean, _ = np.array(line.points).T
     before = np.concatenate([mean[:1], mean[:-1]])

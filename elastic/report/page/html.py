@@ -1,7 +1,6 @@
-"""Fills in the page, ``page.html``: one file that needs nothing else, no network, no font, no script of
-others.
+"""Fills in the page, ``page.html``: one file that needs no network, no font and no script from elsewhere.
 
-Every text of the run is escaped, by jinja2; only the plots, which have no text of a run, are HTML already.
+Jinja2 escapes every text of the run.  Only the plots, which have no text of the run, are HTML already.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ from elastic.report.page.model import Chart, Page
 from elastic.report.words import clipped, counted, duration, percent, when
 
 ROWS = 200
-"""Largest number of rows of a table, the newest or the most important."""
+"""Largest number of rows of a table: the newest or the most important ones."""
 LONG_TEXT = 6000
 """Largest number of characters of the traceback that ended a run."""
 UNSOUND = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
-"""Matches what HTML cannot hold: control characters but tab and newline, and halves of characters.  They
-become U+FFFD.
+"""Matches what HTML cannot hold: control characters except tab and newline, and lone surrogates.  Each
+becomes U+FFFD.
 """
 KEPT = {
     "newest": "newest",
@@ -75,7 +74,9 @@ def _why_kept(rules: Sequence[str]) -> str:
 
 
 def _numbers(chart: Chart) -> dict[str, Any]:
-    """Returns the numbers of a plot for the script that shows those below the pointer: eight digits each."""
+    """Returns the numbers of a plot, with eight digits each, for the script that shows those below the
+    pointer.
+    """
     lines = [
         {
             "name": line.name,

@@ -1,4 +1,6 @@
-"""The page of a run as values: what it is made of, :class:`Facts`, and what it says, :class:`Page`."""
+"""The page of a run as values: :class:`Facts`, from which it is made, and :class:`Page`, which has its
+content.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,8 @@ class CheckpointRow:
 
 @dataclass(frozen=True)
 class BranchRow:
-    """A branch after the first: the step from which it goes on, and what it changed, as (before, after) by
-    setting.
+    """A branch after the first: the step from which it goes on, and the settings that it changed, as (before,
+    after) by name.
     """
 
     number: int
@@ -40,7 +42,7 @@ class Facts:
 
     name: str
     steps: int
-    """The number of steps that the run is asked for."""
+    """The number of steps for which the run was asked."""
     global_batch: int
     """The number of samples of a step; 0 if it is not a number."""
     settings: Mapping[str, str]
@@ -49,8 +51,8 @@ class Facts:
     checkpoints: Sequence[CheckpointRow] = ()
     branches: Sequence[BranchRow] = ()
     end: str = ""
-    """The way in which the run ended, as the bucket says: Finished, Stopped or Failed; "" if it has not
-    ended, or nobody knows.
+    """The way in which the run ended, by the bucket: Finished, Stopped or Failed; "" if it has not ended, or
+    if nobody knows.
     """
     local: bool = False
     """True if one process trained it last, with ``--local``."""
@@ -62,12 +64,12 @@ class Facts:
 
     @property
     def reached(self) -> int:
-        """The newest step of which there is a row; 0 without any."""
+        """The newest step that has a row; 0 without rows."""
         return int(self.columns.finite("step").max(initial=0))
 
 
 class Tile(NamedTuple):
-    """One number that matters, with what it is and a remark."""
+    """One number that matters, with its label and a remark."""
 
     label: str
     value: str
@@ -83,7 +85,7 @@ class Line(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """The moments at about ``x``: their number, and the texts of the first ones."""
+    """The moments near ``x``: their number, and the texts of the first ones."""
 
     x: float
     number: int
@@ -118,7 +120,7 @@ class Chart:
 
 
 class TimeShare(NamedTuple):
-    """A part of the time."""
+    """A part of the time of a run, with its use."""
 
     name: str
     seconds: float
@@ -128,7 +130,7 @@ class TimeShare(NamedTuple):
 
 @dataclass(frozen=True)
 class Page:
-    """The page: the facts, and what is computed of them.  The tables show the facts as they are."""
+    """The page: the facts, and what is computed from them.  The tables show the facts unchanged."""
 
     facts: Facts
     name: str

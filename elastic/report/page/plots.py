@@ -32,18 +32,18 @@ from elastic.report.words import TEXT, clipped, counted, shown
 MARKS = 240
 """Largest number of marks of a lane; moments closer together share one."""
 TOLD = 2
-"""Largest number of moments whose texts a mark tells."""
+"""Largest number of moments whose texts a mark has."""
 AVERAGED, MOST_AVERAGED = 50, 500
-"""A smooth line averages over one of so many parts of the steps, over no more than the second number, and
-over 10 of a short run.
+"""A smooth line averages over one in ``AVERAGED`` of the steps, but over ``MOST_AVERAGED`` steps at most, and
+over up to 10 in a short run.
 """
 
 TOLD_WHY = {SPIKE: "it was a spike", LOSS: "its loss was not finite", GRADIENT: "its gradient was not finite"}
 
 
 def _moments(facts: Facts) -> list[Moment]:
-    """Returns all moments of the run, those of the journal and those that rows, branches and checkpoints
-    tell, in order of their steps.
+    """Returns all moments of the run, from the journal, the rows, the branches and the checkpoints, in order
+    of their steps.
     """
     columns, found = facts.columns, list(facts.timeline.moments)
     steps, times, left_out = (
@@ -201,7 +201,7 @@ def _by_time(facts: Facts, moments: Sequence[Moment], began: float, ends: float)
 
 
 def _averaged(xs: Numbers, ys: Numbers) -> list[Line]:
-    """Returns the line of all numbers, and that of their average; none without a number."""
+    """Returns the line of all numbers and the line of their average; no line if no number is finite."""
     if not np.isfinite(ys).any():
         return []
     span = max(3, min(len(ys) // 5, 10), min(len(ys) // AVERAGED, MOST_AVERAGED))
@@ -232,7 +232,7 @@ def _extent(columns: Columns, name: str) -> str:
 
 def _wide_range(lines: Iterable[Line]) -> bool:
     """Returns whether a logarithmic axis shows the lines better: all numbers are positive, and the greatest
-    is 30 times the least.
+    is more than 30 times the least.
     """
     ends = [(each.low, each.high) for line in lines for each in line.points]
     low, high = min((low for low, _ in ends), default=0.0), max((high for _, high in ends), default=0.0)
@@ -240,8 +240,8 @@ def _wide_range(lines: Iterable[Line]) -> bool:
 
 
 def _worlds(times: Numbers, columns: Columns) -> list[tuple[float, float]]:
-    """Returns the sizes of the worlds that the rows tell: from its first step to its last, and 0 until the
-    next one.
+    """Returns the (time, size) of each world by the rows: its size from its first step to its last, and 0
+    until the next world.
     """
     found, last = list[tuple[float, float]](), -1.0
     rows = (times, *(columns[name] for name in ("world", "generation", "step_s")))
@@ -268,7 +268,7 @@ def best_validation(columns: Columns) -> Best | None:
 
 
 def over_fits(columns: Columns, name: str) -> str:
-    """Returns the sentence about a run of that name that over-fits; "" for another one."""
+    """Returns the sentence about the run ``name`` if it over-fits; "" if it does not."""
     losses = list(zip(columns["step"].astype(int).tolist(), columns["loss"].tolist(), strict=True))
     return over_fit(
         _validations(columns),
@@ -297,6 +297,6 @@ def throughput(columns: Columns) -> float:
 
 
 def unit_of(facts: Facts) -> str:
-    """Returns what is counted, in the words of the run's lines."""
+    """Returns the noun for what the run's steps count, as in the lines of the run."""
     by_sample = bool(facts.global_batch) and bool((facts.columns["tokens"] == facts.global_batch).all())
     return noun_of(facts.settings.get("loss", "elastic"), by_sample=by_sample)

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 BUCKETS = 480
-"""Largest number of buckets of a line: about one for two pixels of a wide screen."""
+"""Largest number of buckets of a line: about one for every two pixels of a wide screen."""
 COLUMNS = (
     *(
         "step",
@@ -41,8 +41,8 @@ Numbers = NDArray[np.float64]
 
 
 class Bin(NamedTuple):
-    """The points of a line that share a place: the last ``x`` of them, their least, greatest and mean ``y``,
-    and their number.
+    """The points of a line that share a bucket: their last ``x``, their least, greatest and mean ``y``, and
+    their number.
     """
 
     x: float
@@ -69,13 +69,13 @@ class Columns:
         return self._columns[name]
 
     def finite(self, name: str) -> Numbers:
-        """Returns the finite numbers of that name, in order."""
+        """Returns the finite numbers of the column ``name``, in order."""
         return self[name][np.isfinite(self[name])]
 
     def why_skipped(self, place: int) -> str:
-        """Returns why the step in that place was skipped: SPIKE, LOSS or GRADIENT; "" if it was not.
+        """Returns why the step at ``place`` was skipped: SPIKE, LOSS or GRADIENT; "" if it was not skipped.
 
-        A spike has a finite gradient, and what is not finite is never a spike.
+        A step with a loss or gradient that is not finite is never a spike.
         """
         if self["skipped"][place] != 1:
             return ""
@@ -88,14 +88,14 @@ class Columns:
         )
 
     def time_of(self, step: int) -> float:
-        """Returns the time of the last step that is not after ``step``; NaN without any."""
+        """Returns the time of the last step up to ``step``; NaN if there is none."""
         place = np.searchsorted(self["step"], step, side="right")
         return float(self["time"][place - 1]) if place else math.nan
 
 
 def buckets(xs: ArrayLike, ys: ArrayLike, most: int = BUCKETS) -> list[Bin]:
-    """Returns the finite points, in order of ``xs``, in at most ``most`` buckets of equal width.  Few points
-    have a bucket each.
+    """Returns the finite points, in order of ``xs``, in at most ``most`` buckets of equal width.  If there
+    are no more than ``most`` points, each has its own bucket.
     """
     x, y = np.asarray(xs, float), np.asarray(ys, float)
     known = np.isfinite(x) & np.isfinite(y)
@@ -111,8 +111,7 @@ def buckets(xs: ArrayLike, ys: ArrayLike, most: int = BUCKETS) -> list[Bin]:
 
 
 def smoothed(ys: ArrayLike, width: int) -> Numbers:
-    """Returns the average of the finite numbers among the ``width`` around each, which has its own place in
-    their middle.
+    """Returns, for each place, the average of the finite numbers among the ``width`` numbers around it.
 
     NaN stands where ``ys`` is not finite.
     """
@@ -125,6 +124,6 @@ def smoothed(ys: ArrayLike, width: int) -> Numbers:
 
 
 def sampled(xs: Sequence[float] | Numbers, ys: Numbers) -> list[Bin]:
-    """Returns the points where :func:`buckets` ends its buckets."""
+    """Returns the last point of each bucket that :func:`buckets` makes."""
     ends = np.isin(xs, [each.x for each in buckets(xs, ys)]) & np.isfinite(ys)
     return buckets(np.asarray(xs)[ends], ys[ends], len(ys))

@@ -11,8 +11,8 @@ from elastic.report.words import duration
 
 
 def shares_of(columns: Columns, told: Timeline) -> list[TimeShare]:
-    """Returns where the time went.  The parts add up to the time from the beginning of the run to the newest
-    record or step.
+    """Returns the uses of the run's time.  They add up to the time from the beginning of the run to its
+    newest record or step.
     """
     took, waits = (np.nan_to_num(columns[name], posinf=0.0, neginf=0.0) for name in ("step_s", "data_wait"))
     steps_s, waited_s = float(took.sum()), float((took * waits).sum())

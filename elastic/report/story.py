@@ -70,7 +70,8 @@ class StepLine:
 
 Line = Sentence | StepLine
 LINES = 10_000
-"""Number of newest lines that are kept, because a run may have a million steps.  The journal has all of them.
+"""Number of newest lines that are kept, because a run may have a million steps.  The journal has all of
+them.
 """
 
 

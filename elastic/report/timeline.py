@@ -31,7 +31,8 @@ LOST, FORMED, COORDINATOR, SAVED, STARTED, BRANCH = (
     "branch",
 )
 SKIPPED, LEFT_OUT = "skipped", "left out"
-"""The kinds of moments.  The last three are not in the journal: branches and the rows of metrics have them.
+"""The kinds of moments.  The last three are not in the journal: branches and the rows of metrics have
+them.
 """
 
 

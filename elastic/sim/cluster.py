@@ -1,4 +1,6 @@
-"""Models nodes, their keepers, the workers' processes and the bucket.  The coordinator's actions act on them."""
+"""Models nodes, their keepers, the workers' processes and the bucket, on which the coordinator's actions
+act.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,8 @@ if TYPE_CHECKING:
 BEAT_S, CAPACITY_S = 0.8, 5.0
 """Times in seconds from one beat of a keeper to the next, and from one report of free places to the next."""
 DECLARED_DEAD_S = 8.0
-"""Time in seconds after which the cluster's health checks declare a silent node dead, with all its processes.
+"""Time in seconds after which the cluster's health checks declare a silent node dead, with all its
+processes.
 """
 UNPINNED_S = 4.5
 """Longest time in seconds until the kernel has released the pinned memory of a dead process."""
@@ -68,11 +71,12 @@ class Node:
 
 
 class Bucket:
-    """Object storage.  It knows the shards, the versions with a manifest, and the versions that are damaged."""
+    """Object storage: its shards, the versions with a manifest, and the damaged versions."""
 
     def __init__(self) -> None:
         self.shards: dict[Version, dict[int, set[Cell]]] = {}
-        """The shards of each version, by the generation that wrote them: the layouts of generations differ.
+        """The shards of each version, by the generation that wrote them: the layouts of generations
+        differ.
         """
         self.manifests: set[Version] = set()
         self.damaged: set[Version] = set()
@@ -247,7 +251,8 @@ class Cluster:
         )
 
     def order(self, incarnation: int, nodes: Iterable[NodeId], call: Callable[..., None], *args: Any) -> None:
-        """Sends a coordinator's order to keepers.  A keeper that obeys a later incarnation refuses the order.
+        """Sends a coordinator's order to keepers.  A keeper that obeys a later incarnation refuses the
+        order.
         """
         for node in nodes:
             self.network.send(Way.TO, node, self._obey, incarnation, node, call, *args)

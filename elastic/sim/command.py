@@ -43,7 +43,8 @@ def seeds_of(text: str) -> range:
 
 
 def simulate_seeds(seeds: range, jobs: int, say: Say) -> int:
-    """Runs the seeds.  Returns the exit code: 1 if a promise was broken or a possible pair never met, else 0.
+    """Runs the seeds.  Returns the exit code: 1 if a promise was broken or a possible pair never met, else
+    0.
     """
     began = time.monotonic()
     coverage, broken = run_in_processes(seeds, jobs)
@@ -108,7 +109,8 @@ def explain(seed: int, say: Say) -> None:
 
 
 def tried(seed: int, scenario: Scenario) -> tuple[str, bool]:
-    """Simulates one seed.  Returns its end or the broken promise as text, and True if all promises were kept.
+    """Simulates one seed.  Returns its end or the broken promise as text, and True if all promises were
+    kept.
     """
     try:
         report = simulate(seed, scenario)

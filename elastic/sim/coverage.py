@@ -157,7 +157,8 @@ def overlap_table(overlaps: Pairs) -> str:
 
 
 def coverage_table(coverage: Coverage) -> str:
-    """Returns everything that was covered as text: three tables, the totals, the ends and the rare occasions.
+    """Returns everything that was covered as text: three tables, the totals, the ends and the rare
+    occasions.
     """
     hours = coverage.virtual_s / 3600
     total = (

@@ -104,7 +104,8 @@ class Disk:
 
 
 class Journal:
-    """The journal of one coordinator.  It carries out the requests of the coordinator's :class:`Authority`.
+    """The journal of one coordinator.  It carries out the requests of the coordinator's
+    :class:`Authority`.
     """
 
     def __init__(

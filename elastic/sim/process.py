@@ -41,7 +41,8 @@ class Process:
             self._backlog.append((call, args))
 
     def later(self, delay_s: float, call: Callable[..., object], *args: Any) -> None:
-        """Schedules work for the present world.  The work is dropped if the worker leaves this world before.
+        """Schedules work for the present world.  The work is dropped if the worker leaves this world
+        before.
         """
         self.work(delay_s, None, call, *args)
 

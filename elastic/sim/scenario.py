@@ -58,7 +58,8 @@ class Scenario:
     stop_at_s: float | None = None
     """Time at which the user asks for a stop, and two seconds later once more."""
     resumes: bool = False
-    """True if the same command is given again after a stop.  The new incarnation knows what the bucket has.
+    """True if the same command is given again after a stop.  The new incarnation knows what the bucket
+    has.
     """
     error_step: int | None = None
     """Step at which the user's code raises, on the worker that has the bad microbatch."""

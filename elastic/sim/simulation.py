@@ -1,4 +1,5 @@
-"""Runs one job in virtual time.  The coordinator's decisions are the product's; everything else is a model.
+"""Runs one job in virtual time.  The coordinator's decisions are the product's; everything else is a
+model.
 """
 
 from __future__ import annotations

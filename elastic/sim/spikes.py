@@ -34,7 +34,8 @@ CORRUPT = (0, 1, 1, 2)
 
 
 class SpikeTruth:
-    """Follows the corrupt samples of one run.  ``held`` has, for each version, the quarantine in its state.
+    """Follows the corrupt samples of one run.  ``held`` has, for each version, the quarantine in its
+    state.
     """
 
     def __init__(self, sim: Simulation) -> None:
@@ -52,7 +53,8 @@ class SpikeTruth:
         """
 
     def seen(self, plan: Plan, outcome: Outcome) -> Outcome:
-        """Returns the outcome of a step as the members of ``plan`` compute it from the state before the step.
+        """Returns the outcome of a step as the members of ``plan`` compute it from the state before the
+        step.
         """
         before, step = self.held[base_of(plan, outcome.step)], outcome.step
         avoided = {each.sample for each in before}

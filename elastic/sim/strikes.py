@@ -65,8 +65,8 @@ class Strikes:
                 self.clock.after(0.0, self.strike, fault)
 
     def recovered(self) -> None:
-        """Notes that a step was committed after a recovery.  All faults but those that strike everybody
-        (``SHARED_KINDS``) are over then.
+        """Notes a new commit: all faults but those that strike everybody (``SHARED_KINDS``) are recovered
+        from.
         """
         now = self.clock.now
         self._open = {

@@ -369,7 +369,8 @@ class Worker(Process):
         self._enter()
 
     def _keep_lease(self) -> None:
-        """Asks for the lease regularly.  A worker that gets no answer for the time of two leases ends itself.
+        """Asks for the lease regularly.  A worker that gets no answer for the time of two leases ends
+        itself.
         """
         if self.member.forsaken(self.now):
             return self.end("no coordinator answers")

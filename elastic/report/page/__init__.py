@@ -1,6 +1,7 @@
 """The page of a run: sentences, plots and tables, made from what its bucket holds by pure functions.
 
-    bucket ── rows, journal, checkpoints, branches ──► Facts ── page_of ──► Page ──► draw.py (plots), html.py (page.html)
+    bucket ── rows, journal, checkpoints, branches ──► Facts ── page_of ──► Page
+    Page ──► draw.py (plots), html.py (page.html)
 
 Every list in a page is bounded, so a run of a month makes a page of a few hundred kilobytes.
 """

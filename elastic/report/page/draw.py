@@ -119,7 +119,9 @@ def _height(chart: Chart) -> float:
 
 
 def _draw(figure: FigureBase, chart: Chart, width: float) -> None:
-    """Draws a plot into a figure that is ``width`` inches wide: its lines, and the lanes of marks below them."""
+    """Draws a plot into a figure that is ``width`` inches wide: its lines, and below them its lanes of
+    marks.
+    """
     whole, high = _height(chart), HIGH_IN.get(chart.key, 1.8)
     wide, bottom = width - LEFT_IN - RIGHT_IN, whole - TOP_IN - high
     axes = figure.add_axes((LEFT_IN / width, bottom / whole, wide / width, high / whole), facecolor="none")

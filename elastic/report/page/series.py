@@ -53,7 +53,9 @@ class Bin(NamedTuple):
 
 
 class Columns:
-    """The numbers of all steps, an array for each name: 8 bytes a number.  A number that is not known is NaN."""
+    """The numbers of all steps, an array for each name, with 8 bytes a number.  NaN stands for an unknown
+    number.
+    """
 
     def __init__(self, rows: Iterable[Mapping[str, float]] = ()) -> None:
         columns = {name: array("d") for name in COLUMNS}

@@ -34,8 +34,8 @@ def number_of(held_out: str) -> int:
 
 
 class Loss(NamedTuple):
-    """The loss of a validation.  ``data`` is the number of its held-out samples' name (:func:`number_of`), or
-    0 if nobody noted the name.
+    """The loss of a validation.  ``data`` is the :func:`number_of` its held-out samples, or 0 if nobody noted
+    them.
     """
 
     mean: float

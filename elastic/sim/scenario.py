@@ -66,10 +66,10 @@ class Scenario:
     error_once: bool = True
     """True if the user's code raises only once, False if it raises each time."""
     ends_at: int | None = None
-    """Step with which the users' loops end the run, if its commit comes while the loops run."""
+    """Step with which the user's loops end the run, if its commit comes while the loops run."""
     asks: bool = False
-    """True if one loop asks for the end before the commit of ``ends_at``, False if all loops are left after
-    it.
+    """True if one loop asks for the end in the commit of ``ends_at``, False if all loops are left after this
+    commit.
     """
     dry_step: int | None = None
     """Step whose samples never come, so that a worker that waits for them hangs."""

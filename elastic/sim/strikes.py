@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from elastic.sim.simulation import Simulation
 
 MISSING_S = 20.0
-"""Longest time in seconds for which a fault counts as not recovered from.  A new commit ends this time."""
+"""Longest time in seconds for which a fault counts as not recovered from, if no new commit comes before."""
 CUTS = {
     Kind.PARTITION: (Way.TO, Way.FROM),
     Kind.PARTITION_TO: (Way.TO,),
@@ -42,8 +42,8 @@ class Strikes:
         second).
         """
         self._open: dict[Kind, float] = {}
-        """Kinds that have struck and are not recovered from, each with the latest time until which this
-        holds.
+        """Kinds that have struck and are not recovered from, each with the time from which on it counts as
+        recovered from.
         """
         self._in_state: dict[str, list[Fault]] = {}
         self._at_point: list[Fault] = []

@@ -134,7 +134,7 @@ class Worker(Process):
             self._enter()
 
     def _enter(self) -> None:
-        """Enters the world of the plan that waits, if the member may."""
+        """Enters the world of the waiting plan, if the member allows this now."""
         plan = self.member.waiting
         if plan is None or not self.member.enter(plan):
             return

@@ -172,8 +172,8 @@ class Scenario:
 
 
 def weather(rng: random.Random, severity: float, span_s: float, since_s: float) -> tuple[Fault, ...]:
-    """Draws faults for ``span_s`` seconds: on average one in four seconds, times ``severity``.  Half of them
-    strike at any moment, half at points of a worker's work.
+    """Draws faults for ``span_s`` seconds: on average one in four seconds, times ``severity``.  For half of
+    them the points of a worker's work are drawn, too.
     """
     number = round(0.25 * severity * span_s * (0.5 + rng.random()))
     anywhere = draw(rng, number - number // 2, span_s, COMMON, since_s=since_s)

@@ -2,8 +2,8 @@
 that they leave in the bucket.
 
 Such a process writes no journal.  So it says how it ended in an object of its own,
-``ends/<incarnation>.json``.  A process of another machine cannot be seen: if its claim has no end, it may
-still train.  It has died, or it ends at its next save if the run was claimed since.
+``ends/<incarnation>.json``.  A process of another machine cannot be seen: if its claim has no such object,
+the process may have died or may still train.  If the run was claimed since, it ends at its next save.
 """
 
 from __future__ import annotations
@@ -25,11 +25,13 @@ from storage.numbered import Numbered
 from storage.objects import ObjectStore
 
 ADDRESS = "local"
-"""Address that the owner of a run has if one process trains it by itself."""
+"""Address in the claim of a run that one process trains by itself (``--local``)."""
 
 
 def ends(store: ObjectStore, name: str) -> Numbered[Ended]:
-    """Returns how the processes ended that trained the run of that name, by their claims."""
+    """Returns the ends of the processes that trained the run ``name`` by themselves, numbered by their
+    incarnations.
+    """
     return Numbered(store, f"{name}/ends", 1, of=_how)
 
 
@@ -39,8 +41,8 @@ def _how(about: Mapping[str, Any]) -> Ended:
 
 
 def claim(trains: bool) -> dict[str, Any]:
-    """Returns what a claim of this process says.  Without ``trains`` it only changes the run, as a roll-back
-    does.
+    """Returns the entries of a claim of this process.  Without ``trains`` the process only changes the run,
+    as a roll-back does.
     """
     return {"life": life_of(os.getpid()), "at": round(time.time(), 3), "trains": trains}
 
@@ -56,7 +58,7 @@ def process(owner: Mapping[str, Any]) -> int:
 
 
 def is_ours(owner: Mapping[str, Any] | None) -> bool:
-    """Returns whether this process made a claim.  None stands for one that is gone with the run's folder."""
+    """Returns whether this process made a claim.  None stands for a claim that is gone with the run's folder."""
     return owner is not None and owner.get("life") == life_of(os.getpid())
 
 
@@ -72,9 +74,9 @@ def unseen(store: ObjectStore, name: str, incarnation: int, recorded: int) -> bo
     """Returns whether a process of another machine may still train the run in a generation of which the
     bucket knows nothing.
 
-    Only claims before ``incarnation`` count.  ``recorded`` is the incarnation that recorded last, 0 if there
-    is none: it has skipped the generations of the claims before it, which need not be read.  The others are
-    read newest first, without those that have an end.
+    Only claims before ``incarnation`` count.  ``recorded`` is the last incarnation that recorded a state, or
+    0.  It has skipped the generations of the claims before it, so those claims are not read.  The claims
+    after it are read newest first, without those that have an end.
     """
     ended_ones = {*ends(store, name).numbers()}
     without = [number for number in range(incarnation - 1, recorded, -1) if number not in ended_ones]
@@ -90,14 +92,14 @@ def begun_at(owner: Mapping[str, Any]) -> str:
 
 @dataclass
 class EndWriter:
-    """Writes how a process ends that claimed the run: by an error that leaves the ``with`` statement, or as
-    ``how`` says by then.
+    """Writes how the process that claimed the run ends: by the error that leaves the ``with`` statement, or
+    else as ``how`` says then.
     """
 
     store: ObjectStore
     name: str
     claim: int = 0
-    """The incarnation that the process claimed, 0 as long as there is none."""
+    """The incarnation that the process claimed; 0 before its claim."""
     how: Ended | None = None
     """The way in which it ended; None while it goes on."""
 
@@ -115,10 +117,10 @@ class EndWriter:
 
 
 def end(store: ObjectStore, name: str, incarnation: int, how: Ended) -> None:
-    """Writes how this process ended, which claimed the run as ``incarnation``, unless its claim is gone with
+    """Writes how this process, which claimed the run as ``incarnation``, ended, unless its claim is gone with
     the run's folder.
 
-    It does not raise if that fails: then the process counts as one that died.
+    Raises nothing if the bucket fails: the process then counts as one that died.
     """
     with suppress(StorageError, OSError):
         if is_ours(owner_of(store, name, incarnation)):
@@ -138,8 +140,8 @@ def ended(store: ObjectStore, name: str, incarnation: int) -> Ended | None:
 
 
 def life_of(pid: int) -> str:
-    """Returns what tells a process from a later one with its id: the id, and when it began, in ticks since
-    the boot; "" if it is gone.
+    """Returns a text that tells a process from a later one with the same id: the id, and its start in ticks
+    since the boot; "" if the process is gone.
     """
     try:
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

@@ -1,12 +1,12 @@
-"""Writes anew what is missing of a run that lives, if somebody has deleted its folder.
+"""Writes the missing documents of a living run anew, if somebody has deleted its folder.
 
 Such a run trains on, and its next save makes the folder again.  But without ``job.json`` nobody could go on
 from what it saves, and without its claim no command would find it.  So its coordinator looks for both before
 it writes a manifest.
 
-Where nothing is missing that takes three requests, none of which stands for another.  The list of the claims
-shows a newer one.  The claim itself shows whose it is: a run that was begun anew in the same place has claims
-of the same numbers.  And ``job.json`` may be missing alone.
+If nothing is missing, this takes three requests, and none of them can replace another.  The list of the
+claims shows a newer one.  The claim itself shows whose it is: a run that was begun anew in the same place has
+claims of the same numbers.  And ``job.json`` may be missing alone.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ def put_back(run: Run, incarnation: int, life: str, claim: Callable[[], object])
 
     Returns the sentence that says so, "" if nothing was missing.  ``job.json`` stays missing if there are
     later branches: the job that it held is not known any more.  Raises :class:`Deposed` if the newest claim
-    is that of another ``life``: of another run of the name, begun in a new folder, or of a command that has
-    taken this one over.
+    is that of another ``life``: of a new run of the same name, or of a command that has taken this run over.
     """
     store, name, lacks = run.store, run.job.name, list[str]()
     owner = run.owner()

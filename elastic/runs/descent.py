@@ -33,11 +33,13 @@ class Descent:
     at: float | None = None
     """The wall-clock time of its newest recorded step or branch, if one is known."""
     unread: str = ""
-    """Why it cannot be read, or ""."""
+    """The reason why the run cannot be read, or ""."""
 
     @property
     def source(self) -> Origin | None:
-        """The checkpoint that it comes from; None also for a word that does not name one exactly."""
+        """The checkpoint from which the run comes; None if there is none, or ``init`` does not name it
+        exactly.
+        """
         return self.origin or (Origin.of(self.warm) if "." in self.warm.rpartition("@")[2] else None)
 
     @property
@@ -45,7 +47,7 @@ class Descent:
         return self.origin.run if self.origin else checkpoint_of(self.warm)[0] if self.warm else ""
 
     def branch_of(self, child: Descent) -> int:
-        """Returns the number of the branch that a run comes from of which this one is the parent."""
+        """Returns the number of the branch of this run from which ``child`` comes."""
         found = made_by(self.branches, child.source.version) if child.source else None
         return 1 if found is None else found.number
 
@@ -63,8 +65,8 @@ def tree(
     """Yields the runs, and their branches, from the top down: the depth, the run, and a later branch of it or
     None.
 
-    A run comes after the branch that it comes from.  At the top are ``roots``, or else those that come from
-    none that is there.
+    A run follows the branch from which it comes.  At the top are ``roots``, or by default the runs whose
+    parent is not in ``found``.
     """
     names = {each.name for each in found}
     for each in found:
@@ -73,8 +75,8 @@ def tree(
 
 
 def family(found: list[Descent], name: str) -> list[Descent]:
-    """Returns the runs that descend from the same one as the run of that name, and that one; none if there is
-    no run of that name.
+    """Returns the oldest ancestor of the run ``name``, and all runs that descend from that ancestor; none if
+    there is no such run.
     """
     parents, known = {each.name: each.parent for each in found}, list[str]()
     while name in parents and name not in known:

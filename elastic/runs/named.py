@@ -1,9 +1,9 @@
 """Finds the job of a run for a command that does not train it, from a job file that need not be in order.
 
-Such a command must work when it is needed most: while a run does what it should not, somebody has just edited
-its file, and `elastic stop` is typed.  So it reads the name and the bucket, and the few settings that it goes
-by.  If the file cannot be used as a whole, everything else is taken from the job that the run has stored.
-Options of the command line are always read: who types one means it.
+Such a command must work when it is needed most: a run misbehaves, its user has just edited the job file, and
+types `elastic stop`.  So it reads only the name, the bucket and the few settings that it needs.  If the file
+cannot be used as a whole, everything else is taken from the job that the run has stored.  Options of the
+command line always count, because the user has just typed them.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from elastic.runs.branches import Branches, no_run
 from storage.objects import ObjectStore
 
 PLACE = ("name", "bucket")
-"""The settings that say which run it is, and where."""
+"""The settings that say which run is meant, and in which bucket it is."""
 
 
 def job_of_run(path: Path, options: Mapping[str, Any], reads: Collection[str] = ()) -> tuple[Job, list[str]]:
-    """Returns the job of ``path`` with ``options`` over it; if it is not valid, what the run has stored, and
-    the sentences that say why.
+    """Returns the job of the file ``path`` with ``options`` over it.  If that is not valid, returns the job
+    that the run has stored, and the sentences that say why.
 
-    ``reads`` are the settings that the command takes from the file even then, by their full names.  Raises
-    :class:`JobError` for a file that is not TOML, and for a mistake in the name, the bucket, ``reads`` or
-    ``options``, or if there is no such run.
+    ``reads`` are the settings, by their full names, that the command takes from the file even if the rest of
+    the file is not valid.  Raises :class:`JobError` for a file that is not TOML, and for a mistake in the
+    name, the bucket, ``reads`` or ``options``, or if there is no such run.
     """
     values = read_toml(path)
     try:
@@ -54,7 +54,7 @@ def job_of_run(path: Path, options: Mapping[str, Any], reads: Collection[str] = 
         if others:
             raise
     checked(**merge(place, options, path.name))  # a mistake in an option is told first
-    # what the command reads does not agree with the defaults: no run has stored more
+    # there is no run, and what the command reads does not fit the defaults
     store = ObjectStore.open(named.bucket)
     Branches(store, named.name).check_lost()
     raise no_run(named)
@@ -67,8 +67,8 @@ def _those(values: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
 def _own(values: Mapping[str, Any], reads: Collection[str]) -> dict[str, Any]:
     """Returns the part of the file that the command reads.
 
-    A name that is no setting stays if it may be a misspelt one of them: who deletes by rules must not leave
-    one out.
+    A name that is no setting stays if it may be a misspelt setting that the command reads: a command that
+    deletes by rules must not overlook one.
     """
     own = dict[str, Any]()
     for section, names in _by_section(reads).items():
@@ -87,7 +87,9 @@ def _own(values: Mapping[str, Any], reads: Collection[str]) -> dict[str, Any]:
 
 
 def _over(stored: Mapping[str, Any], own: Mapping[str, Any], reads: Collection[str]) -> dict[str, Any]:
-    """Returns the stored settings, but what the command reads as ``own`` has it, or else its default."""
+    """Returns the stored settings.  Settings that the command reads are taken from ``own`` instead, or else
+    have their defaults.
+    """
     settings = {**stored}
     for name, each in own.items():
         left = {
@@ -112,8 +114,8 @@ def _table(value: object) -> bool:
 
 
 def _stored(named: Job) -> list[dict[str, Any]]:
-    """Returns the settings that the run has stored, and after them those without what may be invalid by now;
-    no settings without a run.
+    """Returns the settings that the run has stored, and after them the same without settings that may be
+    invalid by now; no settings if there is no run.
     """
     there = Branches(ObjectStore.open(named.bucket), named.name).job()
     return [BEFORE | there, named.begun_as(there).model_dump(mode="json")] if there else [{}]

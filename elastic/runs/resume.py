@@ -34,13 +34,13 @@ BEST = "best"
 
 @dataclass(frozen=True)
 class StartPoint:
-    """The place from which a command begins, as it was asked for, and the job with what it takes from there."""
+    """The place where a command begins to train, and its job with the settings that it takes from there."""
 
     job: Job
     at: Version | None = None
     """The checkpoint of the run itself from which a branch goes on."""
     word: str = ""
-    """The word that named it."""
+    """The word that named ``at``."""
     origin: Origin | None = None
     """The checkpoint of another run from which a new run goes on, or (with ``init``) whose weights it begins
     with.
@@ -49,8 +49,8 @@ class StartPoint:
     """The settings in which a fork differs from the run that it comes from."""
 
     said: str = ""
-    """The sentence about a checkpoint from which the run has gone on already; or what follows the one about
-    the other run's checkpoint.
+    """The sentence that says that the run has gone on from the checkpoint before; for a new run, the end of
+    the sentence that :meth:`begin` returns.
     """
 
     @property
@@ -63,8 +63,8 @@ class StartPoint:
     def begin(self) -> str:
         """Begins a fork, or a run with the weights of ``init``; returns the sentence that says so, or "".
 
-        Raises :class:`JobError` if the checkpoint is gone meanwhile, and :class:`~storage.errors.Exists` if
-        there is such a run by now.
+        Raises :class:`JobError` if the checkpoint has gone meanwhile, and :class:`~storage.errors.Exists` if
+        a run of this name has begun meanwhile.
         """
         if self.origin is None:
             return self.said
@@ -110,9 +110,11 @@ def start_of(job: Job, resume: str | int = LATEST) -> StartPoint:
 
 
 def _older(job: Job, run: Run, which: str) -> StartPoint:
-    """Returns the start at an older checkpoint of ``run``.  If its newest branch began there, with this job,
-    and has saved a step since, it goes on: a supervisor starts the same line again and again.  By then
-    ``best`` may be another one, so the word counts and not its step.
+    """Returns the start at an older checkpoint of ``run``.
+
+    A supervisor starts the same command line again and again.  So if the newest branch began at that
+    checkpoint with this job, and has saved a step since, the run goes on from its newest checkpoint.  A
+    branch that began at ``best`` is known by that word, because the best step may have changed since.
     """
     newest = run.newest() or Version(0, 0)
     begun = next(
@@ -139,10 +141,10 @@ def _older(job: Job, run: Run, which: str) -> StartPoint:
 
 
 def checkpoint(run: Run, which: str) -> Version:
-    """Returns the good checkpoint of ``run`` that ``latest``, or a word of :func:`version_at` names; step 0
-    is its beginning.
+    """Returns the good checkpoint of ``run`` that ``which`` names: ``latest``, 0 for the beginning of the
+    run, or a word that :func:`version_at` knows.
 
-    Raises :class:`JobError` if there is none.
+    Raises :class:`JobError` if there is no such checkpoint.
     """
     if which != "0":
         return version_at(run, None if which == LATEST else which, "checkpoint")
@@ -160,8 +162,10 @@ def is_step(word: str) -> bool:
 
 
 def parsed(which: str, setting: str = "--step") -> tuple[int, int | None]:
-    """Returns the step and the generation that a command names, None for the generation of the run's present
-    line.
+    """Returns the step and the generation that ``which`` names.  Without a generation, as in 400, it is None,
+    which stands for the surviving lineage.
+
+    Raises :class:`JobError`, which names ``setting``, for any other word.
     """
     if not is_step(which):
         raise JobError(
@@ -172,10 +176,11 @@ def parsed(which: str, setting: str = "--step") -> tuple[int, int | None]:
 
 
 def version_at(run: Run, which: str | None, setting: str = "--step") -> Version:
-    """Returns the good checkpoint that a command names: by ``best``, a step, or a step and its generation;
-    the newest one for None.
+    """Returns the good checkpoint that ``which`` names: ``best``, a step, or a step and its generation.  None
+    names the newest one.
 
-    Raises :class:`JobError` if there is none, which names those that the run has left behind at that step.
+    Raises :class:`JobError` if there is none.  The error names the checkpoints of that step that the run has
+    left behind.
     """
     if which is None or which == BEST:
         return _best(run) if which else run.version_at(None)
@@ -190,7 +195,7 @@ def version_at(run: Run, which: str | None, setting: str = "--step") -> Version:
     try:
         if generation is None:
             return run.version_at(step)
-        # it may be another run than that of the job file
+        # the run may not be that of the job file
         has = f"`elastic checkpoint ls --name {run.job.name}` lists those that it has"
         raise JobError(f"{setting} {which}: {run.job.name} has no such good checkpoint; {has}")
     except JobError as error:
@@ -199,8 +204,8 @@ def version_at(run: Run, which: str | None, setting: str = "--step") -> Version:
 
 
 def version_before(run: Run, step: int, generation: int) -> Version:
-    """Returns the good checkpoint of the step before that which ``generation`` committed as ``step``: its
-    own, or the one it began with.
+    """Returns the good checkpoint of the step before ``step`` from which ``generation`` made ``step``: its
+    own, or that of the generation before it.
 
     Raises :class:`JobError` if there is none, or if no checkpoint knows where the generation began.
     """
@@ -215,9 +220,7 @@ def version_before(run: Run, step: int, generation: int) -> Version:
 
 
 def left_behind(run: Run, versions: Sequence[Version]) -> list[Version]:
-    """Returns those of ``versions`` that are not on the way of the run: a branch or a fall-back has abandoned
-    them.
-    """
+    """Returns the ``versions`` that a branch or a fall-back of the run has abandoned."""
     line, every = run.lineage, run.branches.every()
     passed = [
         each for each in versions if each.step <= lineage.tip(line).step and not lineage.contains(line, each)
@@ -238,10 +241,11 @@ def saved(run: Run) -> list[Version]:
 def rewind(run: Run, now: float, version: Version, incarnation: int = 0, word: str = "") -> str:
     """Begins a branch of ``run``, with its job, that goes on from ``version``, which ``word`` has named.
 
-    Returns and raises as :meth:`Run.branch`.
+    Returns and raises as :meth:`Run.branch` does.  Raises :class:`JobError` if ``version`` is being deleted,
+    or gone.
 
-    Whoever goes on at once has claimed the run: a deletion that began before the claim is seen here, and one
-    that sees the claim ends. Raises :class:`JobError` if ``version`` is being deleted, or gone.
+    A caller that goes on at once has claimed the run before.  So a deletion that began before the claim is
+    seen here, and a later deletion sees the claim, and ends.
     """
     if version.step and not any(
         each.good for each in run.checkpoints.at(version.step) if each.version == version
@@ -256,8 +260,8 @@ def rewind(run: Run, now: float, version: Version, incarnation: int = 0, word: s
 
 
 def best_of(run: Run) -> Best | None:
-    """Returns the best validated version of the surviving lineage, whether it was saved or not; None without
-    any.
+    """Returns the best validated version of the surviving lineage, whether it was saved or not; None if
+    nothing was validated.
     """
     history = run.standing(0, 0.0).history
     found = metrics.validations(run, history.lineage)
@@ -267,16 +271,16 @@ def best_of(run: Run) -> Best | None:
 
 
 def measured(run: Run, line: Lineage, held_out: str) -> dict[Version, Loss]:
-    """Returns the validations of the lineage ``line`` on these held-out samples, if ``validation.patience``
-    asks how good they were.
+    """Returns the validations of the lineage ``line`` on the samples ``held_out`` or on unknown samples; none
+    if the job does not set ``validation.patience``.
     """
     found = metrics.validations(run, line) if run.job.validation.patience else {}
     return {version: loss for version, loss in found.items() if loss.data in (0, number_of(held_out))}
 
 
 def impatient(run: Run, line: Lineage, held_out: str) -> tuple[int, int] | None:
-    """Returns the step of the last better validation, and the one at which the run lost
-    ``validation.patience``; None if it has not.
+    """Returns the step of the last validation that was better, and the step at which ``validation.patience``
+    ran out; None if it has not run out.
     """
     found, rule = measured(run, line, held_out), run.job.validation
     step, top = enough(found, rule.patience, rule.min_delta), mark(found, rule.min_delta)
@@ -284,8 +288,8 @@ def impatient(run: Run, line: Lineage, held_out: str) -> tuple[int, int] | None:
 
 
 def over_fits(run: Run) -> str:
-    """Returns the sentence about a run that over-fits, by what is in its bucket; "" for another one, or if
-    the bucket does not answer.
+    """Returns the sentence that says that the run over-fits, by the validations in its bucket; "" if it does
+    not, or if the bucket does not answer.
     """
     try:
         line = run.lineage
@@ -345,8 +349,9 @@ def _fork(job: Job, name: str, which: str) -> StartPoint:
 
 
 def instead(run: Run, which: str, version: Version) -> list[str]:
-    """Returns sentences that say if ``version`` is not the best, but the next one of which there is a
-    checkpoint, and if validations on other samples do not count.
+    """Returns the sentences that limit what ``best`` means: ``version`` is only the next checkpoint after the
+    best validation, or validations on other samples do not count.  Returns none for another word than
+    ``best``.
     """
     if which != BEST or (found := best_of(run)) is None:
         return []
@@ -380,8 +385,8 @@ def _warm(job: Job) -> StartPoint:
 
 
 def _check_same(run: Run, name: str, which: str) -> None:
-    """Raises :class:`JobError` unless ``run`` began from the checkpoint that is named, which ``name`` may
-    have from its own origin.
+    """Raises :class:`JobError` unless ``run`` began from the checkpoint ``which`` of the run ``name``, which
+    that run may have from its own origin.
     """
     origin, its = run.origin, Branches(run.store, name).checkpoints()
     of_it = origin is not None and origin.run in (name, its.holder(origin.version))

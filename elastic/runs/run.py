@@ -32,21 +32,22 @@ from storage.journal.replicas import Written
 from storage.objects import ObjectStore
 
 LOCAL = alone.ADDRESS
-"""Address that the owner of a run has if one process trains it by itself."""
+"""Address in the claim of a run that one process trains by itself (``--local``)."""
 
 
 class Run:
-    """The folder of a job's run.  ``open`` begins the run, ``look`` writes nothing.  Both refuse a folder
-    with the run of another job.  ``find`` takes the run as it is there, and ``begun`` only one that is there.
+    """The folder of a job's run.  ``open`` begins the run; ``look`` writes nothing.  Both refuse a folder
+    that holds the run of another job.  ``find`` accepts the run of any job, and an empty folder; ``begun``
+    refuses an empty folder.
     """
 
     def __init__(self, job: Job, store: ObjectStore) -> None:
         self.job, self.store, self.branches = job, store, Branches(store, job.name)
         self.there: Branch | None = None
-        """The newest branch, as the run was looked at; None if it was not, or is not there."""
+        """The newest branch when :meth:`find` looked; None if it has not looked, or there is no run."""
         self._newest = journal.Newest(store, job.name)
         self._tails: dict[Written, list[journal.Segment]] = {}
-        """The tails that other coordinators have left, as they were parsed last."""
+        """The parsed segments of each journal copy that :meth:`_left` got in its last call."""
 
     @cached_property
     def origin(self) -> Origin | None:
@@ -55,20 +56,21 @@ class Run:
 
     @property
     def before(self) -> Job:
-        """The job that the run had when it was looked at."""
+        """The job of the newest branch when :meth:`find` looked; the given job if there was no run."""
         return self.there.of_run(self.job) if self.there is not None else self.job
 
     @cached_property
     def checkpoints(self) -> Checkpoints:
-        """The checkpoints of the run.  Those of a fork begin with the one of its origin."""
+        """The checkpoints of the run.  In a fork, the first one is the checkpoint from which it was forked."""
         return self.branches.checkpoints()
 
     @classmethod
     def open(cls, job: Job) -> Run:
-        """Returns the run in order to train it.  The folder belongs to the job from now on.  Raises like
-        :meth:`look`.
+        """Returns the run in order to train it.  The folder belongs to the job from now on.  Raises as
+        :meth:`look` does.
 
-        Whoever begins has looked before: here a missing ``job.json`` is written.
+        The caller has called :meth:`look` before, because ``open`` writes a missing ``job.json`` before it
+        checks anything.
         """
         store = ObjectStore.open(job.bucket)
         key, document = f"{job.name}/job.json", branches.document(job)
@@ -77,22 +79,24 @@ class Run:
         except Exists:
             there = Branches(store, job.name)
             if there.last() is None and not there.lost():
-                store.put(key, document)  # it was cut off before there was anything else
+                store.put(key, document)  # job.json was cut off, and the run has nothing else
         run = cls.look(job)
         forks.make_sure(store, run.job, run.origin)
         return run
 
     @classmethod
     def look(cls, job: Job, *, branch: bool | None = False) -> Run:
-        """Returns the run in order to read it, even if it has not begun, with ``job`` (:meth:`agree`)."""
+        """Returns the run in order to read it, begun or not, after it has taken ``job`` (:meth:`agree`)."""
         return cls.find(job).agree(job, branch=branch)
 
     def agree(self, job: Job, *, branch: bool | None = False) -> Run:
-        """Gives the run ``job``, and returns it.  What ``job`` leaves out is as the run began (``going_on``).
+        """Gives the run ``job``, and returns the run.  Settings that ``job`` leaves open are taken from the
+        run's newest branch (:meth:`Job.going_on`).
 
-        Raises :class:`JobError` if the folder has another trajectory's run, or one whose ``job.json`` is
-        gone.  With ``branch`` it may differ in settings that can change; with None it may do so if the run
-        has no checkpoint: it begins at step 0 in any case, so other settings lose nothing.
+        Raises :class:`JobError` if the folder holds a run with another trajectory, or a run whose
+        ``job.json`` is lost.  With ``branch``, ``job`` may differ from the run in settings that a branch may
+        change.  With ``branch=None`` it may do so only if the run has no good checkpoint: such a run begins
+        at step 0 in any case, so nothing is lost.
         """
         if self.there is None or self.there.number > 1:
             self.branches.check_lost()
@@ -106,7 +110,9 @@ class Run:
 
     @classmethod
     def find(cls, job: Job) -> Run:
-        """Returns the run in order to read it, whatever ``job`` says of its trajectory."""
+        """Returns the run in order to read it, with the job of its newest branch, whatever trajectory ``job``
+        has.
+        """
         run = cls(job, ObjectStore.open(job.bucket))
         run.there = run.branches.last()
         run.job = run.before
@@ -123,11 +129,12 @@ class Run:
         return run
 
     def branches_at(self, at: Version | None = None) -> Version | None:
-        """Returns the version from which a branch with this job goes on: the newest good checkpoint, or the
-        good one ``at``.
+        """Returns the version from which a branch with this job goes on: ``at``, which must be a good
+        checkpoint, or by default the newest good checkpoint.
 
-        Returns None if there is nothing to change, neither settings nor the end that a loop has made at
-        ``at``.  Raises :class:`JobError` if the run has gone further than the job.
+        Returns None if a branch would change nothing: the run has this job already, ``at`` is None or the
+        newest checkpoint, and no training loop has ended the run there.  Raises :class:`JobError` if the
+        version is past the last step of the job.
         """
         differs = self.before.digest != self.job.digest
         if self.there is None or (at is None and not differs):
@@ -148,14 +155,17 @@ class Run:
         return version
 
     def branch(self, now: float, at: Version | None = None, incarnation: int = 0, word: str = "") -> str:
-        """Begins a branch where :meth:`branches_at` says, or has said ``at``: from there on the run has this
-        job.  ``word`` named ``at``.
+        """Begins a branch at the version ``at``, which :meth:`branches_at` has returned before, or at the
+        version that it returns now.  From there on the run has this job.  ``word`` is the word by which a
+        command named ``at``.
 
-        Whoever goes on at once looks at the run, claims it as ``incarnation``, and then begins the branch.
-        So a coordinator that still lives somewhere, and notices the claim later, trains worlds of the old job
-        only, which are abandoned.  Returns the sentence that says so, "" if there is nothing to change.
-        Raises as :meth:`branches_at`, and :class:`Exists` if another command has begun a branch since the run
-        was looked at: that one may have been claimed later than this one.
+        A caller that goes on at once looks at the run, claims it as ``incarnation``, and then begins the
+        branch.  So a coordinator of the old job that still lives, and notices the claim late, trains only
+        worlds that the branch abandons.
+
+        Returns the sentence about the branch; "" if there is nothing to change.  Raises as
+        :meth:`branches_at` does, and :class:`Exists` if another command has begun a branch since the run was
+        looked at: its claim may be newer than this one.
         """
         version = at or self.branches_at()
         if self.there is None or version is None:
@@ -182,8 +192,8 @@ class Run:
         return self.branches.at(version).of_run(self.job)
 
     def made(self, step: int) -> Version:
-        """Returns the version of ``step`` on the surviving lineage; if no checkpoint knows it, of the last
-        known generation.
+        """Returns the version of ``step`` on the surviving lineage.  If no checkpoint knows the step, the
+        version has the last known generation.
         """
         known = self.standing(0, 0.0)
         return Version(
@@ -191,16 +201,16 @@ class Run:
         )
 
     def home(self) -> str:
-        """Returns where the newest claim of the run was made."""
+        """Returns the address and the host of the newest claim, in words."""
         owner = self.owner() or {"address": "an unknown address", "host": ""}
         return f"{owner['address']} ({owner['host']})"
 
     def follows(self, seen: int) -> int:
-        """Returns the newest claim.  Raises :class:`Exists` if another life has claimed the run since
-        incarnation ``seen``.
+        """Returns the incarnation of the newest claim.  Raises :class:`Exists` if another life has claimed
+        the run since incarnation ``seen``.
 
-        A coordinator of the same life that took over since then has begun nothing.  Claims without a life are
-        each of another one.
+        A newer claim of the same life is no error: that coordinator only took over.  Claims without a life
+        count as claims of different lives.
         """
         latest = self.latest_claim()
         if latest > seen:
@@ -216,33 +226,33 @@ class Run:
         returns it.
 
         ``life`` is common to the coordinators that follow one another on one cluster, where workers survive
-        them.  ``node`` is this coordinator's node.  With ``after`` it is the incarnation after that; raises
-        :class:`Exists` if somebody else has claimed it. ``more`` is what else the claim says
-        (``elastic/runs/restarts.py``).
+        them.  ``node`` is this coordinator's node.  With ``after``, claims exactly the incarnation ``after``
+        + 1, and raises :class:`Exists` if another process has claimed it.  ``more`` holds further entries of
+        the claim (``elastic/runs/restarts.py``).
         """
         about = {"address": address, "host": platform.node(), "life": life, "node": node, **more}
         return claim_owner(self.store, self.job.name, about, after)
 
     def claim_here(self, after: int | None = None, *, trains: bool = True) -> int:
-        """Claims the next incarnation, or that ``after`` another one, for this process, which ``trains`` the
-        run by itself or changes it.
+        """Claims the next incarnation, or the incarnation ``after`` + 1, for this process.  With ``trains``
+        the process trains the run by itself; otherwise it only changes the run.
 
-        Raises :class:`JobError` if another process of this machine does so already, and :class:`Exists` as
-        :meth:`claim`.
+        Raises :class:`JobError` if another process of this machine trains the run already, and
+        :class:`Exists` as :meth:`claim` does.
         """
         self.check_local()
         return self.claim(LOCAL, after=after, **alone.claim(trains))
 
     def local_process(self) -> int:
-        """Returns the id of the process of this machine that trains the run with ``--local``, or 0."""
+        """Returns the id of another process of this machine that trains the run with ``--local``, or 0."""
         owner = self.owner()
         if owner is None or not (pid := alone.process(owner)):
             return 0
         return pid if alone.ended(self.store, self.job.name, owner["incarnation"]) is None else 0
 
     def local_elsewhere(self) -> str:
-        """Returns on which other machine, and when, a process began to train the run with ``--local`` if it
-        may still do so; else "".
+        """Returns the words for the other machine on which, and the time at which, a process began to train
+        the run with ``--local``, if that process may still train it; else "".
         """
         owner = self.owner()
         if owner is None or not alone.elsewhere(self.store, self.job.name, owner["incarnation"], owner):
@@ -261,8 +271,8 @@ class Run:
             )
 
     def claims(self, life: str, seen: int = 0) -> dict[int, NodeId]:
-        """Returns the incarnations of ``life``, which began after incarnation ``seen``, oldest first, and
-        their nodes.
+        """Returns the incarnations later than ``seen`` that ``life`` has claimed, oldest first, each with its
+        node.
 
         Raises :class:`Deposed` if another life has claimed the run.
         """
@@ -295,19 +305,21 @@ class Run:
         """Returns the run's state as the bucket knows it: ``Waiting``, with the good checkpoints of the
         newest lineage.
 
-        Of the checkpoints, only the newest, the last one that the journal knows, and those of ``step`` are
-        looked at.  The newest manifest says which generation committed which steps; checkpoints that are not
-        on that lineage were abandoned.  The newest one of those that are left, and that of ``step``, have a
-        good index, too.  If the journal in the bucket does not reach the end of the run, it may lack the
-        newest generations; so it may if a process of another machine may still train the run with --local,
-        which writes no journal.  So an ``incarnation`` that begins anew skips numbers; 0 stands for a reader,
-        which skips none.
+        Only the newest checkpoints, the last one that the journal knows, and those of ``step`` are looked at.
+        The newest manifest says which generation committed which steps; checkpoints off that lineage were
+        abandoned.  Of the others, the newest one and the one of ``step`` are checked to have a good index,
+        too.
+
+        The bucket may not know the newest generations: if its journal does not reach the end of the run, or
+        if a process of another machine may still train the run with ``--local``, which writes no journal.  So
+        an ``incarnation`` that begins anew skips numbers of generations; 0 stands for a reader, which skips
+        none.
         """
         return self._standing(self.last_recorded(), incarnation, now, step)
 
     def begins(self, incarnation: int, now: float) -> tuple[RunState, str]:
-        """Returns :meth:`standing` for a start, and the sentence that says where it goes on; "" if the run
-        never ran before.
+        """Returns :meth:`standing` for a start, and the sentence about damaged checkpoints and about where
+        the run goes on; "" if there is nothing to say.
         """
         last = self.last_recorded()
         state = self._standing(last, incarnation, now)
@@ -315,10 +327,10 @@ class Run:
         return state, "; ".join(filter(None, (self.passed_over(state, put_away=True), before)))
 
     def passed_over(self, state: RunState, *, put_away: bool = False) -> str:
-        """Returns the sentence about the damaged checkpoints in whose place an older one counts at ``state``;
-        "" if there are none.
+        """Returns the sentence about the damaged checkpoints that are newer than the newest good one of
+        ``state``, which takes their place; "" if there are none.
 
-        With ``put_away`` they are quarantined, so that nobody opens them again.
+        With ``put_away`` the damaged checkpoints are quarantined, so that nobody opens them again.
         """
         newest = max(state.history.saved, default=None)
         least = (newest.generation, newest.step) if newest is not None else (0, 0)
@@ -346,7 +358,7 @@ class Run:
             generation += UNREAD * incarnation
         recorded = last.incarnation if last is not None else 0
         skips = incarnation and alone.unseen(self.store, self.job.name, incarnation, recorded)
-        unseen = incarnation if skips else 0  # each has one generation
+        unseen = incarnation if skips else 0  # each claim has one generation
         branched = self.branches.every()
         until = max((each.until for each in branched), default=0)
 
@@ -405,9 +417,9 @@ class Run:
             for name, each in scores.items()
             if each is not None and found.history.contains(each.version)
         }
-        # what follows is of the run, whoever owns it
+        # health and skips belong to the run, whoever owns it
         health = last.health
-        if abandoned(branched, last.version):  # the steps that come are others
+        if abandoned(branched, last.version):  # the next steps are not those that were abandoned
             health = evolve(health, step=min(health.step, found.step))
         return evolve(
             found,
@@ -419,8 +431,8 @@ class Run:
     def _ended_early(
         self, last: RunState | None, incarnation: int, branched: Sequence[Branch], step: int
     ) -> dict[str, Any]:
-        """Returns what a start knows of a loop that has ended this branch of the run before its last step;
-        ``step`` is the newest one.
+        """Returns the fields ``enough`` and ``why`` of a state if a training loop has ended this branch
+        before the job's last step; else no fields.  ``step`` is the newest saved step.
         """
         since = max((each.claim for each in branched), default=0)
         if last is not None and last.why and last.incarnation > since and last.enough >= step:
@@ -433,8 +445,8 @@ class Run:
         return {}
 
     def last_recorded(self) -> RunState | None:
-        """Returns the state that the last coordinator wrote to the bucket, so that no number is used twice;
-        None if there is none.
+        """Returns the state that the last coordinator recorded in the bucket's journal; None if there is
+        none.  A start reads it so that no number is used twice.
         """
         segment = self._newest.segment()
         return codec.fold(*segment) if segment is not None else None
@@ -442,8 +454,8 @@ class Run:
     def end(self) -> Ended | None:
         """Returns how the run ended, or None if the bucket does not say.
 
-        A checkpoint of its last step shows it, the journal of its last owner, or what that one has left with
-        ``--local``.
+        The end is known from a checkpoint of the last step, from the journal of the last owner, or, with
+        ``--local``, from the object that the last owner has left (:mod:`elastic.runs.alone`).
         """
         last, newest = self.last_recorded(), self.newest()
         if newest is not None and newest.step >= self.job.steps:
@@ -453,14 +465,14 @@ class Run:
         claim = self.latest_claim()
         if last is None or last.incarnation < claim:
             end = alone.ended(self.store, self.job.name, claim)
-            # its last save has failed
+            # the loop has ended the run, but its last save has failed
             early = isinstance(end, Finished) and end.step and (newest is None or newest.step != end.step)
             return None if early else end
         return last.state if isinstance(last.state, TERMINAL) else None
 
     @property
     def last_step(self) -> int:
-        """The last step of the run: that of its job, or the newest one if it has ended before."""
+        """The last step of the run: that of its job, or the newest saved step if the run has finished before."""
         newest = self.newest()
         return (
             min(newest.step, self.job.steps)
@@ -475,8 +487,8 @@ class Run:
         return any(claim <= each.claim for each in self.branches.every())
 
     def journal(self, local: Path, snapshot: Mapping[str, Any]) -> Journal:
-        """Returns the journal, ready to be continued.  ``snapshot``: what is known before its next record;
-        ``local``: its local folder.
+        """Returns the journal, ready to be continued.  ``snapshot`` is the state before its next record, and
+        ``local`` is its local folder.
         """
         written = self._newest.segment()
         return Journal(self.store, self.job.name, local, written[1][-1]["n"] + 1 if written else 0, snapshot)
@@ -490,11 +502,12 @@ class Run:
     def _left(self, ends: Iterable[Written]) -> tuple[int, list[codec.Segment]]:
         """Returns the number of the first record that the bucket lacks, and the last segments of the journal.
 
-        The segments are taken from the bucket or from ``ends``, whichever reach further.
+        The segments come from the bucket or from ``ends``, the copies of the journal's end, whichever reach
+        further.
         """
         written = self._newest.segment()
         end, by = (written[1][-1]["n"] + 1, codec.incarnation_after(written)) if written else (0, 0)
-        ends = [each for each in ends if each[0] >= by]  # the others are of no use
+        ends = [each for each in ends if each[0] >= by]  # older copies are of no use
         self._tails = {each: self._tails.get(each) or replicas.segments_of(each[1]) for each in ends}
         parsed = [(incarnation, segments) for (incarnation, _), segments in self._tails.items()]
         copies = [
@@ -511,7 +524,8 @@ class Run:
         continue.
 
         Returns None if no coordinator of this life has recorded anything.  ``first`` is the first incarnation
-        of this life.  ``ends`` have what the bucket does not have yet: see :mod:`storage.journal.replicas`.
+        of this life.  ``ends`` are copies of the journal's end, which the bucket may not have yet
+        (:mod:`storage.journal.replicas`).
         """
         end, segments = self._left(ends)
         if not segments or codec.incarnation_after(segments[-1]) < first:
@@ -601,8 +615,10 @@ class Run:
 
 
 def _goes_on(state: RunState, last: RunState) -> str:
-    """Returns where a start that stands at ``state`` goes on after what was recorded ``last``."""
-    # a damaged checkpoint may have committed more
+    """Returns the words for where a start goes on.  It stands at ``state``; ``last`` is the state that was
+    recorded last.
+    """
+    # not state.step: a damaged checkpoint may have committed more
     step = max(state.history.saved, default=Version(0, 0)).step
     where = f"goes on from step {step}" if step else "begins at step 0, since no checkpoint of it is complete"
     again = f"; the steps after it are done again, at least up to {last.step}" if last.step > step else ""

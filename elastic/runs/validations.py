@@ -1,4 +1,4 @@
-"""The validations of a run in its bucket: an object for each, whose name says what was found.
+"""The validations of a run in its bucket: an object for each, whose name tells the result.
 
     <run>/validations/000000000050-000003-2.7183_3735928559.json
 
@@ -24,8 +24,8 @@ TOLD = ("step", "generation", "time", *VALIDATION)
 
 
 def store(bucket: ObjectStore, run: str, row: Row) -> None:
-    """Writes the object of a validation.  ``row`` has the numbers of :data:`TOLD`, and may have others.  What
-    is there stays.
+    """Writes the object of a validation.  ``row`` has the numbers of :data:`TOLD`, and may have others.  An
+    object that is there already stays.
     """
     text = json_line({name: row[name] for name in TOLD if name in row})
     with suppress(Exists):
@@ -35,8 +35,8 @@ def store(bucket: ObjectStore, run: str, row: Row) -> None:
 def store_late(
     bucket: ObjectStore, run: str, version: Version, mean: float, count: int, held_out: str
 ) -> None:
-    """Writes the object of a validation that comes after the row of its step, on the samples that
-    ``held_out`` tells from others.
+    """Writes the object of a validation that ends after the row of its step was stored.  ``held_out``
+    identifies its samples.
     """
     row: Row = {
         "step": version.step,
@@ -48,7 +48,7 @@ def store_late(
 
 
 def stored(bucket: ObjectStore, run: str) -> dict[Version, tuple[str, Loss]]:
-    """Returns the object of each validation, and what its name says."""
+    """Returns the key of the object of each validation, and the loss that its name tells."""
     folder, known = f"{run}/validations/", dict[Version, tuple[str, Loss]]()
     for found in bucket.matching(folder, NAME):
         version = Version(int(found["step"]), int(found["generation"]))

@@ -201,7 +201,9 @@ class Cursor:
         return sample
 
     def _sorted(self, step: int) -> tuple[int, ...]:
-        """Returns the sample ids of ``step``, the longest first, and those of one length as they are drawn."""
+        """Returns the sample ids of ``step``, the longest first, and those of one length as they are
+        drawn.
+        """
         assert self.lengths is not None
         ids = self._drawn(step, 0, self.batches.of(step))
         return tuple(

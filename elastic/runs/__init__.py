@@ -1,1 +1,3 @@
-"""A run in its bucket: what it is, where it begins, its branches and forks, what it keeps, and its metrics."""
+"""A run in its bucket: what it is, where it begins, its branches and forks, what it keeps, and its
+metrics.
+"""

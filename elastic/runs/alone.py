@@ -58,7 +58,9 @@ def process(owner: Mapping[str, Any]) -> int:
 
 
 def is_ours(owner: Mapping[str, Any] | None) -> bool:
-    """Returns whether this process made a claim.  None stands for a claim that is gone with the run's folder."""
+    """Returns whether this process made a claim.  None stands for a claim that is gone with the run's
+    folder.
+    """
     return owner is not None and owner.get("life") == life_of(os.getpid())
 
 
@@ -135,7 +137,9 @@ def _failed(error: BaseException) -> Ended:
 
 
 def ended(store: ObjectStore, name: str, incarnation: int) -> Ended | None:
-    """Returns how the process that claimed the run as ``incarnation`` ended, or None if it has not said so."""
+    """Returns how the process that claimed the run as ``incarnation`` ended, or None if it has not
+    said so.
+    """
     return ends(store, name).find(incarnation)
 
 

@@ -1,18 +1,18 @@
 """Records in a run what its job asks to be made of checkpoints: exports, samples of text, validations by
 spares.
 
-These settings are free: they may change whenever a run is started again, and a checkpoint owes what the job
-asked under which it was saved. So a run that is started writes down what its job asks, if that is not what is
-written there already.
+These settings may change whenever a run is started again, and a checkpoint owes what was asked by the job
+with which it was saved.  So each start of a run records what its job asks, unless the run has recorded that
+already.
 
     <run>/job.json, branches/<number>.json   the whole job with which the run, or a branch, began
     <run>/asked/<number>.json                what the job asked from some generation on: only the sections, and the generation before
 
 Generations only grow, so the generation of a checkpoint says which of these documents counts for it.
 
-An older release recorded nothing when these settings were changed, and made for all checkpoints what the job
-said with which it was started last.  So a run that it began owes by the first job with which this release
-starts it: for all checkpoints since the newest document.
+An older release did not record changes of these settings: it made for all checkpoints what the job of its
+last start asked.  So if an older release began a run, the first job with which this release starts it counts
+for all checkpoints since the newest document.
 """
 
 from __future__ import annotations
@@ -31,19 +31,21 @@ from storage.errors import Damaged, Exists, Missing
 from storage.numbered import Numbered
 
 EXPORT, SAMPLES, VALIDATION = "export", "samples", "validation"
-"""The kinds of what can be asked.  Each is also the section of the job that says how often it is due."""
+"""The kinds of work that can be asked of a checkpoint.  Each is also the name of the section of the job that
+says how often the work is due.
+"""
 SECTIONS: dict[str, type[Section]] = {EXPORT: Export, SAMPLES: Samples, VALIDATION: Validation}
 
 Sections = Mapping[str, Mapping[str, Any]]
-"""The sections of what is asked, by kind.  A section that asks for nothing is left out."""
+"""The sections of a job that ask for work, by kind.  A section that asks for nothing is left out."""
 
 
 @dataclass(frozen=True)
 class Asked:
     """Holds what was asked of the checkpoints of a run.
 
-    ``since`` has (generation, sections), oldest first: these sections are asked of checkpoints of later
-    generations.
+    ``since`` has (generation, sections), oldest first: the sections hold for checkpoints of generations after
+    this one.
     """
 
     since: tuple[tuple[int, Sections], ...] = ()
@@ -58,14 +60,14 @@ class Asked:
         return next((sections for before, sections in reversed(self.since) if before < generation), {})
 
     def every(self, kind: str, generation: int) -> int:
-        """Returns the number of steps from one multiple to the next at which a kind is asked of a generation;
-        0 if it is not asked.
+        """Returns the number of steps after which a kind is due again in a generation; 0 if the kind is not
+        asked.
         """
         return int(self.of(generation).get(kind, {}).get("every", 0))
 
     def job(self, job: Job, version: Version) -> Job:
         """Returns ``job`` with the sections that are asked of ``version``.  Code that ``job`` gives as an
-        object stays one.
+        object stays an object.
         """
         there = self.of(version.generation)
         return job.model_copy(
@@ -76,8 +78,8 @@ class Asked:
 
 
 def _like(here: Section, there: Section) -> Section:
-    """Returns ``there``, with the values of ``here`` where they are equal: a name may be equal to an object
-    that has that name.
+    """Returns ``there``, with the values of ``here`` where both are equal: ``here`` may give code as an
+    object, which is equal to its name.
     """
     pairs = ((name, getattr(here, name), getattr(there, name)) for name in type(there).model_fields)
     return there.model_copy(update={name: ours for name, ours, theirs in pairs if ours == theirs})
@@ -95,7 +97,7 @@ class Recorded(Note):
 
 
 def of(run: Run) -> Asked:
-    """Returns what the run has recorded."""
+    """Returns what the run has recorded that was asked of its checkpoints."""
     found = list[tuple[tuple[int, int, int], Sections]]()
     with suppress(Missing, Damaged):  # the run has not begun, or the document is lost
         found.append(((0, 0, 0), sections_of(run.branches.begun.job)))
@@ -105,7 +107,7 @@ def of(run: Run) -> Asked:
 
 
 def sections_of(job: Mapping[str, Any]) -> Sections:
-    """Returns the sections of a job as it is stored."""
+    """Returns the sections of a stored job that ask for work on checkpoints."""
     found = {kind: job.get(kind, {}) for kind in SECTIONS}
     by_members = found[VALIDATION].get("by", "members") != "spares"
     return {
@@ -119,20 +121,20 @@ def begin(run: Run, generation: int, claim: int) -> Asked:
     """Records what the run's job asks of the checkpoints of generations after ``generation``, unless the
     run's notes say that already.
 
-    Returns what the run has recorded then.
+    Returns all that the run has recorded then.
 
-    Of a run that nobody has recorded it for, it counts for all checkpoints since the newest branch.  Whoever
-    has claimed the run as ``claim`` calls it before its first checkpoint.
+    If an older release began the run, the first record counts for all checkpoints since the newest branch.
+    The owner with this ``claim`` calls it before its first checkpoint.
     """
     now = sections_of(run.job.model_dump(mode="json"))
     while True:
         newest, recorded = (notes := _notes(run)).newest(), of(run)
-        # notes of an older release do not say all that the run asked
+        # an older release did not record all that the run asked
         is_known = newest > 0 or run.branches.begun.asked
         if is_known and recorded.of(generation + 1) == now:
             return recorded
         since = generation if is_known else recorded.since[-1][0]
-        with suppress(Exists):  # of a coordinator that this one has replaced: the newer claim counts
+        with suppress(Exists):  # a replaced coordinator has noted something: the newer claim counts
             notes.add(newest + 1, vars(Recorded(generation=since, claim=claim, sections=now)))
             return of(run)
 

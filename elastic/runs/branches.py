@@ -1,11 +1,12 @@
-"""The branches of a run: from some step on, it has other settings.
+"""The branches of a run.  A branch gives the run other settings from some step on.
 
 ``job.json`` is the job with which a run began, branch 1.  Each later branch is a note
 (:mod:`elastic.runs.notes`) with its job, the version from which it goes on, and what it changed.  The newest
 branch is the run's job.
 
-A branch may go on from an older checkpoint than the newest one.  Then it says which generations there were
-until then: what they committed after its step is abandoned, as it is by a fall-back.
+A branch may go on from an older checkpoint than the newest one.  Then the branch names the last generation
+until then: steps after the branch's step that this or an earlier generation committed are abandoned, as by a
+fall-back.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ from storage.numbered import Numbered
 from storage.objects import ObjectStore
 
 FORMAT = 2
-"""Format of a branch from which on samples are drawn otherwise.  An older release, which would draw as
-before, reads only format 1.
+"""Format of a branch that changes how samples are drawn.  An older release, which would draw them as before
+the branch, reads only format 1.
 """
 
 
 @dataclass(frozen=True)
 class Origin:
-    """A checkpoint of another run, in whose folder it is."""
+    """A checkpoint in the folder of another run."""
 
     run: str
     version: Version
@@ -63,26 +64,26 @@ class Origin:
 
 @dataclass(frozen=True, kw_only=True)
 class Branch(Since):
-    """A branch.  ``job.json`` has no more than its job, and what it says of a fork."""
+    """A branch of a run.  The first branch, ``job.json``, leaves most fields at their defaults."""
 
     claim: int = 0
     """The newest claim on the run when the branch was begun."""
     reached: int = 0
-    """The last step before the branch; 0 if an older release began it."""
+    """The last step that the run had reached when the branch was begun; 0 if an older release began it."""
     changed: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
     """The settings that it has changed, each as (before, now)."""
     word: str = ""
     """The word that named the version from which it goes on, as "best" or "400", if one did."""
     earlier: list[dict[str, Any]] = field(default_factory=list)
-    """The rules by which the steps before it draw their samples."""
+    """The rules by which the steps before the branch draw their samples."""
     job: dict[str, Any]
 
     def of_run(self, job: Job) -> Job:
-        """Returns the job of the branch, of the run that ``job`` names."""
+        """Returns the job of the branch, with the name and the bucket of ``job``."""
         return self.before(job.begun_as(self.job))
 
     def before(self, job: Job) -> Job:
-        """Returns ``job`` as that of this branch, with what the steps before it draw."""
+        """Returns ``job`` with the rules by which the steps before this branch draw their samples."""
         return job.after(tuple(map(Stretch.from_json, self.earlier)))
 
     @property
@@ -107,7 +108,7 @@ class First(Branch):
 
 
 class Branches(Numbered[Branch]):
-    """The branches of the run of that name."""
+    """The branches of the run ``name``."""
 
     def __init__(self, store: ObjectStore, name: str) -> None:
         fix = (
@@ -151,12 +152,12 @@ class Branches(Numbered[Branch]):
         return there.job if (there := self.last()) is not None else {}
 
     def at(self, version: Version) -> Branch:
-        """Returns the branch of which ``version`` is.  Raises as :attr:`begun` does."""
+        """Returns the branch in which ``version`` was made.  Raises as :attr:`begun` does."""
         return made_by(self.every(), version) or self.begun
 
     def origin(self) -> Origin | None:
-        """Returns the checkpoint from which the run was forked; None for another run, or if there is none of
-        that name.
+        """Returns the checkpoint from which the run was forked; None if it is no fork, or its ``job.json``
+        cannot be read.
         """
         with suppress(Missing, Damaged):
             if (found := self.begun.origin) is not None:
@@ -164,7 +165,9 @@ class Branches(Numbered[Branch]):
         return None
 
     def checkpoints(self) -> Checkpoints:
-        """Returns the checkpoints of the run.  Those of a fork begin with the one of its origin."""
+        """Returns the checkpoints of the run.  In a fork, the first one is the checkpoint from which it was
+        forked.
+        """
         origin = self.origin()
         return Checkpoints(self.store, self.name, {} if origin is None else {origin.version: origin.run})
 
@@ -178,7 +181,9 @@ class Branches(Numbered[Branch]):
         return bool(Checkpoints(self.store, self.name).steps() or self.numbers())
 
     def check_lost(self) -> None:
-        """Raises :class:`JobError` for a run that is :meth:`lost`: any job would go on with it."""
+        """Raises :class:`JobError` for a run that is :meth:`lost`: without its first job, any job could go on
+        with it.
+        """
         if self.lost():
             state, fix = (
                 ("damaged", lost_fix(self.name))
@@ -193,10 +198,11 @@ class Branches(Numbered[Branch]):
 
 
 def document(job: Job, origin: Origin | None = None, changed: Mapping[str, Any] | None = None) -> bytes:
-    """Returns the document ``job.json`` of a run that begins; a fork has ``changed`` these settings of its
-    ``origin``.
+    """Returns the document ``job.json`` of a run that begins.  ``origin`` is the checkpoint from which a fork
+    goes on, and ``changed`` are the settings in which it differs from the run of that checkpoint.
 
-    "asked" says that it records what it asks (:mod:`elastic.runs.asked`) from its beginning on.
+    The entry "asked" says that the run records what it asks (:mod:`elastic.runs.asked`) from its beginning
+    on.
     """
     about = {"format": 1, "digest": job.digest, "asked": True, "job": json.loads(job.to_json())}
     if origin is not None:
@@ -210,7 +216,9 @@ def lost_fix(
     name: str,
     anew: str = (", or give `elastic train` the settings with which the run began, which writes it anew"),
 ) -> str:
-    """Returns what to do about a run whose ``job.json`` is damaged, or without ``anew`` gone."""
+    """Returns the advice for a run whose ``job.json`` is damaged; with ``anew`` = "", for a run whose
+    ``job.json`` is gone.
+    """
     return (
         f"put the file back from a copy{anew}, or begin a run of another name with its weights: init = "
         f"'{name}@latest'"
@@ -220,7 +228,7 @@ def lost_fix(
 def no_run(job: Job, of_the_file: bool = True) -> JobError:
     """Returns the error of a command that finds no run of that name, after :meth:`Branches.check_lost`.
 
-    Without ``of_the_file`` it is not the run of the job file, which cannot begin it.
+    Without ``of_the_file`` the run is not that of the job file, so the error does not say how to begin it.
     """
     what = ", which is a file and not a folder" if os.path.isfile(job.bucket) else ""
     fix = "correct the name or the bucket" + (
@@ -230,12 +238,12 @@ def no_run(job: Job, of_the_file: bool = True) -> JobError:
 
 
 def overtook(later: Iterable[Branch], noted: Since) -> bool:
-    """Returns whether one of the ``later`` branches was begun after another note."""
+    """Returns whether one of the branches ``later`` was begun after the note ``noted``."""
     return any(each.abandons(noted.version) or each.until > noted.until for each in later)
 
 
 def change_of(setting: str) -> Change:
-    """Returns what another value of ``setting`` does to a run that has begun: what :func:`check` says of it."""
+    """Returns what another value of ``setting`` does to a run that has begun, as :func:`check` judges it."""
     return change_at(Job, setting.partition("[")[0])
 
 
@@ -245,7 +253,7 @@ def changed(job: Job, found: Job) -> dict[str, tuple[Any, Any]]:
     """
     ours, theirs = (flat(BEFORE | each.trajectory()) for each in (job, found))
     differs = [key for key in sorted(ours.keys() | theirs.keys()) if ours.get(key) != theirs.get(key)]
-    # a trajectory leaves out what stands for older releases
+    # a trajectory leaves out the values that older releases had
     here, there = (flat(each.model_dump(mode="json")) for each in (job, found))
     return {key: (there.get(key), here.get(key)) for key in differs}
 
@@ -292,11 +300,11 @@ def begin(
     """Writes the branch ``number`` of a run, with ``job``, which goes on from ``version``, and returns the
     sentence that says so.
 
-    The run had the job ``before`` until then.  What the generations up to ``until`` have committed after
-    ``version`` is abandoned; ``made`` are the newest versions that are known, and ``claim`` is the newest
-    claim.  ``word`` is the one that named ``version``, if one did.
+    The run had the job ``before`` until then.  Steps after ``version`` that generations up to ``until`` have
+    committed are abandoned.  ``made`` are the newest versions that are known, and ``claim`` is the newest
+    claim.  ``word`` is the word that named ``version``, or "".
 
-    Raises :class:`~storage.errors.Exists` if another command has begun it.
+    Raises :class:`~storage.errors.Exists` if another command has begun the branch ``number``.
     """
     differs, others, earlier = changed(job, before), run.every(), ended(before.stretches(), version.step)
     branch = Branch(

@@ -1,7 +1,7 @@
 """Binds a run to the samples that it was begun on, wherever they are stored.
 
-Their fingerprint and their number are in ``<run>/data.json``.  A fork that has not trained has none, and has
-the samples of the run that it was forked from.
+Their fingerprint and their number are in ``<run>/data.json``.  A fork that has not trained has no such file,
+and is bound to the samples of the run from which it was forked.
 """
 
 from __future__ import annotations
@@ -14,26 +14,25 @@ from storage.documents import seal, unseal
 from storage.errors import Damaged, Exists, Missing
 
 OF_ROWS = "rows-"
-"""The fingerprint of a dataset that has none itself begins with this: it is a digest of some rows."""
+"""Beginning of the fingerprint of a dataset that names none itself: a digest of some of its rows."""
 
 
 def bind(run: Run, fingerprint: str, samples: int) -> None:
-    """Binds the run to its samples.  Raises like :func:`check`."""
+    """Binds the run to its samples.  Raises as :func:`check` does."""
     if check(run, fingerprint, samples):
         return
     about = {"format": 1, "fingerprint": fingerprint, "samples": samples, "args": run.job.data.args}
     try:
         run.store.put_if_absent(f"{run.job.name}/data.json", seal(about))
-    except Exists:  # another command was faster, or it is damaged
+    except Exists:  # another command was faster, or the file is damaged
         if not check(run, fingerprint, samples):
             run.store.put(f"{run.job.name}/data.json", seal(about))
 
 
 def check(run: Run, fingerprint: str, samples: int) -> bool:
-    """Returns whether the run is bound to its samples, and not only the run that it was forked from, whose
-    samples it has.
+    """Returns whether the run itself is bound to its samples; False if only its origin is, or no run is.
 
-    Raises :class:`JobError` if the run, or that one, was begun on other samples.
+    Raises :class:`JobError` if the run, or its origin, was begun on other samples.
     """
     name, found = run.job.name, None
     while found is None:

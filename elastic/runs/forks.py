@@ -150,7 +150,9 @@ def make_sure(store: ObjectStore, job: Job, origin: Origin | None) -> None:
 
 
 def _make_sure(store: ObjectStore, holder: Origin, name: str) -> None:
-    """Writes the reference of a run that is there, if it was collected before that.  Raises as :func:`_hold`."""
+    """Writes the reference of a run that is there, if it was collected before that.  Raises as
+    :func:`_hold`.
+    """
     if not store.exists(f"{holder.run}/references/{Reference(name, holder.version).name}"):
         _hold(store, holder, Reference(name, holder.version))
 

@@ -1,5 +1,5 @@
-"""Says what a run has lost with the content of small documents, as after a power cut, and what becomes of it
-when the run goes on.
+"""Says which small documents of a run are damaged, as after a power cut, and what the run has lost
+with them.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ LOST = {
     "ends": "how the run ended then is not known",
     "asked": "what was to be made of checkpoints then is not known, so exports and samples may be missing",
 }
-"""The folders of documents without which a run goes on, and what is lost with one."""
+"""The folders of documents without which a run can go on, and what is lost with a damaged document."""
 
 
 def notes(run: Run) -> list[str]:
-    """Returns a sentence for each of the newest documents of each kind that is damaged."""
+    """Returns a sentence for each kind of document whose newest document is damaged."""
     store, name, found = run.store, run.job.name, list[str]()
     newest = {folder: Numbered[Any](store, f"{name}/{folder}", maxsize).newest() for folder in LOST}
     keys = {f"{name}/{folder}/{number:06d}.json": LOST[folder] for folder, number in newest.items() if number}

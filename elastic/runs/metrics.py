@@ -387,7 +387,9 @@ class Recorder:
         self._thread = keep_going(self._record, "metrics", say)
 
     def close(self) -> None:
-        """Stores what is left, if the bucket takes it in time, and ends.  Call it when the journal is closed."""
+        """Stores what is left, if the bucket takes it in time, and ends.  Call it when the journal is
+        closed.
+        """
         self._closing.set()
         self._thread.join(CLOSE_S)
         self._sinks.close()

@@ -2,7 +2,7 @@
 typed values.
 
     <run>/branches/<number>.json   from some version on, the run has other settings (:mod:`elastic.runs.branches`)
-    <run>/code/<number>.json       from some version on, it has other code (:mod:`elastic.runs.code`)
+    <run>/code/<number>.json       from some version on, the run has other code (:mod:`elastic.runs.code`)
     <run>/asked/<number>.json      what is asked of checkpoints of later generations (:mod:`elastic.runs.asked`)
 
 A note is created once, under the next number (:mod:`storage.numbered`), and never changes.
@@ -33,10 +33,10 @@ class Note:
 
 @dataclass(frozen=True, kw_only=True)
 class Since(Note):
-    """A note that something of a run is other from ``version`` on: whatever generations after
-    :attr:`last_before` commit has it.
+    """A note that something of a run changed at ``version``.  It holds for all steps that generations after
+    :attr:`last_before` commit.
 
-    By default from the beginning on.
+    By default it holds from the beginning of the run on.
     """
 
     number: int = 1
@@ -45,7 +45,7 @@ class Since(Note):
     step: int = 0
     generation: int = 0
     until: int = 0
-    """The generation up to which is abandoned what was committed after ``version``."""
+    """The last generation whose steps after ``version`` are abandoned."""
 
     @property
     def version(self) -> Version:
@@ -53,7 +53,7 @@ class Since(Note):
 
     @property
     def last_before(self) -> int:
-        """The last generation that had it as it was before."""
+        """The last generation for which the note does not hold."""
         return max(self.until, self.generation)
 
     def abandons(self, version: Version) -> bool:
@@ -64,7 +64,9 @@ S = TypeVar("S", bound=Since)
 
 
 def made_by(notes: Sequence[S], version: Version) -> S | None:
-    """Returns which of all ``notes`` was in force when ``version`` was made; None before the first one."""
+    """Returns the one of ``notes`` that held when ``version`` was made; None for a version before the first
+    note.
+    """
     return next((each for each in reversed(notes) if version.generation > each.last_before), None)
 
 

@@ -3,17 +3,17 @@ tried again until it is there.
 
 What is owed is written nowhere.  It follows from what was asked of a checkpoint when it was saved
 (:mod:`elastic.runs.asked`) and from the checkpoints in the bucket: the first good checkpoint at or after each
-multiple of ``export.every`` steps owes an export, and so does that of the last step, which is that of the job
-unless the run has ended before; for ``samples.every`` likewise.  What is done is a document that only one of
-several processes can create, so each thing counts once.  Whoever looks finds the same debts: the next
-coordinator, another cluster, a command with any job file.
+multiple of ``export.every`` steps owes an export, and so does the checkpoint of the run's last step, which is
+the job's last step unless the run has ended before.  ``samples.every`` works likewise.  The result is a
+document that only one of several processes can create, so each debt is settled once.  Every reader finds the
+same debts: the next coordinator, another cluster, a command with any job file.
 
     <run>/owed/<kind>/<step>-<generation>/done.json              the result
     <run>/owed/<kind>/<step>-<generation>/failed/<number>.json   why an attempt failed
     <run>/owed/<kind>/<step>-<generation>/progress.json          that a long attempt makes progress
-    <run>/owed/<kind>/<step>-<generation>/told.json              that the run's journal knows the result, of a validation
+    <run>/owed/<kind>/<step>-<generation>/told.json              for a validation: the journal knows it
 
-The process that dies in the middle of its work leaves no document.  Steps that a fall-back or a branch has
+A process that dies in the middle of an attempt leaves no result.  Steps that a fall-back or a branch has
 abandoned owe nothing, and checkpoints of a fork's origin owe nothing to the fork.
 """
 
@@ -45,8 +45,8 @@ FORMAT = 1
 ATTEMPTS = 3
 """Number of failed attempts after which a debt is given up."""
 DEATHS = 10
-"""Number of attempts, those included in which the process died, after which a debt is given up: a process may
-die for other reasons.
+"""Number of attempts, including those in which the process died, after which a debt is given up.  It is
+larger than :data:`ATTEMPTS`, because the debt may not be the reason why a process dies.
 """
 BEAT_S = 30.0
 """Seconds from one note in the bucket that an attempt makes progress to the next; fewer where
@@ -59,8 +59,8 @@ AGAIN = "`elastic owed` lists it as long as its checkpoint exists, and `elastic 
 
 @dataclass(frozen=True)
 class Failure:
-    """An attempt that failed.  ``died`` says that its process ended in the middle of it, ``last`` that no
-    other one follows unasked.
+    """An attempt that failed.  ``died`` is true if its process ended in the middle of it, and ``last`` if no
+    further attempt follows unless a user asks for it.
     """
 
     why: str
@@ -70,7 +70,9 @@ class Failure:
 
 @dataclass(frozen=True, order=True)
 class Debt:
-    """Something that is owed for a checkpoint, and the attempts that have failed so far."""
+    """An export, samples of text or a validation owed for a checkpoint, and the attempts that have failed so
+    far.
+    """
 
     version: Version
     kind: str
@@ -78,7 +80,9 @@ class Debt:
 
     @property
     def given_up(self) -> bool:
-        """True if nobody tries it again unasked: it was tried so often in vain, or so much else waits."""
+        """True if it is not tried again unless a user asks: too many attempts failed, or one was noted as the
+        last.
+        """
         errors = sum(not each.died for each in self.failures)
         return len(self.failures) >= DEATHS or errors >= ATTEMPTS or any(each.last for each in self.failures)
 
@@ -93,11 +97,11 @@ def debts(
     kinds: Iterable[str] = SECTIONS,
     end: int = 0,
 ) -> list[Debt]:
-    """Returns what the run owes of some ``kinds``, oldest first, with what was given up as long as its
+    """Returns the debts of these ``kinds``, oldest first.  A debt that was given up is listed as long as its
     checkpoint is there.
 
-    ``lineage`` is that of the run, ``asked`` is what it has recorded, and ``end`` is its last step; without
-    them, they are read from the bucket.
+    ``lineage`` is the lineage of the run, ``asked`` is what the run has recorded, and ``end`` is its last
+    step; what is not given is read from the bucket.
     """
     asked = recorded.of(run) if asked is None else asked
     if not (wanted := [kind for kind in asked.kinds if kind in kinds]):
@@ -107,7 +111,7 @@ def debts(
     for kind in wanted:
         noted = _notes(run, kind, lineage)
         done = {version for version, names in noted.items() if "done" in names}
-        if kind == VALIDATION:  # the members may have made it
+        if kind == VALIDATION:  # the members may have made the validation
             done.update(
                 version
                 for version in validations.stored(run.store, run.job.name)
@@ -118,19 +122,19 @@ def debts(
         given_up = [debt for debt in tried.values() if debt.given_up]
         settled = {version.step for version in done}.union(debt.version.step for debt in given_up)
         left = [tried.get(version, Debt(version, kind)) for version in good.owing(asked, kind, settled)]
-        # it may be too new to be listed
+        # a result may be too new to be listed
         found += [debt for debt in left if not run.store.exists(_key(run, debt, "done"))]
         found += [debt for debt in given_up if debt.version == good.at(debt.version.step)]
     return sorted(found)
 
 
 def needed(found: Iterable[Debt]) -> frozenset[Version]:
-    """Returns the checkpoints that must stay, since something is owed for them that was not given up."""
+    """Returns the checkpoints that must stay, because they have a debt that was not given up."""
     return frozenset(debt.version for debt in found if not debt.given_up)
 
 
 def result(run: Run, debt: Debt, name: str = "done") -> dict[str, Any]:
-    """Returns the document of what is done, or another one of the debt.  Raises
+    """Returns the document ``name`` of the debt, by default its result.  Raises
     :class:`~storage.errors.Missing` if there is none.
     """
     key = _key(run, debt, name)
@@ -138,8 +142,10 @@ def result(run: Run, debt: Debt, name: str = "done") -> dict[str, Any]:
 
 
 def note_done(run: Run, debt: Debt, about: Mapping[str, Any]) -> bool:
-    """Notes that it is done, with its result.  Returns False if somebody else has noted it before."""
-    if debt.kind == VALIDATION:  # before it counts as done
+    """Notes that the debt is done, with its result ``about``.  Returns False if another process has noted it
+    before.
+    """
+    if debt.kind == VALIDATION:  # stored before the debt counts as done
         validations.store_late(
             run.store, run.job.name, debt.version, about["mean"], about["count"], about["held_out"]
         )
@@ -154,17 +160,17 @@ def note_done(run: Run, debt: Debt, about: Mapping[str, Any]) -> bool:
 
 
 def note_told(run: Run, debt: Debt) -> None:
-    """Notes that the journal knows the result."""
+    """Notes that the run's journal knows the result of the validation."""
     with suppress(Exists):
         run.store.put_if_absent(_key(run, debt, "told"), seal({"format": FORMAT}))
 
 
 class ProgressNote:
-    """Notes in the bucket, now and then, that an attempt makes progress: it is called after each small part
-    of the work.
+    """Notes in the bucket, now and then, that an attempt makes progress.  The attempt calls it after each
+    small part of the work.
 
-    Whoever waits for the attempt reads it with :func:`progress`.  If the bucket does not take a note, the
-    next one may do.
+    A process that waits for the attempt reads the note with :func:`progress`.  A note that the bucket does
+    not take is left out.
     """
 
     def __init__(self, run: Run, debt: Debt) -> None:
@@ -182,8 +188,8 @@ class ProgressNote:
 
 
 def progress(run: Run, debt: Debt) -> tuple[int, float]:
-    """Returns what :class:`ProgressNote` has noted last: the number of parts that were done, and the time;
-    zeros if it has noted nothing.
+    """Returns the newest note of :class:`ProgressNote`: the number of parts that were done, and the
+    wall-clock time; zeros if there is no note.
     """
     try:
         about = result(run, debt, "progress")
@@ -193,7 +199,7 @@ def progress(run: Run, debt: Debt) -> tuple[int, float]:
 
 
 def failed(run: Run, debt: Debt, failure: Failure) -> str:
-    """Notes that an attempt has failed, or is the last one, and returns the sentence that says so."""
+    """Notes the failure of an attempt, and returns the sentence about it."""
     noted = _failures(run, debt)
     about = {
         "format": FORMAT,
@@ -202,7 +208,7 @@ def failed(run: Run, debt: Debt, failure: Failure) -> str:
         **({"last": True} if failure.last else {}),
     }
     while True:
-        with suppress(Exists):  # of another process, which tries it too
+        with suppress(Exists):  # another process has noted a failure, too
             noted.add(noted.newest() + 1, about)
             break
     debt = _with_failures(run, debt)
@@ -213,24 +219,24 @@ def failed(run: Run, debt: Debt, failure: Failure) -> str:
 
 
 def validated(found: Validated, held_out: str) -> dict[str, Any]:
-    """Returns the document of a validation on the samples that ``held_out`` tells from others.  :func:`found`
-    has its bits from there.
+    """Returns the document of a validation; ``held_out`` identifies its samples.  :func:`found` reads the
+    loss from there, bit by bit the same.
     """
     return {"loss": float(found.loss).hex(), "count": found.count, "mean": found.mean, "held_out": held_out}
 
 
 def found(about: Mapping[str, Any]) -> Validated:
-    """Returns the validation of a document."""
+    """Returns the validation that is stored in a document of :func:`validated`."""
     return Validated(float.fromhex(about["loss"]), about["count"])
 
 
 def stands(run: Run, debt: Debt) -> tuple[bool, int]:
-    """Returns whether it is done, and how many attempts have failed."""
+    """Returns whether the debt is done, and how many attempts have failed."""
     return run.store.exists(_key(run, debt, "done")), len(_failures(run, debt).numbers())
 
 
 def untold(run: Run, lineage: Lineage) -> list[Debt]:
-    """Returns the validations that are done and may be unknown to the journal, oldest first."""
+    """Returns the validations that are done but may be unknown to the run's journal, oldest first."""
     noted = _notes(run, VALIDATION, lineage)
     return sorted(
         Debt(version, VALIDATION)
@@ -240,15 +246,15 @@ def untold(run: Run, lineage: Lineage) -> list[Debt]:
 
 
 def sentence(owed: Collection[Debt]) -> str:
-    """Returns what is owed and what was given up, in words; "" if it is nothing."""
+    """Returns what is owed and what was given up, in words; "" if there is no debt."""
     given_up = [f"{debt} ({debt.failures[-1].why})" for debt in owed if debt.given_up]
     parts = {"owed": [str(debt) for debt in owed if not debt.given_up], "given up": given_up}
     return "; ".join(f"{words}: {_listed(names)}" for words, names in parts.items() if names)
 
 
 def left(owed: Iterable[Debt], finished: bool) -> str:
-    """Returns the sentence of a run that ends, having ``finished`` or not, and leaves debts that nobody has
-    given up; "" without any.
+    """Returns the sentence about the debts that a run leaves when it ends, except those given up; "" if there
+    are none.  ``finished`` says whether the run has done its last step.
     """
     if not (said := sentence([debt for debt in owed if not debt.given_up])):
         return ""
@@ -262,14 +268,16 @@ def _listed(names: list[str]) -> str:
 
 
 class _Good:
-    """The good checkpoints of a run itself that are on its lineage; each step is looked at once, and only if
-    it is asked for.
+    """The good checkpoints on the lineage of a run, without those of its origin.  Each step is read once,
+    when it is needed.
     """
 
     def __init__(self, run: Run, lineage: Lineage, end: int) -> None:
         self._run, self._lineage, self._end = run, lineage, end
         self._since = max((version.step for version in run.checkpoints.inherited), default=0)
-        """The step up to which all is of the run that this one was forked from."""
+        """The step at which the run was forked, up to which all checkpoints are the origin's; 0 without an
+        origin.
+        """
         self._steps = {step for step in run.checkpoints.steps() if step > self._since}
         self.at = cache(self._at)
         """Returns the good checkpoint of a step, or None."""
@@ -281,11 +289,11 @@ class _Good:
         )
 
     def owing(self, asked: Asked, kind: str, settled: set[int]) -> Iterator[Version]:
-        """Yields the first good checkpoint at or after each multiple, and that of the last step, except for
-        steps that are ``settled``.
+        """Yields the first good checkpoint at or after each multiple of ``every`` steps, and the checkpoint
+        of the last step, except for steps that are ``settled``.
 
-        The multiples of a setting begin after the step at which it began.  Later checkpoints do not take the
-        place of one that was settled and is deleted by now.  The last step settles none before it.
+        The multiples count from the step at which the setting began.  A later checkpoint does not take the
+        place of a settled one that is deleted by now.  A settled last step leaves earlier debts as they are.
         """
         steps, before, after = sorted(self._steps | settled), self._since, self._since
         every, answered = 0, set[int]()
@@ -307,7 +315,9 @@ class _Good:
 
 
 def _notes(run: Run, kind: str, lineage: Lineage) -> dict[Version, set[str]]:
-    """Returns the names of the documents of each debt of a kind that is on the lineage."""
+    """Returns the names of the documents of each debt of a kind, by the version on the lineage that
+    owes it.
+    """
     found = dict[Version, set[str]]()
     for each in run.store.matching(f"{run.job.name}/owed/{kind}/", r"(\d+)-(\d+)/(\w+)(/\d+)?[.]json"):
         if contains(lineage, version := Version(int(each[1]), int(each[2]))):

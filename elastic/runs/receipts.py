@@ -8,8 +8,8 @@ from elastic.ids import Version, WorkerId
 from elastic.plan.layout import Layout
 
 KEPT = 4
-"""Largest number of checkpoints whose receipts are kept: the newest is being saved, and an older manifest may
-be asked for again.
+"""Largest number of checkpoints whose receipts are kept: the newest one is being saved, and the manifest of
+an older one may be asked for again.
 """
 
 
@@ -26,16 +26,16 @@ class SavedShard:
 
 
 class Parts:
-    """The receipts of the newest checkpoints.  Manifests are made from them, and one may be asked for again."""
+    """The receipts of the newest checkpoints, from which their manifests are made, perhaps more than once."""
 
     def __init__(self) -> None:
         self._parts: dict[Version, dict[tuple[int, WorkerId], SavedShard]] = {}
 
     def add(self, version: Version, worker: WorkerId, shard: SavedShard) -> None:
-        """Adds a receipt.  If there are too many checkpoints, drops the one that got no receipt for the
-        longest time.
+        """Adds a receipt.  If there are too many checkpoints, drops the checkpoint that got no receipt for
+        the longest time.
 
-        That is not always the lowest version: a higher one may have been given up.
+        That is not always the lowest version: the save of a higher version may have been given up.
         """
         known = self._parts.pop(version, {})
         known[shard.generation, worker] = shard
@@ -46,7 +46,7 @@ class Parts:
     def of(self, version: Version, generation: int) -> list[SavedShard]:
         """Returns the receipts that ``generation`` wrote; those of another generation may be incomplete.
 
-        Raises :class:`KeyError` if there are none.
+        Raises :class:`KeyError` if there is no receipt.
         """
         written = [shard for shard in self._parts[version].values() if shard.generation == generation]
         if not written:

@@ -1,11 +1,13 @@
-"""Ends a loop without progress: whoever starts a run again and again, and gets no further, is told so (R23).
+"""Stops restarts without progress: a command that starts a run again and again in vain gets an error (R23).
 
 A supervisor that restarts what failed would pay for machines forever if the run always breaks before its next
-save.  So each claim of a run (``owner/<incarnation>.json``) says at which durable step it began, and how many
-restarts before it were in vain: they began at the same step as the start before them, which was not stopped,
-did not fail for a fault of the job, and had not merely waited for machines.  A fault of the job does not
-count, because a person mends it and starts again; neither does a run with ``--local``, nor what was before a
-branch.
+save.  So each claim of a run (``owner/<incarnation>.json``) notes the durable step at which it began, and the
+number of restarts in vain.
+
+A restart is in vain if it begins at the same durable step as the start before it, and that start was not
+stopped, did not fail for a fault of the job, and did more than wait for machines.  A fault of the job does
+not count, because a person mends it and starts again.  Starts with ``--local`` and starts before the newest
+branch do not count either.
 """
 
 from __future__ import annotations
@@ -18,17 +20,17 @@ from elastic.runs.run import LOCAL, Run
 
 
 def begins(run: Run) -> dict[str, Any]:
-    """Returns what the first claim of a start says: the durable step, and the number of restarts in vain up
-    to this one.
+    """Returns the entries of the first claim of a start: the durable step, and the number of restarts in vain
+    up to this one.
 
-    If they were too many, the user has asked for another try, and they are counted anew.
+    If the number is too large, the user has asked for another try (``--again``), so the count begins anew.
     """
     vain = in_vain(run)
     return {"durable": _durable(run), "vain": vain if _within(run, vain) else 0}
 
 
 def goes_on(run: Run) -> dict[str, Any]:
-    """Returns what the claim of a coordinator that takes over says: the same as the claim before it."""
+    """Returns the entries of the claim of a coordinator that takes over: those of the claim before it."""
     owner = run.owner() or {}
     return {key: owner[key] for key in ("durable", "vain") if key in owner}
 
@@ -48,7 +50,7 @@ def check(run: Run, *, again: bool) -> None:
 
 
 def in_vain(run: Run) -> int:
-    """Returns how many restarts in a row were in vain, if this one counts as the next."""
+    """Returns the number of restarts in a row that were in vain, with this one if it counts."""
     owner, last = run.owner(), run.last_recorded()
     if owner is None or owner["address"] == LOCAL or "durable" not in owner or run.branched:
         return 0

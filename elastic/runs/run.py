@@ -61,7 +61,9 @@ class Run:
 
     @cached_property
     def checkpoints(self) -> Checkpoints:
-        """The checkpoints of the run.  In a fork, the first one is the checkpoint from which it was forked."""
+        """The checkpoints of the run.  In a fork, the first one is the checkpoint from which it was
+        forked.
+        """
         return self.branches.checkpoints()
 
     @classmethod
@@ -188,7 +190,9 @@ class Run:
         return self.job_at(made)
 
     def job_at(self, version: Version) -> Job:
-        """Returns the job of the branch that committed ``version``, which a later branch may have abandoned."""
+        """Returns the job of the branch that committed ``version``, which a later branch may have
+        abandoned.
+        """
         return self.branches.at(version).of_run(self.job)
 
     def made(self, step: int) -> Version:
@@ -472,7 +476,9 @@ class Run:
 
     @property
     def last_step(self) -> int:
-        """The last step of the run: that of its job, or the newest saved step if the run has finished before."""
+        """The last step of the run: that of its job, or the newest saved step if the run has finished
+        before.
+        """
         newest = self.newest()
         return (
             min(newest.step, self.job.steps)

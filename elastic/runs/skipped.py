@@ -1,5 +1,5 @@
-"""The sentence about the steps that a run at rest has skipped, warned of or cut, from its rows and its newest
-checkpoint.
+"""The sentence about skipped steps, spikes and left-out microbatches of a run that does not train now, from
+its rows and its newest checkpoint.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ from elastic.runs.quarantine import held_in
 from elastic.runs.run import LOCAL, Run
 
 SHORT = ("step", "skipped", "spike", "left_out", "would_leave_out", "norm", "loss")
-"""The numbers of a step that are counted here."""
+"""The numbers in the row of a step that this module reads."""
 
 
 def sentence(run: Run, known: Skips) -> str:
     """Returns the sentence about skipped steps, spikes that were warned of, samples in quarantine and
     microbatches that were left out; "" if there is none.
 
-    ``known`` is what the journal says.  One process alone (``--local``) writes none, so its rows are counted.
+    ``known`` are the skips that the journal knows.  One process alone (``--local``) writes no journal, so its
+    rows are counted.
     """
     owner = run.owner()
     alone, leaves_out = owner is not None and owner["address"] == LOCAL, run.job.spikes.leaves_out
@@ -41,10 +42,10 @@ def sentence(run: Run, known: Skips) -> str:
 
 
 def skips_in(rows: Iterable[Row], *, fp16: bool) -> Skips:
-    """Returns the skips of a run with such rows.
+    """Returns the skips of a run with these rows.
 
-    A spike has a finite gradient.  With ``fp16`` a loss that is finite does not count, as while the run looks
-    for the scale of its loss.
+    A skipped step with a finite gradient is a spike.  With ``fp16``, a skipped step does not count if its
+    gradient is not finite but its loss is: the run was looking for the scale of its loss.
     """
     found = Skips()
     for row in rows:

@@ -30,7 +30,9 @@ PARAMS, PARAM_LENGTH = 100, 6000
 
 
 class Tracker:
-    """Logs rows to a run of ``experiment`` in the store that ``uri`` names, such as ``http://mlflow:5000``."""
+    """Logs rows to a run of ``experiment`` in the store that ``uri`` names, such as
+    ``http://mlflow:5000``.
+    """
 
     def __init__(self, run: TrackedRun, uri: str, experiment: str = "elastic") -> None:
         self._client = MlflowClient(tracking_uri=uri)

@@ -1,8 +1,9 @@
-"""Tells with which code a run was made, and refuses to go on with other code unasked
+"""Notes with which code a run was made, and refuses to go on with other code unless the user accepts it
 (:mod:`elastic.code.sources` finds the files).
 
 Each set of files with which the run trained is a note (:mod:`elastic.runs.notes`), with the version from
-which it goes on and what had changed.  If one is damaged, nobody knows with which code some steps were made.
+which the run goes on with these files, and the files that had changed.  If a note is damaged, nobody knows
+with which code some steps were made.
 """
 
 from __future__ import annotations
@@ -27,9 +28,7 @@ SHOWN = 6
 
 @dataclass(frozen=True, kw_only=True)
 class Code(Since):
-    """The digests of the files with which a run goes on from a version, and the files that are not as they
-    were before.
-    """
+    """The digests of the files with which a run goes on from a version, and the files that had changed."""
 
     changed: list[str]
     python: str
@@ -42,7 +41,7 @@ class Code(Since):
 
 
 def noted(store: ObjectStore, name: str) -> list[Code]:
-    """Returns what is noted of the code of the run of that name, oldest first, but for what is damaged."""
+    """Returns the notes about the code of the run ``name``, oldest first, without damaged ones."""
     return _notes(store, name).intact()
 
 
@@ -51,15 +50,16 @@ def _notes(store: ObjectStore, name: str) -> Numbered[Code]:
 
 
 def at(store: ObjectStore, name: str, version: Version) -> Sources | None:
-    """Returns the sources with which the run of that name made ``version``, or None if it has noted none, or
-    did not make it.
+    """Returns the sources with which the run ``name`` made ``version``; None if the run has noted none, or
+    did not make the version.
     """
     found = made_by(noted(store, name), version)
     return found.sources if found is not None else None
 
 
 def note(run: Run, code: Sources, now: float) -> str:
-    """Notes that the run goes on with this code, and returns a sentence if it had another; "" otherwise.
+    """Notes that the run goes on with this code, and returns a sentence if it had other code before; ""
+    otherwise.
 
     Raises :class:`~storage.errors.Exists` if another command has noted other code meanwhile.
     """
@@ -79,10 +79,10 @@ def begin(
     until: int = 0,
     before: Sources | None = None,
 ) -> str:
-    """Notes the sources with which the run goes on from ``version``, unless they are those that are noted,
-    and those of ``before``.
+    """Notes the sources ``now``, with which the run goes on from ``version``, unless they are equal to the
+    newest note and to ``before``.
 
-    What the generations up to ``until`` made, they made with other ones, also after ``version``.
+    The note does not hold for generations up to ``until``, not even for their steps after ``version``.
 
     Returns the sentence that says what changed, or "".  Raises :class:`~storage.errors.Exists` as
     :func:`note` does.
@@ -113,7 +113,7 @@ def begin(
 
 
 def listed(differs: list[str]) -> str:
-    """Returns the files in words."""
+    """Returns the first few of the files in words."""
     more = len(differs) - SHOWN
     return ", ".join(differs[:SHOWN]) + (f" and {more} more" if more > 0 else "")
 
@@ -122,8 +122,8 @@ def check(run: Run, code: Sources, newest: Version, *, accept: bool) -> str:
     """Raises :class:`JobError` if the run would go on from ``newest`` with other code than it had, unless
     ``accept`` says so.
 
-    A run that has made all of its steps trains no more, so its code does not matter: returns a sentence if it
-    is other.
+    A run that has made all of its steps trains no more, so its code does not matter: then a difference is not
+    raised, but returned as a sentence.
     """
     then = None if accept else _of_the_next_step(run, newest)
     if then is None or newest.step < run.job.steps:
@@ -146,7 +146,7 @@ def check_that_of(run: Run, version: Version, code: Sources, *, accept: bool) ->
 
 def check_look(run: Run, version: Version, by: Job, job: Job, *, accept: bool) -> None:
     """Raises :class:`JobError` if a command would look at ``version``, which a world of the job ``by``
-    committed, with other code than made it, unless ``accept`` says that it does not matter.
+    committed, with other code than that which made it, unless ``accept`` says that it does not matter.
 
     ``job`` is that of the command, which may give code as objects.
     """
@@ -168,8 +168,8 @@ def of(run: Run, version: Version) -> Sources | None:
 
 
 def _of_the_next_step(run: Run, newest: Version) -> Sources | None:
-    """Returns the code with which the run goes on from ``newest``: the newest one, or after a later branch
-    what made ``newest``.
+    """Returns the noted code with which the run goes on from ``newest``: that of the newest note, or, if a
+    branch was begun after that note, the code that made ``newest``.
     """
     there, branched = noted(run.store, run.job.name), run.branches.every()
     if there and not overtook(branched, there[-1]):
@@ -178,8 +178,8 @@ def _of_the_next_step(run: Run, newest: Version) -> Sources | None:
 
 
 def _compare(run: Run, code: Sources, then: Sources | None, version: Version, *, looks: bool = False) -> None:
-    """Raises :class:`JobError` if a run would go on from ``version`` with other code than ``then``, or a
-    command ``looks`` at it so.
+    """Raises :class:`JobError` if ``code`` differs from ``then``, with which ``version`` was made.  With
+    ``looks`` the error is that of a command that only looks at the version.
     """
     if then is None or not (differs := code.differ(then)):
         return

@@ -6,20 +6,21 @@ Nothing is copied.
     <holder>/unused/<run>-<step>-<generation>.json       a mark: there was no such run, or it did not need the checkpoint
     <holder>/unused/now/<run>-<step>-<generation>.json   its reference is being removed
 
-A reference is written before the run that needs it begins, and stays as long as that run may be resumed.  Who
-deletes a checkpoint looks for references before it marks it, and again before it removes it.  Who forks
-writes the reference first, and then looks for the mark.  So one of the two sees the other: a checkpoint that
-had no mark once the reference was there is not removed.
+A reference is written before the run that needs it begins, and stays as long as that run may be resumed.  A
+deletion looks for references before it marks a checkpoint, and again before it removes the checkpoint.  A
+fork writes its reference first, and then looks for the mark.  So one of the two sees the other: a checkpoint
+that had no mark once the reference was there is not removed.
 
-A command that dies leaves a reference without a run, and so does a run that is removed.  They are collected
-in two phases, too: one round marks them, and a later one removes those that are still unused, and then looks
-once more.  Who forks writes ``job.json`` and then makes sure that its reference is there.  So again one of
-the two sees the other, however long the fork takes to begin.
+A command that dies leaves a reference without a run, and so does a run that is removed.  Such references are
+collected in two phases, too: one round marks them, and a later round removes those that are still unused, and
+then looks for their runs once more.  A fork writes ``job.json`` and then makes sure that its reference is
+there.  So again one of the two sees the other, however long the fork takes to begin.
 
-Either of them may die between two calls.  Before a collection removes a reference, it notes so in an object
-that only a collection removes, and that keeps the checkpoint as a reference does.  If it dies, the next one
-puts the reference back if it is needed.  A fork that died once its run was there makes sure of its reference
-when it goes on.  Names say all that a reference is: a listing is enough.
+A fork or a collection may die between two requests.  Before a collection removes a reference, it writes a
+note (``unused/now``) that only a collection removes, and that keeps the checkpoint as a reference does.  If
+the collection dies, the next collection puts the reference back if it is needed.  If a fork dies after it
+wrote ``job.json``, it makes sure of its reference when it goes on.  The name of a reference says all about
+it, so a listing is enough.
 """
 
 from __future__ import annotations
@@ -62,12 +63,14 @@ class Reference(NamedTuple):
 
 
 def checkpoints(store: ObjectStore, name: str) -> Checkpoints:
-    """Returns the checkpoints of a run.  Those of a fork begin with the one of its origin."""
+    """Returns the checkpoints of a run.  In a fork, the first one is the checkpoint from which it was
+    forked.
+    """
     return Branches(store, name).checkpoints()
 
 
 def references(store: ObjectStore, name: str) -> dict[Version, tuple[str, ...]]:
-    """Returns the versions of a run that others need, or may need, each with the names of these."""
+    """Returns the versions of a run that other runs need, or may need, each with the names of those runs."""
     # in this order: a note goes once the reference was put back
     there = {*_marks(store, name), *kept(store, name)}
     found: dict[Version, tuple[str, ...]] = {}
@@ -85,10 +88,10 @@ def _marks(store: ObjectStore, name: str) -> list[Reference]:
 
 
 def refer(store: ObjectStore, origin: Origin, name: str) -> Origin:
-    """Makes sure that a checkpoint stays for the run ``name``.  Returns where it really is: a fork may have
-    it from its own origin.
+    """Makes sure that the checkpoint ``origin`` stays for the run ``name``.
 
-    Raises :class:`JobError` unless it is a good one that is not being deleted.
+    Returns the checkpoint in the folder of the run that really holds it, since a fork may have it from its
+    own origin.  Raises :class:`JobError` unless the checkpoint is good and not being deleted.
     """
     holder = _holder(store, origin)
     reference = Reference(name, origin.version)
@@ -123,14 +126,14 @@ def _hold(store: ObjectStore, holder: Origin, reference: Reference) -> None:
 def begin(store: ObjectStore, job: Job, origin: Origin, changed: dict[str, Any]) -> None:
     """Begins the run of ``job``: as a fork, or (with ``init``) as one that has the weights of ``origin``.
 
-    Raises :class:`JobError` as :func:`refer`, and :class:`Exists` if there is such a run.
+    Raises :class:`JobError` as :func:`refer` does, and :class:`Exists` if there is a run of that name.
     """
     holder, key = refer(store, origin, job.name), f"{job.name}/job.json"
     store.put_if_absent(key, document(job, None if job.init else holder, changed))
     try:
         _make_sure(store, holder, job.name)
     except JobError:
-        store.delete(key)  # before the reference: without its run, that can be collected
+        store.delete(key)  # first: a reference without a run can be collected
         store.delete(f"{holder.run}/references/{Reference(job.name, origin.version).name}")
         raise
 
@@ -150,8 +153,8 @@ def make_sure(store: ObjectStore, job: Job, origin: Origin | None) -> None:
 
 
 def _make_sure(store: ObjectStore, holder: Origin, name: str) -> None:
-    """Writes the reference of a run that is there, if it was collected before that.  Raises as
-    :func:`_hold`.
+    """Writes the reference of the run ``name``, whose ``job.json`` is there, if a collection removed it
+    before. Raises as :func:`_hold` does.
     """
     if not store.exists(f"{holder.run}/references/{Reference(name, holder.version).name}"):
         _hold(store, holder, Reference(name, holder.version))
@@ -161,27 +164,27 @@ def _make_sure(store: ObjectStore, holder: Origin, name: str) -> None:
 
 
 def unused(store: ObjectStore, name: str) -> list[Reference]:
-    """Returns the references to checkpoints of a run whose runs are not there, or do not need them."""
+    """Returns the references to checkpoints of the run ``name`` that no run needs."""
     return [each for each in kept(store, name) if not _needs(store, each, name)]
 
 
 def _needs(store: ObjectStore, reference: Reference, holder: str) -> bool:
-    """Returns whether there is a run that goes on from the checkpoint, or began with its weights, perhaps as
-    those of another fork.
+    """Returns whether the run of the reference is there and goes on from the checkpoint, or began with its
+    weights, whichever run it named as their holder.
     """
     run, origin = Branches(store, reference.run), Origin(holder, reference.version)
     try:
         word = run.begun.job.get("init", "").rpartition("@")[2]
     except Missing:
         return False
-    except Damaged:  # nobody knows
+    except Damaged:  # the run may need it
         return True
     return run.origin() == origin or (bool(word) and ("." not in word or origin.word.endswith(f"@{word}")))
 
 
 def collect(store: ObjectStore, name: str, reference: Reference) -> bool:
-    """Performs a phase of the collection of a reference that was unused.  Returns whether it is gone: if it
-    was marked before.
+    """Performs one phase of the collection of an unused reference: marks it, or removes it if it was marked
+    before.  Returns whether it is gone.
     """
     mark = f"{name}/unused/{reference.name}"
     try:
@@ -200,7 +203,7 @@ def unmark(store: ObjectStore, name: str) -> list[Reference]:
     """Removes the marks of references that are needed by now, or are gone, and returns the references that
     are unused.
 
-    What a collection has begun that died is undone.
+    Undoes what a collection that died has begun.
     """
     begun, idle = {*Reference.all(store, f"{name}/unused/now/")}, unused(store, name)
     for each in {*_marks(store, name)} - {*idle} | begun:
@@ -209,7 +212,9 @@ def unmark(store: ObjectStore, name: str) -> list[Reference]:
 
 
 def _settle(store: ObjectStore, name: str, reference: Reference, *, needed: bool) -> None:
-    """Removes the marks of a reference, which is there before that if it is ``needed``."""
+    """Removes the marks of a reference.  If the reference is ``needed``, writes it first, unless it is
+    there.
+    """
     if needed:
         with suppress(Exists):
             store.put_if_absent(f"{name}/references/{reference.name}", reference.to_bytes())
@@ -226,7 +231,7 @@ def write_anew(job: Job) -> str:
     """Writes a damaged ``job.json``, if a checkpoint of the first branch was made with ``job``.  Returns the
     sentence that says so, or "".
 
-    A run for which another one keeps a checkpoint was forked from there.
+    If another run keeps a checkpoint for this run, that checkpoint is taken as the origin of a fork.
     """
     name, key = job.name, f"{job.name}/job.json"
     try:

@@ -3,12 +3,12 @@
     <run>/metrics/000000000050-000003-000000001234.jsonl
 
 A file has the rows (:mod:`elastic.report.metrics`) of the steps after the file before it, up to a save.  Its
-name has the step and the generation of its last row, and the number of the journal's record from which on the
-next rows are found: so whoever continues the run reads no more of the journal than what came since.  Object
-stores cannot append, so there is at most one file for each save.
+name has the step and the generation of its last row, and the number of the journal record at which the next
+rows begin, so that a process that continues the run reads no earlier record.  Object stores cannot append, so
+each save adds at most one file.
 
 Each step counts once, over all restarts: a row says which generation committed it, and a reader takes the
-rows of the surviving lineage, each step once.  A validation has an object of its own besides
+rows of the surviving lineage, each step once.  A validation also has an object of its own
 (:mod:`elastic.runs.validations`).
 """
 
@@ -45,9 +45,9 @@ from storage.objects import ObjectStore
 ROWS = 10_000
 """Largest number of rows that a sink gets at a time."""
 EVERY_S = 5.0
-"""Seconds between two looks at the journal, which gets an object as often."""
+"""Seconds between two looks at the journal, which gets a new object about as often."""
 CLOSE_S = 10.0
-"""Seconds for the bucket to take the last rows, and as many for the sinks after that."""
+"""Seconds in which the bucket must take the last rows, and the sinks as many seconds after that."""
 LOOK_S = 1.0
 """Seconds between two looks at a bucket that does not list the newest rows yet."""
 RETRY_S = 30.0
@@ -55,8 +55,8 @@ RETRY_S = 30.0
 
 
 class FilePosition(NamedTuple):
-    """The name of a file: the version of its last row, and the record from which on the next rows are found
-    (0: from the first on).
+    """The content of a file's name: the version of its last row, and the journal record at which the next
+    rows begin (0: the first one).
     """
 
     step: int
@@ -96,8 +96,8 @@ def last_row(store: ObjectStore, run: str) -> Row | None:
 
 
 def store_rows(store: ObjectStore, run: str, rows: Sequence[Row], record: int = 0) -> None:
-    """Writes ``rows`` as one file, and before it their validations.  ``record`` is that of its name.  What is
-    there already stays.
+    """Writes the validations of ``rows``, and then ``rows`` as one file.  ``record`` is the record in the
+    name of the file.  Objects that are there already stay.
     """
     for row in rows:
         if "validation_loss" in row:
@@ -110,11 +110,13 @@ def store_rows(store: ObjectStore, run: str, rows: Sequence[Row], record: int = 
 
 
 def _with_late(store: ObjectStore, run: str, rows: Iterable[Row]) -> Iterator[Row]:
-    """Yields the rows, those whose validation was made after they were stored with its numbers."""
+    """Yields the rows.  A row whose validation ended after the row was stored gets the numbers of the
+    validation.
+    """
     validated = told.stored(store, run)
     for row in rows:
         if "validation_loss" not in row and (late := validated.get(version_of(row))) is not None:
-            with suppress(ValueError):  # it has lost its content
+            with suppress(ValueError):  # the object is damaged
                 found = row_from(store.get(late[0]).decode())
                 row = {**row, **{name: found[name] for name in VALIDATION if name in found}}
         yield row
@@ -130,8 +132,8 @@ def validations(run: Run, lineage: Lineage) -> dict[Version, Loss]:
 
 
 def jobs(run: Run) -> Callable[[Version], Job]:
-    """Returns the function that gives the job of a version, that of the branch of the run in which it was
-    committed.
+    """Returns a function that gives the job of a version: the job of the branch that committed the
+    version.
     """
     later = [(each.generation, run.job.begun_as(each.job)) for each in reversed(run.branches.every())]
     first = run.job.begun_as(run.branches.begun.job) if later else run.job
@@ -139,8 +141,9 @@ def jobs(run: Run) -> Callable[[Version], Job]:
 
 
 def rates(job: Callable[[Version], Job]) -> Callable[[Version, float | None], float]:
-    """Returns the function that gives the learning rate of a version, by its job (:func:`jobs`), from what
-    its commit told of it (:func:`rate_for_readers`)."""
+    """Returns a function that gives the learning rate of a version, from its job (:func:`jobs`) and from the
+    rate that its commit told, if it told one (:func:`rate_for_readers`).
+    """
     return lambda version, told: rate_for_readers(job(version), version.step, told)
 
 
@@ -148,7 +151,8 @@ def keep_until(run: Run, version: Version) -> None:
     """Stores the rows up to ``version`` in a file of their own, if they share one with later steps, which are
     about to be abandoned.
 
-    Those that only the journal has are stored before, also of the later steps: a fork may have begun there.
+    Rows that only the journal has are stored first, also those of the later steps, because a fork may have
+    begun there.
     """
     lineage = run.lineage
     with suppress(Damaged):  # nobody can read these rows any more, and going back is a way out
@@ -163,9 +167,9 @@ def keep_until(run: Run, version: Version) -> None:
 
 
 def store_journaled(run: Run, lineage: Lineage) -> None:
-    """Stores the rows of ``lineage`` that only the journal has.  Whoever goes on from its end without a
-    journal calls it before: readers would not look there any more.  Raises
-    :class:`~storage.errors.StorageError`.
+    """Stores the rows of ``lineage`` that only the journal has.  A process that goes on from the end of
+    ``lineage`` without a journal calls this first, because readers would not look into the old journal any
+    more.  Raises :class:`~storage.errors.StorageError`.
     """
     following = Following(run)
     following.read()
@@ -190,7 +194,7 @@ class Following:
         """
 
     def read(self) -> None:
-        """Reads what the journal has got since."""
+        """Reads the records that the journal has got since the last call."""
         for head, records in journal.since(self.store, self.name, self._next):
             self._next = records[-1]["n"] + 1
             if "continues" not in head:
@@ -218,8 +222,8 @@ class Following:
         )
 
     def rows_of(self, lineage: Lineage) -> list[Row]:
-        """Returns the rows of ``lineage`` that were read from the journal, in order, also if it has left that
-        lineage.
+        """Returns the rows of ``lineage`` that were read from the journal, in order, also if the journal has
+        left that lineage since.
         """
         newest = self.rows.lineage
         found = self.rows.surviving(newest if contains(newest, tip(lineage)) else lineage)
@@ -228,8 +232,8 @@ class Following:
     def store_final(self, *, closing: bool = False) -> None:
         """Stores the rows that no fall-back can take back: up to the newest good checkpoint.
 
-        A row waits for its validation, and for commits before it that are still to be told; but for a spare's
-        not when the run is ``closing``.
+        A row waits for its validation, and for commits before it that are still to be told.  When the run is
+        ``closing``, no row waits for the validation of a spare worker.
         """
         stored = self.stored
         until = min(self.rows.saved, self.rows.told)
@@ -251,12 +255,12 @@ class Following:
         self._begun = [each for each in self._begun if each[1] >= record]
 
     def _owes(self, row: Row) -> bool:
-        """Returns whether a validation of the step may still be told: by the commit of the next one."""
+        """Returns whether the commit of the next step may still tell a validation of the row's step."""
         return self.run.job.validates(int(row["step"])) and "validation_loss" not in row
 
     def _awaits_a_spare(self, row: Row) -> bool:
-        """Returns whether a spare worker may still validate the step.  That is waited for until the next two
-        are due.
+        """Returns whether a spare worker may still validate the row's step.  The row waits until the next two
+        validations are due.
         """
         every, step = self.run.job.validation.every, int(row["step"])
         return (
@@ -270,9 +274,9 @@ class Following:
 class Sinks:
     """Hands the stored rows on to the sinks of a job, each on a thread of its own.
 
-    A sink that fails or hangs disturbs neither the run nor another sink.  A failure is tried again after
-    :data:`RETRY_S`.  What waits for a sink is in the bucket, and at most :data:`ROWS` rows of it are in
-    memory.
+    A sink that fails or hangs disturbs neither the run nor another sink.  A sink that failed is tried again
+    after :data:`RETRY_S`.  Rows that wait for a sink are in the bucket, and at most :data:`ROWS` of them are
+    in memory.
 
     ``say`` receives a sentence when a sink fails, once for each sink until it works again.
     """
@@ -288,8 +292,8 @@ class Sinks:
             self._each.append(_Handing(run, name, partial(make_sink, tracked, name, args), say))
 
     def hand_on(self, lineage: Lineage, until: int = 0) -> None:
-        """Begins to write the stored rows of ``lineage`` to each sink that does not have them.  Does not wait
-        for that.
+        """Begins to write the stored rows of ``lineage`` to each sink that does not have them, and does not
+        wait for the end.
 
         Rows up to the step ``until`` are stored.  A bucket that lists new objects late is looked at again
         until it shows them.
@@ -298,9 +302,7 @@ class Sinks:
             each.begin(lineage, until)
 
     def close(self) -> None:
-        """Ends, once every sink has what it was to get, or has failed, but after :data:`CLOSE_S` at the
-        latest.
-        """
+        """Ends when every sink has got its rows or has failed, at the latest after :data:`CLOSE_S`."""
         until = time.monotonic() + CLOSE_S
         for each in self._each:
             each.closing.set()
@@ -424,7 +426,7 @@ def rows_of(run: Run) -> Iterator[Row]:
     following.read()
     lineage, saved = following.rows.lineage, run.lineage
     left = abandoned(run.branches.every(), tip(lineage))
-    # else the run went on without a journal since, or did not go on yet
+    # if not, the run went on without a journal since, or has not gone on from its newest branch yet
     journaled = contains(lineage, tip(saved)) and not left
     yield from (
         _known(following, lineage, following.rows.saved)
@@ -434,18 +436,18 @@ def rows_of(run: Run) -> Iterator[Row]:
 
 
 def with_origin(run: Run) -> Iterator[Row]:
-    """Yields the rows of :func:`rows_of`; before those of a fork, the rows of the steps that it has from its
-    origin, each step once.
+    """Yields the rows of :func:`rows_of`.  In a fork, the rows of the steps that it has from its origin come
+    first, each step once.
     """
     yield from origin_rows(run)
     yield from rows_of(run)
 
 
 def origin_rows(run: Run) -> Iterator[Row]:
-    """Yields the rows of the steps that a fork has from its origin, and from the origin of that; none for
-    another run.
+    """Yields the rows of the steps that a fork has from its origin, and from the origin of its origin; none
+    for a run that is no fork.
     """
-    # where it begins it validates
+    # the fork itself validates the step from which it goes on
     yield from _with_late(run.store, run.job.name, _of_origin(run, run.lineage))
 
 
@@ -455,14 +457,14 @@ def _of_origin(fork: Run, lineage: Lineage) -> Iterator[Row]:
         return
     run, lineage = Run.find(fork.job.replace(name=origin.run)), cut(lineage, origin.version)
     following = Following(run)
-    with suppress(Damaged):  # nobody can read the rows there, and the others are enough for the fork
+    with suppress(Damaged):  # the origin's journal is damaged; its stored rows are enough
         following.read()
     yield from _each_once(_of_origin(run, lineage), _known(following, lineage, origin.version.step))
 
 
 def _known(following: Following, lineage: Lineage, final: int) -> Iterator[Row]:
-    """Yields the rows of ``lineage``, those that only the journal has too.  What is stored is final, and so
-    are the steps to ``final``.
+    """Yields the rows of ``lineage``, including those that only the journal has.  Stored rows are final, and
+    so are the rows up to the step ``final``.
     """
     store, name = following.store, following.name
     journaled = ({**row, "final": int(row["step"] <= final)} for row in following.rows_of(lineage))
@@ -473,7 +475,7 @@ def _known(following: Following, lineage: Lineage, final: int) -> Iterator[Row]:
 
 def _each_once(*sources: Iterable[Row]) -> Iterator[Row]:
     """Yields rows in the order of their steps, each step once: from the first of the ``sources`` that has it.
-    Each is in that order.
+    Each source is in that order.
     """
     last = 0
     for row in merge(*sources, key=lambda row: int(row["step"])):

@@ -1,6 +1,6 @@
-"""Deletes the checkpoints of a run that no rule keeps, and what saves have begun and never completed.
+"""Deletes the checkpoints of a run that no rule keeps, and checkpoints that were begun and never completed.
 
-A deletion has two phases (``storage/checkpoints``), which are two rounds of the coordinator: there is one
+A deletion has two phases (``storage/checkpoints``), in two rounds of the coordinator, which performs a round
 after each save.  A round first removes what an earlier round has marked, and then marks what is due now.
 Before each change it looks at the newest claim of the run, so that a coordinator that was replaced deletes
 nothing that the next one counts on.  If a save finds no room, its round removes at once what it marks.
@@ -28,13 +28,13 @@ from storage.checkpoints import Known, Listed
 from storage.errors import Exists, StorageError
 
 MOST = 32
-"""Largest number of checkpoints that a round of the coordinator marks, and removes: a run that begins to
-delete has thousands.
+"""Largest number of checkpoints that a round marks, and largest number that it removes: a run whose first
+round comes late may have thousands.
 """
 STAYS = {"newest", "branch"}
 """The rules against which no command deletes a checkpoint."""
 BY_NUMBER = {"newest", "last", "all"}
-"""The rules of which a smaller ``keep_last`` leaves only the newest checkpoints."""
+"""The rules that keep fewer checkpoints if ``keep_last`` is smaller."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,8 @@ def judge(
     """Returns what is kept and deleted of ``listed``, the checkpoints in the bucket, at the wall-clock time
     ``now``.
 
-    Nothing but what is dead is deleted unless the newest checkpoint of ``asked`` is there and good.
-    Something is owed for those of ``owing``.
+    Only dead checkpoints are deleted unless the newest checkpoint of ``asked`` is there and good.  ``owing``
+    are the checkpoints for which something is owed.
     """
     listed, branched = list(listed), needed(run)
     good = {each.version for each in listed if each.good and lineage.contains(asked.lineage, each.version)}
@@ -106,7 +106,9 @@ def written(listed: Iterable[Listed]) -> dict[Version, float]:
 
 
 def needed(run: Run) -> dict[Version, str]:
-    """Returns the versions from which branches and forks go on, each with the last one that does."""
+    """Returns the versions from which branches and forks go on, each with the name of the last branch or fork
+    that does.
+    """
     name = run.job.name
     branched = {each.version: f"branch {each.number} of {name}" for each in run.branches.every()}
     return branched | {
@@ -133,19 +135,19 @@ def look(
     """Looks at the checkpoints of a run by the rules of ``keep`` and by what the run has recorded that is
     owed for them.
 
-    With what is ``known`` from the last look, it reads only those that have changed.
+    ``known`` has the checkpoints of the last look; with it, only checkpoints that have changed are read.
 
-    ``asked`` is what its coordinator knows, by default what a coordinator would know that begins now.
+    ``asked`` is what the run's coordinator knows, by default what a coordinator that begins now would know.
     ``now`` is the wall-clock time, by default this machine's.
     """
-    # it counts on the newest checkpoint only, and takes the best from what is stored where no journal tells
-    # it
+    # a coordinator that begins counts on the newest checkpoint only, and takes the best one from the stored
+    # validations where no journal tells it
     if asked is None:
         asked, found = saves.retained(run.standing(0, 0.0)), best_of(run) if keep.best else None
         asked = replace(asked, saved=asked.saved[-1:], best=found and found.version)
-    # After the newest was looked for: damage that was found then is known here.
+    # listed after the newest was looked for, so that damage found by that is known here
     listed = run.checkpoints.versions() if known is None else run.checkpoints.changed(known)
-    # an earlier last one is the newest, which stays
+    # if the run has ended earlier, its last checkpoint is the newest one, which stays
     debts = owed.debts(run, asked.lineage, end=run.job.steps)
     verdict = judge(run, keep, asked, listed, time.time() if now is None else now, owed.needed(debts))
     return Look(listed, max(asked.saved, default=None), debts, verdict)
@@ -170,15 +172,15 @@ def collect(
     now: float | None = None,
     known: Known | None = None,
 ) -> Verdict:
-    """Performs a round for the owner whose claim is ``claim``.  Returns what it keeps, has removed
-    (``marked``) and has marked (``due``).
+    """Performs a round for the owner whose claim is ``claim``.  Returns the checkpoints that the round keeps,
+    has removed (``marked``) and has marked (``due``).
 
-    Raises :class:`Exists` for another claim.
-    ``asked``, ``now`` and ``known`` are as :func:`look` has them.
+    Raises :class:`Exists` if the newest claim is another one.  :func:`look` explains ``asked``, ``now`` and
+    ``known``.
     """
     at_once, gone, marked = asked is not None and asked.at_once, list[Version](), list[Version]()
-    # Of a full bucket what is known frees room first, since a look at all of many takes long; it also finds
-    # what has no object.
+    # A full bucket first removes what is known, since a look at all checkpoints takes long.  The second, full
+    # look also finds generations without an object.
     for seen in (known, None) if at_once and known else (None if at_once else known,):
         looked = look(run, keep, asked, now, seen)
         found, complete = (
@@ -188,7 +190,8 @@ def collect(
         gone += [
             version for version in found.marked[: None if at_once else MOST] if remove(run, version, claim)
         ]
-        # What was never complete goes first: without room for a mark, it makes room for one.
+        # Incomplete checkpoints go first: they need no room for a mark, and make room for the marks of
+        # others.
         for version in sorted(found.due[: None if at_once else MOST], key=lambda each: each in complete):
             marked += [version] if mark(run, version, "no rule keeps it", claim) else []
             gone += [version] if at_once and remove(run, version, claim) else []
@@ -200,8 +203,8 @@ def mark(run: Run, version: Version, why: str, claim: int) -> bool:
 
     Raises :class:`Exists` if the newest claim of the run is another one.
 
-    Whoever claims the run looks after that at the checkpoint from which a branch is to go on.  So a mark that
-    was written after that look is taken back: the claim is seen here.
+    A command that begins a branch claims the run, and then looks at the checkpoint from which the branch is
+    to go on.  If the mark is written after that look, the claim is seen here, and the mark is taken back.
     """
     if not _may_go(run, version, claim):
         return False
@@ -232,7 +235,7 @@ def release(run: Run, claim: int) -> list[tuple[Reference, bool]]:
     """Performs a round on the references that nobody needs: removes what an earlier round has marked, and
     marks the others.
 
-    Returns each of them, and whether it is gone.  Raises as :func:`mark` does.
+    Returns each of these references, and whether it is gone.  Raises as :func:`mark` does.
     """
     done = list[tuple[Reference, bool]]()
     _check(run, claim)
@@ -248,8 +251,8 @@ def _check(run: Run, claim: int) -> None:
 
 
 class Retention:
-    """Performs the rounds of an owner of the run, a coordinator's on a thread of its own.  ``tell`` adds a
-    sentence to the run's story.
+    """Performs the rounds of an owner of the run: :meth:`ask` on a thread of its own, for a coordinator, and
+    :meth:`round` at once.  ``tell`` adds a sentence to the run's story.
     """
 
     def __init__(self, run: Run, claim: int, tell: Callable[[str], None]) -> None:
@@ -261,7 +264,7 @@ class Retention:
         """True if the last round failed, or found nothing to delete in a full bucket: that is said once."""
 
     def ask(self, asked: Retain | None) -> None:
-        """Performs a round for ``asked``, unless another one is asked for before it begins."""
+        """Performs a round for ``asked``, unless a newer round is asked for before this one begins."""
         self._waiting += 1
         self._pool.submit(self._newest, asked, self._waiting)
 
@@ -273,10 +276,10 @@ class Retention:
             self.round(asked)
 
     def round(self, asked: Retain | None = None) -> bool:
-        """Performs a round for ``asked``, by default as :func:`look`.  Returns whether a checkpoint is gone,
-        and says once if it fails.
+        """Performs a round for ``asked``, with the default of :func:`look`.  Returns whether a checkpoint is
+        gone, and tells a failure once.
 
-        The next one goes on with what it has left.
+        The next round goes on with what this round has left.
         """
         try:
             found = collect(self.run, self.run.job.keep(), asked, self.claim, known=self._known)
@@ -298,8 +301,8 @@ class Retention:
 
 
 def no_room(run: Run, kept: Mapping[Version, Collection[str]]) -> str:
-    """Returns the sentence of a run whose bucket is full although there is nothing to delete: the rules have
-    ``kept`` the rest.
+    """Returns the sentence about a full bucket in which nothing may be deleted, because the rules keep the
+    checkpoints ``kept``.
     """
     may_go = [
         version

@@ -1,5 +1,6 @@
-"""Loads code by name.  On every node ``pkg.module:name`` is found, or an error says in a sentence why it is
-not, or which of its arguments it does not have."""
+"""Loads code by its name, ``pkg.module:name``.  If a node cannot load it, or the code does not have an
+argument, the error is a sentence that says why.
+"""
 
 from __future__ import annotations
 
@@ -53,8 +54,8 @@ MAKERS = {"globals", "vars", "locals", "exec", "setattr"}
 """Functions with which a module makes names that are not in its source."""
 NO_MEMORY = re.compile(r"out of memory|can(?:'|no)t allocate memory", re.IGNORECASE)
 version_of = functools.cache(metadata.version)
-"""Returns the version of an installed package, whose description a process parses once: 10 ms, and each save
-asks for three.
+"""Returns the version of an installed package.  A process parses the description of a package once: that
+takes 10 ms, and each save asks for three packages.
 """
 
 
@@ -71,7 +72,7 @@ def split(path: str) -> tuple[str, str]:
 
 
 def load(path: str, setting: str = "") -> Any:
-    """Returns the object that ``"pkg.module:name"`` names, or the one that was given in place of a name.
+    """Returns the object that ``"pkg.module:name"`` names, or the object that was given in place of a name.
 
     ``setting`` is the setting of the job that names it, for messages.  Raises :class:`CodeError` if the path
     is malformed, the module is not found or fails to import, or it lacks the name.
@@ -96,8 +97,8 @@ def load(path: str, setting: str = "") -> Any:
 
 
 def check_name(path: str, setting: str) -> None:
-    """Raises as :func:`load`, as far as it shows without an import of the module: if there is none, or if its
-    source has no such name.
+    """Raises as :func:`load` does if a fault shows without an import: there is no such module, or its source
+    has no such name.
     """
     if isinstance(path, Given):
         return
@@ -116,8 +117,8 @@ def check_name(path: str, setting: str) -> None:
 
 
 def _without_name(named: str, path: str, place: str, found: Mapping[str, bool]) -> CodeError:
-    """Returns the error of a module without the name.  ``found`` says of each name that the module has
-    whether it is its own.
+    """Returns the error of a module without the name.  ``found`` maps each name in the module to whether the
+    module defines it itself.
     """
     module, name = split(path)
     public = [known for known in found if not known.startswith("_")]
@@ -130,7 +131,7 @@ def _without_name(named: str, path: str, place: str, found: Mapping[str, bool]) 
 def find(module: str) -> ModuleSpec | None:
     """Returns the spec of a module, or None, without an import of the packages that it is in.
 
-    The folders of a package decide, and not what this process has imported; so a folder without
+    The folders of a package decide, and not the modules that this process has imported.  A folder without
     ``__init__.py`` is found, too.
     """
     top, *rest = module.split(".")
@@ -154,8 +155,8 @@ def find(module: str) -> ModuleSpec | None:
 
 
 def _names_in(source: bytes) -> dict[str, bool] | None:
-    """Returns the names that a module binds, and of each whether it is not an import's; None if it makes some
-    that cannot be read.
+    """Returns the names that a module binds, and for each whether the module defines it itself, without an
+    import; None if the module may make names that its source does not show.
     """
     try:
         table = symtable(source.decode(), "", "exec")
@@ -177,7 +178,9 @@ def _names_in(source: bytes) -> dict[str, bool] | None:
 
 
 def _is_own(value: Any, module: str) -> bool:
-    """Returns whether a name of ``module`` is not one that it has imported, as far as the value says."""
+    """Returns whether ``module`` defines ``value`` itself and has not imported it, as far as ``value``
+    shows.
+    """
     return not isinstance(value, ModuleType) and getattr(value, "__module__", module) in (module, None)
 
 
@@ -198,8 +201,8 @@ def _module(named: str, name: str) -> ModuleType:
 
 
 def _near(module: str) -> str:
-    """Returns the end of a sentence that names the module beside the missing ``module`` that is spelt most
-    like it; "" if none is.
+    """Returns the end of a sentence that names the neighbour of the missing ``module`` that is spelt most
+    like it; "" if none is near.
     """
     package = module.rpartition(".")[0]
     places, head = (sys.modules[package].__path__, f"{package}.") if package else (sys.path[:3], "")
@@ -207,8 +210,8 @@ def _near(module: str) -> str:
 
 
 def _failed(module: str, error: Exception) -> str:
-    """Says where an import failed: the innermost frame, which is usually the user's, or what cannot be read
-    as Python.
+    """Says where an import failed: the innermost frame, which is usually the user's, or the line that is no
+    valid Python.
     """
     if isinstance(error, SyntaxError) and error.filename:
         return (
@@ -227,7 +230,7 @@ def arguments(setting: str, args: Mapping[str, Any]) -> dict[str, Any]:
     """Returns arguments as the code gets them: a text ``${NAME}`` is the value of that environment variable
     in this process.
 
-    Raises :class:`JobError` if there is no such variable.  What is written down keeps the name alone.
+    Raises :class:`JobError` if there is no such variable.  Stored jobs keep only the name of the variable.
     """
     return {key: _argument(f"{setting}.{key}", each) for key, each in args.items()}
 
@@ -252,8 +255,8 @@ def failure(error: Exception) -> str:
     """Describes in one line what the called code raised and where: the innermost frame outside of installed
     packages and of ours, and its caller if that is such a frame, too.
 
-    If there is none, it is one of ours, or else the innermost.  The caller's own frame is left out, since it
-    only says that the code was called.
+    If there is no such frame, the innermost frame of ours is named, or else the innermost of all.  The
+    caller's own frame is left out, since it only says that the code was called.
     """
     frames = traceback.extract_tb(error.__traceback__)[1:]
     others = [frame for frame in frames if "site-packages" not in frame.filename]
@@ -266,7 +269,7 @@ def failure(error: Exception) -> str:
 
 
 def less_memory(error: BaseException) -> str:
-    """Returns what to do about an error of memory that was not there, on a GPU or a CPU; "" for any other
+    """Returns the advice for an error that says that memory ran out, on a GPU or a CPU; "" for any other
     error.
     """
     if not isinstance(error, MemoryError) and not NO_MEMORY.search(str(error)):
@@ -299,8 +302,8 @@ def unknown_argument(
     raised ``error``; else "".
 
     ``setting`` holds the arguments, and ``named`` is the setting that names the code, with its value.  The
-    first arguments of the code, as many as ``given``, are ours and not the user's, so they are not named.  An
-    argument that the code hands on to a function of its own is looked for there.
+    first ``given`` arguments of the code are ours and not the user's, so they are not named.  If the code
+    hands arguments on to a function, the arguments of that function are named, too.
     """
     said = re.match(
         r"(?:([\w.<>]+)\(\) )?(?:got an unexpected keyword argument '(\w+)'|takes no arguments)", str(error)
@@ -320,12 +323,12 @@ def unknown_argument(
 
 
 def _arguments_of(code: Callable[..., Any], given: int = 0) -> list[str]:
-    """Returns the names of the arguments that ``code`` takes by name, but for the first ``given`` that it
+    """Returns the names of the arguments that ``code`` takes by name, without the first ``given`` that it
     takes by place.
     """
     try:
         found = inspect.signature(code).parameters.values()
-    except (TypeError, ValueError):  # code of C has none
+    except (TypeError, ValueError):  # code of C has no signature
         return []
     placed = [each for each in found if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)][
         :given
@@ -356,8 +359,8 @@ class Elsewhere(Exception):
 def users_traceback(error: BaseException, *, or_ours: bool = True) -> str:
     """Returns the traceback of ``error`` without the frames of our own packages.
 
-    If there are no others, it has them, or without ``or_ours`` it is "": the sentence about the error says as
-    much.
+    If all frames are ours, they stay.  Without ``or_ours``, "" is returned then: the sentence about the error
+    says as much.
     """
     if isinstance(error, Elsewhere):
         return str(error)
@@ -382,7 +385,7 @@ def _place(module: ModuleType) -> str:
 
 
 def check_packages(*folders: Path) -> None:
-    """Raises :class:`CodeError` if another folder or file shadows one of our packages, or of those that they
+    """Raises :class:`CodeError` if another folder or file shadows one of our packages, or a package that they
     import.
 
     It checks what this process would import, and ``folders`` that will come first on the path of other
@@ -423,8 +426,8 @@ def code_digest(paths: Iterable[str]) -> str:
     An object that was given in place of a name has its fingerprint.
 
     Our own packages are left out, but the version of a library that one of our modules names as its
-    ``LIBRARY`` is added.  Packages that these import from elsewhere are not read, nor are files beside a
-    module that is a single file: code of several files belongs into a package.
+    ``LIBRARY`` is added.  Other packages that the code imports are not read, nor are files beside a module
+    that is a single file: code of several files belongs in a package.
     """
     paths = [*dict.fromkeys(paths)]
     names = {split(path)[0] for path in paths} - {OBJECT}

@@ -34,7 +34,7 @@ OBJECT = "object"
 """Stands for a module in the name of an object that cannot be imported."""
 MAIN = "__main__"
 PLAIN = (type(None), bool, int, float, complex, str, bytes, type(Ellipsis))
-"""Types of values that are compared as they are written."""
+"""Types of values that are compared by their ``repr``."""
 NO_MEMBERS = frozenset(
     {
         *(
@@ -130,7 +130,9 @@ def _hash(*parts: str) -> str:
 
 
 class _Walk:
-    """Digests values.  Each object is looked at once; one that contains itself is a mark there."""
+    """Digests values.  Each object is digested once.  Where an object contains itself, a mark stands in its
+    place.
+    """
 
     def __init__(self) -> None:
         self.found: dict[str, str] = {}
@@ -252,7 +254,9 @@ class _Walk:
         }
 
     def _of_instance(self, value: Any) -> Iterator[str]:
-        """Looks at an instance as pickling would.  A tensor is its values."""
+        """Yields the digests of what pickling would store of an instance; of a tensor, its type, shape and
+        values.
+        """
         yield self.digest(type(value))
         torch = sys.modules.get("torch")
         try:

@@ -1,15 +1,15 @@
 """The source files of a job's code, and their digests.
 
-The files are those of the modules that the job names, but for the held-out data, on which no weight depends,
-and of every module that these import, also inside of functions, outside of installed packages, the standard
-library and Elastic itself.  They are found by reading imports, never by importing, so the answer depends on
-the files alone and not on what a process has loaded before.  A package with code that imports by computed
-names counts with all its files.  A file is named by its module, so the same code has the same names in every
-folder.
+The files are those of the modules that the job names, and of every module that these import, also inside of
+functions.  Installed packages, the standard library, Elastic itself, and the code of held-out data, on which
+no weight depends, are left out.  The files are found by reading imports, never by importing, so the answer
+depends on the files alone and not on what a process has loaded before.  A package with code that imports by
+computed names counts with all its files.  A file is named by its module, so the same code has the same names
+in every folder.
 
 A file has two digests: of its bytes, and of its syntax tree, which comments and formatting do not change.
 The second one is compared only within one version of Python, because each version has trees of its own.
-:mod:`elastic.runs.code` notes them in the run's folder.
+:mod:`elastic.runs.code` notes the digests in the run's folder.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def files_of(modules: Iterable[str]) -> dict[str, tuple[str, str]]:
         text = file.read_bytes()
         raw = tree = _digest(text)
         if file.suffix == ".py":
-            # it may be imported inside of a function that is never called
+            # broken code may be imported in a function that is never called
             with suppress(SyntaxError, ValueError):
                 tree, imports = _read(text)
                 waiting += _modules(imports, name if is_package else package)
@@ -103,8 +103,8 @@ def files_of(modules: Iterable[str]) -> dict[str, tuple[str, str]]:
 
 
 def _users(name: str) -> ModuleSpec | None:
-    """Returns the spec of a module of the user's, or of a folder of theirs; None for any other one, and for
-    what is no module.
+    """Returns the spec of a module or folder of the user's; None for any other module, and for a name that is
+    no module.
     """
     if name.partition(".")[0] in sys.stdlib_module_names or (spec := find(name)) is None:
         return None
@@ -123,10 +123,10 @@ def _users(name: str) -> ModuleSpec | None:
 @functools.lru_cache
 def _distributed(folder: str) -> frozenset[str]:
     """Returns the paths of the files that installers put into a folder, as ``pip install --target`` does into
-    one of any name.
+    any folder.
 
-    The files of the user may be beside them, in the same package. What an installer puts somewhere has a list
-    of its files, which a project that is worked on (``*.egg-info``) has not.
+    Files of the user may be beside them, in the same package.  An installer leaves a list of its files
+    (``RECORD``); a project that is worked on (``*.egg-info``) has no such list.
     """
     lists = filter(None, (each.read_text("RECORD") for each in distributions(path=[folder])))
     return frozenset(row[0] for text in lists for row in csv.reader(text.splitlines()) if row)
@@ -134,8 +134,8 @@ def _distributed(folder: str) -> frozenset[str]:
 
 @functools.lru_cache(1000)
 def _read(source: bytes) -> tuple[str, frozenset[str]]:
-    """Returns the digest of a source's syntax tree, and what it may import, as it is named there.  A process
-    parses each source once.
+    """Returns the digest of a source's syntax tree, and the names of what the source may import, as they
+    stand there.  A process parses each source once.
 
     A relative name has its dots, ``*`` stands for all modules of the package, and some names of ``from a
     import b`` are no modules.

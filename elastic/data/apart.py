@@ -28,7 +28,7 @@ def apart(seed: int) -> Iterator[Callable[[], bool]]:
     """Seeds the generators of torch's CPU, Python and numpy, and puts them back at the end.  No other thread
     may draw meanwhile.
 
-    Yields a call that returns whether anybody has drawn from them since, or has seeded them.
+    Yields a function that returns whether any code has drawn from the generators since, or has seeded them.
     """
     theirs = torch.get_rng_state(), random.getstate(), numpy.random.get_state()
     torch.default_generator.manual_seed(seed)

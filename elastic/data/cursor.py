@@ -2,12 +2,12 @@
 repeated or swapped.
 
 Step s, with a global batch of B, uses the positions (s-1)·B … s·B-1 of an endless stream; where the batch
-grows, each step uses those that follow the step before (``plan/ramp.py``).  Position p is slot ``p mod n`` of
-epoch ``p div n``, and the order of an epoch is a permutation that is *computed*, not stored.  It is a Feistel
-network on the two digits (row, column) of a slot in a grid just larger than n; a result outside of n is
-permuted again until it lies inside (Black and Rogaway 2002, "Ciphers with Arbitrary Finite Domains", method
-3).  So every epoch contains each sample exactly once, and the samples of any step take a few hashes.  This
-costs about 10 µs a sample, outside of the training thread.
+grows, each step uses the positions that follow those of the step before (``plan/ramp.py``).  Position p is
+slot ``p mod n`` of epoch ``p div n``, and the order of an epoch is a permutation that is *computed*, not
+stored.  It is a Feistel network on the two digits (row, column) of a slot in a grid just larger than n; a
+result outside of n is permuted again until it lies inside (Black and Rogaway 2002, "Ciphers with Arbitrary
+Finite Domains", method 3).  So every epoch contains each sample exactly once, and the samples of any step
+take a few hashes.  This costs about 10 µs a sample, outside of the training thread.
 
 A run may be cut into stretches (``plan/stretches.py``).  Each goes on at the position at which the one before
 ends, whatever its batch. With another seed, the samples that are left of the epoch are permuted once more,
@@ -16,7 +16,7 @@ epoch on, since an epoch is either a permutation or not.  So every permuted epoc
 once, also if changes fall into it.
 
 In a mixture each part has a sequence of its own, with its own epochs, and the weights say whose turn it is
-(``plan/mixture.py``).  Other weights take up the sequence of each part where it stands.
+(``plan/mixture.py``).  After a change of the weights, the sequence of each part goes on where it stands.
 
 The samples of a step may be put in order of their lengths, the longest first, before they are cut into
 microbatches.  Then a microbatch has samples of like length, and so have the microbatches that the data ranks
@@ -25,8 +25,8 @@ each round, whatever their number: a sum of maxima over groups of one size is le
 the sorted list.
 
 Samples may be avoided from some step on.  Then another sample, drawn by a hash of the position, stands at
-each of their positions, and all other positions stay as they are.  In a mixture with weights it is one of the
-same part, so that the shares stay exact.
+each of their positions, and all other positions stay as they are.  In a mixture with weights, that sample is
+of the same part, so that the shares stay exact.
 """
 
 from __future__ import annotations
@@ -116,9 +116,10 @@ class Cursor:
         self._seed = draws[0].seed
 
     def avoid(self, samples: Mapping[int, int], anywhere: Collection[int] = ()) -> None:
-        """Replaces each of ``samples`` by another one of its source, from the step on that it is given with.
+        """Replaces each of ``samples`` by another sample of its source, from the step on to which it is
+        mapped.
 
-        Those in ``anywhere`` are replaced by samples of any source.  At least one sample must be left to
+        Samples in ``anywhere`` are replaced by samples of any source.  At least one sample must be left to
         choose from.
         """
         self.avoided, self.anywhere = dict(samples), frozenset(anywhere)
@@ -140,8 +141,8 @@ class Cursor:
     def microbatches(self, step: int, microbatch: int) -> int:
         """Returns the number of microbatches of ``step``.
 
-        Raises :class:`JobError` if its samples cannot be cut so, which can only be in a step before the
-        newest branch.
+        Raises :class:`JobError` if the samples of the step cannot be cut into such microbatches, which can
+        only happen in a step before the newest branch.
         """
         whole, rest = divmod(self.batches.of(step), microbatch)
         if rest:
@@ -173,22 +174,24 @@ class Cursor:
         return self._drawn(step, index * microbatch, microbatch)
 
     def idle_ids(self, step: int, microbatch: int) -> tuple[int, ...]:
-        """Returns the sample ids that a rank without a microbatch runs along with: short ones if the lengths
-        are known.
+        """Returns the sample ids that a rank without a microbatch runs to keep the others company: short
+        samples if the lengths are known.
         """
         last = self.batches.of(step) // microbatch - 1
         return self.microbatch_ids(step, 0 if self.lengths is None else last, microbatch)
 
     def _drawn(self, step: int, first: int, count: int) -> tuple[int, ...]:
-        """Returns so many sample ids of ``step`` in the order in which they are drawn."""
+        """Returns ``count`` sample ids of ``step``, from the place ``first`` on, in the order in which they
+        are drawn.
+        """
         begin = self.batches.before(step) + first
         return tuple(
             self._sound(step, position, self.at(position)) for position in range(begin, begin + count)
         )
 
     def _sound(self, step: int, position: int, sample: int) -> int:
-        """Returns ``sample``, or if it is avoided, the first one that is not of those that are drawn for its
-        position.
+        """Returns ``sample``.  If it is avoided at ``step``, returns the first sample drawn for ``position``
+        that is not avoided.
         """
         if step < self.avoided.get(sample, step + 1):
             return sample
@@ -201,8 +204,8 @@ class Cursor:
         return sample
 
     def _sorted(self, step: int) -> tuple[int, ...]:
-        """Returns the sample ids of ``step``, the longest first, and those of one length as they are
-        drawn.
+        """Returns the sample ids of ``step``, the longest first, and samples of equal length in the order in
+        which they are drawn.
         """
         assert self.lengths is not None
         ids = self._drawn(step, 0, self.batches.of(step))
@@ -217,13 +220,11 @@ class Cursor:
 
 
 class _Stream:
-    """The endless sequence of one dataset, or of one part of a mixture, which ``tag`` then tells from other
-    parts.
-    """
+    """The endless sequence of one dataset, or of one part of a mixture, whose name is then ``tag``."""
 
     def __init__(self, samples: int, draws: Sequence[Draw], *tag: object) -> None:
         self.samples, self.tag = samples, tag
-        # of several at one position the last one counts
+        # the last of several draws at one position counts
         self.draws = list({each.since: each for each in draws}.values())
 
     def at(self, position: int) -> int:
@@ -253,7 +254,9 @@ class _Mixed:
                 self.deals[-1].before(draw.since) if self.deals else (0,) * len(sizes),
                 shares(draw.weights),
             )
-            if not self.deals or self.deals[-1].whole != whole:  # turns that go on stay exact
+            if (
+                not self.deals or self.deals[-1].whole != whole
+            ):  # equal weights keep their turns, which stay exact
                 self.deals.append(MixtureTurns(draw.since, had, whole))
             for each, since in zip(streams, had, strict=True):
                 each.append(draw._replace(since=since))
@@ -291,7 +294,7 @@ def _hash(key: bytes, tweak: int, value: int) -> int:
 
 
 def _finished(begun: hashlib.blake2b, value: int) -> int:
-    """Returns the hash of ``value`` with what ``begun`` has taken in."""
+    """Returns the hash of what ``begun`` has taken in, followed by ``value``.  Leaves ``begun`` as it is."""
     found = begun.copy()
     found.update(value.to_bytes(8, "little"))
     return int.from_bytes(found.digest(), "little")
@@ -307,7 +310,7 @@ def _rounds(key: bytes) -> list[tuple[hashlib.blake2b, hashlib.blake2b]]:
 
 @lru_cache(maxsize=ROUNDS * KEYS)
 def _begun(key: bytes, tweak: int) -> hashlib.blake2b:
-    """Returns a hash that has taken in the key, which takes longer than any value.  Nobody may change it: a
-    copy takes the value.
+    """Returns a hash that has taken in ``key``, which takes longer than to take in a value.  Callers must not
+    change it: they add the value to a copy.
     """
     return hashlib.blake2b(key=key, salt=tweak.to_bytes(2, "little"), digest_size=16)

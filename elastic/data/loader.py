@@ -5,12 +5,12 @@ restore, and a move to another step, rank or world only drops what was read ahea
 reading, that of :meth:`Loader.read` too, so a dataset need not be thread-safe.  An exception of the dataset
 is raised where the microbatch is asked for, with the ids of its samples.
 
-The first microbatches are read by the caller, who looks whether the dataset draws from the generators from
-which the model draws, too (``apart.py``).  If it does, the caller reads all of them, with generators that are
-seeded by their ids.
+The caller's thread reads the first microbatches, and finds out whether the dataset draws from the model's
+generators of random numbers (``apart.py``).  If it does, the caller's thread reads all microbatches, with
+generators that are seeded by the sample ids.
 
-With ``readers`` a thread for each of these processes waits for what it reads (``readers.py``), and generators
-are always seeded so.
+With ``readers`` each reader process has a thread that waits for its samples (``readers.py``), and generators
+are always seeded by the sample ids.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ class Loader:
         reads: Callable[[Ids], object] = len,
         readers: Readers | None = None,
     ) -> None:
-        """``named`` is the setting of the dataset, for errors.  ``reads`` is told the samples before each
-        read, and then none.
+        """``named`` is the setting of the dataset, for errors.  ``reads`` is called with the sample ids
+        before each read, and with none after it.
         """
         self.dataset, self.cursor, self.microbatch, self.prefetch, self.named = (
             dataset,
@@ -104,7 +104,7 @@ class Loader:
         self._ahead: deque[tuple[Ids, Future[Batch] | None]] = deque()
         self._unread: Iterator[Ids] = iter(())
         self.vocab: int | None = None
-        """Number of tokens that the model knows, if those of samples are to be compared with it."""
+        """Number of tokens that the model knows; None if the tokens of samples are not checked."""
         self.draws = False
         """True once the dataset was seen to draw from the generators of the model, or to seed them."""
         self._looked_at = 0
@@ -142,17 +142,18 @@ class Loader:
         self._top_up()
 
     def avoid(self, samples: Mapping[int, int], anywhere: Collection[int] = ()) -> None:
-        """Reads none of ``samples`` from the step on that each is given with, and drops what was read ahead
-        if these are others.
+        """Replaces each of ``samples``, from the step on to which it is mapped, and drops what was read ahead
+        if ``samples`` has changed.
 
-        Those in ``anywhere`` are replaced by samples of any source, the others by some of their own.
+        A sample in ``anywhere`` is replaced by a sample of any source, any other one by a sample of its own
+        source.
         """
         if samples != self.cursor.avoided:
             self.cursor.avoid(samples, anywhere)
             self._next = None
 
     def read(self, ids: Ids) -> Batch:
-        """Reads the samples ``ids`` at once."""
+        """Reads the samples ``ids`` and returns them."""
         return self._await(self._submitted(ids), ids)
 
     def each(self, blocks: Iterable[Ids]) -> Iterator[Batch]:
@@ -206,8 +207,8 @@ class Loader:
         return self._reader.submit(self._read_ahead, ids)
 
     def _read_ahead(self, ids: Ids) -> Batch:
-        """Reads in the thread, where no operation may draw.  The first that does ends the reading ahead,
-        before it has drawn.
+        """Reads in the loader's thread, where no operation may draw random numbers from the model's
+        generators.  The first operation that would draw ends the reading ahead, before it draws.
         """
         if self._readers is not None:
             return self._known(self._readers.read(ids), ids)
@@ -280,8 +281,8 @@ class Loader:
             self._reads(())
 
     def _known(self, batch: Batch, ids: Ids) -> Batch:
-        """Raises :class:`DataError` if the model does not know a token of ``batch``: a GPU would end the
-        process, and name nothing.
+        """Returns ``batch``.  Raises :class:`DataError` if the model does not know one of its tokens: a GPU
+        would end the process without naming the sample.
         """
         tokens = batch.get("tokens") if self.vocab is not None else None
         if self.vocab is None or tokens is None or tokens.device.type != "cpu" or not tokens.numel():
@@ -298,8 +299,8 @@ class Loader:
 def batch_of(dataset: Dataset, ids: Ids, named: str) -> Batch:
     """Returns a copy of what ``dataset.read(ids)`` returned, since the dataset may use its memory again.
 
-    Raises :class:`DataError` if it fails, or unless it has a row of each tensor for each id; and
-    :class:`Unavailable`.
+    Raises :class:`DataError` if the read fails, or if a tensor does not have one row for each id, and
+    :class:`Unavailable` if a store does not answer.
     """
     try:
         batch = dataset.read(ids)
@@ -313,7 +314,9 @@ def batch_of(dataset: Dataset, ids: Ids, named: str) -> Batch:
 
 
 def _maker(dataset: Dataset) -> tuple[str, str]:
-    """Returns what makes the batches of ``dataset``, and how to mend one that is none, for errors."""
+    """Returns, for errors, the name of the code that makes the batches of ``dataset``, and how to mend a
+    wrong batch.
+    """
     return getattr(dataset, "made_by", ("read()", ""))
 
 

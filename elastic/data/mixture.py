@@ -1,8 +1,8 @@
 """A dataset of several datasets.  The samples of a part follow those of the parts before it.
 
-``data.weights`` says how many samples of each part a run draws (``elastic/plan/mixture.py``).  They are no
-argument here: which samples there are, and with them the fingerprint, does not depend on them, so a branch
-may change them.
+``data.weights`` says how many samples of each part a run draws (``elastic/plan/mixture.py``).  The weights
+are no argument of :class:`Mixture`: the samples, and so the fingerprint, do not depend on them, so a branch
+may change the weights.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from elastic.data.rows import dataset_of
 from elastic.errors import DataError
 
 PART = {"dataset": "elastic.data.tokens:TokenDataset", "args": {}}
-"""Settings of a part, with the values that it has without them."""
+"""Settings of a part, with their defaults."""
 
 
 class Mixture:
@@ -30,7 +30,7 @@ class Mixture:
 
     Each of ``parts`` is a table with ``dataset``, the class as ``pkg.module:Class`` (by default that of
     prepared tokens), and ``args``, its arguments.  All must give tensors of the same names and shapes.
-    Raises :class:`DataError` for parts that are none.
+    Raises :class:`DataError` for a part that is no such table, or has no samples.
     """
 
     def __init__(self, parts: Sequence[Mapping[str, Any]]) -> None:
@@ -55,8 +55,8 @@ class Mixture:
     def read(self, ids: Ids) -> Batch:
         """Returns the samples, each read from its part, in the order of ``ids``.
 
-        Raises :class:`IndexError` if there is no such sample, and :class:`DataError` if parts give other
-        tensors.
+        Raises :class:`IndexError` if there is no such sample, and :class:`DataError` if the tensors of two
+        parts differ in name, shape or type.
         """
         found = [(rows, self.parts[part].read(own)) for part, rows, own in self._by_part(ids)]
         if len(found) == 1:
@@ -96,8 +96,8 @@ class Mixture:
         return f"mixture-{hashlib.sha256(told.encode()).hexdigest()}"
 
     def _by_part(self, ids: Ids) -> list[tuple[int, list[int], Ids]]:
-        """Returns each part that has some of ``ids``, the places of these in ``ids``, and their ids in the
-        part.
+        """Returns each part that has some of ``ids``: its number, the places of its samples in ``ids``, and
+        their ids in the part.
         """
         found: dict[int, list[int]] = {}
         for row, sample in enumerate(ids):

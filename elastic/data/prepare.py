@@ -2,8 +2,8 @@
 end-of-document token.
 
 The same text, prepared with the same options, always gives the same bytes.  Documents may be held out for
-validation.  The digest of its text says whether a document is one of them, so equal documents are on one
-side, whatever else there is, and stay there when text is added.
+validation.  The digest of a document's text decides whether the document is held out.  So equal documents are
+on the same side, whatever the other documents are, and stay there when text is added.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from storage.errors import Exists
 from storage.objects import ObjectStore
 
 HELD_OUT = "held-out"
-"""Folder of the documents that are held out, below that of the others."""
+"""Folder of the held-out documents, inside the folder of the dataset."""
 
 
 @dataclass(frozen=True)
@@ -77,13 +77,14 @@ def prepare(
 
     The tokens are the bytes of the text by default.  ``tokenizer`` is the path of a tokenizer.json to use
     instead, or of a folder with one; ``bpe`` is the largest number of entries of a BPE tokenizer to train on
-    the text; ``end_of_document`` is the token that ends documents, if one of these is used.  About the part
-    ``held_out`` of the documents goes to a dataset of its own, in a folder below.  ``unique`` leaves out
-    documents whose text came before.  Preparing the same text again changes nothing and is no error.
+    the text; ``end_of_document`` is the token that ends documents, if ``tokenizer`` or ``bpe`` is used.
+    About the part ``held_out`` of the documents goes to a dataset of its own, in a folder below.  ``unique``
+    leaves out documents whose text came before.  Preparing the same text again changes nothing and is no
+    error.
 
-    Raises :class:`DataError` if there is no text, if some of it cannot be read, if another dataset is there
-    already, or a file of somebody else that would be overwritten; then nothing new is left behind, but
-    perhaps what was held out.
+    Raises :class:`DataError` if there is no text, if some of it cannot be read, or if the destination holds
+    another dataset or a foreign file that would be overwritten.  Then nothing new is left behind, except
+    perhaps the held-out documents.
     """
     if not 0 <= held_out < 1:
         raise DataError(
@@ -127,7 +128,7 @@ def _written(
 
 @contextmanager
 def _refused(store: ObjectStore) -> Iterator[None]:
-    """Says what the destination holds already."""
+    """Turns :class:`Exists` into a :class:`DataError` that says what the destination holds already."""
     try:
         yield
     except Exists as error:

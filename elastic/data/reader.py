@@ -1,4 +1,4 @@
-"""Reads samples for a worker, as the program of a process of their own (``readers.py``)."""
+"""The program of a reader process, which reads samples for a worker (``readers.py``)."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from storage.errors import Unavailable
 
 
 def serve(descriptor: int) -> None:
-    """Opens the dataset, and then reads what is asked for.  Generators of random numbers are seeded by ids,
-    as where the worker reads.
+    """Opens the dataset, and then reads the samples that the worker asks for.  Generators of random numbers
+    are seeded by the sample ids, as in a read by the worker itself.
     """
     connection, asked = Connection(descriptor), SimpleQueue[Any]()
     Thread(target=_listen, args=(connection, asked), daemon=True).start()

@@ -1,11 +1,11 @@
-"""Lets other processes read the samples of a worker, so that slow code of a dataset does not hold the lock of
-Python in which it trains.
+"""Lets other processes read the samples of a worker, so that slow code of a dataset does not hold Python's
+lock (GIL) in the process that trains.
 
-A worker has ``data.readers`` of them.  Each is a new program that opens the dataset by itself
-(``reader.py``): nothing is forked, and no main module is imported again.  It gets ids and gives tensors over
-a socket, of which both ends are in these two processes alone, so it ends with its worker, however that ends.
-Tensors travel as their bytes: that needs no shared memory, of which containers have little, and no open file
-for each tensor.
+A worker has ``data.readers`` such processes.  Each is a new program that opens the dataset by itself
+(``reader.py``): nothing is forked, and no main module is imported again.  A reader gets ids and gives tensors
+over a socket.  Only the worker and the reader hold its ends, so the reader ends with its worker, however the
+worker ends.  Tensors travel as their bytes: that needs no shared memory, of which containers have little, and
+no open file for each tensor.
 """
 
 from __future__ import annotations
@@ -32,16 +32,18 @@ from elastic.data.reader import serve
 serve(int(sys.argv[2]))
 """
 TRIES = 2
-"""Number of readers that may die of the same samples: the first may have been killed for what others did."""
+"""Number of readers that may die of the same samples: the first one may have been killed because of other
+processes.
+"""
 
 
 class Readers:
-    """The processes that read for one loader.  As many threads as ``count`` may read at a time; each process
-    starts when one needs it.
+    """The processes that read for one loader.  Up to ``count`` threads may read at a time, and a process
+    starts when a thread needs it.
     """
 
     def __init__(self, count: int, dataset: str, args: Mapping[str, Any], section: str) -> None:
-        """``section`` has the settings of the dataset, for errors."""
+        """``section`` is the name of the section that has the settings of the dataset, for errors."""
         self.count, self._named = count, f"{section}.dataset = {dataset!r}"
         self._begins = (
             dataset,
@@ -76,7 +78,7 @@ class Readers:
         )
 
     def close(self) -> None:
-        """Ends the processes, also those that read."""
+        """Ends the processes, also those that are reading."""
         with self._lock:
             self._closed = True
         for reader in self._all:
@@ -93,8 +95,8 @@ class Readers:
 
 
 class _Reader:
-    """One process.  It is in a session of its own, so that Ctrl-C in a terminal ends only the worker, which
-    ends it.
+    """One reader process.  It is in a session of its own, so that Ctrl-C in a terminal ends only the worker,
+    and the worker ends the reader.
     """
 
     def __init__(self, begins: tuple[Any, ...]) -> None:
@@ -118,7 +120,9 @@ class _Reader:
         return {name: _received(self._connection, dtype, shape) for name, dtype, shape in tensors}
 
     def end(self, *, kill: bool = False) -> str:
-        """Waits until the process has ended, and returns how, in words.  With ``kill`` it ends now."""
+        """Waits until the process has ended, and returns how it ended, in words.  With ``kill`` it is killed
+        first.
+        """
         if kill:
             self._process.kill()
         else:
@@ -128,7 +132,7 @@ class _Reader:
 
 
 def send(connection: Connection, batch: Mapping[str, torch.Tensor]) -> None:
-    """Sends what :meth:`_Reader.read` returns."""
+    """Sends ``batch`` to the worker, where :meth:`_Reader.read` returns it."""
     parts = {name: value.detach().cpu().contiguous() for name, value in batch.items()}
     flat = [value.flatten().view(torch.uint8).numpy().data for value in parts.values()]
     connection.send((None, "", [(name, value.dtype, tuple(value.shape)) for name, value in parts.items()]))

@@ -1,4 +1,4 @@
-"""Reads datasets that others define by their rows: map-style ones of torch, and those of Hugging Face's
+"""Reads datasets that are defined by their rows: map-style datasets of torch, and datasets of Hugging Face's
 ``datasets``.
 
 Such a dataset has ``len()`` and ``dataset[i]``.  :class:`SelectedRows` makes a batch of its rows as torch's
@@ -28,14 +28,14 @@ WRONG_ROWS = (
     "dataset a collate_fn"
 )
 SAMPLED = 64
-"""Number of rows by which a dataset is known again that does not say itself which rows it has: so many images
-take about a second.
+"""Number of rows in the digest that identifies a dataset without a fingerprint of its own: 64 images take
+about a second.
 """
 
 
 class SelectedRows:
-    """A dataset that reads the rows of another one by their indices.  Other attributes, as ``lengths``, are
-    those of that one.
+    """A dataset that reads the rows of another dataset, ``rows``, by their indices.  All further attributes,
+    as ``lengths``, are those of ``rows``.
     """
 
     def __init__(self, rows: Any, named: str) -> None:
@@ -44,13 +44,13 @@ class SelectedRows:
         self._collate: Callable[[list[Any]], Any] = getattr(rows, "collate_fn", None) or default_collate
         self._by = "default_collate" if self._collate is default_collate else "its collate_fn"
         self.made_by = f"{self._by} of its rows", WRONG_ROWS
-        """The maker of batches, and what mends one that is none, for errors."""
+        """The name of the code that makes batches, and how to mend a wrong batch, for errors."""
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "rows":  # of a copy that is being made
+        if name == "rows":  # a copy that is being made lacks it
             raise AttributeError(name)
         return getattr(self.rows, name)
 
@@ -78,7 +78,7 @@ class SelectedRows:
 
     @property
     def note(self) -> str:
-        """The sentence that says how samples are made, and by what they are known again."""
+        """The sentence that says how samples are made, and by which fingerprint the run knows them again."""
         return (
             f"{self._named}: samples are its rows, made a batch by {self._by}, and the run knows them "
             f"again by {self._known_by[1]}"
@@ -86,7 +86,7 @@ class SelectedRows:
 
     @property
     def _known_by(self) -> tuple[str, str]:
-        """The fingerprint, and where it is from."""
+        """The fingerprint, and the words for where it comes from."""
         if callable(own := getattr(self.rows, "fingerprint", None)):
             return str(own()), "its fingerprint()"
         if isinstance(found := getattr(self.rows, "_fingerprint", None), str) and found:
@@ -122,10 +122,11 @@ def notes_of(dataset: Dataset) -> list[str]:
 
 
 def dataset_of(code: Any, args: Mapping[str, Any], named: str) -> Dataset:
-    """Returns the dataset that ``code`` makes of ``args``, or that it is.  One that has rows by index is a
-    :class:`SelectedRows` then.
+    """Returns the dataset that ``code`` makes of ``args``, or ``code`` itself if it is a dataset.  A dataset
+    that has rows by index becomes a :class:`SelectedRows`.
 
-    Raises :class:`DataError` for what gives no sample by its number, and whatever ``code`` raises.
+    Raises :class:`DataError` for a dataset that cannot give a sample by its number, and whatever ``code``
+    raises.
     """
     is_one = not callable(code) or hasattr(type(code), "__getitem__")
     if is_one and args:

@@ -56,8 +56,8 @@ def text_files(sources: Iterable[str | Path], suffixes: Sequence[str] = SUFFIXES
     """Returns the files that ``sources`` name, and the files with one of ``suffixes`` in the folders that
     they name.
 
-    Files of a folder are sorted by path; hidden files are left out, and so are the files of datasets, but not
-    what lies beside them.
+    Files of a folder are sorted by path; hidden files and the files of prepared datasets are left out, but
+    not other files beside these.
     """
     return [file for source in sources for file in (_itself(str(source)) or _below(str(source), suffixes))]
 
@@ -147,11 +147,11 @@ def _rows(file: TextFile, field: str) -> Iterator[Document]:
 
 
 def _checked(text: bytes, file: TextFile) -> bytes:
-    """Returns ``text``, without the mark of UTF-8 at its beginning that some editors write.  Raises
+    """Returns ``text`` without the byte order mark that some editors write at its beginning.  Raises
     :class:`DataError` unless it is UTF-8.
 
-    Letters in UTF-16 are valid UTF-8, too, with a zero after each; so no text has zeros in more than a
-    quarter of its bytes.
+    Latin letters in UTF-16 are valid UTF-8, too, with a zero byte beside each letter.  So a text in which
+    more than a quarter of the bytes are zero is refused.
     """
     if text.count(0) * 4 > len(text):
         line = text.count(b"\n", 0, text.index(0)) + 1

@@ -185,8 +185,8 @@ def read_tokenizer(path: str | Path, end: str | None = None) -> Trained:
     """Returns the encoder of a tokenizer.json, or of a folder with one, as `save_pretrained` and the Hugging
     Face hub have it.
 
-    Documents end with ``end``.  Without it a folder says by itself which token that is, its ``eos_token``.
-    Raises :class:`DataError` if the tokenizer cannot be read, or has no such token.
+    Documents end with the token ``end``, by default the ``eos_token`` that a folder names.  Raises
+    :class:`DataError` if the tokenizer cannot be read, or has no such token.
     """
     path = Path(path)
     if not path.is_dir():

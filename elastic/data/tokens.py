@@ -52,8 +52,8 @@ class TokenDataset:
         return self._samples
 
     def read(self, ids: tuple[int, ...]) -> dict[str, torch.Tensor]:
-        """Returns ``{"tokens": int64 [samples, seq_len + 1]}``, and ``"documents"``, int32 of the same shape,
-        if they are asked for.
+        """Returns ``{"tokens": int64 [samples, seq_len + 1]}``, and with ``documents`` also ``"documents"``,
+        int32 of the same shape.
 
         Documents are counted from 0 in each sample.  Raises :class:`IndexError` if there is no such sample.
         """
@@ -68,7 +68,7 @@ class TokenDataset:
         return batch
 
     def encoder(self) -> Encoder:
-        """Returns what turned the text into tokens."""
+        """Returns the encoder that turned the text into tokens."""
         return encoder_of(ObjectStore.open(self.path), self._files.description)
 
     def fingerprint(self) -> str:

@@ -1,12 +1,12 @@
 """MLflow: a tracking server, or any other store that a tracking URI names.
 
-All rows belong to one MLflow run.  It carries the id of the run in the bucket as a tag, by which whoever goes
-on finds it again.
+All rows belong to one MLflow run.  It has a tag with the id of the run in the bucket, by which a process that
+goes on finds it again.
 
 MLflow adds the numbers of a call one by one, and would add a step twice.  So the first call of a process
-reads back which step each metric has last, and every call leaves out what is there: each step is there once,
-whichever process dies at whatever moment.  If two coordinators live at the same time, of which one is cut off
-and still reaches MLflow until its lease ends, a step may be there twice.
+reads back which step each metric has last, and every call leaves out the steps that are there.  So each step
+is there once, whichever process dies at whatever moment.  One case remains: a coordinator that is cut off,
+but reaches MLflow until its lease ends, may add a step that its successor adds, too.
 """
 
 from __future__ import annotations

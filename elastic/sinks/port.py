@@ -1,15 +1,15 @@
 """The port: what every sink of metrics can do, and what it is told of its run.
 
-A sink gets only rows that no fall-back takes back, in order of their steps.  "Each step once" holds against
-the death of any process as follows: a sink says itself which step it has last, so what counts is what is
-there, not what somebody meant to write.
+A sink gets only rows that no fall-back takes back, in order of their steps.  Each step comes once, even if
+any process dies: a sink says itself which step it has last, so the steps that it has count, and not those
+that a process meant to write.
 
 Steps that a person has abandoned (``rollback``, ``--resume 15000``) stay where they were shown.  What goes on
 from there is another run of the tracker, named after the branch, with all steps that count.
 
-In one case a sink keeps the numbers that it got first, and gets none of the same steps later: steps that are
-done again since a checkpoint proved to be damaged after they were handed on.  ``elastic metrics`` prints
-those that count.
+In one case a sink keeps old numbers: if a checkpoint proves to be damaged after its steps were handed on,
+these steps are done again, and the sink does not get their new rows.  ``elastic metrics`` prints the numbers
+that count.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from storage.objects import ObjectStore
 AXES = ("step", "time", "final", "validation_data")
 """Names in a row that say where it belongs.  All others are what is shown."""
 EVENT = "event"
-"""The name of the sentence in the first row of a world that says why there is a new one.  All other values
+"""The name of the sentence in the first row of a world that says why there is a new world.  All other values
 are numbers.
 """
 
@@ -43,7 +43,7 @@ class TrackedRun:
     """A run as a sink knows it.
 
     ``settings`` are those of its job, flat, by dotted names.  ``store`` is its bucket.  ``branch`` is the
-    newest branch that has abandoned steps which sinks were shown; 0 without one.
+    newest branch that has abandoned stored steps, which sinks may show; 0 without such a branch.
     """
 
     name: str
@@ -53,7 +53,7 @@ class TrackedRun:
 
     @property
     def title(self) -> str:
-        """The name under which a tracker shows it, another one after steps were abandoned."""
+        """The name under which a tracker shows the run; it changes when a branch abandons steps."""
         return f"{self.name}-branch-{self.branch}" if self.branch else self.name
 
     @property
@@ -94,8 +94,8 @@ class Sink(Protocol):
     """A place outside of the metrics folder that gets the rows, such as a database or a tracker.
 
     It is made with a :class:`TrackedRun` and the arguments of ``metrics.sinks``, on a thread of its own.  A
-    run may go on in another process, on another machine: what is made there with the same arguments must be
-    the same place.
+    run may go on in another process, on another machine: a sink that is made there with the same arguments
+    must be the same place.
     """
 
     def last(self) -> int:
@@ -115,7 +115,7 @@ def shown(row: Row) -> dict[str, float]:
 def sink_class(name: str) -> Callable[..., Sink]:
     """Returns the class that a key of ``metrics.sinks`` names.
 
-    Raises :class:`CodeError` if it is not there, or a package that it needs.
+    Raises :class:`CodeError` if the class, or a package that it needs, is not there.
     """
     if ":" in name:
         found: Callable[..., Sink] = load(name, "metrics.sinks")

@@ -2,15 +2,15 @@
 
     <run>/tensorboard/<run>/events.out.tfevents.000000000051
 
-An event file has the rows of some steps, and its name has the first of them.  It is created whole and never
-again, as every object is:
-so each step is there exactly once, whichever process dies at whatever moment, and even if two coordinators
-write at the same time. TensorBoard reads all files of a folder in the order of their names as one run:
-``tensorboard --logdir <bucket>/<run>/tensorboard``, also in object stores that fsspec knows.
+An event file has the rows of some steps, and its name has the first step.  A file is created whole and never
+again, as every object is, so each step is there exactly once, whichever process dies at whatever moment, and
+even if two coordinators write at the same time. TensorBoard reads all files of a folder in the order of their
+names as one run: ``tensorboard --logdir <bucket>/<run>/tensorboard``, also in object stores that fsspec
+knows.
 
-torch's ``SummaryWriter`` appends to a local file instead, where a death leaves half a record, and a restart
-on another machine no file. Only protocol buffers and the framing of records are used here, both TensorBoard's
-own.
+torch's ``SummaryWriter`` is not used: it appends to a local file, where a death leaves half a record, and
+which a restart on another machine does not have.  Only TensorBoard's own protocol buffers and framing of
+records are used here.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Weights & Biases, online or offline.
 
 All that is ever written belongs to one W&B run: its id is that of the run in the bucket.  The rows of each
-call are a session of their own, which W&B has finished, and so has all of, before the call returns.  Between
-two saves W&B therefore shows the run as finished.
+call are a session of their own.  The call returns when W&B has finished the session, and so has all its rows.
+Between two saves W&B therefore shows the run as finished.
 
 Offline, a session is made beside its place and moved there when it is whole, so that each step is there
 exactly once:
@@ -11,10 +11,10 @@ exactly once:
 
 ``wandb sync <folder>/<run>-<id>/*/wandb/offline-run-*`` sends them on, in order.
 
-Online, W&B itself says with which step a resumed run goes on, and refuses earlier ones.  For a folder that is
-not there on another machine, the bucket has a note of the last step.  One case remains, offline, with folders
-on several machines: if one dies between the move and the note, two sessions hold the same steps, of which W&B
-refuses the second ones when they are sent on in order.
+Online, W&B itself says with which step a resumed run goes on, and refuses earlier ones.  For another machine,
+which does not have the folder, the bucket has a note of the last step.  One case remains, offline, with
+folders on several machines: if a machine dies between the move and the note, two sessions hold the same
+steps.  W&B refuses those of the second session when both are sent on in order.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Tracker:
             "resume": "allow",
         }
         self._about |= {"config": dict(run.settings), "mode": mode, "reinit": "create_new"}
-        for begun in self._folder.glob(f"{BEGUN}*"):  # of sessions that died
+        for begun in self._folder.glob(f"{BEGUN}*"):  # left by sessions that died
             shutil.rmtree(begun, ignore_errors=True)
 
     def last(self) -> int:
@@ -100,7 +100,7 @@ class Tracker:
         run = wandb.init(**self._about, dir=str(folder), settings=settings)
         try:
             for row in rows:
-                if row["step"] >= run.starting_step:  # a session that died before its note had sent those
+                if row["step"] >= run.starting_step:  # else a session that died before its note has sent it
                     words = {EVENT: row[EVENT]} if EVENT in row else {}
                     run.log({**shown(row), **words}, step=int(row["step"]))
         finally:

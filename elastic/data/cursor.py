@@ -116,8 +116,8 @@ class Cursor:
         self._seed = draws[0].seed
 
     def avoid(self, samples: Mapping[int, int], anywhere: Collection[int] = ()) -> None:
-        """Replaces each of ``samples`` by another sample of its source, from the step on to which it is
-        mapped.
+        """Replaces each of ``samples``, from its step on, by another sample of its source.  ``samples`` maps
+        a sample to its step.
 
         Samples in ``anywhere`` are replaced by samples of any source.  At least one sample must be left to
         choose from.
@@ -174,7 +174,7 @@ class Cursor:
         return self._drawn(step, index * microbatch, microbatch)
 
     def idle_ids(self, step: int, microbatch: int) -> tuple[int, ...]:
-        """Returns the sample ids that a rank without a microbatch runs to keep the others company: short
+        """Returns the sample ids that a rank without a microbatch runs while other ranks run theirs: short
         samples if the lengths are known.
         """
         last = self.batches.of(step) // microbatch - 1
@@ -220,7 +220,7 @@ class Cursor:
 
 
 class _Stream:
-    """The endless sequence of one dataset, or of one part of a mixture, whose name is then ``tag``."""
+    """The endless sequence of one dataset, or of one part of a mixture, which ``tag`` then names."""
 
     def __init__(self, samples: int, draws: Sequence[Draw], *tag: object) -> None:
         self.samples, self.tag = samples, tag
@@ -254,9 +254,7 @@ class _Mixed:
                 self.deals[-1].before(draw.since) if self.deals else (0,) * len(sizes),
                 shares(draw.weights),
             )
-            if (
-                not self.deals or self.deals[-1].whole != whole
-            ):  # equal weights keep their turns, which stay exact
+            if not self.deals or self.deals[-1].whole != whole:  # equal weights keep their turns
                 self.deals.append(MixtureTurns(draw.since, had, whole))
             for each, since in zip(streams, had, strict=True):
                 each.append(draw._replace(since=since))

@@ -142,8 +142,8 @@ class Loader:
         self._top_up()
 
     def avoid(self, samples: Mapping[int, int], anywhere: Collection[int] = ()) -> None:
-        """Replaces each of ``samples``, from the step on to which it is mapped, and drops what was read ahead
-        if ``samples`` has changed.
+        """Replaces each of ``samples`` from its step on, and drops what was read ahead if ``samples`` has
+        changed.  ``samples`` maps a sample to its step.
 
         A sample in ``anywhere`` is replaced by a sample of any source, any other one by a sample of its own
         source.

@@ -30,7 +30,7 @@ class Mixture:
 
     Each of ``parts`` is a table with ``dataset``, the class as ``pkg.module:Class`` (by default that of
     prepared tokens), and ``args``, its arguments.  All must give tensors of the same names and shapes.
-    Raises :class:`DataError` for a part that is no such table, or has no samples.
+    Raises :class:`DataError` without parts, and for a part that is no such table or has no samples.
     """
 
     def __init__(self, parts: Sequence[Mapping[str, Any]]) -> None:

@@ -154,7 +154,7 @@ def make_sure(store: ObjectStore, job: Job, origin: Origin | None) -> None:
 
 def _make_sure(store: ObjectStore, holder: Origin, name: str) -> None:
     """Writes the reference of the run ``name``, whose ``job.json`` is there, if a collection removed it
-    before. Raises as :func:`_hold` does.
+    before.  Raises as :func:`_hold` does.
     """
     if not store.exists(f"{holder.run}/references/{Reference(name, holder.version).name}"):
         _hold(store, holder, Reference(name, holder.version))

@@ -302,7 +302,9 @@ class Sinks:
             each.begin(lineage, until)
 
     def close(self) -> None:
-        """Ends when every sink has got its rows or has failed, at the latest after :data:`CLOSE_S`."""
+        """Ends the threads when every sink has got its rows or has failed, at the latest after
+        :data:`CLOSE_S`.
+        """
         until = time.monotonic() + CLOSE_S
         for each in self._each:
             each.closing.set()

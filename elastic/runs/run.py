@@ -331,8 +331,8 @@ class Run:
         return state, "; ".join(filter(None, (self.passed_over(state, put_away=True), before)))
 
     def passed_over(self, state: RunState, *, put_away: bool = False) -> str:
-        """Returns the sentence about the damaged checkpoints that are newer than the newest good one of
-        ``state``, which takes their place; "" if there are none.
+        """Returns the sentence about the damaged checkpoints after the newest good checkpoint of ``state``,
+        which takes their place; "" if there are none.
 
         With ``put_away`` the damaged checkpoints are quarantined, so that nobody opens them again.
         """

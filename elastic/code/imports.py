@@ -473,7 +473,7 @@ def python_files(folder: Path) -> list[str]:
 
 
 def _named(folder: Path, name: str) -> Sequence[Path]:
-    """Returns the package or module ``name`` in ``folder``.
+    """Returns the paths of the package and of the module ``name`` in ``folder``, as far as they are there.
 
     A folder without ``__init__.py`` is left out: Python prefers any package on the path to it.
     """

@@ -241,14 +241,16 @@ class Run:
         """Claims the next incarnation, or the incarnation ``after`` + 1, for this process.  With ``trains``
         the process trains the run by itself; otherwise it only changes the run.
 
-        Raises :class:`JobError` if another process of this machine trains the run already, and
+        Raises :class:`JobError` if another process of this machine trains or changes the run already, and
         :class:`Exists` as :meth:`claim` does.
         """
         self.check_local()
         return self.claim(LOCAL, after=after, **alone.claim(trains))
 
     def local_process(self) -> int:
-        """Returns the id of another process of this machine that trains the run with ``--local``, or 0."""
+        """Returns the id of another process of this machine that trains the run with ``--local``, or changes
+        it; 0 if there is none.
+        """
         owner = self.owner()
         if owner is None or not (pid := alone.process(owner)):
             return 0

@@ -28,24 +28,10 @@ class Waves(torch.utils.data.Dataset):
 
 
 def loss(model, batch):
-    return nn.functional.mse_loss(model(batch["x"]), batch["y"], reduction="sum"), torch.tensor(
-        batch["y"].numel()
-    )
+    return nn.functional.mse_loss(model(batch["x"]), batch["y"], reduction="sum"), torch.tensor(batch["y"].numel())
 
 
 if __name__ == "__main__":
-    given = {
-        "model": Net,
-        "model_args": {"width": 32},
-        "loss": loss,
-        "data": {"dataset": Waves},
-        "workers": {"max": 2},
-    }
-    usual = {
-        "optim": {"lr": 1e-2, "betas": (0.9, 0.999), "weight_decay": 0.0, "clip_norm": 1e9},
-        "schedule": {"kind": "constant"},
-    }
-    launch(
-        Job(name="waves", bucket="moved", steps=64, global_batch=32, microbatch=4, **given, **usual),
-        local="--local" in sys.argv,
-    )
+    given = {"model": Net, "model_args": {"width": 32}, "loss": loss, "data": {"dataset": Waves}, "workers": {"max": 2}}
+    usual = {"optim": {"lr": 1e-2, "betas": (0.9, 0.999), "weight_decay": 0.0, "clip_norm": 1e9}, "schedule": {"kind": "constant"}}
+    launch(Job(name="waves", bucket="moved", steps=64, global_batch=32, microbatch=4, **given, **usual), local="--local" in sys.argv)

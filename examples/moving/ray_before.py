@@ -41,6 +41,4 @@ def train_loop_per_worker(config):
 
 if __name__ == "__main__":
     scaling = ScalingConfig(num_workers=1 if "--local" in sys.argv else 2)
-    TorchTrainer(
-        train_loop_per_worker, train_loop_config={"width": 32, "lr": 1e-2}, scaling_config=scaling
-    ).fit()
+    TorchTrainer(train_loop_per_worker, train_loop_config={"width": 32, "lr": 1e-2}, scaling_config=scaling).fit()

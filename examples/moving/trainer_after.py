@@ -6,13 +6,7 @@ import torch
 
 from elastic import Job, launch
 
-SHAPE = {
-    "vocab_size": 32,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-}
+SHAPE = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 
 class Counting(torch.utils.data.Dataset):
@@ -31,10 +25,7 @@ class Counting(torch.utils.data.Dataset):
 
 
 if __name__ == "__main__":
-    model = {
-        "model": "elastic.models.transformers_lm:build",
-        "model_args": {"config": {"model_type": "llama", **SHAPE}},
-    }
+    model = {"model": "elastic.models.transformers_lm:build", "model_args": {"config": {"model_type": "llama", **SHAPE}}}
     job = Job(
         name="counting",
         bucket="moved",

@@ -215,7 +215,8 @@ def test_the_wheel_holds_our_packages_and_nothing_else(wheel: Path) -> None:
     ours = {
         str(file.relative_to(ROOT))
         for package in ("elastic", "actors", "storage")
-        for file in (ROOT / package).rglob("*.py")
+        for file in (ROOT / package).rglob("*")
+        if file.suffix in (".py", ".html", ".css", ".js")
     }
     assert code == ours
 

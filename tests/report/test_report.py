@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from actors.cli import main
-from actors.cli.report_command import facts_of
+from actors.cli.facts import facts_of
 from elastic.ids import Version, WorkerId
 from elastic.journal import codec
 from elastic.plan.retention import Keep, Rule, reasons

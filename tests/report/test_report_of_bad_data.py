@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from actors.cli import main
-from actors.cli.report_command import facts_of
+from actors.cli.facts import facts_of
 from actors.cli.run_commands import Absent
 from actors.launch import launch, lines_of
 from actors.screen import Screen

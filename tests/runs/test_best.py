@@ -13,7 +13,7 @@ import pytest
 
 from actors.cli import checkpoint_commands
 from actors.cli.branch_commands import described
-from actors.cli.report_command import facts_of
+from actors.cli.facts import facts_of
 from elastic.ids import Version
 from elastic.job import Job
 from elastic.journal import codec

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from actors.cli import main
-from actors.cli.report_command import facts_of
+from actors.cli.facts import facts_of
 from elastic.report.page import page_of
 from elastic.runs.metrics import rows_of
 from elastic.runs.run import Run

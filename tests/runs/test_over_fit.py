@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from actors.cli.report_command import facts_of
+from actors.cli.facts import facts_of
 from actors.cli.run_commands import Absent
 from elastic.ids import Version
 from elastic.report.best import RISES, Loss, over_fit

@@ -143,8 +143,8 @@ CONTROL: dict[str, tuple[Breach, ...]] = {
             ("isolated_interregnum", 2),
             Edit(
                 "takeover",
-                "lease_until = now + rules.coordinator_lease_over_s + rules.lease_over_s if run",
-                "lease_until = 0.0 if run",
+                "        now + rules.coordinator_lease_over_s + rules.lease_over_s\n",
+                "        0.0\n",
             ),
         ),
         Breach(

@@ -1,1 +1,1 @@
-"""One module for each parallel axis: how it rewrites the modules of a model."""
+"""The parameters of a wrapped model: whole or split, gathered from members, or brought from the host."""

@@ -20,8 +20,8 @@ class Parameters(ABC):
     trained: frozenset[str]
     """The names of the parameters that have gradients."""
     copies: Sequence[Tensor] = ()
-    """The copies of parameters with which the model computes all the time, if it does so in another dtype, or
-    that come from the host.
+    """Memory beside ``parts`` with which the model computes: copies in another dtype, whole copies, and
+    copies that come from the host.
     """
 
     order: Order | None = None
@@ -39,18 +39,18 @@ class Parameters(ABC):
 
     @abstractmethod
     def refresh(self) -> None:
-        """Lets a pass of the model have the present values outside of a round.  Every member must do so."""
+        """Gives the model the present values for a pass outside of a round.  Every member must call it."""
 
     @abstractmethod
     def begin_round(self, number: int, *, last: bool) -> None:
-        """Prepares for the forward and backward pass of round ``number`` of a step, whose ``last`` one it may
-        be.
+        """Prepares for the forward and backward pass of round ``number`` of a step.  ``last`` tells that it
+        is the last round of the step.
         """
 
     @abstractmethod
     def end_forward(self) -> None:
-        """Ends the forward pass of a round.  Collectives that are not the parameters' own may follow: these
-        have all begun.
+        """Ends the forward pass of a round.  Other collectives may follow, because all gathers of parameters
+        have begun.
         """
 
     @abstractmethod
@@ -69,13 +69,15 @@ class Parameters(ABC):
 
     @abstractmethod
     def writes(self) -> Mapping[str, Hashable]:
-        """Returns a mark for each parameter, which is another one once anybody but this class has written to
-        what the model finds there, or has given it other memory, or a hook on its gradient.
+        """Returns a mark for each parameter, by name.  The mark changes when other code writes to the tensor
+        that the model finds there, gives it other memory, or puts a hook on its gradient.
         """
 
     @abstractmethod
     def is_own(self, name: str, found: object) -> bool:
-        """Returns whether ``found`` is what the model is to find as the parameter ``name``."""
+        """Returns whether ``found`` is the tensor that this class has put in the place of the parameter
+        ``name``.
+        """
 
 
 def in_place_of(parameter: nn.Parameter, values: Tensor) -> nn.Parameter:

@@ -17,7 +17,9 @@ from elastic.models.spec import ShardingTable
 
 
 class GatherBucket(NamedTuple):
-    """Names of consecutive blocks, in forward order; none for the rest of the model."""
+    """Consecutive blocks by name, in forward order, and their parameters.  Without blocks: the rest of the
+    model.
+    """
 
     blocks: tuple[str, ...]
     parameters: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""Gathers whole weights from the parts of all shards once a step: a group of them comes while the groups
+"""Gathers whole weights from the parts of all shards once a step: a group of weights comes while the groups
 before it are used.
 
 A group is the weights of one bucket of blocks; the first group is those of the rest of the model.  Groups are
@@ -6,10 +6,10 @@ gathered one after the other in the order of the blocks, so all members call the
 order, whatever their models use.  gloo sends in threads of its own, and NCCL on a stream of its own.  At most
 ``AHEAD`` groups are under way, which bounds the memory.
 
-Nothing is asked of the model.  While the weights of a module are old, its dictionary of parameters is one
-that waits for the new ones when somebody reads it, as in DeepSpeed's ZeRO-3.  So a weight may be used
-anywhere, also outside of its block, and is never that of an older step.  A block waits for its weights before
-it runs, because compiled code reads the parameters of its modules in another way.
+Nothing is asked of the model.  While the weights of a module are old, its dictionary of parameters is an
+:class:`Old`, which waits for the new weights when code reads from it, as in DeepSpeed's ZeRO-3.  So code may
+use a weight anywhere, also outside of its block, and never gets the values of an older step.  A block waits
+for its weights before it runs, because compiled code reads the parameters of its modules in another way.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ AHEAD = 1
 member's part of them.
 """
 COLLECTIVES = "collectives"
-"""Purpose of the stream for all collectives of whole weights and of their gradients: in one stream none
-overtakes another.
+"""Purpose of the stream for all collectives of whole weights and of their gradients: in one stream no
+collective overtakes another.
 """
 
 
 class Weight(NamedTuple):
-    """A weight with which the model computes, and this member's rows of it.  ``parameter`` is what the model
-    reads before it uses it.
+    """A weight with which the model computes, and this member's rows of it.  The model reads ``parameter``
+    before it uses the weight.
     """
 
     parameter: nn.Parameter
@@ -54,8 +54,9 @@ class Gathers:
     def __init__(
         self, model: nn.Module, world: World, groups: Sequence[Sequence[Weight]], blocks: Sequence[nn.Module]
     ) -> None:
-        """``groups`` are in the order in which ``model`` needs them, and it needs the first one before
-        anything runs; without any nothing is done."""
+        """``groups`` are in the order in which ``model`` needs them; the first one is needed before anything
+        runs.  Without groups this class does nothing.
+        """
         self.world = world
         self._groups = [_by_dtype(group) for group in groups]
         self._here = len(groups)
@@ -63,7 +64,7 @@ class Gathers:
         self._coming: deque[list[Callable[[], object]]] = deque()
         """The groups that are being gathered: calls after which the present stream has them."""
         self._owners: list[list[nn.Module]] = [[] for _ in groups]
-        """The modules with parameters in each group, and none in a later one."""
+        """The modules that have parameters in each group, and in no later group."""
         numbers = {id(weight.parameter): number for number, group in enumerate(groups) for weight in group}
         called = frozenset(blocks)
         for module in model.modules() if groups else ():
@@ -101,7 +102,7 @@ class Gathers:
             self._begin_next()
 
     def finish(self) -> None:
-        """Gathers what is not gathered yet.  No other collective may begin before."""
+        """Gathers the groups that are left.  No other collective may begin before."""
         if self._groups:
             self.need(len(self._groups) - 1)
 
@@ -133,7 +134,7 @@ class Gathers:
         ends = ends_of(whole, shards)
         mine = torch.empty(ends[-1], dtype=whole[0].dtype, device=self.world.device)
         places = [mine[first:][: weight.part.numel()] for weight, first in zip(weights, ends, strict=False)]
-        # from the host, it may be
+        # the parts may be in the host's memory
         torch._foreach_copy_(places, [weight.part.flatten() for weight in weights], non_blocking=True)
         everyone = mine.new_empty(shards * len(mine))
         wait = self.world.begin_all_gather(everyone, mine)
@@ -159,8 +160,8 @@ class Gathers:
 
 
 class Old(dict[str, Any]):
-    """The parameters of a module, with old values.  Who reads one waits for the new ones; then the module has
-    its own dictionary again.
+    """The parameters of a module while their values are old.  A read waits for the new values; then the
+    module has its own dictionary again.
     """
 
     def __init__(self, own: dict[str, nn.Parameter | None], need: Callable[[], None]) -> None:
@@ -185,8 +186,8 @@ class Old(dict[str, Any]):
 
 
 def ends_of(whole: Sequence[Tensor], shards: int) -> list[int]:
-    """Returns where each parameter begins in memory that has the parts of one shard, each as long as the
-    longest, and where it ends.
+    """Returns the places at which the parameters begin in the memory of one shard, and the place at which the
+    last one ends.  A part takes as much memory as the longest part of its parameter.
     """
     ends = [0]
     for parameter in whole:
@@ -196,8 +197,8 @@ def ends_of(whole: Sequence[Tensor], shards: int) -> list[int]:
 
 
 def _pairs(whole: Tensor, found: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Returns what is to be copied where: ``found`` [shards, n] are the parts of ``whole``, of which the last
-    ones may be short.
+    """Returns pairs (place in ``whole``, values to copy there).  ``found`` [shards, n] are the parts of
+    ``whole``, of which the last ones may be short.
     """
     # the number of parts that are not short
     flat, full = whole.detach().flatten(), whole.numel() // found.shape[1]
@@ -219,9 +220,9 @@ def _last(parameters: Iterable[nn.Parameter], numbers: dict[int, int]) -> int:
 
 
 def before_calls(module: nn.Module, need: Callable[[], None]) -> None:
-    """Lets ``need`` come before each call of ``module``, and before all that comes there by now.
+    """Calls ``need`` before each call of ``module``, and before the hooks that the module has by now.
 
-    It stays outside of compiled code, which looks at parameters first of all.
+    The call stays outside of compiled code, which looks at parameters before anything else.
     """
     compiled = module._compiled_call_impl
     if compiled is None:

@@ -1,18 +1,17 @@
-"""The order in which a member gathers and sums the blocks of a model that is split, and whether it is that of
-the other members.
+"""Checks that all members gather and sum the blocks of a split model in the same order.
 
-A collective knows nothing of blocks: the n-th of one member meets the n-th of each other.  So if members run
-blocks in different orders, as a model may whose ways depend on its samples, weights are made of parts of two
-blocks, and gradients are sums of two blocks' gradients: they have the right shapes, and nobody notices.  If
-members run different numbers of blocks, they wait for ever.
+A collective knows nothing of blocks: the n-th collective of one member meets the n-th of every other member.
+So if members run blocks in different orders, as they may if samples decide which blocks run, weights are made
+of parts of two blocks, and gradients are sums of two blocks' gradients: they have the right shapes, and
+nobody notices.  If members run different numbers of blocks, they wait for ever.
 
-Each member notes what it begins, which is all that a fast step pays for.  The commit compares a digest of the
-notes (``Head.order``), before anything is applied.  A world that stands still comes to no commit: then each
-member puts its notes into the world's store, and world rank 0 looks whether they differ, first by digests.
-So does a world whose steps are longer than that, once a step.
+Each member notes each collective that it begins; a fast step pays for nothing else.  The commit compares a
+digest of the notes (``Head.order``), before anything is applied.  A world that stands still comes to no
+commit: then each member puts its notes into the world's store, and world rank 0 compares them, digests first.
+If a step takes longer than the interval of this check, members do it once a step.
 
 Known gap: where a collective of one block meets that of a larger one, gloo ends the process (SIGABRT), and
-nobody can look any more.
+nobody can compare notes any more.
 """
 
 from __future__ import annotations
@@ -34,15 +33,17 @@ from elastic.errors import WorldBroken
 DIGEST = 6
 """Bytes of a digest: a commit record has float64, which are exact for integers of 6 bytes."""
 WAIT_S = 10.0
-"""Seconds in which all members tell their notes once all know that these differ, and as many in which world
-rank 0 tells the difference. It takes milliseconds; without them the sentence says less."""
+"""Seconds in which all members put their notes into the store once a commit has found that notes differ, and
+as many in which world rank 0 tells the difference.  Both take milliseconds.  If notes come too late, the
+sentence for the user says less.
+"""
 SHOWN = 8
-"""Largest number of world ranks that a sentence names for one thing that they did."""
+"""Largest number of world ranks that a sentence lists for one note."""
 COMPARED = 16
 """Largest number of unlike lists of notes that are compared."""
 STANDING, COMMITTING, SAID = "order/standing", "order/committing", "order/said"
-"""Keys of the store: before the world rank of a member that stands still, or has found a difference in a
-commit; and of the sentence.
+"""Keys of the store.  The world rank of a member that stands still, or has found a difference in a commit,
+follows the first two; the third has the sentence for the user.
 """
 UNLIKE = (
     "with parallel.zero = 3 the weights of a block are gathered from all members when it runs, so all must "
@@ -99,7 +100,7 @@ class Order:
         call this.
         """
         found, store, most = "", self.world.store, datetime.timedelta(seconds=WAIT_S)
-        with suppress(dist.DistError, RuntimeError):  # of the store: what is known without it is told
+        with suppress(dist.DistError, RuntimeError):  # errors of the store
             self._tell(COMMITTING)
             if self.world.rank == 0:
                 with suppress(dist.DistError, RuntimeError):  # somebody is late
@@ -113,10 +114,10 @@ class Order:
 
     @contextmanager
     def watched(self, every_s: float, tell: Callable[[str], None]) -> Iterator[None]:
-        """Looks every so many seconds whether this member stands still, in a thread of its own, and if so,
-        whether that is why.
+        """Checks every ``every_s`` seconds, in a thread of its own, whether this member stands still, and if
+        so, whether different orders are the reason.
 
-        Every member must do so.  In the one with world rank 0, ``tell`` gets the sentence.
+        Every member must do so.  On world rank 0 ``tell`` gets the sentence for the user.
         """
         over = threading.Event()
         threading.Thread(target=self._watch, args=(over, every_s, tell), name="order", daemon=True).start()
@@ -127,7 +128,7 @@ class Order:
 
     def _watch(self, over: threading.Event, every_s: float, tell: Callable[[str], None]) -> None:
         before, told = (0, 0), (0, 0)
-        with suppress(dist.DistError, RuntimeError, WorldBroken):  # of the store: without it nobody can look
+        with suppress(dist.DistError, RuntimeError, WorldBroken):  # errors of the store
             while not over.wait(every_s):
                 commits, begun = self._notes
                 now = commits, len(begun)
@@ -175,11 +176,11 @@ def _digest(begun: array[int]) -> int:
 def difference(
     notes: Mapping[int, Sequence[int]], words: Sequence[str], alike: Mapping[int, Sequence[int]] | None = None
 ) -> str:
-    """Returns where members differ, by world rank, and what each did there; "" if nobody did another thing
-    than others.
+    """Returns words about the first place at which the ``notes`` of members, by world rank, differ; "" if
+    there is none.
 
-    A member that has come less far differs from nobody.  ``alike`` has the ranks of all members with the
-    notes of a rank.
+    Missing notes are no difference: such a member has not come as far.  ``alike`` maps each rank in ``notes``
+    to all ranks with the same notes.
     """
     alike = alike or {}
     begun = 0

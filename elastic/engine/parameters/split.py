@@ -102,8 +102,8 @@ class Split(Parameters):
         }
 
     def refresh(self) -> None:
-        """FSDP2 gathers the present values in each pass, of the root only if a pass without gradients has not
-        left them gathered.  Those in fp8 are cast before.
+        """Frees gathered weights, so that FSDP2 gathers the present values in the next pass; a pass without
+        gradients leaves the weights of the root gathered.  Weights in fp8 are cast.
         """
         for module in self._modules:
             module.reshard()
@@ -124,13 +124,13 @@ class Split(Parameters):
             held.unused = True
 
     def end_forward(self) -> None:
-        """FSDP2 has gathered everything in the forward pass.
+        """Checks that each module had one part in the forward pass, in which FSDP2 has gathered all weights.
 
-        Members gather and sum module by module.  If one of them leaves a module out, it takes another
-        module's for it; and an ordered sum takes one gradient of each module in a microbatch.  So a pass with
-        gradients raises :class:`ModelError` if a module did not run, ran with gradients twice, or is summed
-        already, by a backward pass within the loss.  In a reentrant checkpoint a module runs without them, so
-        if it never runs with gradients its other runs count.
+        Members gather and sum module by module.  If one member leaves a module out, its next collective meets
+        that of another module; and an ordered sum takes one gradient of each module in a microbatch.  So a
+        pass with gradients raises :class:`ModelError` if a module did not run, ran with gradients twice, or
+        is summed already, by a backward pass within the loss.  In a reentrant checkpoint a module runs
+        without gradients, so if it never runs with gradients its other runs count.
         """
         for name, each in self._reduces.items() if torch.is_grad_enabled() else ():
             parts = each.runs or each.passes
@@ -147,8 +147,8 @@ class Split(Parameters):
                 raise ModelError(wrong.format(name=name or "the model itself"))
 
     def end_round(self) -> None:
-        """FSDP2 has summed everything in the backward pass.  Raises :class:`ModelError` if a module had no
-        part in that, or two of them.
+        """Checks that FSDP2 has summed each module once in the backward pass.  Raises :class:`ModelError` if
+        a module had no part in it, or two parts and the scheme keeps the sums.
         """
         for name, each in self._reduces.items():
             if (
@@ -188,7 +188,7 @@ class Split(Parameters):
 
 
 def _held_by(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> dict[str, Any]:
-    """Returns what FSDP2 knows of each of ``parameters``, by name."""
+    """Returns FSDP2's record of each of ``parameters``, by name."""
     names, found = {id(parameter): name for name, parameter in parameters.items()}, dict[str, Any]()
     for module in _wrapped(model).values():
         for each in getattr(_group(module), "fsdp_params", ()):
@@ -198,8 +198,8 @@ def _held_by(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> dict[s
 
 
 def _written(part: Any, held: Any) -> Hashable:
-    """Returns how often the part of a parameter, and the gathered one since it was made, were written to,
-    where that one is, its hooks, and whether it is trained.
+    """Returns the mark of :meth:`Split.writes`: how often the part of a parameter and the gathered parameter
+    were written to, the memory and the hooks of the gathered parameter, and whether it is trained.
     """
     whole = getattr(held, "_unsharded_param", None)
     if whole is None:
@@ -216,8 +216,8 @@ def _written(part: Any, held: Any) -> Hashable:
 
 
 def keep_their_kind(model: nn.Module, before: Mapping[tuple[nn.Module, str], nn.Parameter]) -> None:
-    """Lets code of the model take FSDP2's parameters for those of ``before``, by the module and the name that
-    they have there.
+    """Lets code of the model take FSDP2's parameters for those that they replace: ``before``, by module and
+    name.
 
     FSDP2 makes a gathered parameter when it gathers it first, and keeps it.
     """
@@ -292,7 +292,7 @@ class _Master(Tensor):
 def apply_fp8_gather(
     model: nn.Module, world: World, table: ShardingTable, precision: Precision
 ) -> Fp8Weights | None:
-    """Lets the weights of layers that multiply in fp8 be gathered so, before ``model`` is wrapped."""
+    """Lets the weights of layers that multiply in fp8 be gathered in fp8, before ``model`` is wrapped."""
     if precision.fp8 is None:
         return None
     weights = Fp8Weights(weights_of(model, table), world, precision.fp8)
@@ -310,9 +310,9 @@ def apply_fsdp(model: nn.Module, world: World, table: ShardingTable, precision: 
     """Wraps each block by itself, and the rest of ``model`` as the root.  Gradients are summed and never
     divided.
 
-    FSDP2 warns of each module whose output is a view, as every ``nn.Linear`` of three dimensions returns: to
-    change that in place would be wrong.  Such a change ends the first step (:func:`tell_of_views`), so a run
-    without one need not be warned.
+    FSDP2 warns of each module whose output is a view, such as that of ``nn.Linear`` for an input of three
+    dimensions, because code must not change the view in place.  Such a change makes the first step fail
+    (:func:`tell_of_views`), so nobody needs the warning.
     """
     warnings.filterwarnings("ignore", VIEW_WARNING, UserWarning, FSDP_STATE)
     for each in (*(model.get_submodule(name) for name in table.blocks), model):
@@ -323,15 +323,15 @@ def apply_fsdp(model: nn.Module, world: World, table: ShardingTable, precision: 
 
 
 def tell_of_views(error: RuntimeError) -> None:
-    """Adds what to do to the error of a backward pass that a change in place has left without the weights of
-    a block.
+    """Adds advice to the error of a backward pass that lacks the weights of a block because of a change in
+    place.
     """
     if FREED in str(error):
         error.add_note(CHANGED_VIEW)
 
 
 def tell_of_reads(error: Exception) -> None:
-    """Adds what to do to the error of an operation on a weight whose block does not run."""
+    """Adds advice to the error of an operation on a weight whose block does not run."""
     if MIXED in str(error):
         error.add_note(OUTSIDE)
 
@@ -374,15 +374,15 @@ def _group(module: FSDPModule) -> Any:
 
 
 def _reduce_of(module: FSDPModule) -> _Reduce | None:
-    """Returns the sum of ``module``, if it has parameters of its own that are trained."""
+    """Returns the reduce-scatter of ``module``, if the module has parameters of its own that are trained."""
     group = _group(module)
     trained = group is not None and any(each.sharded_param.requires_grad for each in group.fsdp_params)
     return group._reduce_scatter_comm if trained and isinstance(group._reduce_scatter_comm, _Reduce) else None
 
 
 def _count(group: Any, ours: _Reduce) -> None:
-    """Lets ``ours`` know how often its module has run, and how often with gradients: a teacher, without them,
-    has no part in the sums.
+    """Lets ``ours`` count the runs of its module, and its runs with gradients.  A teacher model runs without
+    gradients, and has no part in the sums.
     """
     if group is None:
         return
@@ -397,11 +397,11 @@ def _count(group: Any, ours: _Reduce) -> None:
 
 
 def _end(group: Any, state: Any) -> None:
-    """Lets a module be idle as soon as its part of a backward pass is over, so that it may have another one
-    in the same pass.
+    """Marks a module as idle as soon as its part of a backward pass is over, so that it may have a second
+    part in the same pass.
 
-    By itself FSDP2 takes a later run of a reentrant checkpoint for what another checkpoint recomputes for the
-    part that is over, and leaves the gradients of that run out of every sum.
+    Without this mark FSDP2 takes a later run by a reentrant checkpoint for a recomputation of the part that
+    is over, and leaves the gradients of that run out of every sum.
     """
 
     def idle() -> None:
@@ -412,10 +412,10 @@ def _end(group: Any, state: Any) -> None:
 
 
 def _forget(group: Any, scheme: Scheme) -> None:
-    """Gives up the memory that FSDP2 takes for the result of each round, where the scheme keeps the sums and
-    gives none but in the last.
+    """Gives up the memory that FSDP2 takes for the result of each round, if the scheme keeps the sums and has
+    a result in the last round only.
 
-    By itself FSDP2 keeps it, as large as the sums, until the next round begins.
+    FSDP2 itself would keep this memory, which is as large as the sums, until the next round begins.
     """
 
     def forget() -> None:
@@ -438,10 +438,11 @@ def _after_backward(group: Any, do: Callable[[], None]) -> None:
 
 
 def _fill(group: Any) -> None:
-    """Lets a parameter without a gradient have zeros, where its module took part in a microbatch.
+    """Gives a parameter without a gradient zeros, if its module took part in a microbatch.
 
-    FSDP2 sums what has a gradient.  Where members' microbatches use different parameters, they would add
-    unlike things.  Torch 2.13 can do this itself (``set_reduce_scatter_unused_params``), 2.11 cannot.
+    FSDP2 sums only parameters that have gradients.  If the microbatches of members use different parameters,
+    members would add gradients of different parameters.  Torch 2.13 can fill in zeros itself
+    (``set_reduce_scatter_unused_params``), 2.11 cannot.
     """
     if group is None:
         return
@@ -468,7 +469,9 @@ def _note(modules: Iterable[FSDPModule], order: Order) -> None:
 
 
 class _Gather:
-    """The all-gather that FSDP2 calls for the parameters of a module: its own ``gather``, after ``begins()``."""
+    """The all-gather that FSDP2 calls for the parameters of a module: its own ``gather``, after
+    ``begins()``.
+    """
 
     def __init__(self, gather: Any, begins: Callable[[], None]) -> None:
         self.allocate, self._gather, self._begins = gather.allocate, gather, begins
@@ -486,7 +489,7 @@ class _Reduce:
         self.summed = 0
         """The number of its calls in the present microbatch."""
         self.begins: Callable[[], None] = lambda: None
-        """It is called when a sum begins."""
+        """Called when a sum begins."""
         self.passes = self.runs = 0
         """The number of forward passes of its module in the present microbatch, and of those with gradients.
         """
@@ -511,14 +514,16 @@ class _Reduce:
 
 
 def settle(model: nn.Module) -> None:
-    """Lets FSDP2 do now what it would do before the first pass: it may move the part of a :class:`_Master` to
-    other memory.
+    """Runs FSDP2's lazy initialisation now and not before the first pass, because it may move the part of a
+    :class:`_Master` to other memory.
     """
     model._get_fsdp_state()._lazy_init()  # type: ignore[operator]  # of an FSDPModule
 
 
 def keep_streams(model: nn.Module, world: World) -> None:
-    """Gives ``model`` the streams of earlier worlds in place of the streams that FSDP2 makes for each model."""
+    """Gives ``model`` the streams of earlier worlds in place of the streams that FSDP2 makes for each
+    model.
+    """
     state = model._get_fsdp_state()  # type: ignore[operator]  # of an FSDPModule
     state._lazy_init()
     for purpose in FSDP_STREAMS:
@@ -528,7 +533,7 @@ def keep_streams(model: nn.Module, world: World) -> None:
 
 @contextmanager
 def gathered(block: nn.Module) -> Iterator[None]:
-    """Gathers the parameters of ``block`` for a run that is none of its model's, if they are split.  Every
+    """Gathers the parameters of ``block`` for a run outside of a pass of its model, if they are split.  Every
     member must do so.
     """
     if not isinstance(block, FSDPModule):

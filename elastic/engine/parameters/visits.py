@@ -1,22 +1,23 @@
-"""Weights that live in the memory of the host and visit the device: those of a block while it runs, and of
-one block more on their way.
+"""Weights that live in the host's memory and visit the device: the weights of the block that runs, and of one
+more block that are on their way.
 
 GeePS (Cui and others 2016) and ZeRO-Infinity (Rajbhandari and others 2021) do the same.  A group is the
 weights of one block, and lies in one piece of pinned memory.  It comes over a stream of its own while the
 block before it runs, in the backward pass while the block after it does.  It leaves when the block has run,
-and in the backward pass when all its gradients came, or another block needs its weights.  If some weights are
-frozen, the gradients of the others say nothing: only another block lets it leave.  Group 0 is the rest:
-weights outside of blocks, and those that several blocks share.  It comes once a step, and leaves after the
-last backward pass.
+and in the backward pass when all its gradients came, or when another block needs weights.  A group with
+frozen weights leaves only when another block needs weights, because no gradient tells that the frozen ones
+are no longer used.  Group 0 is the rest: weights outside of blocks, and those that several blocks share.  It
+comes once a step, and leaves after the last backward pass.
 
 Values in the host's memory do not change within a step.  So a visit is new memory each time, and whoever
 still has a tensor of an earlier visit has the right values.  Only memory is at stake, and two things would
 keep it:
 
-* Autograd keeps weights for the backward pass.  It gets a note in their place, and the weights come when it reads that.  The hooks for it
-  are the innermost; what is no weight goes on to the hooks around them, those of ``groups.py`` or
-  ``activations.py``.
-* A weight that is read outside of a call of its block comes then, and stays until the backward pass is over: nobody knows who has it.
+* Autograd keeps weights for the backward pass.  It gets a :class:`_SavedWeight` in their place, and the
+  weights come when it reads that.  The hooks for this are the innermost; any other tensor goes on to the
+  hooks around them, those of ``recomputed_groups.py`` or ``activations.py``.
+* A weight that is read outside of a call of its block comes then, and stays until the backward pass is over,
+  because its reader is not known.
 
 While a group is away its parameters are NaN, in memory that all of them share.
 """
@@ -48,17 +49,17 @@ WEIGHTS = "weights"
 
 @dataclass
 class _BlockWeights:
-    """The weights of a block, or the rest."""
+    """A group: the weights of one block, or the rest of the weights."""
 
     parameters: list[nn.Parameter] = field(default_factory=list)
     absent: list[Tensor] = field(default_factory=list)
-    """Their values while they are away."""
+    """The values of the parameters while the group is away."""
     offsets: list[int] = field(default_factory=list)
     """The place of each of them in the memory of the group, in bytes."""
     bytes: int = 0
     host: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
     owners: list[nn.Module] = field(default_factory=list)
-    """The modules with parameters in this group, and none in a later one."""
+    """The modules that have parameters in this group, and in no later group."""
 
     def add(self, parameter: nn.Parameter) -> None:
         self.parameters.append(parameter)
@@ -83,19 +84,17 @@ class _SavedWeight(NamedTuple):
 
 
 class _Other(NamedTuple):
-    """Another tensor, as the hooks outside of ours keep it."""
+    """A tensor that is no weight, as the outer hooks keep it."""
 
     kept: Any
     unpack: Callable[[Any], Tensor]
 
 
 class Visits:
-    """The weights of a model whose blocks get them for each run."""
+    """Brings the weights of a model to the device, those of a block for each run of the block."""
 
     def __init__(self, model: nn.Module, blocks: Sequence[str], device: torch.device) -> None:
-        """Goes round ``forward`` of the blocks.  Whatever goes round it later runs the whole of this, also to
-        run a block again.
-        """
+        """Wraps ``forward`` of the blocks.  A later wrapper calls this one, also to run a block again."""
         self.device = device
         self._blocks = [model.get_submodule(name) for name in blocks]
         for number, block in enumerate(self._blocks, 1):
@@ -117,7 +116,7 @@ class Visits:
         """Takes over the parameters with which ``model`` computes, and returns the memory of the host for
         their values, by name.
 
-        What they have now, they will have while they are away.
+        The values that the parameters have now will be their values while they are away.
         """
         inside = [{id(each) for each in block.parameters()} for block in self._blocks]
         within = {id(module) for block in self._blocks for module in block.modules()}
@@ -152,8 +151,8 @@ class Visits:
         return [[names[id(parameter)] for parameter in group.parameters] for group in self._groups]
 
     def after(self, ready: Callable[[int], None]) -> None:
-        """Lets ``ready(number)`` come before a group is read from the memory of the host: its values may be
-        on their way there.
+        """Calls ``ready(number)`` before a group is read from the host's memory: its values may be on their
+        way there.
         """
         self._ready = ready
 
@@ -173,10 +172,11 @@ class Visits:
         self._begin(len(self._groups) - 1)
 
     def release(self, parameters: Collection[nn.Parameter]) -> None:
-        """Lets the groups of parameters leave whose gradients all came, unless one is frozen.
+        """Lets the groups of ``parameters``, whose gradients have all come, leave, except groups with a
+        frozen parameter.
 
-        The backward pass may still need that: torch's checkpoint keeps a frozen parameter itself, which
-        becomes NaN.
+        The backward pass may still need a frozen parameter: torch's checkpoint keeps the parameter itself,
+        and its values would become NaN.
         """
         ids = {id(each) for each in parameters}
         for number in [*self._here]:
@@ -190,7 +190,7 @@ class Visits:
                 self._leave(number)
 
     def end(self, *, last: bool) -> None:
-        """Ends the backward pass of a round, the last one of its step or not."""
+        """Ends the backward pass of a round.  ``last`` tells that it is the last round of its step."""
         self._backward = False
         self._stay.clear()
         for number in [*self._here, *self._coming]:
@@ -201,7 +201,7 @@ class Visits:
         """Lets the present stream have a group, and begins to bring the one that is ``step`` further.  The
         host waits for nothing.
         """
-        # a run again may look at all operations, and these are not the block's
+        # a mode of a repeated run must not see these operations, which are not the block's
         with torch.no_grad(), _disable_current_modes():
             if number not in self._here:
                 for other in [*self._here, *self._coming]:
@@ -249,13 +249,13 @@ class Visits:
         self._hide(number, group)
 
     def _hide(self, number: int, group: _BlockWeights) -> None:
-        """Lets whoever reads a parameter of a group ask for it first."""
+        """Makes each read of a parameter of the group bring the group first."""
         for module in group.owners:
             if not isinstance(module._parameters, Old):
                 module.__dict__["_parameters"] = Old(module._parameters, partial(self._read, number))
 
     def _read(self, number: int) -> None:
-        """Brings a group because somebody reads one of its parameters, and not by calling its block."""
+        """Brings a group because code reads one of its parameters outside of a call of its block."""
         if not self._backward:
             self._stay.add(number)
         self.need(number, -1 if self._backward else 0)
@@ -300,7 +300,7 @@ def bring(host: Tensor, device: torch.device) -> tuple[Tensor, torch.cuda.Event 
     if device.type != "cuda":
         return memory.copy_(host), None
     side = stream(WEIGHTS, device)
-    # for those who had this memory before, and who wrote the host's
+    # earlier users of this memory, and writers of the host's memory, come first
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         memory.copy_(host, non_blocking=True)

@@ -10,13 +10,13 @@ the copies live on the host, they are gathered there, and visit the device (``vi
 
 When the gradients of a unit (a bucket of blocks, or the rest of the model) are complete in a backward pass,
 they are put together and summed, while the backward pass goes on.  Units are summed in a fixed order, so that
-all members call their collectives in the same one even if some do not use some parameters.  A hook costs the
-host 2 µs, so not every parameter has one, only those that came last so far.
+all members call their collectives in the same order even if some members do not use some parameters.  A hook
+costs the host 2 µs, so only the parameters whose gradients came last so far have one.
 
 Within one backward pass torch brings the gradient of a parameter once.  A backward pass within the backward
-pass, as that of torch's checkpoint with ``use_reentrant=True``, brings its own part, and nobody can know
-whether another one follows.  Waiting for the end of the round would cost all others their overlap; so a part
-that comes after the sum is an error, and a parameter that comes once is none.
+pass, as that of torch's checkpoint with ``use_reentrant=True``, brings a part of its own, and nobody can know
+whether a further part follows.  Waiting for the end of the round would cost all parameters their overlap; so
+a part that comes after the sum is an error.  A gradient that comes once never is.
 """
 
 from __future__ import annotations
@@ -110,14 +110,13 @@ class Whole(Parameters):
         ``world``.
 
         A parameter that has memory there already keeps it, unless it is cut.  With ``offloads`` the parts are
-        on the meta device until the owner of their memory, which is the host's, sets them.  A bucket of
-        joined blocks has at most ``bucket`` elements.  With ``visits`` the copies are in the host's memory,
-        too.
+        on the meta device until the owner of the host's memory sets them.  A bucket of joined blocks has at
+        most ``bucket`` elements.  With ``visits`` the copies are in the host's memory, too.
         """
         self.world, self.scheme, self.shards, self.offloads = world, scheme, world.layout.dp_shard, offloads
         self._visits = visits
         self.fetch: Callable[[str], Tensor] | None = None
-        """It returns a parameter's part on the device; whoever owns memory of the host sets it."""
+        """Returns a parameter's part on the device.  The owner of the host's memory sets this function."""
         self._fresh = False
         """True if the model's weights are those of the parts; it matters only where the parts are in host
         memory.
@@ -158,7 +157,7 @@ class Whole(Parameters):
         gathered = [[self._weight(name) for name in names] for names in order] if self.shards > 1 else []
         if visits is None:
             self._gathers = Gathers(model, world, gathered, blocks)
-        else:  # who needs weights asks for them to come from the host, and that asks for them to be there
+        else:  # before weights come from the host, they are gathered there
             self._gathers = Gathers(nn.Module(), world, gathered, ())
             visits.after(self._gathers.need)
         if precision.compute is not None and precision.casts_inputs:
@@ -182,8 +181,8 @@ class Whole(Parameters):
         return whole.detach()[first:last]
 
     def _copy(self, name: str, parameter: nn.Parameter, dtype: torch.dtype | None) -> nn.Parameter:
-        """Returns a parameter with which the model computes: the part itself if that is all of it and has the
-        ``dtype``.
+        """Returns a parameter with which the model computes: the part itself if it is the whole parameter and
+        has the ``dtype``.
         """
         if name in self._fp8.layers:
             return in_place_of(parameter, self._fp8.carrier(name))
@@ -228,7 +227,7 @@ class Whole(Parameters):
             self._make_copies()
             self._gathers.finish()
         if self._visits is not None:
-            self._visits.end(last=True)  # what is there has the values of before
+            self._visits.end(last=True)  # groups on the device have old values
             self._visits.begin()
 
     def begin_round(self, number: int, *, last: bool) -> None:
@@ -294,8 +293,8 @@ class Whole(Parameters):
         """Sums the units that are complete, now that the backward pass has brought a gradient of unit
         ``number``.
 
-        If the unit still misses one, that one is watched too.  So somebody who has not come yet is watched
-        until all have come, also where the order changes from one microbatch to the next.
+        If the unit still misses a gradient, its parameter is watched, too.  So a parameter whose gradient has
+        not come is watched until all have come, also if their order changes from one microbatch to the next.
         """
         while self._next < len(self._units) and (came := self._units[self._next].came()) is not None:
             self._sum(self._units[self._next], came)
@@ -387,7 +386,7 @@ class Whole(Parameters):
         return self._found
 
     def writes(self) -> Mapping[str, Hashable]:
-        if self._visits is not None:  # which gives them other memory itself
+        if self._visits is not None:  # visits give parameters other memory
             return {
                 name: (each._version, len(each._backward_hooks or ()))
                 for name, each in self._computing.items()
@@ -420,10 +419,10 @@ def _came(whole: weakref.ref[Whole], number: int, _: Tensor) -> None:
 
 
 def _cast_inputs(module: nn.Module, dtype: torch.dtype) -> None:
-    """Lets ``module`` get floating-point inputs in ``dtype``, as FSDP2 does: a member that computes in
-    another world does the same.
+    """Lets ``module`` get floating-point inputs in ``dtype``, as FSDP2 does, so that worlds with and without
+    FSDP2 compute the same.
 
-    A compiled module gets them so, too: a cast that is compiled with others may round at another place.
+    The cast stays outside of compiled code: compiled with other operations it may round at another place.
     """
 
     def cast(value: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ NEXT_STEP = (
 )
 RETAINS = "    if decision.rules.keep.last:\n        retain(decision)\n"
 SAID_FAILED = '    decision.say(f"the checkpoint of {version} failed'
-UNREPORTED = "(version.generation == run.copies.unreported > 0 and version.step > run.step)"
+UNREPORTED = "version.generation == run.copies.unreported > 0 and version.step > run.step"
 GUESSED = (
     "lineage.extended(run.history.lineage, plan.version) if plan.version > run.version else plan.lineage"
 )
@@ -358,7 +358,11 @@ CONTROL: dict[str, tuple[Breach, ...]] = {
             "a manifest that nobody can write any more is waited for",
             ON_ITS_WAY,
             ("widowed", 12),
-            Edit("saves", "if each.complete or (each.asked and", "if each.complete or (False and"),
+            Edit(
+                "saves",
+                "            each.asked\n            and (each",
+                "            False\n            and (each",
+            ),
         ),
         Breach(
             "a manifest that can never be written is asked for again",
@@ -410,13 +414,13 @@ CONTROL: dict[str, tuple[Breach, ...]] = {
             "a copy that is not on the lineage is taken",
             GIVEN_UP,
             ("drawn", 21),
-            Edit("copy_inventory", f"return run.history.contains(version) or {UNREPORTED}", "return True"),
+            Edit("copy_inventory", f"        {UNREPORTED}\n", "        True\n"),
         ),
         Breach(
             "the copies of a silent world are not believed",
             HELD,
             ("darkness", 5),
-            Edit("copy_inventory", f" or {UNREPORTED}", ""),
+            Edit("copy_inventory", f"        {UNREPORTED}\n", "        False\n"),
         ),
         Breach(
             "copies of a step that was dropped are believed",

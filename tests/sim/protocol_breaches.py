@@ -194,13 +194,13 @@ PROTOCOL: dict[str, tuple[Breach, ...]] = {
             "the newest commit is forgotten",
             "the last it has applied",
             ("drawn", 2),
-            Edit("member", "while len(self.outcomes) > 1 and", "while self.outcomes and"),
+            Edit("member", "            len(self.outcomes) > 1\n", "            self.outcomes\n"),
         ),
         Breach(
             "an acknowledgement of another generation forgets",
             "which no coordinator was told of",
             ("laggard", 1),
-            Edit("member", " and self.outcomes[0].generation <= generation:", ":"),
+            Edit("member", "            and self.outcomes[0].generation <= generation\n", ""),
         ),
         Breach(
             "a commit is not kept at all",

@@ -411,14 +411,14 @@ def _check_point(fault: Fault) -> None:
     if fault.point and fault.kind not in (*SIGNALS, *SUFFERED):
         raise ValueError(
             f"point = '{fault.point}' of kind = '{fault.kind}': only a fault that a worker performs itself "
-            "can strike at a point "
-            f"of its work; leave point out, or take one of {', '.join((*SIGNALS, *SUFFERED))}"
+            "can strike at a point of its work; leave point out, or take one of "
+            f"{', '.join((*SIGNALS, *SUFFERED))}"
         )
     if fault.point and fault.kind is Kind.SIGSTOP and fault.duration_s is not None:
         raise ValueError(
             f"duration_s = {fault.duration_s:g} of kind = 'SIGSTOP' at point = '{fault.point}': a worker "
-            "that stops itself cannot thaw "
-            f"itself, and no other process knows when to do so; leave out point or duration_s"
+            "that stops itself cannot thaw itself, and no other process knows when to do so; leave out "
+            "point or duration_s"
         )
 
 

@@ -96,15 +96,14 @@ def _check_head(address: str, named: str) -> None:
     if address != "auto" and not re.fullmatch(r"[^/]+:\d+", address):
         raise Refused(
             f"{named} = {address!r} is not the address of a Ray cluster's head, such as 10.0.0.7:6379; a "
-            "URL is for `ray job submit` "
-            f"(http://…) and for clients (ray://…), as which no run can be begun"
+            "URL is for `ray job submit` (http://…) and for clients (ray://…), as which no run can be begun"
         )
     if not (there := _resolved(address)):
         return  # Ray says so itself
     if not heads.answers(there):
         ports = (
-            "the head's port is 6379, if nobody chose another one; 8265 is that of its web pages, and "
-            "10001 that of clients"
+            "the head's port is 6379, if nobody chose another one; 8265 is that of its web pages, and 10001 "
+            "that of clients"
         )
         other = f", where another program listens ({ports})" if heads.reachable(there) else ""
         where = f"{there}, the cluster that Ray was begun with here last" if address == "auto" else address
@@ -158,8 +157,8 @@ def check_here(address: str) -> None:
     if not find_node_ids():
         raise Refused(
             f"the cluster at {address} answers, but this machine is not one of its nodes: run the command "
-            "on one of them, or submit it "
-            f"(ray job submit --address http://HEAD:8265 --working-dir . -- elastic …)"
+            "on one of them, or submit it (ray job submit --address http://HEAD:8265 --working-dir . -- "
+            "elastic …)"
         )
 
 
@@ -372,8 +371,7 @@ def smallest_gpu(workers: Workers) -> int:
     if not found:
         raise PlatformGaveUp(
             f"microbatch = 'auto': no node of the cluster could say what memory its GPUs have ({why}); set "
-            "workers.device_gb, or name a "
-            f"number"
+            "workers.device_gb, or name a number"
         )
     return min(found)
 
@@ -413,8 +411,7 @@ def check_gpus(workers: Workers) -> None:
         fewer = f"lower workers.min to {there // workers.gpus}, or set" if there >= workers.gpus else "or set"
         raise Refused(
             f"{need}, but Ray sees {there or 'no'} GPU{'s' * (there > 1)} on this machine: train on a "
-            f"cluster (--address), {fewer} "
-            f"{WITHOUT_GPUS}"
+            f"cluster (--address), {fewer} {WITHOUT_GPUS}"
         )
 
 
@@ -448,15 +445,12 @@ def _no_room(workers: Workers, room: int, free_by_node: Mapping[str, Mapping[str
     if workers.gpus and not any(node.get("Resources", {}).get("GPU") for node in total.values()):
         return (
             f"workers.gpus = {workers.gpus}, but no node of the cluster has a GPU that Ray sees "
-            f"({have}{more}): add a node with GPUs, "
-            f"or set {WITHOUT_GPUS}"
+            f"({have}{more}): add a node with GPUs, or set {WITHOUT_GPUS}"
         )
     return (
         f"workers.min = {workers.min}, but the cluster has room for {room} (each needs {need}; "
-        f"{have or 'no node has reported'}{more}): "
-        "wait for other jobs to end, add nodes, or lower "
-        f"workers.min{' or workers.cpus' if workers.cpus else ''}"
-        f"{'; workers.gpus = 0 trains without GPUs' if workers.gpus else ''}"
+        f"{have or 'no node has reported'}{more}): wait for other jobs to end, add nodes, or lower "
+        f"workers.min{' or workers.cpus' if workers.cpus else ''}{'; workers.gpus = 0 trains without GPUs' if workers.gpus else ''}"
     )
 
 
@@ -466,7 +460,6 @@ def split(bucket: str, home: str, key: str) -> str:
     """
     return (
         f"does not see bucket = {bucket!r} as the same place as {home}, where the coordinator runs: one of "
-        "them did not find the "
-        f"object that the other wrote there ({key}); name a folder that every node mounts, or a URL such as "
-        "s3://bucket/prefix"
+        f"them did not find the object that the other wrote there ({key}); name a folder that every node "
+        "mounts, or a URL such as s3://bucket/prefix"
     )

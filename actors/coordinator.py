@@ -409,7 +409,7 @@ class Coordinator:
             if self.journal.behind:
                 self.story.say(
                     time.time(),
-                    (f"the end of the run could not be written to the bucket: {self.journal.behind}"),
+                    f"the end of the run could not be written to the bucket: {self.journal.behind}",
                 )
             self.group.reap(GRACE_S)
             self.errands.finish(isinstance(self.state.state, Finished), self.inbox)

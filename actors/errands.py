@@ -270,8 +270,8 @@ class Errands:
             self._go_on()
             if patience.is_over():
                 self.tell(
-                    f"deadlines.wait_s = {wait_s:g}: nothing that is owed has made progress for so "
-                    "many seconds, so the run ends"
+                    f"deadlines.wait_s = {wait_s:g}: nothing that is owed has made progress for so many "
+                    "seconds, so the run ends"
                 )
                 return
 
@@ -425,10 +425,9 @@ class Spares:
             )
             self.errands.tell(
                 f"{len(waiting)} validations wait for a spare worker, and {held / 1e9:.3g} GB of "
-                "checkpoints are kept for them: a "
-                f"validation takes longer than validation.every = {rule.every} steps, or no spare is free; "
-                "name a larger validation.every, "
-                f"fewer validation.samples, or validation.by = 'members'.  If more than {WAITING} wait, the "
+                "checkpoints are kept for them: a validation takes longer than validation.every = "
+                f"{rule.every} steps, or no spare is free; name a larger validation.every, fewer "
+                f"validation.samples, or validation.by = 'members'.  If more than {WAITING} wait, the "
                 "oldest is given up"
             )
         most, why = 0, "no spare validates any more, by validation.by or .every"

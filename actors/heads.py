@@ -21,8 +21,7 @@ overloaded.
 
 ELSEWHERE = (
     "train on another one (`elastic train --address HOST:PORT`, or `--address local` for this machine), "
-    "where a run goes on from its "
-    "newest checkpoint"
+    "where a run goes on from its newest checkpoint"
 )
 UNASKED = object()
 """The reply that stands for a head that could not be asked, because this version of Ray has other private
@@ -81,8 +80,8 @@ def _reply(address: str, service: str, method: str, **request: str) -> Any:
         if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
             raise ClusterGone(
                 f"the head of the Ray cluster at {address} accepts connections, but has not answered for "
-                f"{ANSWER_S:g} s: it is frozen or "
-                f"overloaded, or another program listens there; restart that cluster, or {ELSEWHERE}"
+                f"{ANSWER_S:g} s: it is frozen or overloaded, or another program listens there; restart "
+                f"that cluster, or {ELSEWHERE}"
             ) from None
         if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNIMPLEMENTED):
             return None
@@ -94,7 +93,6 @@ def _reply(address: str, service: str, method: str, **request: str) -> Any:
         why = str(error).partition(". ")[0]
     raise Refused(
         f"the head of the Ray cluster at {address} refuses this process, so that nobody knows from here "
-        f"what lives there ({why}): give it "
-        "what the cluster was begun with (RAY_AUTH_MODE=token and RAY_AUTH_TOKEN, or ~/.ray/auth_token), "
-        f"or {ELSEWHERE}"
+        f"what lives there ({why}): give it what the cluster was begun with (RAY_AUTH_MODE=token and "
+        f"RAY_AUTH_TOKEN, or ~/.ray/auth_token), or {ELSEWHERE}"
     )

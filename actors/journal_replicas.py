@@ -121,8 +121,8 @@ class JournalReplicas:
             if not said:
                 say(
                     (
-                        "neither a majority of the keepers nor the bucket takes the journal: nothing is begun "
-                        "or ended until one of them does"
+                        "neither a majority of the keepers nor the bucket takes the journal: nothing is "
+                        "begun or ended until one of them does"
                     )
                     if self.authority.begun
                     else "the bucket does not take the journal: nothing is begun or ended until it does"

@@ -72,8 +72,8 @@ SAID_S, SAID = 60.0, 10
 sentences in that time.
 """
 UPLOADER = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from elastic.state.uploader import "
-    "main; main(*sys.argv[2:])"
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from elastic.state.uploader import main; "
+    "main(*sys.argv[2:])"
 )
 """Program of the uploader process, which finds modules in the same places as the keeper."""
 BY_OTHERS = ("killed by signal 9 ", "killed by signal 15 ")
@@ -172,8 +172,8 @@ class Keeper:
             heard, heeded = self.replica.heeds, self.replica.heed(incarnation)
         if not heeded:
             raise Deposed(
-                f"keeper of {self.node[:8]}: coordinator {heard} was heard; the journal of "
-                f"coordinator {incarnation}"
+                f"keeper of {self.node[:8]}: coordinator {heard} was heard; the journal of coordinator "
+                f"{incarnation}"
             )
 
     def sees_coordinator(self) -> bool:
@@ -372,8 +372,8 @@ class Keeper:
                     self.logs.keep(worker, how := describe(process.status()))
                     if counters.reading and not how.startswith(BY_OTHERS):
                         self._say(
-                            f"{worker} {how.partition(';')[0]} while it read {counters.reading}: read "
-                            "these alone to see why"
+                            f"{worker} {how.partition(';')[0]} while it read {counters.reading}: read these "
+                            "alone to see why"
                         )
                     del self.workers[worker]
                     self._dying.discard(worker)

@@ -222,7 +222,7 @@ class _Command:
             return _result(self.job, "Finished", *done)
         seen = run.latest_claim()
         with self.requests.finishing(
-            partial(self.tell, ("interrupted; Ray is ended as soon as it has started, in up to 30 s"))
+            partial(self.tell, "interrupted; Ray is ended as soon as it has started, in up to 30 s")
         ):
             cluster.connect(self.address, self.job.workers, tell=self.tell)
         self.requests.note()
@@ -267,8 +267,8 @@ class _Command:
                 fix = "if that is another run of this name, `--address local` begins this one here"
                 gave_up = Refused if isinstance(error, Refused) else PlatformGaveUp
                 raise gave_up(
-                    f"{where}, which this process cannot join, so it does not begin it a second "
-                    f"time: {error}; {fix}"
+                    f"{where}, which this process cannot join, so it does not begin it a second time: "
+                    f"{error}; {fix}"
                 ) from error
             coordinator = None  # something else answers there
         living = coordinator is not None and self._awaited(coordinator) is None

@@ -151,10 +151,9 @@ def note_deletion(job: Job) -> None:
         where = ray.get_runtime_context().gcs_address
         note = (
             f"note: somebody has deleted {run.store.full_name(job.name)}, or its job.json, but {job.name} "
-            f"lives on the cluster at {where}; "
-            "what was deleted is lost, and its next save begins the folder anew: `elastic stop` stops it "
-            "after a save, from which "
-            f"`elastic train` goes on, and `elastic clean --force` ends it without one"
+            f"lives on the cluster at {where}; what was deleted is lost, and its next save begins the "
+            "folder anew: `elastic stop` stops it after a save, from which `elastic train` goes on, and "
+            "`elastic clean --force` ends it without one"
         )
         print(console.pasteable(note), file=sys.stderr)
 
@@ -187,14 +186,14 @@ class ClusterHead:
             self._missed_at = 0.0
         elif last or (self._missed_at and now - self._missed_at > 0.75 * cluster.HEAD_S - QUIET_S):
             raise ClusterGone(
-                f"the head of the cluster at {self._address} is gone; on another one, the "
-                "same command resumes the run"
+                f"the head of the cluster at {self._address} is gone; on another one, the same command "
+                "resumes the run"
             )
         elif not self._missed_at:
             self._missed_at = now
             self.say(
-                f"the head of the cluster at {self._address} does not answer; without it, the cluster "
-                f"ends in {cluster.HEAD_S:g} s"
+                f"the head of the cluster at {self._address} does not answer; without it, the cluster ends "
+                f"in {cluster.HEAD_S:g} s"
             )
 
 
@@ -213,8 +212,8 @@ def ask(
         head.look(last=time.monotonic() - asked_at >= deadline_s)
         if time.monotonic() - asked_at >= deadline_s:
             raise PlatformGaveUp(
-                f"the coordinator of the run has not answered for {deadline_s:g} s; the "
-                "same command resumes it"
+                f"the coordinator of the run has not answered for {deadline_s:g} s; the same command "
+                "resumes it"
             )
         if head.heard and time.monotonic() - asked_at < 2 * QUIET_S:
             head.say("the coordinator does not answer; if it has died, another one takes over")

@@ -49,8 +49,7 @@ class UsersCode:
         except Exception as error:  # whatever the user's code raises while it is made anew
             raise CodeError(
                 f"the objects of the job ({', '.join(job.code())}) cannot be made here: {failure(error)}; "
-                "install on every node what the "
-                f"script imports"
+                "install on every node what the script imports"
             ) from error
         return job.with_objects(
             {setting: Given(value, fingerprint) for setting, (value, fingerprint) in found.items()}
@@ -64,8 +63,8 @@ def pack(job: Job) -> list[bytes]:
     for sink in job.metrics.sinks:
         if isinstance(sink, Given):
             raise JobError(
-                f"metrics.sinks = {str(sink)!r} is used where only files are read; put the class "
-                "into a module, and name that"
+                f"metrics.sinks = {str(sink)!r} is used where only files are read; put the class into a "
+                "module, and name that"
             )
     given = job.objects()
     if not given:
@@ -76,9 +75,8 @@ def pack(job: Job) -> list[bytes]:
         largest = max(sizes, key=sizes.__getitem__)
         raise JobError(
             f"{largest} = {str(given[largest])!r} takes {amount(sizes[largest])} with it, and the objects "
-            "of a job may have "
-            f"{amount(LARGEST)}: its globals, defaults or closure hold data; read that inside of it, from a "
-            "file"
+            f"of a job may have {amount(LARGEST)}: its globals, defaults or closure hold data; read that "
+            "inside of it, from a file"
         )
     return [packed[at : at + CHUNK] for at in range(0, len(packed), CHUNK)]
 
@@ -99,8 +97,8 @@ def _packed(given: Mapping[str, Given]) -> bytes:
             else (f"{type(error).__name__}: {' '.join(str(error).split())}")
         )
         raise JobError(
-            f"{settings} cannot be sent to workers: {why}; make or open it inside of the "
-            "function that uses it"
+            f"{settings} cannot be sent to workers: {why}; make or open it inside of the function that uses "
+            "it"
         ) from error
     return buffer.getvalue()
 

@@ -181,9 +181,8 @@ def crowded(workers: Workers, cores: int) -> str:
         return ""
     return (
         f"this machine has {cores} {'core' if cores == 1 else 'cores'}, and {most} workers with "
-        f"workers.cpus = {workers.cpus:g} share "
-        "them: more workers are not faster here; lower workers.max, or train on a cluster of several "
-        "machines (--address)"
+        f"workers.cpus = {workers.cpus:g} share them: more workers are not faster here; lower workers.max, "
+        "or train on a cluster of several machines (--address)"
     )
 
 

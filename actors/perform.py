@@ -323,7 +323,7 @@ class ActorGroup:
         """
         if (node := cluster.node_of(self.workers[worker])) is not None:
             self.post(
-                NodeRefused(node, (f"{worker} cannot start on {cluster.place(node)}: {why_not_made(error)}"))
+                NodeRefused(node, f"{worker} cannot start on {cluster.place(node)}: {why_not_made(error)}")
             )
         self.post(StartFailed(worker, why_not_made(error)))
 
@@ -425,7 +425,7 @@ class ActorGroup:
             self.post(
                 KeeperLost(
                     plan.store_node,
-                    (f"it opened no store for generation {plan.generation}: {why_ended(error)}"),
+                    f"it opened no store for generation {plan.generation}: {why_ended(error)}",
                 )
             )
             for keeper in self._those((plan.store_node,)):

@@ -67,8 +67,8 @@ def make_log_folder(run: str) -> Path:
         folder.parent.mkdir(mode=0o700)
     if not _is_ours(folder.parent):
         raise JobError(
-            f"{folder.parent} is a link, or belongs to another user: remove it, or set TMPDIR to "
-            "a folder of your own"
+            f"{folder.parent} is a link, or belongs to another user: remove it, or set TMPDIR to a folder "
+            "of your own"
         )
     folder.mkdir(mode=0o700, exist_ok=True)
     return folder
@@ -382,8 +382,8 @@ def describe(status: int | None) -> str:
     """Returns a sentence that says how a process ended."""
     if status is None:
         return (
-            "ended; this kernel does not say how (an empty log points to SIGKILL, often sent by the "
-            "kernel when memory runs out)"
+            "ended; this kernel does not say how (an empty log points to SIGKILL, often sent by the kernel "
+            "when memory runs out)"
         )
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)

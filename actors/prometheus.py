@@ -35,8 +35,8 @@ OF_THE_RUN = {
     "elastic_workers": "The number of workers, members and spares",
     "elastic_saved_step": "The step of the newest good checkpoint in the bucket; 0 without one",
     "elastic_unprotected": (
-        "1 while copies in host memory are overdue, so that a loss would cost all steps "
-        "since the newest checkpoint"
+        "1 while copies in host memory are overdue, so that a loss would cost all steps since the newest "
+        "checkpoint"
     ),
     "elastic_skipped_steps": (
         "The number of steps that were skipped: their gradient was not finite, or they were spikes"

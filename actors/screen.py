@@ -133,9 +133,8 @@ def _clock_of(line: Line) -> str:
 def _step_of(line: StepLine) -> str:
     rate = f"{line.tokens_per_s:>9,.0f} {line.noun}/s" if line.tokens_per_s else ""
     return (
-        f"step {line.step:>5}/{line.steps}  loss {line.loss:.4f}  {rate:18}  "
-        f"world {line.world}  generation {line.generation}  lr {line.lr:.2e}  norm "
-        f"{line.norm:.3f}{_usage(line)}"
+        f"step {line.step:>5}/{line.steps}  loss {line.loss:.4f}  {rate:18}  world {line.world}  generation "
+        f"{line.generation}  lr {line.lr:.2e}  norm {line.norm:.3f}{_usage(line)}"
     )
 
 

@@ -26,8 +26,8 @@ def check_file(path: Path) -> None:
     if _submitted_with().get("working_dir") and not path.exists():
         raise JobError(
             f"there is no job file {str(path)!r} in the submitted working directory ({Path.cwd()}): put it "
-            "into the folder that "
-            f"--working-dir names (what .gitignore names is left out), and give its path from there"
+            "into the folder that --working-dir names (what .gitignore names is left out), and give its "
+            "path from there"
         )
 
 
@@ -40,7 +40,6 @@ def check_place(setting: str, url: str) -> None:
     if Path(folder).resolve().is_relative_to(here):
         raise JobError(
             f"{setting} = {url!r} lies in the submitted working directory ({here}), of which every node has "
-            "a copy of its own and which "
-            "Ray deletes: give the absolute path of a folder that all nodes share, or a URL such as "
-            "s3://bucket/prefix"
+            "a copy of its own and which Ray deletes: give the absolute path of a folder that all nodes "
+            "share, or a URL such as s3://bucket/prefix"
         )

@@ -586,16 +586,14 @@ class Job(Section):
         ):
             found.append(
                 f"global_batch = {self.global_batch} is only {self.microbatches} microbatches of "
-                f"{self.microbatch} for up to "
-                f"{self.workers.max} workers: when their number does not divide it, some idle in a step's "
-                "last round; "
-                f"{needed} or more microbatches keep that small"
+                f"{self.microbatch} for up to {self.workers.max} workers: when their number does not divide "
+                f"it, some idle in a step's last round; {needed} or more microbatches keep that small"
             )
         if self.reduction.block > self.microbatches:
             found.append(
                 f"reduction.block = {self.reduction.block} is more than the {self.microbatches} "
-                "microbatches of a step, so these are one "
-                f"block, as with {self.microbatches}; the number of workers on a node is best"
+                f"microbatches of a step, so these are one block, as with {self.microbatches}; the number "
+                "of workers on a node is best"
             )
         return found
 

@@ -90,13 +90,13 @@ def unseal(raw: bytes, object: str, newest_known: int, oldest_known: int = 1) ->
         raise Damaged(object, f"content with blake3 {found}", digest_of(_text(content)))
     if not 1 <= format <= newest_known:
         raise BadFormat(
-            f"{object} has format {format}, but this release reads formats up to "
-            f"{newest_known}: install a newer release"
+            f"{object} has format {format}, but this release reads formats up to {newest_known}: install a "
+            "newer release"
         )
     if format < oldest_known:
         raise BadFormat(
-            f"{object} has format {format}, and this release reads formats from {oldest_known} "
-            "on: read it by an older release"
+            f"{object} has format {format}, and this release reads formats from {oldest_known} on: read it "
+            "by an older release"
         )
     return dict(content)
 

@@ -143,14 +143,14 @@ def table(
 def main() -> None:
     known = rows()
     parser = argparse.ArgumentParser(
-        description=("Prints each capability, the tests that carry its id, and their last result here.")
+        description="Prints each capability, the tests that carry its id, and their last result here."
     )
     parser.add_argument("id", nargs="*", help="a capability's id, such as R14; all of them without one")
     parser.add_argument(
-        "--check", action="store_true", help=("fail unless the tests of the table prove what they must")
+        "--check", action="store_true", help="fail unless the tests of the table prove what they must"
     )
     parser.add_argument(
-        "--note", action="store_true", help=("write the tests that passed into the table, after a whole run")
+        "--note", action="store_true", help="write the tests that passed into the table, after a whole run"
     )
     arguments = parser.parse_args()
     asked = arguments.id
@@ -174,8 +174,8 @@ def main() -> None:
                 [
                     *wrong,
                     (
-                        "Where another test has the assertion of one that was not run, name it "
-                        "in tests/capabilities.tsv"
+                        "Where another test has the assertion of one that was not run, name it in "
+                        "tests/capabilities.tsv"
                     ),
                 ]
             )

@@ -74,7 +74,7 @@ def test_what_another_user_has_put_there_is_refused(there: Path, monkeypatch: py
             root = log_folder("")
             root.symlink_to(there / "theirs") if put == "link" else (root / RUN).mkdir(parents=True)
             with pytest.raises(
-                JobError, match=("is a link, or belongs to another user: remove it, or set TMPDIR")
+                JobError, match="is a link, or belongs to another user: remove it, or set TMPDIR"
             ):
                 make_log_folder("logs-0002-abcdef")
             assert (

@@ -143,8 +143,8 @@ def test_l11_an_object_is_its_name_if_that_can_be_imported(tmp_path: Path) -> No
         (
             "__main__:build",
             (
-                "names code of the script that runs; give the function or class itself, without "
-                "quotes, or put it into"
+                "names code of the script that runs; give the function or class itself, without quotes, or "
+                "put it into"
             ),
         ),
     ],

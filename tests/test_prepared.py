@@ -120,7 +120,7 @@ def test_a_process_prepared_for_a_job_that_compiles_has_the_compiler(preloaded: 
             {"max": 12, "spares": 1},
             8,
             16,
-            ("this machine has 8 cores, and 13 workers with workers.cpus = 1 share them"),
+            "this machine has 8 cores, and 13 workers with workers.cpus = 1 share them",
         ),
         ({"max": 2, "cpus": 4}, 4, 11, "and 2 workers with workers.cpus = 4 share them"),
         ({"max": 2, "cpus": 0.5}, 1, 5, ""),

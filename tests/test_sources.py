@@ -238,7 +238,7 @@ def test_l10_a_package_that_imports_by_computed_names_counts_whole(code: Path) -
     edit(
         code / "mine/model.py",
         "from torch import nn",
-        ("from importlib import import_module\nfrom torch import nn"),
+        "from importlib import import_module\nfrom torch import nn",
     )
     assert set(sources_of(NAMED).files) == USED, "the import alone calls nothing"
     edit(code / "mine/model.py", "return Net(width)", "return import_module('mine.' + 'model').Net(width)")

@@ -74,7 +74,7 @@ LINES: dict[str, tuple[str, int, str]] = {
         ),
     ),
     "a dataset that is not there": (
-        ("job.toml --data.dataset elastic.data.tokens:TokenDataset --data.args {path='gone'}"),
+        "job.toml --data.dataset elastic.data.tokens:TokenDataset --data.args {path='gone'}",
         1,
         r"gone",
     ),

@@ -86,8 +86,8 @@ def _goes_on(file: JobFile, run: Run) -> str:
             or "the same settings"
         )
         return (
-            f"launch(Job(...)) with {same} goes on with it, in the script or notebook that has its "
-            f"objects ({', '.join(objects)})"
+            f"launch(Job(...)) with {same} goes on with it, in the script or notebook that has its objects "
+            f"({', '.join(objects)})"
         )
     name, options = file.path.name, file.options
     try:
@@ -140,8 +140,8 @@ def before_divergence(run: Run) -> Version:
     at = diverged_at([{name: row[name] for name in ("step", "loss", "norm")} for row in with_origin(run)])
     if at is None:
         raise JobError(
-            f"--to auto: the losses of {run.job.name} do not diverge; name a step (`elastic "
-            "checkpoint ls` lists them)"
+            f"--to auto: the losses of {run.job.name} do not diverge; name a step (`elastic checkpoint ls` "
+            "lists them)"
         )
     say(f"{run.job.name} diverged at step {at}: the last step before it with a usual loss is {at - 1}")
     good = [version for version in resume.saved(run) if version.step <= at - 2]
@@ -187,8 +187,8 @@ def runs(file: JobFile, /) -> None:
         raise JobError(f"there is no run in bucket = {bucket!r}; name the bucket of a job, or its job file")
     if name and not (found := family(found, name)):
         raise JobError(
-            f"there is no run {name!r} in bucket = {bucket!r}; correct the name, or leave it out "
-            "to see all runs"
+            f"there is no run {name!r} in bucket = {bucket!r}; correct the name, or leave it out to see all "
+            "runs"
         )
     for depth, each, branch in tree(found):
         say(f"{'    ' * depth}{described(each, time.time()) if branch is None else f'  {_branch(branch)}'}")

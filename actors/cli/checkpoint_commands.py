@@ -202,13 +202,13 @@ def rm(job: Job, /, step: str, force: bool = False) -> int:
     ]
     if not found and not left:
         raise JobError(
-            f"--step {step}: {job.name} has no checkpoint of that step; `elastic checkpoint ls` "
-            "lists those that it has"
+            f"--step {step}: {job.name} has no checkpoint of that step; `elastic checkpoint ls` lists those "
+            "that it has"
         )
     if not found:
         raise JobError(
-            f"--step {step}: {job.name} has no such checkpoint, but has left behind "
-            f"{_named(left)}; name one so to delete it"
+            f"--step {step}: {job.name} has no such checkpoint, but has left behind {_named(left)}; name "
+            "one so to delete it"
         )
     for version in found:
         _check_not_needed(run, version, f"--step {step}")
@@ -228,14 +228,14 @@ def _check_not_needed(run: Run, version: Version, asked: str) -> None:
     """
     if version in run.checkpoints.inherited:
         raise JobError(
-            f"{asked} is a checkpoint of run {run.checkpoints.holder(version)!r}, from which "
-            f"{run.job.name} was forked"
+            f"{asked} is a checkpoint of run {run.checkpoints.holder(version)!r}, from which {run.job.name} "
+            "was forked"
         )
     newest = run.newest() or Version(0, 0)
     if version == newest:
         raise JobError(
-            f"{asked} is the newest good checkpoint, from which the run goes on; it stays until "
-            "there is a newer one"
+            f"{asked} is the newest good checkpoint, from which the run goes on; it stays until there is a "
+            "newer one"
         )
     if version > newest and not left_behind(run, [version]):
         raise JobError(
@@ -370,8 +370,8 @@ def export(
     version = version_at(run, step)
     if average and not has_average(run.checkpoints.open(version)):
         raise JobError(
-            f"--average: the checkpoint of {version} has no average of the weights, which "
-            "optim.average keeps; leave it out"
+            f"--average: the checkpoint of {version} has no average of the weights, which optim.average "
+            "keeps; leave it out"
         )
     made = published(
         run,
@@ -384,8 +384,8 @@ def export(
     there = [name for name in (*EXPORTED, *made.more) if (to / name).exists()]
     if there:
         raise JobError(
-            f"--to = {str(to)!r} has {' and '.join(there[:2])} already, perhaps of another step; "
-            "name a new folder"
+            f"--to = {str(to)!r} has {' and '.join(there[:2])} already, perhaps of another step; name a new "
+            "folder"
         )
     try:
         written = run.checkpoints.export(version, to, average=average, names=made.names, more=made.more)
@@ -400,8 +400,7 @@ def export(
 
 LIVES = (
     "after each save its coordinator deletes what checkpoint.keep_last and the others do not keep; `elastic "
-    "stop` stops it, or wait for "
-    "its end"
+    "stop` stops it, or wait for its end"
 )
 """The end of the sentence in which a command that deletes refuses a run that lives."""
 
@@ -430,8 +429,7 @@ def _told_if_full(run: Run, version: Version) -> Iterator[None]:
         folder = run.store.full_name(run.checkpoints.folder(version))
         raise PlatformGaveUp(
             "the bucket is full, so that not even the mark with which a deletion begins can be written; "
-            f"nothing needs {version}: remove "
-            f"its folder by hand ({folder}), and give the same command again"
+            f"nothing needs {version}: remove its folder by hand ({folder}), and give the same command again"
         ) from error
 
 

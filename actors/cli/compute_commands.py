@@ -97,8 +97,8 @@ def _sized(job: Job) -> Job:
             job, why = (
                 one,
                 (
-                    "not known before the memory of devices is; name that, say --workers.device-gb "
-                    "80; all below is for 1"
+                    "not known before the memory of devices is; name that, say --workers.device-gb 80; all "
+                    "below is for 1"
                 ),
             )
         else:

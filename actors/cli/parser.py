@@ -33,7 +33,7 @@ MODULES = (
 """The modules that have commands, in the order of the help."""
 GROUPS = {
     "data": "Prepares datasets and looks at them.",
-    "checkpoint": ("Looks at the checkpoints of a run, and deletes some."),
+    "checkpoint": "Looks at the checkpoints of a run, and deletes some.",
 }
 """The first words of commands that have two, and what such commands do."""
 LISTS = "train"
@@ -126,7 +126,7 @@ def read(words: Sequence[str]) -> tuple[JobFile | None, Callable[[], int]]:
         if name == LISTS and {"-h", "--help"}.intersection(words):
             parser.epilog, parser.usage = (
                 None,
-                (f"{' '.join(parser.format_usage().split()[1:])} [--section.option value ...]"),
+                f"{' '.join(parser.format_usage().split()[1:])} [--section.option value ...]",
             )
             list_settings(parser, Job)
     known, rest = parser.parse_known_args(words)
@@ -211,8 +211,8 @@ def _only_listed(words: Sequence[str]) -> NoReturn:
         prog=f"elastic {group}".strip(),
         description=GROUPS.get(group, "Trains large models on machines that come and go."),
         epilog=(
-            "A command that takes a job file also takes the settings of the job, as --section.option "
-            "value, after the file."
+            "A command that takes a job file also takes the settings of the job, as --section.option value, "
+            "after the file."
         ),
     )
     listed = parser.add_subparsers(dest="command", metavar="command", required=True)
@@ -235,8 +235,8 @@ def parser_of(name: str, function: Callable[..., int | None]) -> Parser:
         if each.annotation.startswith("Job"):
             told.setdefault(key, ["", "job", "the job file (TOML)"])
             parser.epilog = (
-                f"Settings of the job, as --section.option value, may follow; `elastic {LISTS} "
-                "--help` lists them."
+                f"Settings of the job, as --section.option value, may follow; `elastic {LISTS} --help` "
+                "lists them."
             )
         short, metavar, meaning = told[key]
         options: dict[str, Any] = {"help": meaning} | WORDS.get(each.annotation.removesuffix(" | None"), {})

@@ -59,8 +59,8 @@ def _journal_of(file: JobFile) -> tuple[list[Segment], Rules | None]:
         if segments := journal.read(Run.begun(job).store, job.name):
             return segments, job.rules()
         raise JobError(
-            f"there is no journal of {job.name} in {job.bucket}: it has run there only with "
-            "--local, which writes none"
+            f"there is no journal of {job.name} in {job.bucket}: it has run there only with --local, which "
+            "writes none"
         )
     if file.options.settings:
         words = shlex.join(file.options.to_show())
@@ -87,7 +87,7 @@ def _in_file(path: Path) -> list[Segment]:
     if (base := segments[0][0].get("continues")) is not None:
         where = f"the snapshot before it begins {base:012d}.jsonl"
         raise JobError(
-            f"{named} goes on where another file of the journal ends: {where}; {advice}; the job "
-            "file replays them all"
+            f"{named} goes on where another file of the journal ends: {where}; {advice}; the job file "
+            "replays them all"
         )
     return segments

@@ -66,8 +66,8 @@ class Absent:
         if pid := run.local_process():
             return cls(
                 (
-                    f"{job.name} is trained by process {pid} of this machine (--local); Ctrl-C there, or `kill "
-                    f"-INT {pid}`, stops it"
+                    f"{job.name} is trained by process {pid} of this machine (--local); Ctrl-C there, or "
+                    f"`kill -INT {pid}`, stops it"
                 ),
                 False,
             )
@@ -85,13 +85,13 @@ class Absent:
         )
         if not over and owner.get("host") == platform.node() and not heads.reachable(owner["address"]):
             stands = (
-                f"has told no end, and its cluster on this machine, {owner['address']}, has ended; "
-                "`elastic train` goes on with it"
+                f"has told no end, and its cluster on this machine, {owner['address']}, has ended; `elastic "
+                "train` goes on with it"
             )
         if elsewhere:
             stands = (
-                f"was begun with --local {elsewhere}, and has told no end; if it lives, end it there "
-                "with Ctrl-C"
+                f"was begun with --local {elsewhere}, and has told no end; if it lives, end it there with "
+                "Ctrl-C"
             )
         how = "" if end is None else f"; it ended as {type(end).__name__}"
         reason = "" if end is None else end.why if isinstance(end, Finished) else end.reason
@@ -259,7 +259,7 @@ def clean(job: Job, /, force: bool = False) -> int:
         if lives:
             _tell(
                 clear(job.name, lives, CLEAR_S),
-                ("this machine (the run's cluster has ended, or cannot be reached from here)"),
+                "this machine (the run's cluster has ended, or cannot be reached from here)",
             )
         else:
             say(_unclaimed(job))
@@ -303,8 +303,7 @@ def _unclaimed(job: Job) -> str:
     )
     return (
         f"no claim of {job.name} is in {job.bucket}: correct the name or the bucket; or, if somebody has "
-        "deleted its folder, nobody can "
-        f"say what of that name is its own, so all stays: {advice}"
+        f"deleted its folder, nobody can say what of that name is its own, so all stays: {advice}"
     )
 
 
@@ -360,7 +359,7 @@ def logs(job: Job, workers: Sequence[str] = (), /, follow: bool = False) -> int:
                 print(
                     "\n".join(
                         [
-                            (f"# {path.stem}: its cluster has not stored its log; this is the end of {path}"),
+                            f"# {path.stem}: its cluster has not stored its log; this is the end of {path}",
                             *last_lines(file),
                             "",
                         ]

@@ -84,9 +84,8 @@ def load(path: str, setting: str = "") -> Any:
     if module_name == OBJECT:
         raise CodeError(
             f"{named} is code of the script or notebook that began the run, and nobody here has it; go on "
-            "from that script, by "
-            "launch(Job(...)) with the same functions, or look at it there by evaluate_here or rerun_here "
-            "of elastic.train.alone.revisit"
+            "from that script, by launch(Job(...)) with the same functions, or look at it there by "
+            "evaluate_here or rerun_here of elastic.train.alone.revisit"
         )
     module = _module(named, module_name)
     try:
@@ -215,14 +214,14 @@ def _failed(module: str, error: Exception) -> str:
     """
     if isinstance(error, SyntaxError) and error.filename:
         return (
-            f"importing {module} failed with {type(error).__name__}: {error.msg} (in {error.filename}, "
-            f"line {error.lineno}); mend it"
+            f"importing {module} failed with {type(error).__name__}: {error.msg} (in {error.filename}, line "
+            f"{error.lineno}); mend it"
         )
     frames = traceback.extract_tb(error.__traceback__)
     frame = next((f for f in reversed(frames) if not f.filename.startswith("<frozen")), frames[-1])
     return (
-        f"importing {module} failed with {_what(error)} (in {frame.filename}, line {frame.lineno}); mend "
-        "it or install what it needs"
+        f"importing {module} failed with {_what(error)} (in {frame.filename}, line {frame.lineno}); mend it "
+        "or install what it needs"
     )
 
 
@@ -245,8 +244,8 @@ def _argument(setting: str, value: Any) -> Any:
     if (found := os.environ.get(named[1])) is None:
         where = f"the environment variable {named[1]} is not set on {platform.node()}"
         raise JobError(
-            f"{setting} = '{value}': {where}; set it for this command, and where the nodes of a "
-            "cluster are started"
+            f"{setting} = '{value}': {where}; set it for this command, and where the nodes of a cluster are "
+            "started"
         )
     return found
 
@@ -276,8 +275,8 @@ def less_memory(error: BaseException) -> str:
         return ""
     return (
         "the memory is not enough: lower microbatch, set recompute to 'block' or precision to 'bf16', or "
-        "let more workers share the state "
-        "(workers.max, parallel.zero = 2 or 3); `elastic estimate` tells what a job takes"
+        "let more workers share the state (workers.max, parallel.zero = 2 or 3); `elastic estimate` tells "
+        "what a job takes"
     )
 
 

@@ -22,8 +22,8 @@ def disagreements(job: Job) -> Iterator[str]:
     if job.global_batch != "all" and job.microbatch != "auto" and (rest := job.global_batch % job.microbatch):
         near = [n for n in (job.global_batch - rest, job.global_batch - rest + job.microbatch) if n]
         yield (
-            f"global_batch = {job.global_batch} is not a multiple of microbatch = {job.microbatch}; "
-            f"the nearest {'are' if len(near) > 1 else 'is'} {' and '.join(map(str, near))}"
+            f"global_batch = {job.global_batch} is not a multiple of microbatch = {job.microbatch}; the "
+            f"nearest {'are' if len(near) > 1 else 'is'} {' and '.join(map(str, near))}"
         )
     if job.precision != "fp16" and job.loss_scale != "dynamic":
         yield (
@@ -33,14 +33,12 @@ def disagreements(job: Job) -> Iterator[str]:
     if job.activations != "keep" and job.recompute in ("sqrt", "selective"):
         yield (
             f"activations = {job.activations!r} cannot reach what recompute = {job.recompute!r} keeps; set "
-            "recompute to 'none', "
-            f"'attention' or 'block', or leave activations out"
+            "recompute to 'none', 'attention' or 'block', or leave activations out"
         )
     if job.data.group_by_length and job.compile and job.reproducible:
         yield (
             "data.group_by_length = true with compile = true and reproducible = true: what is compiled for "
-            "a length depends on which "
-            "lengths a process has seen before; leave one of the three out"
+            "a length depends on which lengths a process has seen before; leave one of the three out"
         )
     for more in (_validation, _schedule, _ramp, _weights, _attention, _owed, _spikes):
         yield from more(job)
@@ -55,9 +53,8 @@ def disagreements(job: Job) -> Iterator[str]:
     if job.parallel.bucket_elements != "block" and _gathers_blocks(job):
         yield (
             f"parallel.bucket_elements = {job.parallel.bucket_elements} with parallel.zero = "
-            f"{job.parallel.zero!r}: stage 3 gathers and "
-            "frees each block by itself, so that no more is in memory; set parallel.zero to 0, 1 or 2, or "
-            "leave bucket_elements out"
+            f"{job.parallel.zero!r}: stage 3 gathers and frees each block by itself, so that no more is in "
+            "memory; set parallel.zero to 0, 1 or 2, or leave bucket_elements out"
         )
     if job.profiled() and job.profiled()[0] > job.steps:
         yield f"profile = {job.profile!r} begins after the last step, steps = {job.steps}; name earlier steps"
@@ -79,8 +76,7 @@ def disagreements(job: Job) -> Iterator[str]:
     if job.copies.copy_every == 0 and job.copies.buddy_every not in (0, "auto"):
         yield (
             f"copies.buddy_every = {job.copies.buddy_every} with copies.copy_every = 0: there is no copy "
-            "that could go to a buddy; "
-            f"set copies.copy_every to 1 or more, or copies.buddy_every to 0"
+            "that could go to a buddy; set copies.copy_every to 1 or more, or copies.buddy_every to 0"
         )
     if job.workers.min > job.workers.max:
         yield (
@@ -107,8 +103,7 @@ def _validation(job: Job) -> Iterator[str]:
         has, out = ("has", f"validation.{set_[0]}") if len(set_) == 1 else ("have", "all of these")
         yield (
             f"validation.every = 0 measures nothing, so {them} {has} no effect; set validation.every to a "
-            "number of steps, "
-            f"or leave {out} out"
+            f"number of steps, or leave {out} out"
         )
 
 
@@ -118,8 +113,7 @@ def _kept(job: Job) -> Iterator[str]:
     if rules.keep_last == 1:
         yield (
             "checkpoint.keep_last = 1 leaves nothing to go on from if the newest checkpoint turns out to be "
-            "damaged; set it to 2 or more, "
-            "or to 0 to keep all"
+            "damaged; set it to 2 or more, or to 0 to keep all"
         )
     others = {
         f"keep_every = {rules.keep_every}": rules.keep_every,
@@ -135,9 +129,8 @@ def _kept(job: Job) -> Iterator[str]:
     if validation.patience and (not validation.every or validation.every % rules.save_every):
         yield (
             f"validation.patience = {validation.patience} with validation.every = {validation.every}: a run "
-            "ends where it is validated and "
-            f"saved; set validation.every to a multiple of checkpoint.save_every = {rules.save_every}, or "
-            "leave validation.patience out"
+            "ends where it is validated and saved; set validation.every to a multiple of "
+            f"checkpoint.save_every = {rules.save_every}, or leave validation.patience out"
         )
     if (
         rules.keep_best
@@ -146,9 +139,8 @@ def _kept(job: Job) -> Iterator[str]:
     ):
         yield (
             f"checkpoint.keep_best = true with validation.every = {validation.every}: only what is both "
-            "validated and saved can be kept; "
-            f"set validation.every to a multiple of checkpoint.save_every = {rules.save_every}, or leave "
-            "checkpoint.keep_best out"
+            "validated and saved can be kept; set validation.every to a multiple of checkpoint.save_every "
+            f"= {rules.save_every}, or leave checkpoint.keep_best out"
         )
 
 
@@ -158,16 +150,16 @@ def _owed(job: Job) -> Iterator[str]:
     by_spares = job.validation.every if job.validation.by == "spares" else 0
     if by_spares and not job.workers.spares:
         yield (
-            "validation.by = 'spares' with workers.spares = 0: nobody would measure; set workers.spares "
-            "to 1, or leave validation.by out"
+            "validation.by = 'spares' with workers.spares = 0: nobody would measure; set workers.spares to "
+            "1, or leave validation.by out"
         )
     for name, every in (("export", job.export.every), ("samples", samples.every), ("validation", by_spares)):
         if every % save_every:
             near = [n for n in (every - every % save_every, every - every % save_every + save_every) if n]
             yield (
                 f"{name}.every = {every} is not a multiple of checkpoint.save_every = {save_every}, and "
-                "only what is saved can be used; "
-                f"the nearest {'are' if len(near) > 1 else 'is'} {' and '.join(map(str, near))}"
+                f"only what is saved can be used; the nearest {'are' if len(near) > 1 else 'is'} "
+                f"{' and '.join(map(str, near))}"
             )
     if samples.every and not samples.prompts:
         yield (
@@ -179,8 +171,7 @@ def _owed(job: Job) -> Iterator[str]:
     if set_ and not samples.every and not _turned_off(samples):
         yield (
             f"samples.every = 0 writes nothing, so samples.{set_[0]} = {getattr(samples, set_[0])!r} has no "
-            "effect; set samples.every to a "
-            f"number of steps, or leave samples.{set_[0]} out"
+            f"effect; set samples.every to a number of steps, or leave samples.{set_[0]} out"
         )
 
 
@@ -194,14 +185,12 @@ def _offload(job: Job) -> Iterator[str]:
     if job.offload_folder and not job.offloads:
         yield (
             f"offload_folder = {job.offload_folder!r} with offload = 'none': nothing would be in its files; "
-            "set offload to 'optimizer' or "
-            f"'weights', or leave it out"
+            "set offload to 'optimizer' or 'weights', or leave it out"
         )
     if not job.offload_folder and job.offload_buffer_gb != 1:
         yield (
             f"offload_buffer_gb = {job.offload_buffer_gb:g} is for state in files, and offload_folder is "
-            "empty; name a folder of a local "
-            f"disk, or leave it out"
+            "empty; name a folder of a local disk, or leave it out"
         )
     if not job.offloads:
         return
@@ -209,14 +198,12 @@ def _offload(job: Job) -> Iterator[str]:
     if _gathers_blocks(job):
         yield (
             f"parallel.zero = {zero!r} with {named}: weights that are gathered block by block cannot live "
-            "in the memory of the node; "
-            f"set parallel.zero to 2, or to 0 where nothing is shared"
+            "in the memory of the node; set parallel.zero to 2, or to 0 where nothing is shared"
         )
     if job.copies.copy_every not in (1, "auto"):
         yield (
             f"copies.copy_every = {job.copies.copy_every} with {named}: the state lives in the memory of "
-            "the copies, so each step makes "
-            f"one; set copies.copy_every to 1, or leave it out"
+            "the copies, so each step makes one; set copies.copy_every to 1, or leave it out"
         )
 
 
@@ -234,8 +221,7 @@ def _spikes(job: Job) -> Iterator[str]:
     if job.spikes.microbatch_z and job.spikes.off:
         yield (
             f"spikes.microbatch_z = {job.spikes.microbatch_z:g} with spikes.action = {job.spikes.action!r}, "
-            "which judges nothing; set "
-            f"the action to 'quarantine', 'skip' or 'warn', or microbatch_z to 0"
+            "which judges nothing; set the action to 'quarantine', 'skip' or 'warn', or microbatch_z to 0"
         )
 
 
@@ -247,8 +233,7 @@ def _schedule(job: Job) -> Iterator[str]:
             if (value := getattr(schedule, name)) != type(schedule).model_fields[name].default:
                 yield (
                     f"schedule.{name} = {value} with schedule.kind = {schedule.kind!r}: your own schedule "
-                    "says the rate of every step; "
-                    f"leave schedule.{name} out, or pass it in schedule.args"
+                    f"says the rate of every step; leave schedule.{name} out, or pass it in schedule.args"
                 )
     elif schedule.args:
         yield (
@@ -260,8 +245,8 @@ def _schedule(job: Job) -> Iterator[str]:
     if schedule.kind in LEVEL and schedule.final != (default := type(schedule).model_fields["final"].default):
         yield (
             f"schedule.final = {schedule.final:g} has no effect with schedule.kind = {schedule.kind!r}, "
-            "which does not fall to a part of "
-            f"optim.lr; leave it out (it is {default:g} then), or set the kind to 'cosine', 'linear' or 'wsd'"
+            f"which does not fall to a part of optim.lr; leave it out (it is {default:g} then), or set the "
+            "kind to 'cosine', 'linear' or 'wsd'"
         )
     warmup, decay, steps = schedule.warmup_steps, schedule.decay_steps, job.steps
     if warmup > steps:
@@ -273,14 +258,13 @@ def _schedule(job: Job) -> Iterator[str]:
         )
     elif schedule.kind != "wsd" and decay:
         yield (
-            f"schedule.decay_steps = {decay} belongs to schedule.kind = 'wsd', and it is "
-            f"{schedule.kind!r}; leave one of them out"
+            f"schedule.decay_steps = {decay} belongs to schedule.kind = 'wsd', and it is {schedule.kind!r}; "
+            "leave one of them out"
         )
     elif warmup <= steps < warmup + decay:
         yield (
             f"schedule.warmup_steps = {warmup} and schedule.decay_steps = {decay} are together more than "
-            f"steps = {steps}; lower them or "
-            f"train longer"
+            f"steps = {steps}; lower them or train longer"
         )
 
 
@@ -294,8 +278,8 @@ def _weights(job: Job) -> Iterator[str]:
     if (turns := sum(whole := shares(job.data.weights))) > MOST_TURNS:
         yield (
             f"data.weights = {list(job.data.weights)} are {' : '.join(map(str, whole))} in whole numbers, "
-            f"whose sum is {turns} and "
-            f"may be {MOST_TURNS}; round them to four digits or fewer that add up to 1"
+            f"whose sum is {turns} and may be {MOST_TURNS}; round them to four digits or fewer that add up "
+            "to 1"
         )
 
 
@@ -317,14 +301,13 @@ def _ramp(job: Job) -> Iterator[str]:
             )
     if job.global_batch == "all":
         yield (
-            f"batch_ramp.start = {ramp.start} with global_batch = 'all': a ramp grows to a number; name "
-            "it, or leave the ramp out"
+            f"batch_ramp.start = {ramp.start} with global_batch = 'all': a ramp grows to a number; name it, "
+            "or leave the ramp out"
         )
     elif ramp.start >= job.global_batch or (job.global_batch - ramp.start) % ramp.increment:
         yield (
             f"batch_ramp.start = {ramp.start} does not grow to global_batch = {job.global_batch} by "
-            "batch_ramp.increment = "
-            f"{ramp.increment}; let their difference be a multiple of the increment"
+            f"batch_ramp.increment = {ramp.increment}; let their difference be a multiple of the increment"
         )
 
 
@@ -347,8 +330,8 @@ def _unused(optim: Optim) -> Iterator[str]:
     if optim.args:
         yield (
             f"optim.args = {optim.args} has no effect with optim.kind = {optim.kind!r}, whose settings are "
-            "those of [optim] itself, as "
-            f"optim.{used[0]}; leave it out, or name an optimizer of your own: optim.kind = 'pkg.module:RULE'"
+            f"those of [optim] itself, as optim.{used[0]}; leave it out, or name an optimizer of your own: "
+            "optim.kind = 'pkg.module:RULE'"
         )
     for name in sorted({name for names in _OF_OPTIMIZERS.values() for name in names} - {*used}):
         value, default = getattr(optim, name), type(optim).model_fields[name].default
@@ -360,8 +343,8 @@ def _unused(optim: Optim) -> Iterator[str]:
             )
     if optim.kind == "muon" and optim.decay == "l2":
         yield (
-            "optim.decay = 'l2' with optim.kind = 'muon': it would turn a direction and shrink nothing; "
-            "use optim.decay = 'decoupled'"
+            "optim.decay = 'l2' with optim.kind = 'muon': it would turn a direction and shrink nothing; use "
+            "optim.decay = 'decoupled'"
         )
 
 
@@ -372,8 +355,7 @@ def _groups(optim: Optim) -> Iterator[str]:
         if (first := names.index(each)) < number:
             yield (
                 f"optim.groups[{number}].names = {list(optim.groups[number].names)} are those of "
-                f"optim.groups[{first}], which is the first "
-                f"match; leave one of the two groups out"
+                f"optim.groups[{first}], which is the first match; leave one of the two groups out"
             )
 
 
@@ -427,21 +409,19 @@ def idle(job: Job) -> Iterator[str]:
                     else repr(value)
                 )
                 yield (
-                    f"{name}.{each} = {told} has no effect while {why}; change that, or leave "
-                    f"{name}.{each} out"
+                    f"{name}.{each} = {told} has no effect while {why}; change that, or leave {name}.{each} "
+                    "out"
                 )
     if job.checkpoint.keep_best and job.checkpoint.keep_last and not job.validation.every:
         yield (
             "checkpoint.keep_best = true while validation.every = 0: until something was validated nobody "
-            "knows which is the best, so no "
-            "checkpoint is deleted; change one of them, if that is too much"
+            "knows which is the best, so no checkpoint is deleted; change one of them, if that is too much"
         )
     if job.optim.average and job.validation.every:
         yield (
             f"optim.average = {job.optim.average:g} with validation.every = {job.validation.every}: the run "
-            "validates its weights, "
-            "not their average, and so the best one is found; `elastic evaluate --average` measures the "
-            "average"
+            "validates its weights, not their average, and so the best one is found; `elastic evaluate "
+            "--average` measures the average"
         )
 
 
@@ -451,7 +431,7 @@ def _deadlines(deadlines: Deadlines) -> Iterator[str]:
         "lease_s": (1, "a member renews its lease four times in this time, and a healthy one would stop"),
         "stall_s": (
             1,
-            ("keepers report the steps of their workers each 0.5 s, and a healthy worker would be blamed"),
+            "keepers report the steps of their workers each 0.5 s, and a healthy worker would be blamed",
         ),
         "silence_s": (2, "a node beats each 0.5 s, and a healthy one would be taken for silent"),
         "driver_s": (1, "a driver asks ten times a second, and a healthy one would be taken for gone"),
@@ -464,7 +444,6 @@ def _deadlines(deadlines: Deadlines) -> Iterator[str]:
     if lease_s >= 1 and fence_s > FENCED_LEASES * lease_s:
         yield (
             f"deadlines.fence_s = {fence_s:g} is more than {FENCED_LEASES} × deadlines.lease_s = "
-            f"{lease_s:g}: a worker that hears nobody "
-            "ends itself after two leases, and a longer wait for its answer is in vain; lower the one or "
-            "raise the other"
+            f"{lease_s:g}: a worker that hears nobody ends itself after two leases, and a longer wait for "
+            "its answer is in vain; lower the one or raise the other"
         )

@@ -77,8 +77,8 @@ def read_toml(path: Path) -> dict[str, Any]:
         ) from None
     except tomllib.TOMLDecodeError as error:
         raise JobError(
-            f"{path.name} is not valid TOML: {error}; mend that line (`elastic train --help` "
-            "lists the settings)"
+            f"{path.name} is not valid TOML: {error}; mend that line (`elastic train --help` lists the "
+            "settings)"
         ) from None
 
 

@@ -137,8 +137,8 @@ def _code(value: Any, check: Callable[[Any], str]) -> str:
         raise ValueError(f"must name code as 'package.module:name'{why}") from None
     if module == MAIN:
         raise ValueError(
-            "names code of the script that runs; give the function or class itself, without "
-            "quotes, or put it into a module"
+            "names code of the script that runs; give the function or class itself, without quotes, or put "
+            "it into a module"
         )
     return path
 

@@ -102,8 +102,8 @@ def joined(decision: Decision, event: Joined) -> None:
         # another coordinator has given this name to the worker
         decision.know("members", next_worker=membership.number_of(event.worker) + 1)
         return decision.say(
-            f"{event.worker} was started by another coordinator; it is ended, and no other "
-            "worker gets its name"
+            f"{event.worker} was started by another coordinator; it is ended, and no other worker gets its "
+            "name"
         )
     membership.no_longer_starting(decision, event.worker)
     if (misfit := _misfit(decision, event)) is not None:
@@ -144,8 +144,8 @@ def joined(decision: Decision, event: Joined) -> None:
         and (latest is None or latest.states != event.states)
     ):
         decision.say(
-            f"its node has room for copies of {event.states:.3g} states, and more workers than "
-            "that share some there"
+            f"its node has room for copies of {event.states:.3g} states, and more workers than that share "
+            "some there"
         )
 
 
@@ -181,8 +181,8 @@ def _misfit(decision: Decision, event: Joined) -> tuple[str, bool] | None:
 
 def _of_another_kind(kind: str, others: str) -> str:
     return (
-        f"it is {kind}, and only {others} gives equal bits; use machines of one kind, or set "
-        "reproducible = false"
+        f"it is {kind}, and only {others} gives equal bits; use machines of one kind, or set reproducible = "
+        "false"
     )
 
 
@@ -200,7 +200,7 @@ def refuse_other_kinds(decision: Decision) -> None:
             membership.expel(decision, (worker,), "its node is refused")
             why = _of_another_kind(known.kind, run.members.kind)
             refuse_node(
-                decision, known.node, (f"{_called(worker, known.node, known.host)} cannot be a member: {why}")
+                decision, known.node, f"{_called(worker, known.node, known.host)} cannot be a member: {why}"
             )
 
 

@@ -110,8 +110,7 @@ def committed(decision: Decision, outcome: Outcome) -> None:
     elif outcome.behind and due(outcome.step, decision.rules.save_every, decision.rules.target_step):
         decision.say(
             "a save is due, but the one before is not in the bucket yet, or a member's newest copy is not "
-            "complete: "
-            "training goes on, and the save follows as soon as there is room"
+            "complete: training goes on, and the save follows as soon as there is room"
         )
         saves.tell(decision)  # in case a member waits for a save that nobody knows of any more
 
@@ -131,7 +130,7 @@ def ends(decision: Decision, event: Ends) -> None:
         decision.know(left=tuple(dict.fromkeys((*(decision.run.left or ()), event.worker))))
         if isinstance(decision.run.state, Forming):
             edges.stop(
-                decision, (f"the loop of {event.worker} left step {event.step} behind when its world broke")
+                decision, f"the loop of {event.worker} left step {event.step} behind when its world broke"
             )
 
 

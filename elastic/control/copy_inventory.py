@@ -77,8 +77,8 @@ def kept(decision: Decision, event: Kept) -> None:
     copies = decision.run.copies
     if event.generation != copies.asked or event.node not in decision.run.cluster.keepers:
         return decision.refuse(
-            f"the keeper of node {event.node[:8]} was not asked what it holds of "
-            f"generation {event.generation}"
+            f"the keeper of node {event.node[:8]} was not asked what it holds of generation "
+            f"{event.generation}"
         )
     host = replace(copies.hosts.get(event.node, Host()), kept=event.held, asked=event.generation)
     decision.know("copies", hosts={**copies.hosts, event.node: host})
@@ -161,14 +161,14 @@ def committed(decision: Decision, outcome: Outcome, before: RunState) -> None:
     if _overdue(decision.run) and not _overdue(before):
         since = unprotected_since(decision.run)
         decision.say(
-            f"unprotected since step {since}: not every member of generation {plan.generation} has "
-            "a later copy in host memory"
+            f"unprotected since step {since}: not every member of generation {plan.generation} has a later "
+            "copy in host memory"
         )
     elif _overdue_at_buddies(decision.run) and not _overdue_at_buddies(before):
         since = unbuddied_since(decision.run)
         decision.say(
-            f"other nodes hold no copy newer than step {since}: if a node is lost, the steps after "
-            "it may be lost"
+            f"other nodes hold no copy newer than step {since}: if a node is lost, the steps after it may "
+            "be lost"
         )
     safe = _safe(plan, copied, buddied)
     if safe is not None and _safe(plan, run.copies.copied, run.copies.buddied) is None:

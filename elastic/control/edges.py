@@ -154,8 +154,8 @@ def _shortage(decision: Decision) -> str:
     there, shards = len(workers), least_shard(decision.run.members, workers)
     if there >= low and shards > decision.rules.layout.min_shard:
         return (
-            f"{count(there, 'worker')} cannot share the state: its part fits the memory of one only "
-            f"among {shards} or more"
+            f"{count(there, 'worker')} cannot share the state: its part fits the memory of one only among "
+            f"{shards} or more"
         )
     return f"{count(there, 'worker')} {'is' if there == 1 else 'are'} too few for any layout (at least {low})"
 

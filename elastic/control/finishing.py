@@ -15,8 +15,8 @@ def go_on(decision: Decision, state: Finishing) -> None:
         edges.stop(
             decision,
             (
-                f"the last checkpoint is in the bucket; what step {run.history.untold[0]} "
-                "consumed is still to be told"
+                f"the last checkpoint is in the bucket; what step {run.history.untold[0]} consumed is still "
+                "to be told"
             ),
         )
     elif saved and _is_validating(decision, state):

@@ -86,8 +86,8 @@ def slow_network(event: Ready) -> str:
     mb, mb_s = event.heal_bytes / 1e6, event.heal_bytes / 1e6 / event.heal_s
     return (
         f"{event.worker} got {mb:,.0f} MB at {mb_s:.1f} MB/s over interface "
-        f"{event.interface or '(chosen by the libraries)'}: "
-        f"if its node has a faster interface, set network.interface to its name"
+        f"{event.interface or '(chosen by the libraries)'}: if its node has a faster interface, set "
+        "network.interface to its name"
     )
 
 

@@ -35,8 +35,8 @@ ADVICE: dict[str, str] = {
     "connections, or change the "
     "initialisation",
     "exploding": (
-        "lower optim.lr, or lengthen schedule.warmup_steps; an earlier checkpoint may be the "
-        "better one to go on from"
+        "lower optim.lr, or lengthen schedule.warmup_steps; an earlier checkpoint may be the better one to "
+        "go on from"
     ),
 }
 """The meaning of each condition, and what can be done."""
@@ -70,10 +70,8 @@ def judge(health: Health, outcome: Outcome, rule: WatchRule) -> tuple[Health, li
         samples = ", ".join(map(str, outcome.samples[0][:SHOWN]))
         sentence = (
             f"step {outcome.step} has nothing to learn from: the loss counted 0 terms in each of its "
-            f"{len(outcome.counts)} microbatches, "
-            "so nothing but weight decay and the optimizer's moments of earlier steps changes weights; "
-            "look whether all targets are "
-            f"masked (samples {samples})"
+            f"{len(outcome.counts)} microbatches, so nothing but weight decay and the optimizer's moments "
+            f"of earlier steps changes weights; look whether all targets are masked (samples {samples})"
         )
         health, more = judge(replace(health, said=(*health.said, EMPTY)), outcome, rule)
         return health, [sentence, *more]
@@ -152,8 +150,7 @@ def _with_strange(health: Health, outcome: Outcome) -> tuple[Health, list[str]]:
         key = f"not finite {layer}"
         sentence = (
             f"the gradient of {layer} is the first one in the backward pass of step {outcome.step} that is "
-            f"not finite ({norm}): look there "
-            f"for a division, a logarithm or an overflow"
+            f"not finite ({norm}): look there for a division, a logarithm or an overflow"
         )
     else:
         key = "not finite loss"
@@ -185,10 +182,8 @@ def _with_loss(
     before, now = (math.fsum(some) / half for some in (means[:half], means[-half:]))
     sentence = (
         f"the loss has not become lower in {wanted * WINDOW} records, the last of step {outcome.step}: its "
-        f"mean was {before:.4g} in the "
-        f"first half of them and is {now:.4g} in the second; lower optim.lr, or end the run here; if the "
-        "schedule lowers the rate later, "
-        f"that may be enough"
+        f"mean was {before:.4g} in the first half of them and is {now:.4g} in the second; lower optim.lr, "
+        "or end the run here; if the schedule lowers the rate later, that may be enough"
     )
     return replace(health, said=(*health.said, "stationary")), [*warnings, sentence]
 

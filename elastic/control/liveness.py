@@ -168,7 +168,7 @@ def silence(watch: Watch, nodes: tuple[NodeId, ...], now: float, silence_s: floa
         return None
     silent_for = f"nothing was heard from node {gone[0][:8]} for {now - watch.beats[gone[0]].at:.1f} s"
     return Stall(
-        None, (f"{silent_for}, though other nodes were heard, and no member moved for {still_s:.1f} s")
+        None, f"{silent_for}, though other nodes were heard, and no member moved for {still_s:.1f} s"
     )
 
 
@@ -207,7 +207,7 @@ def stall(watch: Watch, members: tuple[WorkerId, ...], now: float, stall_s: floa
     unheard = [worker for worker in members if worker not in seen or seen[worker].heard_at <= watch.moved_at]
     if unheard:
         return Stall(
-            None, (f"{still}; no member is blamed, because nothing was heard from the node of {unheard[0]}")
+            None, f"{still}; no member is blamed, because nothing was heard from the node of {unheard[0]}"
         )
     if (
         not watch.step_s
@@ -231,14 +231,14 @@ def _blame(seen: dict[WorkerId, Seen], members: tuple[WorkerId, ...], still: str
     if not told and second_s - first_s < EVIDENCE_S:
         return Stall(
             None,
-            (f"{still}; no member is blamed, because {first} and {second} have completed equally little"),
+            f"{still}; no member is blamed, because {first} and {second} have completed equally little",
         )
     step, microbatch, collective = least
     at = f"; it {seen[culprit].operation}" if seen[culprit].operation else ""
     return Stall(
         culprit,
         (
-            f"{still}; {culprit} has completed least (step {step}, microbatch {microbatch}, "
-            f"collective {collective}){at}"
+            f"{still}; {culprit} has completed least (step {step}, microbatch {microbatch}, collective "
+            f"{collective}){at}"
         ),
     )

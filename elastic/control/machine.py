@@ -169,7 +169,7 @@ def _start_failed(decision: Decision, event: StartFailed) -> None:
     membership.start_failed(decision, event)
     if asked and event.misset is not None:
         admission.replaced(
-            decision, event.misset, (event.worker,), (f"{event.worker} did not start: {event.reason}")
+            decision, event.misset, (event.worker,), f"{event.worker} did not start: {event.reason}"
         )
 
 

@@ -36,8 +36,8 @@ def _all_end_or(decision: Decision, stalled: Stall) -> None:
     edges.stop(
         decision,
         (
-            f"the loop of {names(run.left)} ended the run after step {run.enough} and the "
-            f"others wait for it: {fix}"
+            f"the loop of {names(run.left)} ended the run after step {run.enough} and the others wait for "
+            f"it: {fix}"
         ),
     )
 

@@ -81,7 +81,7 @@ def without_keepers(decision: Decision, nodes: Iterable[NodeId]) -> None:
         lacking = next((node for node in nodes if each.needs(node)), None)
         if lacking is not None and not each.asked:
             _forget(
-                decision, each.version, (f"the keeper of node {lacking[:8]} had still to report a part of it")
+                decision, each.version, f"the keeper of node {lacking[:8]} had still to report a part of it"
             )
 
 

@@ -104,8 +104,8 @@ class Skips(Steps):
             if warned
             else "",
             (
-                f"{kept} {'step' if kept == 1 else 'steps'} had microbatches that would be left out (warned): "
-                f"{self.would_leave_out.named}"
+                f"{kept} {'step' if kept == 1 else 'steps'} had microbatches that would be left out "
+                f"(warned): {self.would_leave_out.named}"
             )
             if kept
             else "",
@@ -181,8 +181,8 @@ def note(skips: Skips, outcome: Outcome, rule: WatchRule, *, ends: bool) -> tupl
             whole = "be skipped, since it would " if 2 * len(warned) > len(outcome.losses) else ""
             limit = f"above {outcome.warned_loss:.4g} no loss would count (spikes.microbatch_z)"
             parts.append(
-                f"would {whole}leave out {_bad(outcome, warned)}: {limit}, but spikes.action = "
-                "'warn' changes nothing"
+                f"would {whole}leave out {_bad(outcome, warned)}: {limit}, but spikes.action = 'warn' "
+                "changes nothing"
             )
         return skips, f"step {outcome.step} {' and '.join(parts)}{apart}" if parts else ""
     skips = skips.with_step(outcome.step)
@@ -245,9 +245,8 @@ def _failure(first: int, last: int, most: int) -> str:
     good = f"the last good step is {first - 1}" if first > 1 else "no step was good"
     return (
         f"{_number(last - first + 1)} skipped in a row, {_steps(first, last)}, and watch.max_skipped is "
-        f"{most}: {good}, and no weight has "
-        "changed since; look at the samples that the sentences about these steps name, or lower optim.lr "
-        "and go on with --branch"
+        f"{most}: {good}, and no weight has changed since; look at the samples that the sentences about "
+        "these steps name, or lower optim.lr and go on with --branch"
     )
 
 

@@ -366,8 +366,8 @@ def _expel_silent_nodes(decision: Decision, state: Stopping) -> Stopping:
         worker for worker, known in run.workers.items() if known.node in gone and worker not in answered
     )
     why = (
-        f"nothing was heard from node {', '.join(node[:8] for node in gone)} for {LONGER * silence_s:g} "
-        "s, nor an answer to the fence"
+        f"nothing was heard from node {', '.join(node[:8] for node in gone)} for {LONGER * silence_s:g} s, "
+        "nor an answer to the fence"
     )
     membership.expel(decision, there, why)
     saves.without_keepers(decision, gone)
@@ -419,8 +419,8 @@ def _as_far_as_another(run: RunState, generation: int) -> bool:
 def _say_outcome(decision: Decision, settlement: Settlement, prepared: set[int]) -> None:
     if settlement.outcome is not None:
         decision.say(
-            f"step {settlement.outcome.step} was committed: it is applied by "
-            f"{names(settlement.applied_by)} too"
+            f"step {settlement.outcome.step} was committed: it is applied by {names(settlement.applied_by)} "
+            "too"
         )
     elif prepared:
         decision.say(f"nobody saw step {max(prepared)} committed: it is dropped")

@@ -29,7 +29,7 @@ def go_on(decision: Decision, state: Waiting) -> None:
         edges.end_as_asked(decision)
     elif not begun and (split := [refusal for refusal in run.cluster.refused.values() if refusal.shared]):
         edges.end(
-            decision, Failed(split[0].why, _of_job(split[:1])), ("no step has run yet, so the run ends now")
+            decision, Failed(split[0].why, _of_job(split[:1])), "no step has run yet, so the run ends now"
         )
     elif decision.due(run.takeover.blind_until) and not _waits_for_others(decision, state, there, waited):
         edges.form(decision)

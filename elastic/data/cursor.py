@@ -148,10 +148,8 @@ class Cursor:
         if rest:
             raise JobError(
                 f"microbatch = {microbatch}: step {step} is done again, from before this branch, and has "
-                f"{self.batches.of(step)} samples, "
-                "which cannot be cut into such microbatches; set microbatch to a number that divides them, "
-                "too, until step "
-                f"{self.batches.since} is past"
+                f"{self.batches.of(step)} samples, which cannot be cut into such microbatches; set "
+                f"microbatch to a number that divides them, too, until step {self.batches.since} is past"
             )
         return whole
 

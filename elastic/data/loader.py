@@ -226,10 +226,9 @@ class Loader:
                 return
             print(
                 f"{self.named}: {_maker(self.dataset)[0]} draws from the default generators of torch, "
-                "Python or numpy, or seeds them, as "
-                "the model does: it is called when samples are needed, and not ahead; a generator of its "
-                "own "
-                f"(torch.Generator().manual_seed(id)) is faster, and so is data.readers",
+                "Python or numpy, or seeds them, as the model does: it is called when samples are needed, "
+                "and not ahead; a generator of its own (torch.Generator().manual_seed(id)) is faster, and "
+                "so is data.readers",
                 flush=True,
             )
 
@@ -291,8 +290,8 @@ class Loader:
             return batch
         raise DataError(
             f"{self.named}: samples {list(ids)} have the token {largest}, and the model knows those below "
-            f"{self.vocab}; set its "
-            f"vocabulary in model_args to {largest + 1} or more, or let the dataset give other tokens"
+            f"{self.vocab}; set its vocabulary in model_args to {largest + 1} or more, or let the dataset "
+            "give other tokens"
         )
 
 
@@ -336,7 +335,6 @@ def _checked(batch: object, ids: Ids, named: str, maker: str, mend: str) -> Batc
     if came is None:
         return batch  # type: ignore[return-value]
     raise DataError(
-        f"{named}: {maker} returned {came} for the {len(ids)} ids {list(ids)}; "
-        f"it must return a dictionary of tensors of shape [{len(ids)}, ...], with one row for each "
-        f"id{mend and f': {mend}'}"
+        f"{named}: {maker} returned {came} for the {len(ids)} ids {list(ids)}; it must return a dictionary "
+        f"of tensors of shape [{len(ids)}, ...], with one row for each id{mend and f': {mend}'}"
     )

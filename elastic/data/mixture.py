@@ -67,8 +67,8 @@ class Mixture:
         ]
         if other := next((shape for shape in shapes if shape != shapes[0]), None):
             raise DataError(
-                f"data.args.parts: a sample of one part has {shapes[0]}, and one of another has "
-                f"{other}; make them alike"
+                f"data.args.parts: a sample of one part has {shapes[0]}, and one of another has {other}; "
+                "make them alike"
             )
         order = torch.tensor([row for rows, _ in found for row in rows]).argsort()
         return {name: torch.cat([batch[name] for _, batch in found])[order] for name in shapes[0]}
@@ -81,8 +81,8 @@ class Mixture:
             number for number, part in enumerate(self.parts) if not callable(getattr(part, "lengths", None))
         ]:
             raise DataError(
-                f"data.group_by_length = true, and data.args.parts[{silent[0]}] has no "
-                "lengths(); give it one, or leave it out"
+                f"data.group_by_length = true, and data.args.parts[{silent[0]}] has no lengths(); give it "
+                "one, or leave it out"
             )
         found = [0] * len(ids)
         for part, rows, own in self._by_part(ids):

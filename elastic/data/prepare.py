@@ -52,10 +52,10 @@ class Summary:
 
     def __str__(self) -> str:
         said = (
-            f"{self.documents:,} {'document' if self.documents == 1 else 'documents'}, "
-            f"{self.tokens:,} {'token' if self.tokens == 1 else 'tokens'} in {self.files} "
-            f"{'file' if self.files == 1 else 'files'}, "
-            f"vocabulary {self.vocabulary:,}: {self.url} (fingerprint {self.fingerprint[:12]})"
+            f"{self.documents:,} {'document' if self.documents == 1 else 'documents'}, {self.tokens:,} "
+            f"{'token' if self.tokens == 1 else 'tokens'} in {self.files} "
+            f"{'file' if self.files == 1 else 'files'}, vocabulary {self.vocabulary:,}: {self.url} "
+            f"(fingerprint {self.fingerprint[:12]})"
         )
         return said if self.held_out is None else f"{said}\nheld out: {self.held_out}"
 
@@ -138,8 +138,7 @@ def _refused(store: ObjectStore) -> Iterator[None]:
             ) from None
         raise DataError(
             f"{error.object} is there already, and would be overwritten although no {DESCRIPTION} says that "
-            "it is of a dataset; "
-            f"give another destination"
+            "it is of a dataset; give another destination"
         ) from None
 
 
@@ -166,14 +165,14 @@ def _nothing(sources: Sequence[str | Path], suffixes: Sequence[str], files: int)
             f"{shown} is a folder without a file whose name ends in {ends}; give another source, or --suffix"
         )
     return (
-        f"{shown}: no such file, nor a folder with one whose name ends in {ends}; give another source, "
-        "or --suffix"
+        f"{shown}: no such file, nor a folder with one whose name ends in {ends}; give another source, or "
+        "--suffix"
     )
 
 
 def _one_sided(held_out: float, out: bool) -> str:
     side = "would be held out" if out else "would be left to train on"
     return (
-        f"--held-out {held_out:g}: no document {side}; give another part, or more documents (a file is "
-        "one, and so is a line of JSON)"
+        f"--held-out {held_out:g}: no document {side}; give another part, or more documents (a file is one, "
+        "and so is a line of JSON)"
     )

@@ -73,8 +73,8 @@ class Readers:
                     self._idle.append(reader)
         raise DataError(
             f"{self._named}: samples {[*ids]} cannot be read: {TRIES} readers died of them, the last one "
-            f"{how}; read these alone to see "
-            f"why, or lower data.readers = {self.count} if the node has too little memory"
+            f"{how}; read these alone to see why, or lower data.readers = {self.count} if the node has too "
+            "little memory"
         )
 
     def close(self) -> None:

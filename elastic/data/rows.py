@@ -80,8 +80,8 @@ class SelectedRows:
     def note(self) -> str:
         """The sentence that says how samples are made, and by which fingerprint the run knows them again."""
         return (
-            f"{self._named}: samples are its rows, made a batch by {self._by}, and the run knows them "
-            f"again by {self._known_by[1]}"
+            f"{self._named}: samples are its rows, made a batch by {self._by}, and the run knows them again "
+            f"by {self._known_by[1]}"
         )
 
     @property
@@ -131,8 +131,8 @@ def dataset_of(code: Any, args: Mapping[str, Any], named: str) -> Dataset:
     is_one = not callable(code) or hasattr(type(code), "__getitem__")
     if is_one and args:
         raise DataError(
-            f"{named} is a {type(code).__name__} already, and takes no arguments: leave "
-            f"{sorted(args)} out of args"
+            f"{named} is a {type(code).__name__} already, and takes no arguments: leave {sorted(args)} out "
+            "of args"
         )
     made = code if is_one else code(**args)
     lacks = [name for name in METHODS if not callable(getattr(made, name, None))]
@@ -142,8 +142,7 @@ def dataset_of(code: Any, args: Mapping[str, Any], named: str) -> Dataset:
     if isinstance(made, DataLoader):
         raise DataError(
             f"{named} gives a {kind}; give its dataset, with the collate_fn as an attribute, since the "
-            "order of samples and the size of a "
-            f"batch are settings of the job"
+            "order of samples and the size of a batch are settings of the job"
         )
     if isinstance(made, Mapping):
         raise DataError(f"{named} gives a {kind} of {[*made]}; give one dataset of it, as by split='train'")
@@ -151,14 +150,12 @@ def dataset_of(code: Any, args: Mapping[str, Any], named: str) -> Dataset:
     if isinstance(made, IterableDataset) or (hasattr(made, "__iter__") and not by_index):
         raise DataError(
             f"{named}: the samples of {kind} come one after the other, and a worker reads any sample by its "
-            "number: prepare text with "
-            "`elastic data prepare`, give list(...) of samples that fit into memory, or write them to "
-            "files with "
-            f"datasets.Dataset.from_generator(...)"
+            "number: prepare text with `elastic data prepare`, give list(...) of samples that fit into "
+            "memory, or write them to files with datasets.Dataset.from_generator(...)"
         )
     if not by_index or "read" not in lacks or "__len__" in lacks:
         raise DataError(
             f"{named} has no {lacks[0]}(); a dataset has {', '.join(METHODS.values())} (see "
-            f"elastic.data.loader.Dataset), or len() and rows by index"
+            "elastic.data.loader.Dataset), or len() and rows by index"
         )
     return SelectedRows(made, named)

@@ -116,8 +116,8 @@ def _lines(file: TextFile, field: str) -> Iterator[Document]:
             )
         if field not in value:
             raise DataError(
-                f"{place} has no field {field!r}, only {', '.join(map(repr, value)) or 'none'}; "
-                "name another with --text-field"
+                f"{place} has no field {field!r}, only {', '.join(map(repr, value)) or 'none'}; name "
+                "another with --text-field"
             )
         yield Document(f"{file.key}:{number}", _utf8(value[field], place, field))
 
@@ -130,8 +130,8 @@ def _rows(file: TextFile, field: str) -> Iterator[Document]:
         names = table.schema_arrow.names
         if field not in names:
             raise DataError(
-                f"{file.place} has no column {field!r}, only {', '.join(map(repr, names))}; "
-                "name another with --text-field"
+                f"{file.place} has no column {field!r}, only {', '.join(map(repr, names))}; name another "
+                "with --text-field"
             )
         groups = (table.iter_batches(ROWS, [group], [field]) for group in range(table.num_row_groups))
         cells = (cell for batches in groups for batch in batches for cell in batch.column(0))
@@ -156,8 +156,8 @@ def _checked(text: bytes, file: TextFile) -> bytes:
     if text.count(0) * 4 > len(text):
         line = text.count(b"\n", 0, text.index(0)) + 1
         raise DataError(
-            f"{file.place}, line {line}: many bytes are 0x00, as in UTF-16; convert the file to "
-            "UTF-8, or leave it out"
+            f"{file.place}, line {line}: many bytes are 0x00, as in UTF-16; convert the file to UTF-8, or "
+            "leave it out"
         )
     try:
         text.decode()

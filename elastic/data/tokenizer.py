@@ -88,8 +88,8 @@ class Trained:
         end = end or next((known for known in ENDS if known in ids), None)
         if end is None or end not in ids:
             raise DataError(
-                f"{place} has no token {end or ' or '.join(ENDS)} to end documents with; name "
-                "one with --end-of-document"
+                f"{place} has no token {end or ' or '.join(ENDS)} to end documents with; name one with "
+                "--end-of-document"
             )
         self.coding, self.end = Coding("tokenizer.json", max(ids.values()) + 1, ids[end], definition), end
 
@@ -164,8 +164,8 @@ def train_bpe(documents: Iterable[Document], vocabulary: int) -> bytes:
     """
     if vocabulary < SMALLEST:
         raise DataError(
-            f"--train-bpe {vocabulary} is too small: the 256 bytes and the end of a document "
-            f"are {SMALLEST} tokens already"
+            f"--train-bpe {vocabulary} is too small: the 256 bytes and the end of a document are {SMALLEST} "
+            "tokens already"
         )
     _library()
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -196,8 +196,7 @@ def read_tokenizer(path: str | Path, end: str | None = None) -> Trained:
         there = ", ".join(sorted(each.name for each in path.iterdir())[:8]) or "nothing"
         raise DataError(
             f"--tokenizer {str(path)!r} is a folder without {DEFINITION} ({there}); an older form becomes "
-            "one by "
-            f"AutoTokenizer.from_pretrained({str(path)!r}).save_pretrained(FOLDER) of transformers"
+            f"one by AutoTokenizer.from_pretrained({str(path)!r}).save_pretrained(FOLDER) of transformers"
         )
     return Trained(_read(place, "give another folder"), str(place), end or _told_end(path))
 
@@ -215,8 +214,8 @@ def _told_end(folder: Path) -> str | None:
                 continue
             except (ValueError, TypeError) as error:
                 raise DataError(
-                    f"{folder / name} is no description of a tokenizer: {error}; mend it, or "
-                    f"give {DEFINITION} alone"
+                    f"{folder / name} is no description of a tokenizer: {error}; mend it, or give "
+                    f"{DEFINITION} alone"
                 ) from None
     return None
 

@@ -44,8 +44,7 @@ class TokenDataset:
         if self._samples < 1:
             raise DataError(
                 f"data.args.path = {path!r} has {tokens} tokens, too few for one sample of seq_len + 1 = "
-                f"{seq_len + 1}; "
-                f"prepare more text, or lower data.args.seq_len"
+                f"{seq_len + 1}; prepare more text, or lower data.args.seq_len"
             )
 
     def __len__(self) -> int:

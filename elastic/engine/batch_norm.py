@@ -77,15 +77,14 @@ def tracking(model: nn.Module, table: ShardingTable, job: Job) -> dict[str, _Bat
         if job.spikes.leaves_out:
             raise ModelError(
                 f"{name!r} of {job.model!r} keeps running statistics, which would count a microbatch that "
-                "is left out of its step: "
-                f"spikes.microbatch_z = {job.spikes.microbatch_z:g}; set it to 0, or give the norm "
-                "track_running_stats=False"
+                f"is left out of its step: spikes.microbatch_z = {job.spikes.microbatch_z:g}; set it to 0, "
+                "or give the norm track_running_stats=False"
             )
         if job.compile and job.recompute not in ("none", "auto") and table.block_of(name):
             raise ModelError(
                 f"{name!r} of {job.model!r} keeps running statistics, which a compiled block cannot do if "
-                "it is also computed again: "
-                f"compile = true, recompute = {job.recompute!r}; set recompute = 'none' or compile = false"
+                f"it is also computed again: compile = true, recompute = {job.recompute!r}; set recompute = "
+                "'none' or compile = false"
             )
     return norms
 
@@ -98,8 +97,8 @@ def about_one_value(error: Exception, job: Job) -> str:
         return ""
     return (
         "microbatch = 1: a batch norm takes its mean and variance from one microbatch, and gets one value "
-        "here; set microbatch to 2 or "
-        "more, or take a norm that needs no other samples, such as LayerNorm or GroupNorm"
+        "here; set microbatch to 2 or more, or take a norm that needs no other samples, such as LayerNorm "
+        "or GroupNorm"
     )
 
 
@@ -157,9 +156,8 @@ class Statistics:
             if norm.training and seen.uses != 1:
                 raise ModelError(
                     f"the forward pass used {name!r} of {self.model!r} {seen.uses} times; running "
-                    "statistics need one use for each "
-                    "microbatch.  Use the norm once, call its eval() in the model's train(), or give it "
-                    "track_running_stats=False"
+                    "statistics need one use for each microbatch.  Use the norm once, call its eval() in "
+                    "the model's train(), or give it track_running_stats=False"
                 )
         after, shards = (
             self.scheme.deal.microbatches - 1 - (microbatch or 0),

@@ -52,16 +52,15 @@ def _logits(returned: Any, inputs: Tensor) -> Tensor:
         if returned.dim() == 3 and returned.shape[:2] == inputs.shape and returned.is_floating_point():
             return returned
         came = (
-            f"tensor of shape {list(returned.shape)} and {str(returned.dtype).removeprefix('torch.')} "
-            f"for tokens {list(inputs.shape)}"
+            f"tensor of shape {list(returned.shape)} and {str(returned.dtype).removeprefix('torch.')} for "
+            f"tokens {list(inputs.shape)}"
         )
     else:
         came = type(returned).__name__
     raise ModelError(
         f"the model returned a {came}, and the loss elastic.engine.loss:next_token wants a tensor of "
-        "logits, [batch, "
-        "seq, vocabulary]; return that, or name a loss of yours; a model of transformers is built by "
-        "elastic.models.transformers_lm:build"
+        "logits, [batch, seq, vocabulary]; return that, or name a loss of yours; a model of transformers "
+        "is built by elastic.models.transformers_lm:build"
     )
 
 
@@ -72,8 +71,6 @@ def expect_documents(model: Any) -> None:
     if not any(each.name == "documents" or each.kind is each.VAR_KEYWORD for each in known):
         raise ModelError(
             f"the dataset tells the documents of its samples, and forward() of {model.__name__} has no "
-            "argument 'documents'; "
-            "add one and let tokens attend to their own document only, take a model of "
-            "elastic.models.llama or gpt2, or set "
-            f"data.args.documents = false"
+            "argument 'documents'; add one and let tokens attend to their own document only, take a model "
+            "of elastic.models.llama or gpt2, or set data.args.documents = false"
         )

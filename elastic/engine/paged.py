@@ -183,22 +183,21 @@ def refuse_other_than_values(before: Mapping[str, Fact], built: Collection[str],
     if more := next((name for name in built if name not in before), ""):
         raise ModelError(
             f"the constructor makes {more!r} on a device, and does not where the model has no values (the "
-            "meta device); make the same "
-            f"tensors on every device: nn.utils.parametrizations.orthogonal needs use_trivialization=False"
+            "meta device); make the same tensors on every device: nn.utils.parametrizations.orthogonal "
+            "needs use_trivialization=False"
         )
     if more := next((name for name in after if name not in before), ""):
         raise ModelError(
             f"init_weights() added {more!r} to the model, or put it in the place of a tied or empty one; "
-            "register it in the constructor, "
-            f"since each worker builds the model again and calls init_weights() in a new run only"
+            "register it in the constructor, since each worker builds the model again and calls "
+            "init_weights() in a new run only"
         )
     for name, fact in before.items():
         if (now := after.get(name, fact)).trained != fact.trained:
             done, word = ("froze", "freeze") if fact.trained else ("unfroze", "unfreeze")
             raise ModelError(
                 f"init_weights() {done} {name!r}; {word} it where the model is built, in the constructor or "
-                "in build(), since each worker "
-                f"builds it again and calls init_weights() in a new run only"
+                "in build(), since each worker builds it again and calls init_weights() in a new run only"
             )
         if now[1:] != fact[1:]:
             what = (
@@ -212,8 +211,8 @@ def refuse_other_than_values(before: Mapping[str, Fact], built: Collection[str],
     if names := sharing(model):
         raise ModelError(
             f"after init_weights() {names[0]!r} and {names[1]!r} are in the same memory; make them one "
-            "parameter where the model is built, "
-            f"as self.head.weight = self.embed.weight does, or copy the values"
+            "parameter where the model is built, as self.head.weight = self.embed.weight does, or copy the "
+            "values"
         )
 
 
@@ -536,7 +535,7 @@ class Pages(TorchDispatchMode):
                 self.lay(
                     next(
                         (name for name, _ in page.tensors),
-                        ("a tensor that is no part of the model in the end"),
+                        "a tensor that is no part of the model in the end",
                     ),
                     page.size,
                 )

@@ -146,8 +146,7 @@ def _open_flash_4() -> None:
     ) as error:
         raise JobError(
             f"attention = 'flash-4': {failure(error)}; install {PACKAGE} on every node, with GPUs of "
-            "compute capability 9.0 or 10.0, or "
-            f"set attention to 'auto'"
+            "compute capability 9.0 or 10.0, or set attention to 'auto'"
         ) from error
 
 
@@ -171,9 +170,8 @@ def sharding_table(model: nn.Module) -> ShardingTable:
             if not _is_called(block := model.get_submodule(name)):
                 raise ModelError(
                     f"sharding() of {type(model).__name__} names {name!r}, a {type(block).__name__}, which "
-                    "is never called, for it has no "
-                    "forward(); name modules that are called, such as its children, or give it a forward() "
-                    "and call it"
+                    "is never called, for it has no forward(); name modules that are called, such as its "
+                    "children, or give it a forward() and call it"
                 )
         return table
     lists = [

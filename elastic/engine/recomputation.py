@@ -61,9 +61,8 @@ SELECTIVE = "selective activation checkpoint"
 """
 CANNOT_SELECT = (
     "recompute = 'selective' keeps the results of matrix products, convolutions and attention: nothing may "
-    "change one in place, as "
-    "nn.ReLU(inplace=True) does, and the loss may take no second derivative; set recompute = 'block' or "
-    "'none', or inplace=False"
+    "change one in place, as nn.ReLU(inplace=True) does, and the loss may take no second derivative; set "
+    "recompute = 'block' or 'none', or inplace=False"
 )
 
 CHOOSES = "torch._higher_order_ops.wrap"
@@ -149,9 +148,8 @@ def _again(block: Any, args: tuple[Any, ...], kwargs: dict[str, Any], **how: Any
     if before != [each._version for each in given]:
         raise ModelError(
             f"forward() of a block, {type(getattr(block, 'block', block)).__name__}, changes a tensor in "
-            "place that it gets, and would get "
-            "another one when it runs again in the backward pass; write x = x + y in place of x += y, or "
-            "set recompute = 'none'"
+            "place that it gets, and would get another one when it runs again in the backward pass; write "
+            "x = x + y in place of x += y, or set recompute = 'none'"
         )
     return out
 

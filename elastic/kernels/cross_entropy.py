@@ -19,8 +19,7 @@ CHUNK = 2048
 """Number of tokens of a chunk."""
 ONCE = (
     "the loss that is fused with the head has no second derivative, as of torch.autograd.grad(…, "
-    "create_graph=True); "
-    "call the model without targets, and compute the loss from its logits"
+    "create_graph=True); call the model without targets, and compute the loss from its logits"
 )
 
 

@@ -129,8 +129,8 @@ class GPT2(nn.Module):
         seq = tokens.shape[1]
         if seq > self.length:
             raise ValueError(
-                f"model_args.length = {self.length} is shorter than a sequence, {seq}; set it "
-                f"to {seq} or more"
+                f"model_args.length = {self.length} is shorter than a sequence, {seq}; set it to {seq} or "
+                "more"
             )
         positions = torch.arange(seq, device=tokens.device) if documents is None else positions_of(documents)
         x = self.dropout(self.embedding(tokens) + self.positions(positions))

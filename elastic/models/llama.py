@@ -125,8 +125,8 @@ class Llama(nn.Module):
             head_dim, rest = divmod(dim, heads)
             if rest or head_dim % 2:
                 raise ValueError(
-                    f"dim = {dim} must be a multiple of 2 × heads = {2 * heads}: "
-                    f"each head has an even number of dimensions, rotated in pairs"
+                    f"dim = {dim} must be a multiple of 2 × heads = {2 * heads}: each head has an even "
+                    "number of dimensions, rotated in pairs"
                 )
         if head_dim % 2:
             raise ValueError(
@@ -139,8 +139,8 @@ class Llama(nn.Module):
             )
         if heads % kv_heads:
             raise ValueError(
-                f"heads = {heads} must be a multiple of kv_heads = {kv_heads}: equal numbers "
-                "of heads share keys and values"
+                f"heads = {heads} must be a multiple of kv_heads = {kv_heads}: equal numbers of heads share "
+                "keys and values"
             )
         self.rope_base, self.rope_scaling, self.depth, self.vocab = rope_base, rope_scaling, layers, vocab
         hidden = hidden or -(-8 * dim // 3 // 32) * 32

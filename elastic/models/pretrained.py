@@ -34,8 +34,7 @@ def _files(folder: str) -> Mapping[str, Path]:
     if not found:
         raise ValueError(
             f"there are no weights in {folder!r}: it is no folder with *.safetensors; download one to every "
-            "node, as by "
-            f"`hf download <repository> --local-dir <folder>`, and name that"
+            "node, as by `hf download <repository> --local-dir <folder>`, and name that"
         )
     return found
 

@@ -96,8 +96,8 @@ def build(
     found = config_of(config or {}, path)
     if getattr(found, "output_router_logits", False):
         raise ValueError(
-            "output_router_logits = true asks for the loss of a router, which the loss of a "
-            "job does not add; set it to false"
+            "output_router_logits = true asks for the loss of a router, which the loss of a job does not "
+            "add; set it to false"
         )
     model = _made(found)
     ahead = looks_ahead(found, _made)
@@ -107,8 +107,8 @@ def build(
     if ahead or (ahead is None and blind):
         fix = remedy(found, _made) if ahead else "set is_decoder = true in config"
         raise ValueError(
-            f"this {found.model_type!r} attends to later tokens, so there is nothing to learn "
-            f"but to copy them; {fix}"
+            f"this {found.model_type!r} attends to later tokens, so there is nothing to learn but to copy "
+            f"them; {fix}"
         )
     if model._supports_flex_attn and model.config._attn_implementation == TORCH:
         model.attends = Kernel.TORCH
@@ -117,8 +117,8 @@ def build(
     model.__class__ = _fitted(model.__class__)
     if ahead is None:
         model.doubt = (
-            f"whether {found.model_type!r} of transformers attends to later tokens is not known: "
-            "no small one of its kind runs"
+            f"whether {found.model_type!r} of transformers attends to later tokens is not known: no small "
+            "one of its kind runs"
         )
     if not model.sharding().blocks:
         model.sharding = None  # then the engine looks for blocks by itself
@@ -160,8 +160,8 @@ def config_of(config: Mapping[str, Any], path: str | None) -> PreTrainedConfig:
     if kind not in KINDS:
         near = difflib.get_close_matches(kind or "", KINDS, 1) or ["qwen3"]
         raise ValueError(
-            f"config.model_type = {kind!r} is no causal language model of transformers; name "
-            f"one, such as {near[0]!r}"
+            f"config.model_type = {kind!r} is no causal language model of transformers; name one, such as "
+            f"{near[0]!r}"
         )
     usual = file or AutoConfig.for_model(kind)
     # the library's code may look for more than its configs have, but from a file all of it has become
@@ -273,8 +273,7 @@ class Fitted:
             return ""
         return (
             f"the documents of a sample cannot be kept apart in this {self.config.model_type!r} of "
-            "transformers, which has windows, or "
-            f"masks, positions or layers of its own"
+            "transformers, which has windows, or masks, positions or layers of its own"
         )
 
     @property

@@ -155,16 +155,15 @@ def explained(
     if not copy_every:
         return (
             "no copies in host memory (copies.copy_every = 0): what a dead worker alone held is read from "
-            "the bucket; "
-            f"a save on its way there takes {takes}{more}"
+            f"the bucket; a save on its way there takes {takes}{more}"
         )
     copies = slots_for(copy_every, buddy_every, offload=offload) - SAVE_SLOTS
     what, own = (
         ("state", "its own state and copies of it") if offload else ("copies", "copies of its own state")
     )
     text = (
-        f"{what} in {f'files of {folder}' if folder else 'host memory'} and saves take {takes}, in "
-        f"{slots} slots of {amount(smallest)}: "
+        f"{what} in {f'files of {folder}' if folder else 'host memory'} and saves take {takes}, in {slots} "
+        f"slots of {amount(smallest)}: "
     )
     text += f"{SAVE_SLOTS} for a save, {copies} for {own}"
     return text + (f", {BUDDY_SLOTS} for those of a worker on another node" if buddy_every else "") + more
@@ -203,7 +202,7 @@ def no_room(
     setting, medium = (
         (f"offload_folder = {folder!r}", "disk")
         if folder
-        else ((f"copies.copy_every = {copy_every}"), "memory")
+        else (f"copies.copy_every = {copy_every}", "memory")
     )
     missing = amount(needed - free)
     raised = (
@@ -211,8 +210,7 @@ def no_room(
     )
     return (
         f"{setting}: this worker's copies and saves take at least {amount(needed)} of {medium} ({slots} "
-        "slots), "
-        f"and {where} leaves only {amount(free)} beside those of the node's other workers; "
+        f"slots), and {where} leaves only {amount(free)} beside those of the node's other workers; "
         f"{f'make {missing} free for each worker, name a folder of a larger disk' if folder else raised}, "
         "or need less: "
         f"{', '.join((*less, 'more workers that share the state make each part smaller (parallel.min_shard, workers.min)'))}"

@@ -36,8 +36,8 @@ def cell_of(layout: Layout, world_rank: int) -> Cell:
     text = ";".join(f"{name} {index[name]}/{degree}" for name, degree in degrees_of(layout))
     if len(text) > CELL_BYTES:
         raise ValueError(
-            f"the cell {text!r} of layout {layout} takes {len(text)} bytes and may take "
-            f"{CELL_BYTES}; use fewer axes"
+            f"the cell {text!r} of layout {layout} takes {len(text)} bytes and may take {CELL_BYTES}; use "
+            "fewer axes"
         )
     return Cell(text)
 

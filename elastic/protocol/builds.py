@@ -45,7 +45,7 @@ _PARTS = {
     "ray": ("Ray is", "install the same Ray on every node"),
     "code": (
         "the code that the job names is",
-        ("give every node the same files: submit them with the job (--working-dir)"),
+        "give every node the same files: submit them with the job (--working-dir)",
     ),
     "data": ("the data's fingerprint is", "let data.args name what every node sees as the same data"),
     "samples": (
@@ -58,13 +58,13 @@ _PARTS = {
     "model": (
         "the digest of the model's tensors, in their order, is",
         (
-            "let build() make the same modules in the same order in every process: sort what comes from a set "
-            "or os.listdir()"
+            "let build() make the same modules in the same order in every process: sort what comes from a "
+            "set or os.listdir()"
         ),
     ),
     "held_out": (
         "the fingerprint of the held-out data is",
-        ("let validation.args name what every node sees as the same data"),
+        "let validation.args name what every node sees as the same data",
     ),
 }
 
@@ -91,6 +91,6 @@ def difference(build: Build, reference: Build, reproducible: bool) -> Difference
         if here and there and here != there and (reproducible or part != "torch"):
             where = f" on {reference.host}" if reference.host else ""
             return Difference(
-                part, (f"{subject} {there} there and {here}{where}, where the job was checked; {fix}")
+                part, f"{subject} {there} there and {here}{where}, where the job was checked; {fix}"
             )
     return None

@@ -264,10 +264,8 @@ DIFFER = "replicas of the state differ"
 """Signature of a member that is broken because of that."""
 ASKED_EARLY = (
     "most probably a process asked CUDA's driver too early: it keeps the GPUs that it saw then, so nothing "
-    "may ask before Ray has set "
-    "CUDA_VISIBLE_DEVICES; remove the import that does (sitecustomize.py, RAY_preload_python_modules), and "
-    "unset "
-    "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
+    "may ask before Ray has set CUDA_VISIBLE_DEVICES; remove the import that does (sitecustomize.py, "
+    "RAY_preload_python_modules), and unset RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
 )
 """The advice about a worker that computes on a GPU that Ray has not given it."""
 STOPPED = "is stopped"

@@ -223,7 +223,7 @@ class Fault:
 
     def __str__(self) -> str:
         number = {"all": "", "coordinator": ""}.get(
-            VICTIM[self.kind], (f" of {VICTIM[self.kind]} {self.target}")
+            VICTIM[self.kind], f" of {VICTIM[self.kind]} {self.target}"
         )
         parts = [f"{self.at:.2f} s: {self.kind}{number}"]
         parts += [f"at {self.point}"] if self.point else []

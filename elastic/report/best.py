@@ -130,6 +130,5 @@ def over_fit(
         return ""
     return (
         f"the validation loss has risen since step {since} ({top.loss:.4g} there, {now:.4g} now) while the "
-        "training loss fell: the run "
-        f"over-fits; `{again}` goes on from there"
+        f"training loss fell: the run over-fits; `{again}` goes on from there"
     )

@@ -166,8 +166,8 @@ def action_line(action: Json) -> str:
             layout, version = plan["layout"], plan["version"]
             return (
                 f"Form generation {plan['generation']} of {_members(plan['members'])} as "
-                f"{codec.decode(Layout, layout)} "
-                f"at step {version['step']}@g{version['generation']} from {plan['tier']}"
+                f"{codec.decode(Layout, layout)} at step {version['step']}@g{version['generation']} from "
+                f"{plan['tier']}"
             )
         case "Settle":
             outcome = action["outcome"]
@@ -215,8 +215,8 @@ def differences(segments: Sequence[Segment], code: str, rules: Rules | None = No
         by = codec.decode(Rules, recorded) if recorded else rules
         if by is None:
             raise ValueError(
-                "the journal does not have the rules by which it was decided: name the job "
-                "file instead of the journal"
+                "the journal does not have the rules by which it was decided: name the job file instead of "
+                "the journal"
             )
         yield from _of_segment(snapshot, records, by, sentences=bool(recorded) and snapshot["code"] == code)
 

@@ -205,7 +205,7 @@ class Timeline:
             began, wrote = self._begun.pop(version, None), self._wrote.pop(version, {})
             self.saves[version] = SaveSpan(None if began is None else at - began, tuple(wrote))
             self.moments.append(
-                Moment(at, version.step, SAVED, (f"the checkpoint of step {version.step} is in the bucket"))
+                Moment(at, version.step, SAVED, f"the checkpoint of step {version.step} is in the bucket")
             )
 
     def _note_action(self, at: float, action: Mapping[str, Any], record: Mapping[str, Any]) -> None:

@@ -192,8 +192,7 @@ class Branches(Numbered[Branch]):
             )
             raise JobError(
                 f"{self.store.full_name(self._first_key)} is {state}, although the run has checkpoints, so "
-                "nobody knows with which "
-                f"settings they were made; {fix}"
+                f"nobody knows with which settings they were made; {fix}"
             )
 
 
@@ -214,7 +213,7 @@ def document(job: Job, origin: Origin | None = None, changed: Mapping[str, Any] 
 
 def lost_fix(
     name: str,
-    anew: str = (", or give `elastic train` the settings with which the run began, which writes it anew"),
+    anew: str = ", or give `elastic train` the settings with which the run began, which writes it anew",
 ) -> str:
     """Returns the advice for a run whose ``job.json`` is damaged; with ``anew`` = "", for a run whose
     ``job.json`` is gone.
@@ -274,13 +273,12 @@ def check(job: Job, found: Job, *, asked: bool) -> None:
     if parts != there:  # the place in a pool of samples says nothing of places in parts
         raise JobError(
             f"{holds}; data.weights may have other values from here on, but not {parts or 'no'} instead of "
-            f"{there or 'no'}: samples would "
-            f"be left out, or repeated; {other}"
+            f"{there or 'no'}: samples would be left out, or repeated; {other}"
         )
     if not asked:
         raise JobError(
-            f"{holds}; another value would change the weights from here on; {other}, or go on "
-            "with these by --branch"
+            f"{holds}; another value would change the weights from here on; {other}, or go on with these by "
+            "--branch"
         )
 
 

@@ -130,8 +130,8 @@ def check(run: Run, code: Sources, newest: Version, *, accept: bool) -> str:
         _compare(run, code, then, newest)
     elif differs := code.differ(then):
         return (
-            f"the code of {run.job.name} is not that with which it was trained ({listed(differs)}); "
-            "nothing is trained now"
+            f"the code of {run.job.name} is not that with which it was trained ({listed(differs)}); nothing "
+            "is trained now"
         )
     return ""
 

@@ -54,17 +54,15 @@ def check(run: Run, fingerprint: str, samples: int) -> bool:
             )
         raise JobError(
             f"data.args = {here}: the dataset has the fingerprint {fingerprint}, but the run "
-            f"{run.job.name!r} in "
-            f"bucket = {run.job.bucket!r} was begun on {found['fingerprint']} (data.args = "
-            f"{without_secrets('data.args', found['args'])}); "
-            f"give this run another name, or the data it was begun on, and {same}"
+            f"{run.job.name!r} in bucket = {run.job.bucket!r} was begun on {found['fingerprint']} "
+            f"(data.args = {without_secrets('data.args', found['args'])}); give this run another name, or "
+            f"the data it was begun on, and {same}"
         )
     if (begun_on := found.get("samples", samples)) != samples:  # runs of earlier versions did not note it
         raise JobError(
-            f"data.args = {here}: the dataset has {samples} samples, but the run {run.job.name!r} in "
-            f"bucket = {run.job.bucket!r} was begun on {begun_on} with the same fingerprint, and the order "
-            "of samples depends on their "
-            "number; give this run another name, or the data it was begun on, and let fingerprint() change "
-            "with the samples"
+            f"data.args = {here}: the dataset has {samples} samples, but the run {run.job.name!r} in bucket "
+            f"= {run.job.bucket!r} was begun on {begun_on} with the same fingerprint, and the order of "
+            "samples depends on their number; give this run another name, or the data it was begun on, and "
+            "let fingerprint() change with the samples"
         )
     return name == run.job.name

@@ -42,8 +42,7 @@ def put_back(run: Run, incarnation: int, life: str, claim: Callable[[], object])
         return ""
     return (
         f"somebody has deleted {store.full_name(name)}, or a part of it: {' and '.join(lacks)} of the run "
-        "are written anew, so that it "
-        "can go on from what it saves from now on; what else was deleted is lost, as earlier checkpoints "
-        "and metrics, and what its data "
-        f"and its code were, so that nobody is told if they change"
+        "are written anew, so that it can go on from what it saves from now on; what else was deleted is "
+        "lost, as earlier checkpoints and metrics, and what its data and its code were, so that nobody is "
+        "told if they change"
     )

@@ -313,8 +313,8 @@ class Sinks:
             each.thread.join(max(until - time.monotonic(), 0.0))
             if each.thread.is_alive():
                 self._say(
-                    f"metrics.sinks: {each.name} has not taken its rows in {CLOSE_S:g} s; it gets "
-                    "them when the run is started again"
+                    f"metrics.sinks: {each.name} has not taken its rows in {CLOSE_S:g} s; it gets them when "
+                    "the run is started again"
                 )
 
 
@@ -414,8 +414,8 @@ class Recorder:
                 continue
             except StorageError as error:
                 self._say(
-                    "the metrics of this run are not stored any more, but `elastic metrics` prints "
-                    f"them from the journal: {error}"
+                    "the metrics of this run are not stored any more, but `elastic metrics` prints them "
+                    f"from the journal: {error}"
                 )
                 return
 

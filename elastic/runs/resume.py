@@ -103,8 +103,8 @@ def start_of(job: Job, resume: str | int = LATEST) -> StartPoint:
         return StartPoint(job)
     if job.init:
         raise JobError(
-            f"init = {job.init!r} and --resume {word}: a run begins with the weights of one, or "
-            "goes on from one; name one"
+            f"init = {job.init!r} and --resume {word}: a run begins with the weights of one, or goes on "
+            "from one; name one"
         )
     return _fork(job, name, which)
 
@@ -132,8 +132,7 @@ def _older(job: Job, run: Run, which: str) -> StartPoint:
     if "." in which and left_behind(run, [version]):
         raise JobError(
             f"--resume {which}: {run.job.name} has left {version} behind, so it cannot go on from there; a "
-            "new run can: "
-            f"--name OTHER --resume {run.job.name}@{which}"
+            f"new run can: --name OTHER --resume {run.job.name}@{which}"
         )
     if begun and begun.step == version.step < newest.step:
         return went_on(begun, f"step {version.step}")
@@ -150,8 +149,8 @@ def checkpoint(run: Run, which: str) -> Version:
         return version_at(run, None if which == LATEST else which, "checkpoint")
     if run.checkpoints.inherited:
         raise JobError(
-            f"step 0: {run.job.name} was forked at step {min(run.checkpoints.inherited).step}, "
-            "and has no steps before that"
+            f"step 0: {run.job.name} was forked at step {min(run.checkpoints.inherited).step}, and has no "
+            "steps before that"
         )
     return Version(0, 0)
 
@@ -252,8 +251,8 @@ def rewind(run: Run, now: float, version: Version, incarnation: int = 0, word: s
     ):
         raise JobError(
             f"another command has begun to delete {version} of {run.job.name} meanwhile, so no branch goes "
-            "on from there, and the run "
-            f"stays as it is; name another step: `elastic checkpoint ls` lists them"
+            "on from there, and the run stays as it is; name another step: `elastic checkpoint ls` lists "
+            "them"
         )
     metrics.keep_until(run, version)
     return run.branch(now, version, incarnation, word)
@@ -311,8 +310,8 @@ def _best(run: Run) -> Version:
     name, found = run.job.name, best_of(run)
     if found is None:
         raise JobError(
-            f"{name}@best: {name} has no validation with a number; name a step, or set "
-            "validation.every in its job"
+            f"{name}@best: {name} has no validation with a number; name a step, or set validation.every in "
+            "its job"
         )
     later = (
         version for version in saved(run) if version >= found.version and not run.checkpoints.damage(version)
@@ -340,8 +339,8 @@ def _fork(job: Job, name: str, which: str) -> StartPoint:
         raise JobError(f"--resume {name}@{which}: {error}") from None
     if version.step > job.steps:
         raise JobError(
-            f"steps = {job.steps}: the checkpoint of {name} is at step {version.step} already; "
-            "ask for more steps"
+            f"steps = {job.steps}: the checkpoint of {name} is at step {version.step} already; ask for more "
+            "steps"
         )
     job = job.after(ended(found.stretches(), version.step))
     changed = {key: list(pair) for key, pair in branches.changed(job, found).items()}
@@ -397,6 +396,6 @@ def _check_same(run: Run, name: str, which: str) -> None:
     ):
         how = "began at step 0" if origin is None else f"goes on from {origin}"
         raise JobError(
-            f"--resume {name}@{which}: there is a run {run.job.name!r} already, which {how}; "
-            "give the new one another name"
+            f"--resume {name}@{which}: there is a run {run.job.name!r} already, which {how}; give the new "
+            "one another name"
         )

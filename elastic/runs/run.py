@@ -151,8 +151,8 @@ class Run:
             return None  # the loop has not ended the run there
         if version.step > self.job.steps:
             raise JobError(
-                f"steps = {self.job.steps}: the run {self.job.name!r} is at step {version.step} "
-                "already; ask for more steps"
+                f"steps = {self.job.steps}: the run {self.job.name!r} is at step {version.step} already; "
+                "ask for more steps"
             )
         return version
 
@@ -272,8 +272,7 @@ class Run:
         if pid := self.local_process():
             raise JobError(
                 f"name = {self.job.name!r}: process {pid} of this machine trains this run (--local); wait "
-                "for its end, stop it with "
-                f"Ctrl-C there (or `kill -INT {pid}`), or choose another name"
+                f"for its end, stop it with Ctrl-C there (or `kill -INT {pid}`), or choose another name"
             )
 
     def claims(self, life: str, seen: int = 0) -> dict[int, NodeId]:
@@ -411,8 +410,8 @@ class Run:
             (version, origin) = next(iter(self.checkpoints.inherited.items()))
             raise JobError(
                 f"{self.job.name!r} was forked from {version} of run {origin!r}, whose checkpoint is "
-                "damaged or gone, and it has no good "
-                f"one of its own; fork again, under another name, from another step"
+                "damaged or gone, and it has no good one of its own; fork again, under another name, from "
+                "another step"
             )
         found = evolve(found, **self._ended_early(last, incarnation, branched, found.step))
         if last is None:

@@ -58,8 +58,8 @@ class CopiesOracle:
                 and not self._elsewhere(worker.memory, world.plan.protected)
             ):
                 raise Violation(
-                    f"{worker.name} overwrites {old.copy.version}, which generation "
-                    f"{world.plan.generation} was to protect"
+                    f"{worker.name} overwrites {old.copy.version}, which generation {world.plan.generation} "
+                    "was to protect"
                 )
             return
         for name in world.plan.members:
@@ -69,8 +69,8 @@ class CopiesOracle:
             moved_on = copies is not None and copies.plan.generation > world.plan.generation
             if member.alive and not moved_on and not self._has(member, world.plan, known.copied_through):
                 raise Violation(
-                    f"step {known.copied_through} was copied everywhere, and {name} has no "
-                    "complete copy any more"
+                    f"step {known.copied_through} was copied everywhere, and {name} has no complete copy "
+                    "any more"
                 )
 
     def _elsewhere(self, memory: Memory, version: Version | None) -> bool:
@@ -164,8 +164,8 @@ class CopiesOracle:
         newest = max(set.intersection(*own), default=Version(0, 0)) if own else release.copied
         if newest < release.copied:
             raise Violation(
-                f"copies older than {release.copied} are freed, and the newest that is complete "
-                f"everywhere is {newest}"
+                f"copies older than {release.copied} are freed, and the newest that is complete everywhere "
+                f"is {newest}"
             )
         for member in members if plan.buddy_every else ():
             if member.memory.buddied is None or member.memory.buddied.version < release.buddied:

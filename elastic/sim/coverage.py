@@ -162,8 +162,8 @@ def coverage_table(coverage: Coverage) -> str:
     """
     hours = coverage.virtual_s / 3600
     total = (
-        f"{coverage.seeds} seeds, {coverage.events} events, {coverage.generations} generations, "
-        f"{hours:.1f} hours"
+        f"{coverage.seeds} seeds, {coverage.events} events, {coverage.generations} generations, {hours:.1f} "
+        "hours"
     )
     ends = ", ".join(f"{n} {end}" for end, n in sorted(coverage.ends.items()))
     occasions = [f"{n:>9}  {what}" for what, n in sorted(coverage.occasions.items())]

@@ -157,8 +157,8 @@ class Oracle:
         step, generation = outcome.step, outcome.generation
         if worker.answered > generation or (worker.answered == generation and not settled):
             raise Violation(
-                f"{worker.name} applies step {step} of generation {generation} after it has "
-                "answered its fence"
+                f"{worker.name} applies step {step} of generation {generation} after it has answered its "
+                "fence"
             )
         if not settled and worker.now > self.leases[worker.name]:
             raise Violation(
@@ -179,8 +179,8 @@ class Oracle:
         for newer, at in self.first_commit_at.items():
             if newer > generation and world.completed_at[step] > at:
                 raise Violation(
-                    f"two worlds commit: generation {generation} does, step {step}, after "
-                    f"generation {newer} did"
+                    f"two worlds commit: generation {generation} does, step {step}, after generation "
+                    f"{newer} did"
                 )
 
     # -- what the coordinator is told, and what it decides
@@ -291,8 +291,8 @@ class Oracle:
         """
         if follower.whole and before.acted_to > before.journal.read_to:
             raise Violation(
-                f"coordinator {follower.incarnation} has not read all that coordinator "
-                f"{before.incarnation} acted on"
+                f"coordinator {follower.incarnation} has not read all that coordinator {before.incarnation} "
+                "acted on"
             )
 
     def _note(self, before: RunState, event: Fact) -> None:
@@ -424,8 +424,8 @@ class Oracle:
         if generation in self.settlements:
             if self.settlements[generation] != outcome:
                 raise Violation(
-                    f"generation {generation} is settled twice: {self.settlements[generation]}, "
-                    f"then {outcome}"
+                    f"generation {generation} is settled twice: {self.settlements[generation]}, then "
+                    f"{outcome}"
                 )
             return  # a coordinator that took over repeats the order
         self.settlements[generation] = outcome
@@ -436,8 +436,8 @@ class Oracle:
         prepared = [m for m in settle.members if workers[m].alive and workers[m].member.prepared == top]
         if outcome is None and top and prepared:
             raise Violation(
-                f"step {top} of generation {generation} is dropped in spite of evidence: "
-                f"{prepared} are prepared"
+                f"step {top} of generation {generation} is dropped in spite of evidence: {prepared} are "
+                "prepared"
             )
         if outcome is not None and evidence.get(outcome.step) != outcome:
             raise Violation(
@@ -445,8 +445,8 @@ class Oracle:
             )
         if outcome is not None and outcome.step != top:
             raise Violation(
-                f"step {outcome.step} of generation {generation} is to be applied, there is "
-                f"evidence of step {top}"
+                f"step {outcome.step} of generation {generation} is to be applied, there is evidence of "
+                f"step {top}"
             )
         if outcome is not None:  # the members will apply the step, even if none has begun to
             self.parent[Version(top, generation)] = base_of(self.plans[generation], top)
@@ -462,8 +462,8 @@ class Oracle:
                 member in self.lost or member in self.expelled or member in self.answered[plan.generation]
             ):
                 raise Violation(
-                    f"generation {plan.generation} {what}, {member} has neither answered its "
-                    "fence nor been expelled"
+                    f"generation {plan.generation} {what}, {member} has neither answered its fence nor been "
+                    "expelled"
                 )
 
     def _judge_form(self, before: RunState, after: RunState, plan: Plan, reason: str) -> None:

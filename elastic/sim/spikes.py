@@ -108,8 +108,8 @@ class SpikeTruth:
             (read,) = outcome.samples[0]
             if read in quarantine:
                 raise Violation(
-                    f"step {step} of generation {generation} reads sample {read}, in quarantine "
-                    f"since step {quarantine[read]}"
+                    f"step {step} of generation {generation} reads sample {read}, in quarantine since step "
+                    f"{quarantine[read]}"
                 )
             quarantine |= dict.fromkeys(outcome.quarantined, step)
             put |= {step} if outcome.quarantined and (step, generation) in told else set()
@@ -125,6 +125,6 @@ class SpikeTruth:
             raise Violation(f"the coordinator knows the quarantine {known}, and it is {quarantine}")
         if run.skips.total != (number := len({*known.values()} - applied)):
             raise Violation(
-                f"the coordinator knows of {run.skips.total} skipped steps, and {number} of "
-                "those that are known were skipped"
+                f"the coordinator knows of {run.skips.total} skipped steps, and {number} of those that are "
+                "known were skipped"
             )

@@ -132,8 +132,8 @@ def sink_class(name: str) -> Callable[..., Sink]:
             raise
         raise CodeError(
             f"metrics.sinks.{name} needs the package {cause.name!r}, which is not on this machine; install "
-            "it on every node of the cluster "
-            f"with pip install 'elastic-train[{name}]', or leave the sink out"
+            f"it on every node of the cluster with pip install 'elastic-train[{name}]', or leave the sink "
+            "out"
         ) from None
     return tracker
 

@@ -127,8 +127,8 @@ class Compiled:
                 files = self._take(peer, secret)
             except (WireError, OSError) as error:
                 self._say(
-                    f"compiled code at {peer} is not used, and this worker compiles unless another "
-                    f"node has it: {error}"
+                    f"compiled code at {peer} is not used, and this worker compiles unless another node has "
+                    f"it: {error}"
                 )
                 continue
             if files:
@@ -193,8 +193,8 @@ class Compiled:
             files: list[File] = []
             if (size := sum(stat.st_size for stat in stats.values())) > LIMIT:
                 self._say(
-                    f"compiled code in {self.folder} stays here: {size / 1e6:.0f} MB, and "
-                    f"{LIMIT / 1e6:.0f} MB may go to other nodes"
+                    f"compiled code in {self.folder} stays here: {size / 1e6:.0f} MB, and {LIMIT / 1e6:.0f} "
+                    "MB may go to other nodes"
                 )
             else:
                 known, written_ns = self._known()

@@ -130,8 +130,8 @@ class KeeperStore:
             if lacking and worker not in self._lacking:
                 self._lacking.add(worker)
                 self.say(
-                    f"this node has no memory for a copy of {worker} ({amount(lacking)}): training "
-                    "goes on without copies"
+                    f"this node has no memory for a copy of {worker} ({amount(lacking)}): training goes on "
+                    "without copies"
                 )
             elif not lacking and worker in self._lacking:
                 self._lacking.discard(worker)

@@ -202,8 +202,8 @@ def take(region: Region, slot: int, size: int) -> str:
     (free, where), lacking = free_for(region), region.lacks(slot, size)
     if lacking and lacking + SPARE > free:
         return (
-            f"it needs {amount(lacking)} more, and {where} leaves {amount(free)}, of which "
-            f"{amount(SPARE)} stay free"
+            f"it needs {amount(lacking)} more, and {where} leaves {amount(free)}, of which {amount(SPARE)} "
+            "stay free"
         )
     try:
         region.reserve(slot, size)

@@ -112,10 +112,8 @@ def _told(folder: str, wrong: Sequence[Key]) -> str:
     kind, name = wrong[0]
     return (
         f"state in files of {folder} on {platform.node()}: the bytes are not those that were written (first "
-        f"in {kind} {name!r}); this "
-        "worker ends, and its state comes from elsewhere; look for errors of that disk in the kernel's "
-        "log, and name another "
-        f"offload_folder if this happens again"
+        f"in {kind} {name!r}); this worker ends, and its state comes from elsewhere; look for errors of "
+        "that disk in the kernel's log, and name another offload_folder if this happens again"
     )
 
 

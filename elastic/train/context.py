@@ -141,7 +141,7 @@ class Context:
         One member that asks is enough.  ``reason`` is shown to the user.
         """
         self._expect(
-            isinstance(reason, str) and bool(reason.strip()), (f"ctx.stop({reason!r}): say why in words")
+            isinstance(reason, str) and bool(reason.strip()), f"ctx.stop({reason!r}): say why in words"
         )
         self._stop(reason)
 
@@ -201,11 +201,11 @@ class Context:
         step = self._state.shard.version.step
         self._expect(
             self._begun and step > 0,
-            (f"it ended after step {step} of {self.job.steps}; go through ctx.steps()"),
+            f"it ended after step {step} of {self.job.steps}; go through ctx.steps()",
         )
         self._expect(
             not self._is_within,
-            (f"it was left within step {step + 1}; leave it after step.commit(), or before the first batch"),
+            f"it was left within step {step + 1}; leave it after step.commit(), or before the first batch",
         )
         self._left = True
         self._state.guard.check()

@@ -233,9 +233,8 @@ def _logits(found: Any, tokens: Tensor, model: nn.Module) -> Tensor:
         )
         raise ModelError(
             f"samples.every: {type(model).__name__} returns {what} for tokens of shape "
-            f"{list(tokens.shape)}; text can be written by a "
-            "model that returns logits, [batch, seq, vocabulary]; leave [samples] out, or let "
-            "forward(tokens) return them"
+            f"{list(tokens.shape)}; text can be written by a model that returns logits, [batch, seq, "
+            "vocabulary]; leave [samples] out, or let forward(tokens) return them"
         )
     return found
 
@@ -265,8 +264,8 @@ def check_samples(job: Job, model: nn.Module, dataset: object) -> None:
         if max(tokens) >= vocabulary:
             raise ModelError(
                 f"samples.prompts: {prompt!r} has the token {max(tokens)}, and the model knows "
-                f"{vocabulary}; leave [samples] out, or give "
-                f"the dataset an encoder() whose tokens the model knows"
+                f"{vocabulary}; leave [samples] out, or give the dataset an encoder() whose tokens the "
+                "model knows"
             )
 
 

@@ -62,8 +62,8 @@ def initialise(
     )
     if state.job.reproducible:
         raise ModelError(
-            f"{what} (and {len(differing) - 1} more); draw from the generators of torch, "
-            "random or numpy, which are seeded"
+            f"{what} (and {len(differing) - 1} more); draw from the generators of torch, random or numpy, "
+            "which are seeded"
         )
     print(
         f"{what}: world rank 0 initialises the model on its CPU, and the others take its values", flush=True
@@ -102,8 +102,8 @@ def _by_itself(
     if took_s >= TOLD_S:
         print(
             (
-                f"initialised in {took_s:.3f} s on {device}: {passes} passes, at most {amount(peak)} of whole "
-                "tensors at once"
+                f"initialised in {took_s:.3f} s on {device}: {passes} passes, at most {amount(peak)} of "
+                "whole tensors at once"
             ),
             flush=True,
         )
@@ -119,8 +119,8 @@ def cut(state: State, tensor: Tensor, whole: torch.Tensor) -> None:
     if tuple(whole.shape) != tensor.shape:
         there = f"the shape {tensor.shape} on the meta device, and {tuple(whole.shape)} on {whole.device}"
         raise ModelError(
-            f"{tensor.name!r} of model = {state.job.model!r} has {there}; build the same model "
-            "on every device"
+            f"{tensor.name!r} of model = {state.job.model!r} has {there}; build the same model on every "
+            "device"
         )
     for box in held(tensor, state.shard.cell).boxes:
         part = tuple(slice(a, b) for a, b in zip(box.slice.start, box.slice.stop, strict=True))
@@ -136,9 +136,8 @@ def lay(name: str, nbytes: int) -> None:
     if nbytes + SPARE > free:
         raise JobError(
             f"the initialisation reads {name!r} again after other tensors, so its {amount(nbytes)} must be "
-            "laid aside in host memory, and "
-            f"{where} leaves {amount(free)}; let it finish each tensor before the next one, and build the "
-            "model in its final dtype"
+            f"laid aside in host memory, and {where} leaves {amount(free)}; let it finish each tensor "
+            "before the next one, and build the model in its final dtype"
         )
 
 

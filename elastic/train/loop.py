@@ -251,9 +251,8 @@ class Trainer(Controlled):
         self.session.counters["step"] = plan.version.step
         print(
             f"{self.worker}: generation {plan.generation}: rendezvous took {met - began:.3f} s, model "
-            f"{built - met:.3f} s, "
-            f"the abort before {alone - built:.3f} s, connecting {formed - alone:.3f} s, receiving state "
-            f"{now - formed:.3f} s",
+            f"{built - met:.3f} s, the abort before {alone - built:.3f} s, connecting {formed - alone:.3f} "
+            f"s, receiving state {now - formed:.3f} s",
             flush=True,
         )
         self._say(

@@ -99,15 +99,13 @@ def build_model(job: Job, builder: Builder) -> nn.Module:
     if not callable(getattr(model, "init_weights", None)):
         raise ModelError(
             f"the model of {job.model!r} ({type(model).__name__}) has no init_weights() method; add one "
-            "that sets every parameter; "
-            f"with the body `pass` they keep the values of the constructor"
+            "that sets every parameter; with the body `pass` they keep the values of the constructor"
         )
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.dtype not in DTYPE_NAMES:
             raise ModelError(
                 f"{name!r} of {job.model!r} is {tensor.dtype}, which a checkpoint cannot hold; make it one "
-                f"of {', '.join(DTYPES)}, "
-                f"say by torch.view_as_real, or compute it in forward"
+                f"of {', '.join(DTYPES)}, say by torch.view_as_real, or compute it in forward"
             )
     for name, module in model.named_modules():
         if (
@@ -116,15 +114,14 @@ def build_model(job: Job, builder: Builder) -> nn.Module:
             and module.weight.requires_grad
         ):
             raise ModelError(
-                f"{name!r} of {job.model!r} has sparse = True, and sparse gradients cannot be "
-                "summed; leave sparse out"
+                f"{name!r} of {job.model!r} has sparse = True, and sparse gradients cannot be summed; leave "
+                "sparse out"
             )
     for name, parameter in model.named_parameters():
         if parameter.numel() == 0:
             raise ModelError(
                 f"parameter {name!r} of {job.model!r} has no elements (shape {[*parameter.shape]}); correct "
-                "model_args = "
-                f"{without_secrets('model_args', job.model_args)}"
+                f"model_args = {without_secrets('model_args', job.model_args)}"
             )
         usual = torch.empty_like(parameter, memory_format=torch.contiguous_format)
         # its parts get these strides, and kernels rely on one order in memory
@@ -141,27 +138,24 @@ def _check_parameters(job: Job, model: nn.Module) -> None:
         named = f"parameter {name!r} of {job.model!r}"
         if is_lazy(parameter):
             raise ModelError(
-                f"{named} has no shape before the first forward pass; name its sizes, as "
-                "nn.Linear in place of nn.LazyLinear"
+                f"{named} has no shape before the first forward pass; name its sizes, as nn.Linear in place "
+                "of nn.LazyLinear"
             )
         if is_traceable_wrapper_subclass(parameter):
             raise ModelError(
                 f"{named} is a {type(parameter).__name__}, whose values are in other tensors, which cannot "
-                "be cut into rows; register "
-                f"these tensors as parameters"
+                "be cut into rows; register these tensors as parameters"
             )
         if parameter._post_accumulate_grad_hooks:
             raise ModelError(
                 f"{named} has a hook that gets the gradient after it is added "
-                "(register_post_accumulate_grad_hook), and gradients are "
-                "added over workers first; use register_hook, which gets that of each microbatch, or "
-                "optim.kind for an update"
+                "(register_post_accumulate_grad_hook), and gradients are added over workers first; use "
+                "register_hook, which gets that of each microbatch, or optim.kind for an update"
             )
     if names := paged.sharing(model):
         raise ModelError(
             f"{names[0]!r} and {names[1]!r} of {job.model!r} are two tensors in the same memory, and one of "
-            "them would lose it; make them "
-            f"one parameter, as self.head.weight = self.embed.weight does"
+            "them would lose it; make them one parameter, as self.head.weight = self.embed.weight does"
         )
 
 
@@ -170,9 +164,8 @@ def _fix_of(error: Exception) -> str:
     if "meta tensors" in str(error):
         return (
             "a model is built on the meta device, without values: compute a number without a tensor, or "
-            "with one on the CPU, as "
-            "torch.linspace(0, 0.3, 3, device='cpu'); nn.utils.parametrizations.orthogonal needs "
-            "use_trivialization=False"
+            "with one on the CPU, as torch.linspace(0, 0.3, 3, device='cpu'); "
+            "nn.utils.parametrizations.orthogonal needs use_trivialization=False"
         )
     if not any(
         frame.name == "from_pretrained" and "modeling_utils" in frame.filename
@@ -181,9 +174,8 @@ def _fix_of(error: Exception) -> str:
         return "correct the arguments, or the model"
     return (
         "a model is built on the meta device, without memory, so it cannot read weights there: build it "
-        "from its config, and read them in "
-        "init_weights(); elastic.models.transformers_lm:build does so with model_args = { path = "
-        "'<folder>', pretrained = true }"
+        "from its config, and read them in init_weights(); elastic.models.transformers_lm:build does so "
+        "with model_args = { path = '<folder>', pretrained = true }"
     )
 
 
@@ -200,9 +192,8 @@ def remedy(error: Exception, model: nn.Module) -> str:
     if any(words in str(error) for words in OTHER_DEVICE):
         return (
             "a tensor is on another device than the microbatch: register it as a buffer "
-            "(self.register_buffer(name, tensor, "
-            "persistent=False)), which goes where the weights are, or make it with device=x.device; call no "
-            ".cuda() or .to('cuda')"
+            "(self.register_buffer(name, tensor, persistent=False)), which goes where the weights are, or "
+            "make it with device=x.device; call no .cuda() or .to('cuda')"
         )
     if "meta" not in str(error):
         return ""
@@ -228,13 +219,13 @@ def remedy(error: Exception, model: nn.Module) -> str:
     if tables:
         said.append(
             f"{', '.join(map(repr, tables))}: a tensor in a plain attribute has no values, since the model "
-            "is built on the meta device; "
-            f"register it (self.register_buffer(name, tensor, persistent=False)), or compute it in forward"
+            "is built on the meta device; register it (self.register_buffer(name, tensor, "
+            "persistent=False)), or compute it in forward"
         )
     if modules:
         said.append(
-            f"{', '.join(map(repr, modules))}: modules in a list or dictionary have no values; put "
-            "them into an nn.ModuleList"
+            f"{', '.join(map(repr, modules))}: modules in a list or dictionary have no values; put them "
+            "into an nn.ModuleList"
         )
     return "; ".join(said)
 
@@ -249,8 +240,7 @@ def tensors_of(model: nn.Module, rule: Rule) -> tuple[Tensor, ...]:
     if rule.matrix_moments is not None and not matrices:
         raise ModelError(
             "the optimizer is for the weights with two dimensions inside the model's blocks, and there are "
-            "none; name the blocks in "
-            "sharding(), or take another optim.kind"
+            "none; name the blocks in sharding(), or take another optim.kind"
         )
     for name, parameter in model.named_parameters():
         shape = shape_of(parameter)
@@ -363,8 +353,8 @@ def _existing(local: Mapping[str, torch.Tensor], tensor: Tensor, cell: Cell) -> 
     not have the parameter.
     """
     assert tensor.name in local, (
-        f"parameter {tensor.name!r}: the wrapped model of the member in cell {cell!r} does not have it; "
-        f"a member without one of the parameters is not possible yet"
+        f"parameter {tensor.name!r}: the wrapped model of the member in cell {cell!r} does not have it; a "
+        "member without one of the parameters is not possible yet"
     )
     return local[tensor.name]
 
@@ -460,8 +450,8 @@ class State:
             expected, found = held(tensor, cell).shape, tuple(value.shape)
             assert found == expected, (
                 f"{tensor.kind} {tensor.name!r}: the member in cell {cell!r} has memory of shape {found}, "
-                f"and placement says {expected}; "
-                f"the axes of engine/parallelize.py must cut the model as the rows of plan/axes.py do"
+                f"and placement says {expected}; the axes of engine/parallelize.py must cut the model as "
+                "the rows of plan/axes.py do"
             )
             values[tensor.kind, tensor.name] = value.detach()
         return values

@@ -163,8 +163,8 @@ def _described(job: Job, run: Run, version: Version, text: Text, rename: bool) -
         type(each).__module__.startswith(("torch.nn.", type(model).__module__)) for each in modules
     ):
         raise ModelError(
-            f"--transformers: model = {job.model!r} ({type(model).__name__}) has no equivalent "
-            "there; leave it out"
+            f"--transformers: model = {job.model!r} ({type(model).__name__}) has no equivalent there; leave "
+            "it out"
         )
     equivalent: Equivalent = own(model)
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
@@ -198,8 +198,8 @@ def _of_the_library(model: nn.Module, inner: Any, text: Text, rename: bool) -> P
     shapes, wanted = ({name: each.shape for name, each in one.state_dict().items()} for one in (inner, usual))
     if other := sorted({*shapes.items()} ^ {*wanted.items()}):
         raise ModelError(
-            f"a {kind} of its config has another {other[0][0]!r}, or none; let the config say "
-            "what the model is"
+            f"a {kind} of its config has another {other[0][0]!r}, or none; let the config say what the "
+            "model is"
         )
     names, first = dict[str, tuple[str, bool]](), dict[int, str]()
     for name, each in inner.state_dict(keep_vars=True).items():
@@ -212,8 +212,8 @@ def _of_the_library(model: nn.Module, inner: Any, text: Text, rename: bool) -> P
     inside = {its for its, _ in names.values()}
     if outside := [name for name, _ in model.named_parameters() if name not in inside]:
         raise ModelError(
-            f"{outside[0]!r} is outside of the {kind} in it, so no model of transformers has "
-            "all of its parameters"
+            f"{outside[0]!r} is outside of the {kind} in it, so no model of transformers has all of its "
+            "parameters"
         )
     if not rename and any(name != its for name, (its, _) in names.items()):
         raise ModelError(
@@ -267,8 +267,8 @@ def _adapters(model: nn.Module, adapted: Any) -> Published:
         name for name, each in model.named_parameters() if each.requires_grad and name not in inside
     ]:
         raise ModelError(
-            f"{outside[0]!r} trains, too, and is not in the adapters of peft; name its module "
-            "in modules_to_save"
+            f"{outside[0]!r} trains, too, and is not in the adapters of peft; name its module in "
+            "modules_to_save"
         )
     about = deepcopy(config)
     about.inference_mode = True

@@ -58,9 +58,8 @@ def _judge(replicas: dict[int, Row], mine: int, names: list[str], step: int) -> 
         ranks = ", ".join(map(str, replicas))
         raise ReplicasDiffer(
             f"the replicas of world ranks {ranks} hold different bits of {said}, and none is that of most: "
-            "a memory or a processor is "
-            "faulty.  Find it, leave its node out, and go on from the newest checkpoint, whose replicas "
-            "were alike"
+            "a memory or a processor is faulty.  Find it, leave its node out, and go on from the newest "
+            "checkpoint, whose replicas were alike"
         )
     if replicas[mine] != common:
         raise StateDamaged(

@@ -120,8 +120,7 @@ def prepare_process(job: Job, address: str = "", *, alone: bool = False) -> torc
     if job.workers.gpus and not torch.cuda.is_available():
         raise JobError(
             f"workers.gpus = {job.workers.gpus}, and torch {torch.__version__} finds no GPU for this "
-            "process; "
-            f"install a torch for CUDA and its driver, or set workers.gpus = 0"
+            "process; install a torch for CUDA and its driver, or set workers.gpus = 0"
         )
     device = torch.device("cuda", 0) if job.workers.gpus else torch.device("cpu")
     if (
@@ -130,8 +129,8 @@ def prepare_process(job: Job, address: str = "", *, alone: bool = False) -> torc
         and torch.cuda.get_device_capability(device) < (8, 9)
     ):
         raise JobError(
-            f"precision = {job.precision!r}: {torch.cuda.get_device_name(device)} cannot "
-            "multiply in fp8; take 'bf16'"
+            f"precision = {job.precision!r}: {torch.cuda.get_device_name(device)} cannot multiply in fp8; "
+            "take 'bf16'"
         )
     if job.offload_folder and (slow := check_folder(job.offload_folder)):
         print(slow, flush=True)
@@ -160,21 +159,20 @@ def check_folder(folder: str, kind_of_disk: Callable[[str], str] = filesystem) -
     except OSError as error:
         raise JobError(
             f"offload_folder = {folder!r} is not a folder in which a worker on {platform.node()} can make "
-            f"files ({error.strerror}); "
-            f"make it on every node, on a local disk, or name another one"
+            f"files ({error.strerror}); make it on every node, on a local disk, or name another one"
         ) from error
     kind = kind_of_disk(folder)
     if kind in IN_MEMORY:
         raise JobError(
             f"offload_folder = {folder!r} is a {kind} on {platform.node()}: its files are in the memory "
-            "that they should spare; name a "
-            f"folder of a local disk, or leave offload_folder out to keep the state in memory"
+            "that they should spare; name a folder of a local disk, or leave offload_folder out to keep "
+            "the state in memory"
         )
     if kind in OVER_A_NETWORK:
         return (
             f"offload_folder = {folder!r} is a {kind} on {platform.node()}: every update reads and writes "
-            "all of the state over the "
-            f"network, and all nodes may share what it can carry; a folder of a local disk is faster"
+            "all of the state over the network, and all nodes may share what it can carry; a folder of a "
+            "local disk is faster"
         )
     return ""
 
@@ -206,8 +204,7 @@ def settled(job: Job) -> Job:
         fits = [str(size) for size in range(1, min(samples, MICROBATCH) + 1) if not samples % size]
         raise JobError(
             f"global_batch = 'all': the dataset has {samples} samples, which microbatches of "
-            f"{job.microbatch} do not divide; set "
-            f"microbatch to {', '.join(fits[-4:])}, or name a number"
+            f"{job.microbatch} do not divide; set microbatch to {', '.join(fits[-4:])}, or name a number"
         )
     return job.replace(global_batch=samples)
 
@@ -221,8 +218,7 @@ def make_session(job: Job, counters: Counters, *, prefetch: int | None = None) -
     if len(dataset) < job.batches().final:
         raise DataError(
             f"data.args: the dataset has {len(dataset)} samples, fewer than one step's global_batch = "
-            f"{job.global_batch}; "
-            f"give it more samples, or lower global_batch"
+            f"{job.global_batch}; give it more samples, or lower global_batch"
         )
     rule = rule_of(job)
     check_schedule(job)
@@ -262,9 +258,8 @@ def _sizes_of(job: Job, dataset: Dataset) -> tuple[int, ...]:
         parts = "1 part" if len(sizes) == 1 else f"{len(sizes) or 'no'} parts"
         raise DataError(
             f"data.weights has {len(job.data.weights)} numbers, and data.dataset = {job.data.dataset!r} has "
-            f"{parts}; give each part a "
-            "weight, or leave data.weights out (elastic.data.mixture:Mixture makes one dataset of several "
-            "parts)"
+            f"{parts}; give each part a weight, or leave data.weights out (elastic.data.mixture:Mixture "
+            "makes one dataset of several parts)"
         )
     return sizes
 
@@ -278,9 +273,8 @@ def _readers_of(job: Job, section: str = "data") -> Readers | None:
     if job.data.dataset in job.objects().values():
         raise JobError(
             f"data.readers = {job.data.readers}: each reader is a process that opens {_named(job, section)} "
-            "by its name, and this is code "
-            "of a script or a notebook; put it into a module and import it from there, or set data.readers "
-            "= 0"
+            "by its name, and this is code of a script or a notebook; put it into a module and import it "
+            "from there, or set data.readers = 0"
         )
     return Readers(job.data.readers, job.data.dataset, job.data.args, section)
 
@@ -299,8 +293,7 @@ def _held_out(job: Job, loader: Loader, counters: Counters) -> Loader | None:
         given = without_secrets("validation.args", validation.args)
         raise DataError(
             f"validation.samples = {validation.samples}: the dataset of validation.args = {given} has "
-            f"{len(dataset)} samples; "
-            f"give it more samples, or leave validation.samples out to take all"
+            f"{len(dataset)} samples; give it more samples, or leave validation.samples out to take all"
         )
     named_in, reads = _named(held, "validation"), partial(counters.reads, "validation")
     readers = _readers_of(held, "validation")
@@ -321,8 +314,8 @@ def loss_of(job: Job) -> Loss:
     if isinstance(found, type) or not callable(found):
         what = "a class" if isinstance(found, type) else f"a {type(found).__name__}"
         raise CodeError(
-            f"loss = {job.loss!r} names {what}; name a function: loss(model, batch) returns "
-            "(sum, count), two scalars"
+            f"loss = {job.loss!r} names {what}; name a function: loss(model, batch) returns (sum, count), "
+            "two scalars"
         )
     return found
 
@@ -374,7 +367,7 @@ def make_snapshots(
             if not folder and hosted:
                 free, where = (
                     free - hosted,
-                    (f"{where}, less {amount(hosted)} for weights with which the model computes,"),
+                    f"{where}, less {amount(hosted)} for weights with which the model computes,",
                 )
             needed, left = slots * smallest, max(free - coming, 0)
             why = no_room(
@@ -461,8 +454,8 @@ def lengths_of(job: Job, dataset: Dataset) -> Lengths:
     if not callable(told):
         raise DataError(
             f"data.group_by_length = true, and data.dataset = {job.data.dataset!r} has no lengths(); give "
-            "it lengths(ids), which returns a "
-            f"whole number for each id without reading the samples, or leave data.group_by_length out"
+            "it lengths(ids), which returns a whole number for each id without reading the samples, or "
+            "leave data.group_by_length out"
         )
 
     def lengths(ids: tuple[int, ...]) -> list[int]:
@@ -476,8 +469,8 @@ def lengths_of(job: Job, dataset: Dataset) -> Lengths:
             ) from error
         if len(found) != len(ids):
             raise DataError(
-                f"data.dataset: lengths() returned {len(found)} numbers for {len(ids)} ids; it "
-                "must return one for each"
+                f"data.dataset: lengths() returned {len(found)} numbers for {len(ids)} ids; it must return "
+                "one for each"
             )
         return found
 
@@ -492,8 +485,8 @@ def fingerprint_of(job: Job, dataset: Dataset, section: str = "data") -> str:
         raise
     except Exception as error:  # the user's code, which may raise anything
         raise DataError(
-            f"{_failed(job, error, section)}; give it a fingerprint(): equal where the samples "
-            "are, and only there"
+            f"{_failed(job, error, section)}; give it a fingerprint(): equal where the samples are, and "
+            "only there"
         ) from error
 
 
@@ -527,8 +520,8 @@ def expect_same_samples(session: Session, build: Build) -> None:
         if now != then:
             raise JobError(
                 f"{section}.dataset = {session.job.data.dataset!r}: fingerprint() returned {then} first, "
-                f"and {now} now; let it depend on "
-                f"the samples alone, not on the time, random numbers, id() or hash() of a text"
+                f"and {now} now; let it depend on the samples alone, not on the time, random numbers, id() "
+                "or hash() of a text"
             )
 
 
@@ -537,8 +530,8 @@ def unlike_held_out(session: Session) -> list[str]:
     if not held_out_of(session).startswith(f"{fingerprint_of(session.job, session.loader.dataset)}, "):
         return []
     return [
-        "validation.args: these are the samples that are trained on, so the loss on them says little; "
-        "hold others out"
+        "validation.args: these are the samples that are trained on, so the loss on them says little; hold "
+        "others out"
     ]
 
 

@@ -211,7 +211,7 @@ class Step:
         with self._failure:
             self._expect(
                 not self.begun,
-                ("its microbatches are run twice; call step.run(), or iterate over step.batches(), once"),
+                "its microbatches are run twice; call step.run(), or iterate over step.batches(), once",
             )
             self.begun = True
             rounds = self._microbatches()
@@ -220,8 +220,8 @@ class Step:
                 self._expect(
                     not self._open,
                     (
-                        "a microbatch had no step.backward(loss_sum, count); call it "
-                        "for each of step.batches()"
+                        "a microbatch had no step.backward(loss_sum, count); call it for each of "
+                        "step.batches()"
                     ),
                 )
                 batch = next(rounds, None)
@@ -237,7 +237,7 @@ class Step:
         """
         with self._failure:
             self._expect(
-                self._open, ("step.backward() has no microbatch; call it once for each of step.batches()")
+                self._open, "step.backward() has no microbatch; call it once for each of step.batches()"
             )
             loss, count = expect_sum("step.backward()", (loss, count), self._session.job.model)
             self._backward(loss, count)
@@ -254,13 +254,13 @@ class Step:
         with self._failure:
             self._expect(self.outcome is None, "step.commit() is called twice; call it once")
             self._expect(
-                self.begun, ("step.commit() before step.run(); run the microbatches of the step first")
+                self.begun, "step.commit() before step.run(); run the microbatches of the step first"
             )
             self._expect(
                 not self._open and len(self._share.losses) == self._rounds,
                 (
-                    f"step.commit() after {len(self._share.losses)} of {self._rounds} microbatches; run all of "
-                    "step.batches(), without `break`"
+                    f"step.commit() after {len(self._share.losses)} of {self._rounds} microbatches; run all "
+                    "of step.batches(), without `break`"
                 ),
             )
             told = checked_metrics(metrics or {})
@@ -549,7 +549,7 @@ def commit(
     except BadCount as bad:  # the same one on every member
         named, where = (
             session.job.loop or session.job.loss,
-            (f"step {step}, microbatch {bad.index}, samples {list(bad.samples)}"),
+            f"step {step}, microbatch {bad.index}, samples {list(bad.samples)}",
         )
         raise LossError(
             wrong_count(f"{'loop' if session.job.loop else 'loss'} = {named!r}", bad.count, where)

@@ -18,8 +18,8 @@ from elastic.job import Job
 from elastic.protocol.commit_record import Outcome, is_count
 
 CONTRACT = (
-    "it must return (sum, count): two scalars, the sum over the terms of the microbatch and their "
-    "number, not a mean"
+    "it must return (sum, count): two scalars, the sum over the terms of the microbatch and their number, "
+    "not a mean"
 )
 """End of the message of an error that a wrong :data:`Loss` causes."""
 
@@ -31,9 +31,8 @@ def wrong_count(named: str, count: float, where: str = "") -> str:
     where = f": {where}" if where else ""
     return (
         f"{named}{where} returned the count {count:.9g}, and a count is a number of terms: a whole number, "
-        "0 or more; "
-        "of a loss with weights return the weighted sum and the number of its terms, with weights that "
-        "have a mean of about 1"
+        "0 or more; of a loss with weights return the weighted sum and the number of its terms, with "
+        "weights that have a mean of about 1"
     )
 
 
@@ -44,8 +43,8 @@ def expect_no_means(job: Job, outcome: Outcome) -> None:
     if job.loop and outcome.step == 1 and job.microbatch_size > 1 and {*outcome.counts} == {1}:
         raise LossError(
             f"loop = {job.loop!r}: step.backward() got the count 1 for each microbatch of "
-            f"{job.microbatch_size} samples; {CONTRACT}.  For "
-            f"a mean over n terms, call step.backward(mean * n, n)"
+            f"{job.microbatch_size} samples; {CONTRACT}.  For a mean over n terms, call step.backward(mean "
+            "* n, n)"
         )
 
 
@@ -65,8 +64,7 @@ def expect_sum(named: str, returned: Any, model: str) -> tuple[torch.Tensor, tor
             if torch.is_grad_enabled() and not loss.requires_grad:
                 raise LossError(
                     f"{named} returned a sum without a gradient: it was detached, computed without "
-                    "gradients, or no parameter of "
-                    f"{model!r} that it depends on requires one"
+                    f"gradients, or no parameter of {model!r} that it depends on requires one"
                 )
             return loss, count
         case tuple() | list():

@@ -144,8 +144,8 @@ def _compiled() -> str:
     """
     counts = torch._dynamo.utils.counters["inductor"]
     return (
-        f"; {counts['fxgraph_cache_miss']} graphs were compiled, {counts['fxgraph_cache_hit']} were "
-        "found compiled"
+        f"; {counts['fxgraph_cache_miss']} graphs were compiled, {counts['fxgraph_cache_hit']} were found "
+        "compiled"
     )
 
 

@@ -344,7 +344,7 @@ class Checkpoints:
             raise Damaged(
                 error.object,
                 "a manifest",
-                ("none: the checkpoint was never complete, or its manifest was deleted"),
+                "none: the checkpoint was never complete, or its manifest was deleted",
             ) from None
         return Reader(self.store, self.folder(version), manifest)
 
@@ -469,14 +469,14 @@ class Checkpoints:
         for key, receipt in zip(keys, receipts, strict=True):
             if receipt.version != version:
                 raise Incomplete(
-                    self.store.full_name(key), (f"it was written for {receipt.version}, not for {version}")
+                    self.store.full_name(key), f"it was written for {receipt.version}, not for {version}"
                 )
         for key, receipt, size in zip(keys, receipts, self._at_once(self._size, keys), strict=True):
             if size != receipt.file.size:
                 there = "no" if size is None else size
                 raise Incomplete(
                     self.store.full_name(key),
-                    (f"its writer wrote {receipt.file.size} bytes and {there} bytes are there"),
+                    f"its writer wrote {receipt.file.size} bytes and {there} bytes are there",
                 )
         groups = grouped((receipt.file.name, cut) for receipt in receipts for cut in receipt.cuts)
         index = Index(groups, {receipt.file.name: receipt.header for receipt in receipts})
@@ -485,7 +485,7 @@ class Checkpoints:
         if not index.tensors or (states and states != {_state_digest(index.tensors.values())}):
             raise Incomplete(
                 self.folder(version),
-                (f"{len(receipts)} receipts with {len(index.tensors)} tensors are not the whole state"),
+                f"{len(receipts)} receipts with {len(index.tensors)} tensors are not the whole state",
             )
         return index
 

@@ -24,7 +24,7 @@ def check_exact_cover(pieces: Sequence[tuple[Tensor, Slice]]) -> None:
         tensor = group[0][0]
         if others := {other for other, _ in group if other != tensor}:
             raise Incomplete(
-                describe(tensor.whole()), (f"its writers describe it differently: {tensor} and {min(others)}")
+                describe(tensor.whole()), f"its writers describe it differently: {tensor} and {min(others)}"
             )
         parts = sorted(part for _, part in group)
         if outside := [part for part in parts if not _within(part, tensor)]:

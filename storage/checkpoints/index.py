@@ -130,7 +130,7 @@ class Index:
                 if (other := seen.setdefault((tensor.name, tensor.kind), tensor)) != tensor:
                     raise Incomplete(
                         describe(tensor.whole()),
-                        (f"its writers describe it differently: {other} and {tensor}"),
+                        f"its writers describe it differently: {other} and {tensor}",
                     )
             first = group.tensors[0]
             check_exact_cover(

@@ -105,8 +105,7 @@ class Description:
             if not isinstance(value, dict) or 2 * len(OURS & value.keys()) < len(OURS):
                 raise BadFormat(
                     f"{name} does not describe a dataset of Elastic: it is JSON of another program; "
-                    "`elastic data prepare SOURCE FOLDER` "
-                    f"makes a dataset, in a folder without such a file"
+                    "`elastic data prepare SOURCE FOLDER` makes a dataset, in a folder without such a file"
                 )
             number = value.pop("format")
             if number not in READABLE:
@@ -122,8 +121,8 @@ class Description:
             found = replace(found, block_bytes=found.block_bytes or max(file.size for file in found.files))
             if dtype != found.dtype.name or found.block_bytes % found.dtype.itemsize:
                 raise ValueError(
-                    f"dtype {dtype} and blocks of {found.block_bytes} bytes for a vocabulary "
-                    f"of {found.vocabulary}"
+                    f"dtype {dtype} and blocks of {found.block_bytes} bytes for a vocabulary of "
+                    f"{found.vocabulary}"
                 )
             return found
         except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -203,7 +203,7 @@ def _joined(store: ObjectStore, objects: Iterable[tuple[str, Segment]]) -> list[
             raise Damaged(
                 store.full_name(key),
                 f"records from {expected} on",
-                (f"records {first_of(key)} to {records[-1]['n']}"),
+                f"records {first_of(key)} to {records[-1]['n']}",
             )
         expected = records[-1]["n"] + 1
         if segments or "continues" not in head:

@@ -160,8 +160,8 @@ class ObjectStore(ABC):
         """Returns ``root``/key.  Raises :class:`ValueError` if ``key`` is not a key."""
         if not is_key(key):
             raise ValueError(
-                f"{key!r} is not a valid key: it must be a relative path without '.', '..', "
-                f"empty parts and {PARTIAL}…"
+                f"{key!r} is not a valid key: it must be a relative path without '.', '..', empty parts and "
+                f"{PARTIAL}…"
             )
         return f"{self.root}/{key}"
 

@@ -113,8 +113,8 @@ class S3(ObjectStore):
             raise Unavailable(
                 "s3://…",
                 (
-                    "a bucket's URL is s3://bucket/prefix; credentials are taken from "
-                    "the node, never from a URL"
+                    "a bucket's URL is s3://bucket/prefix; credentials are taken from the node, never from "
+                    "a URL"
                 ),
             )
         session = AioSession()
@@ -159,7 +159,7 @@ class S3(ObjectStore):
         if ranged and not str(answer.get("ContentRange", "")).startswith(f"bytes {first}-"):
             raise Unavailable(
                 self.full_name(key),
-                ("the store answers a range with other bytes; use one that honours Range"),
+                "the store answers a range with other bytes; use one that honours Range",
             )
         return bytes(answer["Body"])
 
@@ -254,8 +254,8 @@ class S3(ObjectStore):
             for number, block in enumerate(blocks, 1):
                 if number > PARTS:
                     why = (
-                        f"it has more bytes than {PARTS} parts can hold, and S3 allows an object 5 TiB; "
-                        "use more shards"
+                        f"it has more bytes than {PARTS} parts can hold, and S3 allows an object 5 TiB; use "
+                        "more shards"
                     )
                     raise Unavailable(self.full_name(key), why)
                 sent.append(pool.submit(send, number, block))

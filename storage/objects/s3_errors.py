@@ -65,8 +65,8 @@ _MEANING = {
     "SignatureDoesNotMatch": _KEYS,
     "InvalidToken": _KEYS,
     "ExpiredToken": (
-        "the node's credentials have expired: renew AWS_SESSION_TOKEN, or use a role or profile "
-        "that renews itself"
+        "the node's credentials have expired: renew AWS_SESSION_TOKEN, or use a role or profile that renews "
+        "itself"
     ),
     "RequestTimeTooSkewed": "the node's clock is wrong: set it (NTP)",
     "AccessDenied": f"the node's credentials may not do this: {_RIGHTS}",
@@ -76,12 +76,12 @@ _MEANING = {
     "PermanentRedirect": _REGION,
     "301": _REGION,
     "NotImplemented": (
-        "the store cannot do what is needed: use one with create-only writes (If-None-Match) "
-        "and multipart uploads"
+        "the store cannot do what is needed: use one with create-only writes (If-None-Match) and multipart "
+        "uploads"
     ),
     "501": (
-        "the store cannot do what is needed: use one with create-only writes (If-None-Match) and "
-        "multipart uploads"
+        "the store cannot do what is needed: use one with create-only writes (If-None-Match) and multipart "
+        "uploads"
     ),
 }
 _UNUSABLE: tuple[tuple[type[Exception], str], ...] = (

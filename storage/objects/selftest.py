@@ -70,7 +70,7 @@ def _check(store: ObjectStore, key: str, what: str) -> None:
         raise _broken(
             store,
             f"{what} (If-None-Match: *) replaced what was there",
-            ("use one that honours it: writers would overwrite each other"),
+            "use one that honours it: writers would overwrite each other",
         )
 
 
@@ -85,7 +85,7 @@ def _race(store: ObjectStore, key: str) -> None:
         raise _broken(
             store,
             wrong,
-            ("use one that decides them one by one: two coordinators would both take a run for theirs"),
+            "use one that decides them one by one: two coordinators would both take a run for theirs",
         )
 
 

@@ -210,15 +210,15 @@ def test_a_command_of_a_run_says_that_there_is_none(
         (
             '{"continues":7}\n{"n":12}\n',
             (
-                "goes on where another file of the journal ends: the snapshot "
-                "before it begins 000000000007.jsonl"
+                "goes on where another file of the journal ends: the snapshot before it begins "
+                "000000000007.jsonl"
             ),
         ),
         (
             '"""A module."""\n',
             (
-                "is not a file of a journal; name a job file, or a file of a journal that "
-                "begins with a snapshot"
+                "is not a file of a journal; name a job file, or a file of a journal that begins with a "
+                "snapshot"
             ),
         ),
         ("{}\n", "is not a file of a journal; "),
@@ -311,13 +311,13 @@ def test_an_option_of_a_setting_takes_no_word_that_is_not_its_own(tmp_path: Path
     [
         (
             "stop JOB --address X",
-            ("'elastic stop' has no option '--address', unlike 'elastic train'; leave it out"),
+            "'elastic stop' has no option '--address', unlike 'elastic train'; leave it out",
         ),
         (
             "train JOB --dry-run",
             (
-                "'elastic train' has no option '--dry-run'; `elastic estimate JOB` checks a "
-                "job and starts nothing"
+                "'elastic train' has no option '--dry-run'; `elastic estimate JOB` checks a job and starts "
+                "nothing"
             ),
         ),
         ("clean JOB --once", "'elastic clean' has no option '--once', unlike 'elastic status'; leave it out"),
@@ -457,7 +457,7 @@ def plain_count(model: Any, batch: Any) -> Any:
         ("no_count", "returned (a tensor of shape [], NoneType None); it must return (sum, count)", False),
         (
             "in_a_table",
-            ("returned dict with the keys 'loss', 'count'; it must return (sum, count): two scalars"),
+            "returned dict with the keys 'loss', 'count'; it must return (sum, count): two scalars",
             False,
         ),
         (
@@ -504,22 +504,22 @@ def test_a_loss_may_count_with_a_number(tmp_path: Path, monkeypatch: pytest.Monk
         (
             "afile/below",
             (
-                "is not a folder that this user can write (FOLDER/afile: Not a directory); name one "
-                "that is, or a URL"
+                "is not a folder that this user can write (FOLDER/afile: Not a directory); name one that "
+                "is, or a URL"
             ),
         ),
         (
             "/proc/nope",
             (
-                "is not a folder that this user can write (/proc: No such file or directory); name "
-                "one that is, or a URL"
+                "is not a folder that this user can write (/proc: No such file or directory); name one that "
+                "is, or a URL"
             ),
         ),
         (
             "gs://x/y",
             (
-                "needs a package: Please install gcsfs to access Google Storage; install it on every "
-                "node, or name another bucket"
+                "needs a package: Please install gcsfs to access Google Storage; install it on every node, "
+                "or name another bucket"
             ),
         ),
     ],

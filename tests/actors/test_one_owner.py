@@ -339,7 +339,7 @@ def test_a_run_of_that_name_in_another_bucket_is_neither_attached_to_nor_stopped
     Run.open(mounted).claim(here, life=token.rpartition("-")[2])
     with pytest.raises(
         JobError,
-        match=(f"another run of this name, in {job.bucket}, lives on this cluster; choose another name"),
+        match=f"another run of this name, in {job.bucket}, lives on this cluster; choose another name",
     ):
         launch.launch(other)
     assert main(["stop", str(tmp_path / "second" / "job.toml")]) == 0

@@ -169,7 +169,7 @@ def test_a_worker_dies_while_the_bucket_fails(
 
 LAST_SAVE = (
     "its checkpoint is on the way",
-    (f"the checkpoint of step {STEPS} of generation 1 is in the bucket"),
+    f"the checkpoint of step {STEPS} of generation 1 is in the bucket",
 )
 
 

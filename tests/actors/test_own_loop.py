@@ -142,6 +142,6 @@ def test_u4_a_loop_ends_the_run_for_all_workers(tmp_path: Path, how: str, place:
     assert (again.state, again.step, again.reason) == (
         "Finished",
         3,
-        (f"finished: step 3 is in the bucket: {why}"),
+        f"finished: step 3 is in the bucket: {why}",
     )
     assert_nothing_left(chaos)

@@ -160,7 +160,7 @@ def test_who_cannot_abort_is_replaced(tmp_path: Path, script_reference: Any) -> 
     )
     assert (
         sent_away(chaos) == [first[0]]
-        and len(told(chaos, (f"{first[0]} cannot go on (device: {STUCK} {first[0]} within 1 s)"))) == 1
+        and len(told(chaos, f"{first[0]} cannot go on (device: {STUCK} {first[0]} within 1 s)")) == 1
     )
     assert set(second) == {first[0], first[2]} and third == (first[2],)
     assert set(first) & set(last) == {first[2]} and len(chaos.witness.seen) == 4

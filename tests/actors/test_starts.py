@@ -140,7 +140,7 @@ def test_a_command_on_another_node_of_its_cluster_attaches_to_the_run(
     # where `ray start` was told to note the address
     monkeypatch.setenv("RAY_TMPDIR", str(nodes.started[0].folder))
     with pytest.raises(
-        Begins, match=(f"; --address auto trains on the one at {nodes.address}, of which it is a node$")
+        Begins, match=f"; --address auto trains on the one at {nodes.address}, of which it is a node$"
     ):
         launch(Job.load(path), show=begins)
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))

@@ -111,7 +111,7 @@ def test_a_stop_whose_bucket_refuses_it_says_so_and_a_second_ctrl_c_ends_the_com
     command.interrupt()
     command.until(
         lambda: (
-            ("for 600 s in all (deadlines.wait_s); then the run stops without it, and resumes from step 0")
+            "for 600 s in all (deadlines.wait_s); then the run stops without it, and resumes from step 0"
             in command.text
         )
     )

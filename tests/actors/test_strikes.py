@@ -74,7 +74,7 @@ def test_a_fault_that_found_no_victim_says_so() -> None:
         "Running",
         1,
         5,
-        ("nothing was there that this fault could strike"),
+        "nothing was there that this fault could strike",
     )
     assert str(missed) == (
         "chaos 3: node_kill was not performed at step 5 of generation 1, Running: nothing was there that "

@@ -337,8 +337,8 @@ def test_the_end_of_a_run_waits_for_an_export_as_long_as_it_makes_progress(
         assert 100 <= clock.pauses <= 101 and owed.debts(ordered.run) == []
     else:
         told += [
-            "deadlines.wait_s = 1: nothing that is owed has made progress for so many seconds, so the "
-            "run ends"
+            "deadlines.wait_s = 1: nothing that is owed has made progress for so many seconds, so the run "
+            "ends"
         ]
         told += ["owed: export of step 10; `elastic owed --pay` does it"]
         assert clock.pauses < 5

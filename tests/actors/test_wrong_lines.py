@@ -53,23 +53,23 @@ def said(shown: Shown) -> str:
         ([], "elastic: job.toml: model = 'tests.support.toys:nothing': "),
         (
             ["--model", "tests.support.toys:nobody"],
-            ("elastic: command line: model = 'tests.support.toys:nobody': "),
+            "elastic: command line: model = 'tests.support.toys:nobody': ",
         ),
         (
             ["--model", "elastic.models.llama:build", "--model-args.x", "3"],
-            ("elastic: command line: model_args.x = 3: "),
+            "elastic: command line: model_args.x = 3: ",
         ),
         (
             ["--model", "elastic.models.llama:build", "--model-args", "{x = 3}"],
-            ("elastic: command line: model_args.x = 3: "),
+            "elastic: command line: model_args.x = 3: ",
         ),
         (
             ["--model", "elastic.models.llama:build", "--model-args.heads", "3"],
-            ("elastic: job.toml with --model-args.heads: model_args = {"),
+            "elastic: job.toml with --model-args.heads: model_args = {",
         ),
         (
             ["--model", "elastic.models.llama:build", "--resume", "400"],
-            ("elastic: there is no run 'toy' in bucket = "),
+            "elastic: there is no run 'toy' in bucket = ",
         ),
     ],
 )
@@ -192,13 +192,13 @@ def test_a_bucket_that_is_a_file_is_told_by_commands_that_look(
         (
             ["rollback", "job.toml"],
             (
-                "elastic rollback: it needs --to (step of the checkpoint, or auto: the last good one before a "
-                "divergence)"
+                "elastic rollback: it needs --to (step of the checkpoint, or auto: the last good one before "
+                "a divergence)"
             ),
         ),
         (
             ["rollback", "job.toml", "--to"],
-            ("elastic rollback: --to needs one value; write `elastic rollback job.toml --to 400` ("),
+            "elastic rollback: --to needs one value; write `elastic rollback job.toml --to 400` (",
         ),
         (["rollback"], "elastic rollback: it needs job and --to (step of"),
         (["chaos", "job.toml", "--seed", "x"], "elastic chaos: --seed = 'x' must be a whole number ("),
@@ -209,14 +209,14 @@ def test_a_bucket_that_is_a_file_is_told_by_commands_that_look(
         (
             ["data", "prepare"],
             (
-                "elastic data prepare: it needs source and destination; write `elastic data "
-                "prepare texts tokens` ("
+                "elastic data prepare: it needs source and destination; write `elastic data prepare texts "
+                "tokens` ("
             ),
         ),
         (["trian", "job.toml"], "elastic: there is no command 'trian'; there are train, rollback, "),
         (
             ["simulate", "--nope"],
-            ("elastic simulate: unrecognized arguments: --nope (`elastic simulate --help` tells more)"),
+            "elastic simulate: unrecognized arguments: --nope (`elastic simulate --help` tells more)",
         ),
     ],
 )
@@ -231,7 +231,7 @@ def test_a_line_that_is_not_complete_is_one_sentence(
 
 
 @pytest.mark.parametrize(
-    ("named", "address"), [("--address", "127.0.0.1:9"), (("the environment variable RAY_ADDRESS"), None)]
+    ("named", "address"), [("--address", "127.0.0.1:9"), ("the environment variable RAY_ADDRESS", None)]
 )
 def test_a_cluster_that_does_not_answer_is_told_by_where_its_address_came_from(
     monkeypatch: pytest.MonkeyPatch, named: str, address: str | None
@@ -240,7 +240,7 @@ def test_a_cluster_that_does_not_answer_is_told_by_where_its_address_came_from(
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:9")
     told = list[str]()
     with pytest.raises(
-        PlatformGaveUp, match=(f"no Ray cluster answers at 127.0.0.1:9; correct {named}, or leave it out")
+        PlatformGaveUp, match=f"no Ray cluster answers at 127.0.0.1:9; correct {named}, or leave it out"
     ):
         connect(address, tell=told.append)
     assert told == [], "none starts here"

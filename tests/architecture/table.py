@@ -475,8 +475,8 @@ BOUNDARIES = {
         "whatever the user's code raises in plain torch it raises again in a step, or it becomes a sentence"
     ),
     "elastic/train/errands.py": (
-        "whatever the user's code raises while it writes text, or a spare "
-        "validates, is noted, and tried again"
+        "whatever the user's code raises while it writes text, or a spare validates, is noted, and tried "
+        "again"
     ),
     "elastic/train/published.py": (
         "whatever the user's model or dataset raises while an export is made, the weights are written"

@@ -134,7 +134,7 @@ def test_every_row_and_every_exception_is_used(found: dict[str, list[str]]) -> N
         (
             "elastic/plan/x.py",
             "from ..protocol.commit_record import Outcome",
-            ("may not import elastic.protocol.commit_record"),
+            "may not import elastic.protocol.commit_record",
         ),
         ("elastic/plan/x.py", "import storage.objects", "may not import storage"),
         ("elastic/engine/x.py", "import ray.util", "may not import ray"),

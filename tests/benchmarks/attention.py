@@ -279,7 +279,7 @@ def main() -> None:
     parser.add_argument(
         "--dtype",
         choices=("bfloat16", "float32"),
-        help=("bfloat16 on a GPU, float32 on a CPU if it is left out"),
+        help="bfloat16 on a GPU, float32 on a CPU if it is left out",
     )
     parser.add_argument("--here", action="store_true", help="one backend, in this process")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "tests/benchmarks/results")))

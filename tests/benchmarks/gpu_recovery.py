@@ -356,20 +356,20 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--sockets", action="store_true")
     parser.add_argument(
         "--reference",
-        help=("hash of an undisturbed run with the same --size and --steps; default: the first run's"),
+        help="hash of an undisturbed run with the same --size and --steps; default: the first run's",
     )
     parser.add_argument("--seconds", type=float, default=480, help="no scenario begins later than this")
     parser.add_argument(
         "--limit",
         type=float,
         default=600,
-        help=("after so many seconds in one scenario the whole benchmark ends"),
+        help="after so many seconds in one scenario the whole benchmark ends",
     )
     parser.add_argument(
         "--bits",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help=("compare the final weights; reading large ones takes minutes"),
+        help="compare the final weights; reading large ones takes minutes",
     )
     parser.add_argument("--commit", default="not said", help="the commit of this code, for the results")
     parser.add_argument("--work", type=Path, help="folder for buckets; default: a temporary one")
@@ -386,8 +386,8 @@ def arguments() -> argparse.Namespace:
         )
     if options.nodes % options.per_gpu or len(options.gpus) % options.nodes:
         parser.error(
-            f"--nodes {options.nodes} --per-gpu {options.per_gpu}: {torch.cuda.device_count()} GPUs "
-            f"cannot be divided evenly among the nodes like this"
+            f"--nodes {options.nodes} --per-gpu {options.per_gpu}: {torch.cuda.device_count()} GPUs cannot "
+            "be divided evenly among the nodes like this"
         )
     return options
 
@@ -435,8 +435,8 @@ def main() -> int:
     versions = f"torch {torch.__version__}, ray {ray.__version__}"
     ranks = f"{options.world} ranks, {options.nodes} nodes, {devices}, {versions}"
     about = (
-        f"{date.today()}, commit {options.commit}: {ranks}, {options.size}, batch "
-        f"{options.global_batch}, sockets {options.sockets}"
+        f"{date.today()}, commit {options.commit}: {ranks}, {options.size}, batch {options.global_batch}, "
+        f"sockets {options.sockets}"
     )
     print(about, flush=True)
     start(options.nodes, options.gpus)

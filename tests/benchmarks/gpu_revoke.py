@@ -91,7 +91,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--times", type=int, default=3)
     parser.add_argument(
-        "--pinned", type=int, default=8, help=("GB of pinned memory that the process has which ends")
+        "--pinned", type=int, default=8, help="GB of pinned memory that the process has which ends"
     )
     known = parser.parse_args()
     for ends in ("stops", "dies"):

@@ -128,8 +128,8 @@ class Follower:
         if line.step % 10 == 0:
             print(
                 (
-                    f"    step {line.step} loss {line.loss:.4f} workers {line.world} {line.tokens_per_s:.0f} "
-                    "tokens/s"
+                    f"    step {line.step} loss {line.loss:.4f} workers {line.world} "
+                    f"{line.tokens_per_s:.0f} tokens/s"
                 ),
                 flush=True,
             )

@@ -105,7 +105,7 @@ def common_options() -> argparse.ArgumentParser:
     parser.add_argument("--size", choices=SIZES, required=True)
     parser.add_argument("--seq", type=int, default=8192)
     parser.add_argument(
-        "--microbatches", type=int, default=4, help=("of one sample each, by each rank in each step")
+        "--microbatches", type=int, default=4, help="of one sample each, by each rank in each step"
     )
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--recompute", action="store_true")

@@ -82,7 +82,7 @@ def where() -> dict[str, str]:
     return {
         "date": str(date.today()),
         "commit": commit,
-        "machine": (f"{os.cpu_count()} cores, {platform.machine()}"),
+        "machine": f"{os.cpu_count()} cores, {platform.machine()}",
     }
 
 

@@ -63,7 +63,7 @@ def main() -> int:
     parser.add_argument("last", type=int)
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument(
-        "--limit", type=float, default=float("inf"), help=("seconds after which no chunk is begun")
+        "--limit", type=float, default=float("inf"), help="seconds after which no chunk is begun"
     )
     known = parser.parse_args()
     coverage, seconds = load()

@@ -359,7 +359,7 @@ def main() -> int:
     parser.add_argument("--spare", nargs="+", default=[], metavar="KIND", help="kinds that are left out")
     parser.add_argument("--keep", type=Path, help="where the journal goes")
     parser.add_argument(
-        "--shards", action="store_true", help=("fully sharded, with copies in host memory and a spare")
+        "--shards", action="store_true", help="fully sharded, with copies in host memory and a spare"
     )
     parser.add_argument("--rehearsal", action="store_true", help="write no result")
     arguments = parser.parse_args()

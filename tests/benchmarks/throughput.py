@@ -223,7 +223,7 @@ def main() -> int:
     parser.add_argument("--size", choices=SIZES, default="1b")
     parser.add_argument("--seq", type=int, default=8192)
     parser.add_argument(
-        "--microbatches", type=int, default=4, help=("of one sample each, by each rank in each step")
+        "--microbatches", type=int, default=4, help="of one sample each, by each rank in each step"
     )
     parser.add_argument("--world", type=int, default=1, help="ranks, one on each GPU")
     parser.add_argument("--steps", type=int, default=18)
@@ -233,8 +233,8 @@ def main() -> int:
     options = parser.parse_args()
     if options.steps < SETTLED + 2:
         parser.error(
-            f"--steps {options.steps}: the first {SETTLED} settle, and two more make one time; "
-            f"take {SETTLED + 2} or more"
+            f"--steps {options.steps}: the first {SETTLED} settle, and two more make one time; take "
+            f"{SETTLED + 2} or more"
         )
     options.gpus = int(torch.cuda.is_available())
     folder, rows = Path(mkdtemp()), dict[str, Row]()

@@ -231,17 +231,17 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=1200)
     parser.add_argument("--world", type=int, default=2)
     parser.add_argument(
-        "--whole", action="store_true", help=("the model of 22 M parameters, also without a GPU")
+        "--whole", action="store_true", help="the model of 22 M parameters, also without a GPU"
     )
     parser.add_argument(
-        "--clip", type=float, default=1e9, help=("optim.clip_norm; the default is larger than any norm")
+        "--clip", type=float, default=1e9, help="optim.clip_norm; the default is larger than any norm"
     )
     parser.add_argument(
         "--only",
         nargs="*",
         choices=RUNS,
         default=RUNS,
-        help=("the runs to do, if all take too long for one command"),
+        help="the runs to do, if all take too long for one command",
     )
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "tests/benchmarks/results")))
     options = parser.parse_args()

@@ -73,12 +73,12 @@ def test_lists_and_tables_are_read_as_toml_and_as_json(words: list[str], value: 
         (
             "model_args",
             "{dim: 3}",
-            ("must be a table of settings; write --model-args '{ key = value }', or --model-args.key value"),
+            "must be a table of settings; write --model-args '{ key = value }', or --model-args.key value",
         ),
         (
             "data.args",
             "path=x",
-            ("must be a table of settings; write --data.args '{ key = value }', or --data.args.key value"),
+            "must be a table of settings; write --data.args '{ key = value }', or --data.args.key value",
         ),
     ],
 )
@@ -113,22 +113,22 @@ def test_a_file_of_a_windows_editor_is_read(tmp_path: Path, text: str, code: str
         (
             "latin-1",
             (
-                "is not text in UTF-8: line 2 has the byte 0xfc, which may be a letter of Latin-1; save "
-                "it as UTF-8 ("
+                "is not text in UTF-8: line 2 has the byte 0xfc, which may be a letter of Latin-1; save it "
+                "as UTF-8 ("
             ),
         ),
         (
             "utf-16-le",
             (
-                "is not text in UTF-8: it has zero bytes, as UTF-16 without its mark at the beginning has, or a "
-                "file that is no text; "
+                "is not text in UTF-8: it has zero bytes, as UTF-16 without its mark at the beginning has, "
+                "or a file that is no text; "
             ),
         ),
         (
             "utf-32",
             (
-                "is text in UTF-32, and TOML is UTF-8; save it as UTF-8 (in an editor: Save As, encoding UTF-8; "
-                "in PowerShell: Out-File"
+                "is text in UTF-32, and TOML is UTF-8; save it as UTF-8 (in an editor: Save As, encoding "
+                "UTF-8; in PowerShell: Out-File"
             ),
         ),
     ],

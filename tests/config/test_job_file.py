@@ -117,23 +117,21 @@ def test_help_shows_every_setting_with_its_meaning(capsys: pytest.CaptureFixture
         (
             "",
             ["--worker.max", "3"],
-            ("command line: unknown setting '--worker.max'; did you mean '--workers.max'?"),
+            "command line: unknown setting '--worker.max'; did you mean '--workers.max'?",
         ),
         ("", ["--max=3"], "command line: unknown setting '--max'; did you mean '--workers.max'?"),
         (
             "",
             ["--checkpoint", "1"],
             "command line: '--checkpoint' is a section; its settings are --checkpoint.save-every, "
-            "--checkpoint.keep-last, "
-            "--checkpoint.keep-every, --checkpoint.keep-best, --checkpoint.keep-younger, "
-            "--checkpoint.compare",
+            "--checkpoint.keep-last, --checkpoint.keep-every, --checkpoint.keep-best, "
+            "--checkpoint.keep-younger, --checkpoint.compare",
         ),
         (
             "[batch_ramp]\nstart = 4",
             [],
             "job.toml: batch_ramp.increment and batch_ramp.samples = 0: a batch ramp needs all of start, "
-            "increment, samples; "
-            "set them all, or none",
+            "increment, samples; set them all, or none",
         ),
         (
             "global_batch = 16\n[batch_ramp]\nstart = 4\nincrement = 8\nsamples = 9",
@@ -152,23 +150,23 @@ def test_help_shows_every_setting_with_its_meaning(capsys: pytest.CaptureFixture
         (
             "",
             ["--optim.learning-rate=1"],
-            ("command line: unknown setting '--optim.learning-rate'; did you mean '--optim.lr'?"),
+            "command line: unknown setting '--optim.learning-rate'; did you mean '--optim.lr'?",
         ),
         (
             "",
             ["--save_evry", "1"],
-            ("command line: unknown setting '--save_evry'; did you mean '--checkpoint.save-every'?"),
+            "command line: unknown setting '--save_evry'; did you mean '--checkpoint.save-every'?",
         ),
         (
             "[optim]\nlearning_rate = 1",
             [],
-            ("job.toml: unknown setting 'optim.learning_rate'; did you mean 'optim.lr'?"),
+            "job.toml: unknown setting 'optim.learning_rate'; did you mean 'optim.lr'?",
         ),
         ("lerning_rate = 1", [], "job.toml: unknown setting 'lerning_rate'; did you mean 'optim.lr'?"),
         (
             "batch_size = 1",
             [],
-            ("job.toml: unknown setting 'batch_size'; did you mean 'global_batch' or 'microbatch'?"),
+            "job.toml: unknown setting 'batch_size'; did you mean 'global_batch' or 'microbatch'?",
         ),
         ("epochs = 1", [], "job.toml: unknown setting 'epochs'; did you mean 'steps'?"),
         ("num_workers = 1", [], "job.toml: unknown setting 'num_workers'; did you mean 'workers.max'?"),
@@ -191,38 +189,36 @@ def test_help_shows_every_setting_with_its_meaning(capsys: pytest.CaptureFixture
         (
             "per_device_train_batch_size = 1",
             [],
-            ("job.toml: unknown setting 'per_device_train_batch_size'; did you mean 'microbatch'?"),
+            "job.toml: unknown setting 'per_device_train_batch_size'; did you mean 'microbatch'?",
         ),
         (
             "micro_batch_size = 1",
             [],
-            ("job.toml: unknown setting 'micro_batch_size'; did you mean 'microbatch'?"),
+            "job.toml: unknown setting 'micro_batch_size'; did you mean 'microbatch'?",
         ),
         (
             "local_batch_size = 1",
             [],
-            ("job.toml: unknown setting 'local_batch_size'; did you mean 'microbatch'?"),
+            "job.toml: unknown setting 'local_batch_size'; did you mean 'microbatch'?",
         ),
         ("max_steps = 1", [], "job.toml: unknown setting 'max_steps'; did you mean 'steps'?"),
         ("num_train_epochs = 1", [], "job.toml: unknown setting 'num_train_epochs'; did you mean 'steps'?"),
         (
             "max_grad_norm = 1",
             [],
-            ("job.toml: unknown setting 'max_grad_norm'; did you mean 'optim.clip_norm'?"),
+            "job.toml: unknown setting 'max_grad_norm'; did you mean 'optim.clip_norm'?",
         ),
         (
             "[optim]\nnesterov = 1",
             [],
             "job.toml: unknown setting 'optim.nesterov'; [optim] has kind, args, lr, betas, momentum, eps, "
-            "weight_decay, decay, moments, "
-            "clip_norm, average, groups",
+            "weight_decay, decay, moments, clip_norm, average, groups",
         ),
         (
             "recompute = 'sqrt'\nactivations = 'int8'",
             [],
             "job.toml: activations = 'int8' cannot reach what recompute = 'sqrt' keeps; set recompute to "
-            "'none', 'attention' or 'block', "
-            "or leave activations out",
+            "'none', 'attention' or 'block', or leave activations out",
         ),
         (
             "recompute = 1.0",
@@ -234,58 +230,52 @@ def test_help_shows_every_setting_with_its_meaning(capsys: pytest.CaptureFixture
             "",
             ["--recompute", "0"],
             "command line: recompute = 0 must be 'none', 'block', 'sqrt', 'attention', 'selective' or "
-            "'auto', "
-            "or a number more than 0 and less than 1",
+            "'auto', or a number more than 0 and less than 1",
         ),
         (
             "recompute = 'half'",
             [],
             "job.toml: recompute = 'half' must be 'none', 'block', 'sqrt', 'attention', 'selective' or "
-            "'auto', "
-            "or a number more than 0 and less than 1",
+            "'auto', or a number more than 0 and less than 1",
         ),
         (
             "recompute = 'full'",
             [],
             "job.toml: recompute = 'full' must be 'none', 'block', 'sqrt', 'attention', 'selective' or "
-            "'auto', "
-            "or a number more than 0 and less than 1; did you mean 'block'?",
+            "'auto', or a number more than 0 and less than 1; did you mean 'block'?",
         ),
         (
             "recompute = '0.5'",
             [],
             "job.toml: recompute = '0.5' must be 'none', 'block', 'sqrt', 'attention', 'selective' or "
-            "'auto', "
-            "or a number more than 0 and less than 1; write 0.5 without quotes",
+            "'auto', or a number more than 0 and less than 1; write 0.5 without quotes",
         ),
         (
             "[optim]\nkind = 'Adam'",
             [],
             "job.toml: optim.kind = 'Adam' must be 'adamw', 'sgd', 'adagrad', 'rmsprop' or 'muon', or name "
-            "code as 'package.module:name'; "
-            "Adam is optim.kind = 'adamw' with optim.decay = 'l2'",
+            "code as 'package.module:name'; Adam is optim.kind = 'adamw' with optim.decay = 'l2'",
         ),
         (
             "[optim]\nkind = 'adam2'",
             [],
             "job.toml: optim.kind = 'adam2' must be 'adamw', 'sgd', 'adagrad', 'rmsprop' or 'muon', or name "
-            "code as 'package.module:name'; "
-            "did you mean 'adamw'?",
+            "code as 'package.module:name'; did you mean 'adamw'?",
         ),
         (
             "[optim]\nmomentum = 0.5",
             [],
             (
-                "job.toml: optim.momentum = 0.5 is a setting of sgd, muon, and optim.kind = 'adamw'; leave it "
-                "out"
+                "job.toml: optim.momentum = 0.5 is a setting of sgd, muon, and optim.kind = 'adamw'; leave "
+                "it out"
             ),
         ),
         (
             "[optim]\nkind = 'sgd'\neps = 1e-3",
             [],
             (
-                "job.toml: optim.eps = 0.001 is a setting of adamw, adagrad, rmsprop, muon, and optim.kind = "
-                "'sgd'; leave it out"
+                "job.toml: optim.eps = 0.001 is a setting of adamw, adagrad, rmsprop, muon, and optim.kind "
+                "= 'sgd'; leave it out"
             ),
         ),
         (
@@ -300,23 +290,21 @@ def test_help_shows_every_setting_with_its_meaning(capsys: pytest.CaptureFixture
             "[schedule]\ndecay_steps = 7",
             [],
             (
-                "job.toml: schedule.decay_steps = 7 belongs to schedule.kind = 'wsd', and it is 'cosine'; leave "
-                "one of them out"
+                "job.toml: schedule.decay_steps = 7 belongs to schedule.kind = 'wsd', and it is 'cosine'; "
+                "leave one of them out"
             ),
         ),
         (
             "steps = 10\n[schedule]\nkind = 'wsd'\ndecay_steps = 7\nwarmup_steps = 4",
             [],
             "job.toml: schedule.warmup_steps = 4 and schedule.decay_steps = 7 are together more than steps "
-            "= 10; lower them or "
-            "train longer",
+            "= 10; lower them or train longer",
         ),
         (
             "",
             ["--parallel.tensor", "2"],
             "command line: unknown setting '--parallel.tensor'; [parallel] has dp_replicate, dp_shard, "
-            "min_shard, zero, "
-            "bucket_elements, use",
+            "min_shard, zero, bucket_elements, use",
         ),
         (
             '[[faults]]\npoint = "save"\nstep = 1\nstp = 2',
@@ -331,14 +319,13 @@ def test_help_shows_every_setting_with_its_meaning(capsys: pytest.CaptureFixture
         (
             "[[optim.groups]]\nlr_scale = 2",
             [],
-            ("job.toml: optim.groups[0].names is missing; set it in the file (names = ...)"),
+            "job.toml: optim.groups[0].names is missing; set it in the file (names = ...)",
         ),
         (
             "[[optim.groups]]\nnames = ['a', 'b']\n[[optim.groups]]\nnames = ['b', 'a']",
             [],
             "job.toml: optim.groups[1].names = ['b', 'a'] are those of optim.groups[0], which is the first "
-            "match; leave one of the two "
-            "groups out",
+            "match; leave one of the two groups out",
         ),
         ("steps = 0", [], "job.toml: steps = 0 must be 1 or more"),
         ("steps = 3", ["--steps", "0"], "command line: steps = 0 must be 1 or more"),
@@ -350,7 +337,7 @@ def test_help_shows_every_setting_with_its_meaning(capsys: pytest.CaptureFixture
         (
             "workers = 3",
             ["--workers.min", "1"],
-            ("job.toml: workers = 3 must be a table of settings; did you mean 'workers.max'?"),
+            "job.toml: workers = 3 must be a table of settings; did you mean 'workers.max'?",
         ),
         ("model_args = 3", [], "job.toml: model_args = 3 must be a table of settings"),
         ("[parallel]\ndp_shard = 0", [], "job.toml: parallel.dp_shard = 0 must be 1 or more, or 'auto'"),
@@ -366,7 +353,7 @@ def test_help_shows_every_setting_with_its_meaning(capsys: pytest.CaptureFixture
         (
             '[network]\ninterface = ""',
             [],
-            ("job.toml: network.interface = '' must be an interface's name, 1 to 15 characters"),
+            "job.toml: network.interface = '' must be an interface's name, 1 to 15 characters",
         ),
         (
             "",
@@ -377,8 +364,7 @@ def test_help_shows_every_setting_with_its_meaning(capsys: pytest.CaptureFixture
             "[copies]\ncopy_every = 0\nbuddy_every = 3",
             [],
             "job.toml: copies.buddy_every = 3 with copies.copy_every = 0: there is no copy that could go to "
-            "a buddy; "
-            "set copies.copy_every to 1 or more, or copies.buddy_every to 0",
+            "a buddy; set copies.copy_every to 1 or more, or copies.buddy_every to 0",
         ),
         ("[optim]\nbetas = [0.9, 1.0]", [], "job.toml: optim.betas[1] = 1.0 must be less than 1"),
         ("[optim]\nclip_norm = 0", [], "job.toml: optim.clip_norm = 0 must be more than 0"),
@@ -386,7 +372,7 @@ def test_help_shows_every_setting_with_its_meaning(capsys: pytest.CaptureFixture
         (
             '[data]\nsampling = "x"',
             [],
-            ("job.toml: data.sampling = 'x' must be 'permutation' or 'with_replacement'"),
+            "job.toml: data.sampling = 'x' must be 'permutation' or 'with_replacement'",
         ),
         ("faults = 3", [], "job.toml: faults = 3 must be a list"),
         ('model = "llama"', [], "job.toml: model = 'llama' must name code as 'package.module:name'"),
@@ -413,7 +399,7 @@ def test_help_shows_every_setting_with_its_meaning(capsys: pytest.CaptureFixture
         (
             "",
             ["steps=3"],
-            ("command line: 'steps=3' is no option; write '--section.option value', say '--workers.max 3'"),
+            "command line: 'steps=3' is no option; write '--section.option value', say '--workers.max 3'",
         ),
         ("", ["--steps"], "command line: --steps has no value; write '--steps value'"),
         ("", ["--steps", "--seed", "3"], "command line: --steps has no value; write '--steps value'"),

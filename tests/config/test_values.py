@@ -109,8 +109,8 @@ def test_a_bucket_that_looks_like_a_url_is_not_taken_for_a_folder(bucket: str) -
         (
             {"lease_s": 0.01},
             (
-                "deadlines.lease_s = 0.01 is less than 1: a member renews its lease four times in this time, "
-                "and a healthy one would stop"
+                "deadlines.lease_s = 0.01 is less than 1: a member renews its lease four times in this "
+                "time, and a healthy one would stop"
             ),
         ),
         ({"stall_s": 0.1}, "deadlines.stall_s = 0.1 is less than 1: "),
@@ -138,24 +138,24 @@ def test_short_deadlines_that_can_be_kept() -> None:
     [
         (
             {"spikes": {"action": "quarantne"}},
-            ("spikes.action = 'quarantne' must be 'none', .* or 'forget'; did you mean 'quarantine'\\?"),
+            "spikes.action = 'quarantne' must be 'none', .* or 'forget'; did you mean 'quarantine'\\?",
         ),
         (
             {"optim": {"kind": "Adam"}},
-            ("optim.kind = 'Adam' must be 'adamw', .*; Adam is optim.kind = 'adamw' with optim.decay = 'l2'"),
+            "optim.kind = 'Adam' must be 'adamw', .*; Adam is optim.kind = 'adamw' with optim.decay = 'l2'",
         ),
         (
             {"attention": "flash4"},
-            ("attention = 'flash4' must be 'auto' or 'flash-4'; did you mean 'flash-4'\\?"),
+            "attention = 'flash4' must be 'auto' or 'flash-4'; did you mean 'flash-4'\\?",
         ),
         (
             {"parallel": {"zero": "atuo"}},
-            ("parallel.zero = 'atuo' must be 0, 1, 2 or 3, or 'auto'; did you mean 'auto'\\?"),
+            "parallel.zero = 'atuo' must be 0, 1, 2 or 3, or 'auto'; did you mean 'auto'\\?",
         ),
         ({"recompute": "blokc"}, "recompute = 'blokc' must be .*; did you mean 'block'\\?"),
         (
             {"init": "run@bset"},
-            ("init = 'run@bset' must name a checkpoint .*'run@400'; did you mean 'run@best'\\?"),
+            "init = 'run@bset' must name a checkpoint .*'run@400'; did you mean 'run@best'\\?",
         ),
         (
             {"faults": [{"point": "sav"}]},
@@ -166,7 +166,7 @@ def test_short_deadlines_that_can_be_kept() -> None:
         ),
         (
             {"spikes": {"action": "xyzzy"}},
-            ("spikes.action = 'xyzzy' must be 'none', 'warn', 'skip', 'quarantine' or 'forget'"),
+            "spikes.action = 'xyzzy' must be 'none', 'warn', 'skip', 'quarantine' or 'forget'",
         ),
         ({"parallel": {"zero": 7}}, "parallel.zero = 7 must be 0, 1, 2 or 3, or 'auto'"),
     ],
@@ -184,7 +184,7 @@ def test_a_misspelt_word_is_told_with_the_nearest_one(settings: dict[str, Any], 
         ("steps = '5'", "steps = '5' must be a whole number; write 5 without quotes"),
         (
             "checkpoint.keep_best = 'true'",
-            ("checkpoint.keep_best = 'true' must be true or false; write true without quotes"),
+            "checkpoint.keep_best = 'true' must be true or false; write true without quotes",
         ),
         (
             "parallel.zero = '1'",
@@ -192,7 +192,7 @@ def test_a_misspelt_word_is_told_with_the_nearest_one(settings: dict[str, Any], 
         ),
         (
             "optim.betas = ['0.9', 0.95]",
-            ("optim.betas[0] = '0.9' must be a finite number; write 0.9 without quotes"),
+            "optim.betas[0] = '0.9' must be a finite number; write 0.9 without quotes",
         ),
         (
             "data.weights = [0.5, '1']",
@@ -218,8 +218,7 @@ def test_a_misspelt_word_is_told_with_the_nearest_one(settings: dict[str, Any], 
         (
             "checkpoint.keep = { last = 3 }",
             "unknown setting 'checkpoint.keep'; did you mean 'checkpoint.keep_last' or "
-            "'checkpoint.keep_every' or "
-            "'checkpoint.keep_best' or 'checkpoint.keep_younger'?",
+            "'checkpoint.keep_every' or 'checkpoint.keep_best' or 'checkpoint.keep_younger'?",
         ),
     ],
 )

@@ -21,22 +21,22 @@ OWN = "tests.engine.test_own_optimizer:MOMENTUM"
         (
             {"optim": {"args": {"momentum": 0.9}}},
             "optim.args = {'momentum': 0.9} has no effect with optim.kind = 'adamw', whose settings are "
-            "those of [optim] itself, as "
-            "optim.betas; leave it out, or name an optimizer of your own: optim.kind = 'pkg.module:RULE'",
+            "those of [optim] itself, as optim.betas; leave it out, or name an optimizer of your own: "
+            "optim.kind = 'pkg.module:RULE'",
         ),
         (
             {"optim": {"kind": "sgd", "args": {"nesterov": True}}},
-            ("optim.args = {'nesterov': True} has no .* as optim.momentum; "),
+            "optim.args = {'nesterov': True} has no .* as optim.momentum; ",
         ),
         (
             {"schedule": {"kind": "constant", "final": 0.2}},
             "schedule.final = 0.2 has no effect with schedule.kind = 'constant', which does not fall to a "
-            "part of optim.lr; leave it out "
-            "(it is 0.1 then), or set the kind to 'cosine', 'linear' or 'wsd'",
+            "part of optim.lr; leave it out (it is 0.1 then), or set the kind to 'cosine', 'linear' or "
+            "'wsd'",
         ),
         (
             {"schedule": {"kind": "rsqrt", "final": 0.0}},
-            ("schedule.final = 0 has no effect with schedule.kind = 'rsqrt', "),
+            "schedule.final = 0 has no effect with schedule.kind = 'rsqrt', ",
         ),
     ],
 )

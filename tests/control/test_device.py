@@ -64,7 +64,7 @@ def test_r1_a_device_lost_while_the_world_forms_or_stops() -> None:
 
 
 @pytest.mark.parametrize(
-    ("step", "signature"), [(1, LOST), (2, LOST), (1, ("CUDA error: uncorrectable ECC error encountered"))]
+    ("step", "signature"), [(1, LOST), (2, LOST), (1, "CUDA error: uncorrectable ECC error encountered")]
 )
 def test_r20_the_same_device_error_at_the_same_step_on_a_second_worker_is_the_jobs(
     step: int, signature: str

@@ -288,7 +288,7 @@ def test_a_stop_whose_save_the_bucket_refuses_says_how_long_it_is_tried(stops: b
     """
     play, waits = (
         stepping(2, wait_s=600.0),
-        ("for 600 s in all (deadlines.wait_s); then the run stops without it, and resumes from step 0"),
+        "for 600 s in all (deadlines.wait_s); then the run stops without it, and resumes from step 0",
     )
     play.steps(1, 3)
     if stops:
@@ -467,8 +467,8 @@ def test_a_damaged_checkpoint_is_put_aside_for_the_one_before() -> None:
     play.here("w1", "w2")
     reason = play.tell(ev.Broken(W1, 2, 20, "damaged", "digest of shard-0 differs", version=Version(20, 1)))
     assert reason.startswith(
-        "the checkpoint of step 20 of generation 1 is damaged (w1: digest of shard-0 "
-        "differs): the one of step 10"
+        "the checkpoint of step 20 of generation 1 is damaged (w1: digest of shard-0 differs): the one of "
+        "step 10"
     )
     assert play.did(Quarantine) == [Quarantine(Version(20, 1), "w1: digest of shard-0 differs")]
     play.tell(ev.Broken(W2, 2, 20, "damaged", "digest of shard-0 differs", version=Version(20, 1)))

@@ -100,8 +100,8 @@ def test_the_silent_are_expelled_and_their_word_counts_no_more() -> None:
     play.answer("w1", Version(4, 1), prepared=5)
     reason = play.later(5.0)
     assert reason.startswith(
-        "no answer to the fence of generation 1 within 5 s: expel w3; nobody saw step "
-        "5 committed: it is dropped"
+        "no answer to the fence of generation 1 within 5 s: expel w3; nobody saw step 5 committed: it is "
+        "dropped"
     )
     assert play.deeds == ["Kill", "Settle", "Form"]
     assert play.did(Settle) == [Settle(1, (WorkerId("w1"),), None)]

@@ -130,8 +130,8 @@ def test_losing_the_store_while_forming_does_not_wait_for_the_deadline() -> None
     play.here("w1", "w2")
     reason = play.tell(ev.KeeperLost(NodeId("n1"), "its node died"))
     assert reason.startswith(
-        "the keeper of node n1 is lost (its node died); it hosts the store of the "
-        "world that forms: stop generation 1"
+        "the keeper of node n1 is lost (its node died); it hosts the store of the world that forms: stop "
+        "generation 1"
     )
     play.answer("w1", None)
     play.answer("w2", None)

@@ -191,8 +191,7 @@ def test_a_step_without_terms_is_said_once() -> None:
     (found,) = said([record(1), *empty[1:]])
     assert found[0] == 2 and found[1].startswith(
         "step 2 has nothing to learn from: the loss counted 0 terms in each of its 1 microbatches, so "
-        "nothing but weight decay and the "
-        "optimizer's moments of earlier steps changes weights; "
+        "nothing but weight decay and the optimizer's moments of earlier steps changes weights; "
     )
     assert said([replace(empty[0], layers=())])[0][0] == 1, "also where no layers are recorded"
     assert said([replace(empty[0], counts=(1,))]) == said([replace(empty[0], finite=False, layers=())]) == []

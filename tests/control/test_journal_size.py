@@ -200,7 +200,7 @@ def test_a_plan_that_is_nowhere_is_refused() -> None:
         json.dumps(play.records).replace('"PlanOf", "generation": 2', '"PlanOf", "generation": 3')
     )
     with pytest.raises(
-        codec.UnknownFormat, match=("refers to the plan of generation 3, which it does not hold")
+        codec.UnknownFormat, match="refers to the plan of generation 3, which it does not hold"
     ):
         codec.fold(play.begun, bent)
 
@@ -217,7 +217,7 @@ def test_a_commit_that_is_nowhere_is_refused() -> None:
     play = recovery(4)
     bent = [{name: each for name, each in record.items() if name != "commits"} for record in play.records]
     with pytest.raises(
-        codec.UnknownFormat, match=("refers to the commit of step 3 of generation 1, which it does not hold")
+        codec.UnknownFormat, match="refers to the commit of step 3 of generation 1, which it does not hold"
     ):
         codec.fold(play.begun, bent)
 

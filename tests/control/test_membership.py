@@ -59,13 +59,13 @@ def joins(
     [
         (
             {"elastic": "0.1.0 (sources 12)"},
-            ("Elastic is 0.1.0 (sources 12) there and 0.1.0 (sources 11) on node aa (head, 10.0.0.1), "),
+            "Elastic is 0.1.0 (sources 12) there and 0.1.0 (sources 11) on node aa (head, 10.0.0.1), ",
         ),
         (
             {"python": "3.12"},
             (
-                "Python is 3.12 there and 3.11 on node aa (head, 10.0.0.1), where the job was "
-                "checked; use one Python"
+                "Python is 3.12 there and 3.11 on node aa (head, 10.0.0.1), where the job was checked; use "
+                "one Python"
             ),
         ),
         ({"torch": "2.11.0"}, "torch is 2.11.0 there and 2.13.0 on node aa"),
@@ -222,15 +222,12 @@ def test_a_bucket_that_is_not_shared_ends_a_run_that_has_not_begun() -> None:
     play = begun(min_workers=1)
     joins(play, "w1", "n1")
     reason = play.tell(
-        ev.NodeRefused(
-            NodeId("n2"), ("node n2 (b) does not see bucket = '/runs' as node n1 (a)"), shared=True
-        )
+        ev.NodeRefused(NodeId("n2"), "node n2 (b) does not see bucket = '/runs' as node n1 (a)", shared=True)
     )
     assert isinstance(play.run.state, Failed)
     assert reason == (
         "node n2 is refused: node n2 (b) does not see bucket = '/runs' as node n1 (a); the job was checked "
-        "on "
-        "node aa (head, 10.0.0.1); no step has run yet, so the run ends now"
+        "on node aa (head, 10.0.0.1); no step has run yet, so the run ends now"
     )
     assert play.run.state.reason in reason
 
@@ -335,8 +332,7 @@ def test_another_kind_is_refused_by_a_reproducible_run() -> None:
     reason = joins(play, "w2", "n2", kind=OLD)
     assert reason == (
         "node n2 is refused: w2 on node n2 (b, 10.0.0.2) cannot be a member: it is cpu torch-2.11, and only "
-        "cpu torch-2.13 gives "
-        "equal bits; use machines of one kind, or set reproducible = false"
+        "cpu torch-2.13 gives equal bits; use machines of one kind, or set reproducible = false"
     )
     assert play.did(Kill) and list(play.run.workers) == ["w1"]
     play.lose("w1")
@@ -364,8 +360,8 @@ def test_two_kinds_and_too_few_of_each_fail_by_name() -> None:
     joins(play, "w2", "n2", kind=OLD)
     reason = play.later(10.0)
     assert reason == (
-        "no node has room for a worker that can be a member: 1 worker of at least 2; w2 on "
-        "node n2 is cpu torch-2.11"
+        "no node has room for a worker that can be a member: 1 worker of at least 2; w2 on node n2 is cpu "
+        "torch-2.11"
     )
 
 

@@ -142,8 +142,8 @@ def test_a_worker_that_dies_before_its_copy_is_complete_ends_the_save() -> None:
     play.lose("w2")
     said = play.tell(ev.SaveFailed(Version(5, 1), "no part of w2: it ended before its copy was complete", 1))
     assert said == (
-        "the checkpoint of step 5 of generation 1 failed (no part of w2: it ended before its "
-        "copy was complete)"
+        "the checkpoint of step 5 of generation 1 failed (no part of w2: it ended before its copy was "
+        "complete)"
     )
     assert play.run.saves.pending == ()
 

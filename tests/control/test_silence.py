@@ -56,8 +56,8 @@ def test_a_world_that_stands_still_while_one_node_is_silent_is_fenced_long_befor
     assert isinstance(state, Stopping) and not state.planned and state.expelled == ()
     assert state.pending == (W1, W2, W3), "it may be its keeper alone: whoever is there answers"
     assert (
-        "nothing was heard from node n2 for 5.0 s, though other nodes were heard, and no member moved "
-        "for 5.0 s"
+        "nothing was heard from node n2 for 5.0 s, though other nodes were heard, and no member moved for "
+        "5.0 s"
     ) in state.cause
 
 

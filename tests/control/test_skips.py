@@ -188,8 +188,8 @@ def test_l3_after_max_skipped_in_a_row_the_run_fails_with_the_last_good_step() -
     end = play.run.state
     assert isinstance(end, Failed) and end.job_error == end.reason
     assert end.reason.startswith(
-        "3 steps were skipped in a row, 5–7, and watch.max_skipped is 3: the last "
-        "good step is 4, and no weight"
+        "3 steps were skipped in a row, 5–7, and watch.max_skipped is 3: the last good step is 4, and no "
+        "weight"
     )
     assert "lower optim.lr and go on with --branch; resumes from step 8" in end.reason
     assert reason.endswith("6 steps were skipped, because no finite gradient came: 2–3, 5–8")

@@ -165,7 +165,7 @@ def test_with_replacement_draws_evenly_and_repeats() -> None:
     [
         (
             {"samples": 0, "global_batch": 1, "seed": 0},
-            ("samples = 0 and global_batch = 1 must both be at least 1"),
+            "samples = 0 and global_batch = 1 must both be at least 1",
         ),
         (
             {"samples": 1, "global_batch": 1, "seed": 0, "sampling": "stream"},

@@ -308,8 +308,8 @@ def test_what_the_dataset_returns_has_a_row_for_each_sample(prefetch: int, retur
         with pytest.raises(DataError) as refused:
             loader.read(ids)
     assert str(refused.value) == (
-        f"data.dataset: read() returned {came} for the 2 ids {list(ids)}; "
-        f"it must return a dictionary of tensors of shape [2, ...], with one row for each id"
+        f"data.dataset: read() returned {came} for the 2 ids {list(ids)}; it must return a dictionary of "
+        "tensors of shape [2, ...], with one row for each id"
     )
 
 

@@ -171,8 +171,8 @@ def test_a_dataset_is_known_again_by_its_own_fingerprint_or_by_rows() -> None:
     assert known(Named()) == (
         "named-48",
         (
-            "data.dataset = 'mine': samples are its rows, made a batch by default_collate, and the run knows "
-            "them again by its fingerprint()"
+            "data.dataset = 'mine': samples are its rows, made a batch by default_collate, and the run "
+            "knows them again by its fingerprint()"
         ),
     )
     assert known(Columns())[0] == "5c1f0d4a8f6b2e97" and known(Columns())[1].endswith(
@@ -322,8 +322,8 @@ def test_u1_rows_that_draw_have_the_same_bits_on_one_worker_on_two_and_after_a_k
     job = rows_job(tmp_path / "killed", "Drawing", checkpoint={"save_every": 1})
     fault = {"point": "backward", "step": 3, "world_rank": 0, "kind": "SIGKILL"}
     dying = (
-        "import sys; from tests.data.test_rows import *; "
-        "run_local(Job.model_validate_json(sys.argv[1]), print)"
+        "import sys; from tests.data.test_rows import *; run_local(Job.model_validate_json(sys.argv[1]), "
+        "print)"
     )
     killed = subprocess.run(
         [sys.executable, "-c", dying, job.replace(faults=[fault]).model_dump_json()],
@@ -513,8 +513,8 @@ def test_no_reader_is_left_when_the_worker_is_killed_or_interrupted(
         data={"dataset": f"{HERE}:Deadly", "args": args, "readers": 2}, trial=False
     )
     program = (
-        "import sys; from tests.data.test_rows import *; "
-        "run_local(Job.model_validate_json(sys.argv[1]), print)"
+        "import sys; from tests.data.test_rows import *; run_local(Job.model_validate_json(sys.argv[1]), "
+        "print)"
     )
     command = [sys.executable, "-c", program, job.model_dump_json()]
     with subprocess.Popen(
@@ -545,8 +545,8 @@ def test_a_run_with_readers_has_the_bits_of_one_without_also_after_a_resume_and_
     fault = {"point": "backward", "step": 3, "world_rank": 0, "kind": "SIGKILL"}
     killed = some.replace(data={"dataset": f"{HERE}:Drawing", "readers": 2}, faults=[fault])
     dying = (
-        "import sys; from tests.data.test_rows import *; "
-        "run_local(Job.model_validate_json(sys.argv[1]), print)"
+        "import sys; from tests.data.test_rows import *; run_local(Job.model_validate_json(sys.argv[1]), "
+        "print)"
     )
     done = subprocess.run(
         [sys.executable, "-c", dying, killed.model_dump_json()], cwd=ROOT, capture_output=True

@@ -335,7 +335,7 @@ def test_a_norm_may_be_frozen(tmp_path: Path, precision: str) -> None:
     [
         (
             {"compile": True, "recompute": "block"},
-            ("recompute = 'block'; set recompute = 'none' or compile = false$"),
+            "recompute = 'block'; set recompute = 'none' or compile = false$",
         ),
         ({"spikes": {"action": "skip", "microbatch_z": 6}}, "spikes.microbatch_z = 6; set it to 0, or "),
     ],
@@ -372,8 +372,8 @@ def test_a_norm_that_gets_a_single_sample_is_told_of_its_microbatch(tmp_path: Pa
         run_local(job.replace(microbatch=1), lambda line: None)
     told = "".join(traceback.format_exception_only(wrong.value))
     assert (
-        "microbatch = 1: a batch norm takes its mean and variance from one microbatch, and gets one "
-        "value here; set"
+        "microbatch = 1: a batch norm takes its mean and variance from one microbatch, and gets one value "
+        "here; set"
     ) in told
     assert run_local(job.replace(name="two"), lambda line: None)[0] == "Finished"
 

@@ -114,7 +114,7 @@ def test_a_gradient_that_comes_after_its_sum_is_an_error(kind: str, named: str) 
     """
     with pytest.raises(
         ModelError,
-        match=(f"^a gradient of '{named}' came in two parts, .*; give the checkpoint use_reentrant=False"),
+        match=f"^a gradient of '{named}' came in two parts, .*; give the checkpoint use_reentrant=False",
     ):
         rounds(kind, True, Whole.end_round)
     found, judge = rounds(kind, True, without_looking)

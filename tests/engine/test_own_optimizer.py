@@ -108,11 +108,11 @@ def test_its_state_is_healed_from_members(ranks: Ranks, alone: Trained, tmp_path
     [
         (
             "tests.engine.test_own_optimizer:STEPS",
-            ("names a int; name a Rule of elastic.engine.optim.base, or one of adamw"),
+            "names a int; name a Rule of elastic.engine.optim.base, or one of adamw",
         ),
         (
             "tests.engine.test_own_optimizer:MOMENTUN",
-            ("did you mean 'tests.engine.test_own_optimizer:MOMENTUM'?"),
+            "did you mean 'tests.engine.test_own_optimizer:MOMENTUM'?",
         ),
     ],
 )

@@ -173,12 +173,12 @@ def test_a_branch_goes_on_without_the_schedule_of_before(
         (
             "counting",
             {},
-            ("for step 0, and .* when it was asked again; it must be a function of its arguments alone"),
+            "for step 0, and .* when it was asked again; it must be a function of its arguments alone",
         ),
         (
             "late_nan",
             {},
-            ("returned nan for step 9 of 9; it must return a part of optim.lr: a finite number, 0 or more"),
+            "returned nan for step 9 of 9; it must return a part of optim.lr: a finite number, 0 or more",
         ),
         ("negative", {}, r"returned -0\.0\d* for step 5 of 9"),
         ("text", {}, "returned '0.1' for step 0 of 9"),
@@ -212,12 +212,12 @@ def test_what_is_no_schedule_is_refused_before_a_worker_starts(
     [
         (
             {"kind": f"{HERE}:cosine", "warmup_steps": 3},
-            ("schedule.warmup_steps = 3 with schedule.kind = .* leave .* out"),
+            "schedule.warmup_steps = 3 with schedule.kind = .* leave .* out",
         ),
         ({"args": {"final": 1}}, "schedule.args = {'final': 1} are for a schedule of your own"),
         (
             {"kind": "cosin"},
-            ("schedule.kind = 'cosin' must be 'cosine', 'linear', 'constant', 'wsd' or 'rsqrt', or"),
+            "schedule.kind = 'cosin' must be 'cosine', 'linear', 'constant', 'wsd' or 'rsqrt', or",
         ),
     ],
 )

@@ -187,20 +187,18 @@ WORDS = [
         (
             {2: [0], 0: [0, 2, 0, 2, 4], 1: [0, 2, 0, 2], 3: [0, 2, 0, 2, 5]},
             "in microbatch 2 of each member since the last commit, after a was gathered, on world rank 0 b "
-            "was gathered and on world rank "
-            "3 b was summed",
+            "was gathered and on world rank 3 b was summed",
         ),
         (
             {rank: [0, 2 if rank else 1] for rank in range(11)},
             "in microbatch 1 of each member since the last commit, on world rank 0 the commit came and on "
-            "world ranks 1, 2, 3, 4, 5, 6, 7, "
-            "8 and 2 more a was gathered",
+            "world ranks 1, 2, 3, 4, 5, 6, 7, 8 and 2 more a was gathered",
         ),
         (
             {0: [2], 1: [4]},
             (
-                "before the first microbatch of a step, on world rank 0 a was gathered and on "
-                "world rank 1 b was gathered"
+                "before the first microbatch of a step, on world rank 0 a was gathered and on world rank 1 "
+                "b was gathered"
             ),
         ),
     ],

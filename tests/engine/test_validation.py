@@ -177,13 +177,13 @@ def test_l1_a_loss_that_compares_samples_gets_those_of_the_last_microbatch_alone
         (
             {"samples": 51},
             (
-                "validation.samples = 51: the dataset of validation.args = {'samples': 50, "
-                "'seq_len': 16} has 50 samples"
+                "validation.samples = 51: the dataset of validation.args = {'samples': 50, 'seq_len': 16} "
+                "has 50 samples"
             ),
         ),
         (
             {"args": {"path": "x"}},
-            ("validation.dataset = 'tests.support.toys:Sums' has no argument 'path'; it takes samples, "),
+            "validation.dataset = 'tests.support.toys:Sums' has no argument 'path'; it takes samples, ",
         ),
         ({"dataset": "tests.support.toys:Nobody"}, "validation.dataset"),
         (

@@ -28,7 +28,7 @@ from tests.support.segments import train
 from tests.support.toys import Sums, toy_job
 
 transformers = pytest.importorskip(
-    "transformers", reason=("the library whose models are trained is not installed")
+    "transformers", reason="the library whose models are trained is not installed"
 )
 STEPS = 6
 LM = "elastic.models.transformers_lm:build"

@@ -147,8 +147,8 @@ def test_every_job_in_every_layout_has_the_golden_bits() -> None:
         )
     if unknown:
         pytest.skip(
-            f"not proven here: no golden data of {', '.join(sorted(unknown))} for this kind; the "
-            "others are as they were"
+            f"not proven here: no golden data of {', '.join(sorted(unknown))} for this kind; the others are "
+            "as they were"
         )
 
 
@@ -303,8 +303,8 @@ def test_the_simulator_sees_what_it_saw(seeds: Sequence[int]) -> None:
     kept = read("simulator.json")
     if not kept["current"]:
         pytest.skip(
-            "not proven here: what the simulator sees was changed on purpose since "
-            f"{kept['commit']}; make it anew"
+            f"not proven here: what the simulator sees was changed on purpose since {kept['commit']}; make "
+            "it anew"
         )
     assert {str(seed): seen(seed) for seed in seeds} == {
         str(seed): kept["seeds"][str(seed)] for seed in seeds

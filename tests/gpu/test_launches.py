@@ -27,8 +27,8 @@ CALLS = {
     "event": "torch.cuda.Event().record()",
     "freed": "y = torch.empty(1 << 20, device='cuda'); y.record_stream(side); del y; x.add_(1)",
     "malloc": (
-        "len(kept) < 100 and kept.append(torch._C._dynamo.guards._empty_strided_cuda((24 << 20,), "
-        "(1,), torch.uint8)); x.add_(1)"
+        "len(kept) < 100 and kept.append(torch._C._dynamo.guards._empty_strided_cuda((24 << 20,), (1,), "
+        "torch.uint8)); x.add_(1)"
     ),
     "compiled": "compiled(x)",
     "backward": "compiled(leaf).sum().backward()",

@@ -504,7 +504,7 @@ def test_a_folder_that_is_not_there_is_told_of_before_the_hub_is_asked(tmp_path:
     *others, asked, given = ran.stderr.splitlines()
     absent = [f"path = {path!r}: there is no such folder on this machine" for path in NOWHERE]
     assert others == [
-        (f"{each}, and it is no name of the Hugging Face hub either; name a folder with a config.json")
+        f"{each}, and it is no name of the Hugging Face hub either; name a folder with a config.json"
         for each in absent[:3]
     ]
     assert asked == f"{absent[3]}, so the Hugging Face hub is asked for it"

@@ -452,8 +452,8 @@ def test_l2_the_page_of_a_month_is_below_a_megabyte() -> None:
         100_000,
         200,
         (
-            "w17 is lost (its process died): stop generation 16 of 64 workers; start "
-            "w80: 63 workers of at most 64"
+            "w17 is lost (its process died): stop generation 16 of 64 workers; start w80: 63 workers of at "
+            "most 64"
         ),
     )
     assert len(html_of(page_of(facts)).encode()) < 1e6

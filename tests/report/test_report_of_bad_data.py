@@ -138,7 +138,7 @@ def test_of_fp16_only_what_no_scale_changes_counts() -> None:
 def test_the_sentence_of_the_end_is_shown_once(capsys: pytest.CaptureFixture[str]) -> None:
     """The result has it.  The controls: a run that is not over, and the sentences before."""
     lines = tuple(
-        Sentence(1.0, text) for text in ("form generation 1", ("finished at step 3; 1 step was skipped"))
+        Sentence(1.0, text) for text in ("form generation 1", "finished at step 3; 1 step was skipped")
     )
     view = View(
         **{
@@ -226,7 +226,7 @@ def test_a_branch_that_forgets_says_how_many_samples_are_read_again(tmp_path: Pa
         job, run = ended(tmp_path, {strange: math.nan}, steps=4, name=action)
         lines, told = (
             list[Line](),
-            (f"spikes.action = 'forget': what {run.newest()} has in quarantine is read again, 2 samples"),
+            f"spikes.action = 'forget': what {run.newest()} has in quarantine is read again, 2 samples",
         )
         words: dict[str, Any] = {"local": True, "show": lines.append}
         later = job.replace(steps=5, spikes={"action": action, "window": WINDOW})

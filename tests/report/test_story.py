@@ -98,8 +98,8 @@ def test_the_mfu_is_what_was_done_of_what_the_devices_could_have_done() -> None:
     assert told((1.0, work), (4.0, work)) == (
         [(0.5, 0.25), (0.125, 0.0625)],
         [
-            "2 steps: 400 tokens/s, 2 TFLOP/s a worker, MFU 20.0% (10.0% with the causal half of attention), "
-            "25.0% of the time waiting for data"
+            "2 steps: 400 tokens/s, 2 TFLOP/s a worker, MFU 20.0% (10.0% with the causal half of "
+            "attention), 25.0% of the time waiting for data"
         ],
     )
     assert told((1.0, replace(work, causal_flops=10e12)))[1] == [

@@ -126,7 +126,7 @@ def test_l4_a_branch_of_another_command_meanwhile_is_said(tmp_path: Path) -> Non
 
     with pytest.raises(
         Refused,
-        match=("another command has begun toy, or a branch of it, meanwhile; `elastic runs` shows it"),
+        match="another command has begun toy, or a branch of it, meanwhile; `elastic runs` shows it",
     ):
         begin(StartPoint(changed), lambda line: None, True, claim)
     assert Run.find(changed).job.optim.lr == 1e-5

@@ -251,7 +251,7 @@ def of_four_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (
             {"model_args": {"vocab": 29, "dim": 32}},
             "run@4",
-            ("the state of that run does not fit another value of model_args"),
+            "the state of that run does not fit another value of model_args",
         ),
         ({"optim": {"kind": "sgd"}}, "run@4", "does not fit another value of optim.kind"),
         (
@@ -275,7 +275,7 @@ def of_four_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (
             {"init": "run@4", "model_args": {"vocab": 29, "dim": 32}},
             "latest",
-            ("use the model and the model_args of that run"),
+            "use the model and the model_args of that run",
         ),
         ({"init": "fork@4"}, "latest", "names the run itself"),
     ],

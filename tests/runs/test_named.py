@@ -140,26 +140,26 @@ def test_every_command_of_a_run_does_with_a_broken_file_what_it_does_with_a_good
         (
             "status JOB --once --workers.min 5",
             {"steps": "many"},
-            ("job.toml with --workers.min: workers.min = 5 is more than"),
+            "job.toml with --workers.min: workers.min = 5 is more than",
         ),
         ("status JOB --once --stepz 3", {"steps": "many"}, "unknown setting '--stepz'"),
         (
             "status JOB --once",
             {"steps": "many", "name": "a/b"},
-            ("job.toml: name = 'a/b' must be a legal folder name"),
+            "job.toml: name = 'a/b' must be a legal folder name",
         ),
         ("status JOB --once", {"steps": "many", "name": "other"}, "there is no run 'other' in bucket"),
         (
             "checkpoint gc JOB",
             {"steps": "many", "checkpoint": {"keep_last": 1}},
-            ("checkpoint.keep_last = 1 leaves nothing"),
+            "checkpoint.keep_last = 1 leaves nothing",
         ),
         ("checkpoint gc JOB", {"checkpoint": {"keep_lst": 4}}, "unknown setting 'checkpoint.keep_lst'"),
         ("checkpoint gc JOB", {"chekpoint": {"keep_last": 4}}, "unknown setting 'chekpoint'"),
         (
             "evaluate JOB",
             {"steps": "many", "validation": {"samples": -1}},
-            ("validation.samples = -1 must be 0 or more"),
+            "validation.samples = -1 must be 0 or more",
         ),
         ("rerun JOB --step 3", {"steps": "many", "workers": {"gpus": -1}}, "workers.gpus = -1 must be"),
     ],
@@ -242,8 +242,8 @@ def test_evaluate_says_that_it_measures_what_was_trained_on(
     """
     path = write(tmp_path / "job.toml", asked(kept).replace(validation={}))
     said = (
-        "note: validation.args: these are the samples that are trained on, so the loss on them says "
-        "little; hold others out"
+        "note: validation.args: these are the samples that are trained on, so the loss on them says little; "
+        "hold others out"
     )
     assert main(["evaluate", path]) == 0
     shown = " ".join(capsys.readouterr().out.split())

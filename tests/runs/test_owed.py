@@ -575,22 +575,22 @@ def test_a_store_knows_beforehand_how_large_an_export_is() -> None:
         (
             {"export": {"every": 25}},
             (
-                "export.every = 25 is not a multiple of checkpoint.save_every = 10, .* "
-                "the nearest are 20 and 30"
+                "export.every = 25 is not a multiple of checkpoint.save_every = 10, .* the nearest are 20 "
+                "and 30"
             ),
         ),
         (
             {"samples": {"every": 5, "prompts": ["a"]}},
-            ("samples.every = 5 is not a multiple .* the nearest is 10"),
+            "samples.every = 5 is not a multiple .* the nearest is 10",
         ),
         ({"samples": {"every": 10}}, "samples.every = 10 without samples.prompts"),
         (
             {"validation": {"every": 10, "by": "spares"}},
-            ("validation.by = 'spares' with workers.spares = 0: .* set workers.spares to 1"),
+            "validation.by = 'spares' with workers.spares = 0: .* set workers.spares to 1",
         ),
         (
             {"validation": {"every": 5, "by": "spares"}, "workers": {"spares": 1}},
-            ("validation.every = 5 is not a multiple"),
+            "validation.every = 5 is not a multiple",
         ),
         (
             {"samples": {"prompts": ["a"]}},

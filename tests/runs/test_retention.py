@@ -546,19 +546,19 @@ def test_ls_says_what_keeps_a_checkpoint(
         (
             {"keep_last": 2, "keep_younger": "a day"},
             0,
-            ("keep_younger = 'a day'.*must be a time with its unit .*as '24h', '90m' or '7d'"),
+            "keep_younger = 'a day'.*must be a time with its unit .*as '24h', '90m' or '7d'",
         ),
         ({"keep_last": 2, "keep_younger": "0h"}, 0, "must be a time with its unit"),
         ({"keep_best": True}, 100, "keep_best = true with checkpoint.keep_last = 0, which keeps all"),
         (
             {"keep_last": 2, "keep_best": True},
             0,
-            ("keep_best = true with validation.every = 0: only what is both validated and saved"),
+            "keep_best = true with validation.every = 0: only what is both validated and saved",
         ),
         (
             {"keep_last": 2, "keep_best": True, "save_every": 40},
             100,
-            ("a multiple of checkpoint.save_every = 40"),
+            "a multiple of checkpoint.save_every = 40",
         ),
     ],
 )

@@ -59,8 +59,8 @@ def test_g2_a_run_that_diverged_is_rolled_back_and_recovers(
     out = capsys.readouterr().out
     said = " ".join(out.split())
     assert (
-        "branch 3 of run goes on from step 12: optim.lr = 30.0 before and 0.003 now; it abandons 8 "
-        "steps, 13 to 20"
+        "branch 3 of run goes on from step 12: optim.lr = 30.0 before and 0.003 now; it abandons 8 steps, "
+        "13 to 20"
     ) in said
     assert f"`elastic train {path} --steps 20 --optim.lr 0.003` goes on with it" in said
     assert main(["train", str(path), "--local", "--optim.lr", "0.003"]) == 0

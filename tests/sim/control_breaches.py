@@ -40,7 +40,7 @@ CONTROL: dict[str, tuple[Breach, ...]] = {
             Edit(
                 "stopping",
                 "if state.pending or not _certain(decision, state)",
-                ("if not _certain(decision, state)"),
+                "if not _certain(decision, state)",
             ),
         ),
         Breach(
@@ -50,7 +50,7 @@ CONTROL: dict[str, tuple[Breach, ...]] = {
             Edit(
                 "admission",
                 "if event.generation != run.generation:",
-                ("if event.generation > run.generation:"),
+                "if event.generation > run.generation:",
             ),
             Edit("stopping", "if event.generation < state.plan.generation:", "if False:"),
         ),
@@ -61,7 +61,7 @@ CONTROL: dict[str, tuple[Breach, ...]] = {
             Edit(
                 "edges",
                 FENCES,
-                FENCES.replace("decision.do(Fence", (f"decision.do({ABORTS})\n        decision.do(Fence")),
+                FENCES.replace("decision.do(Fence", f"decision.do({ABORTS})\n        decision.do(Fence"),
             ),
         ),
         Breach(
@@ -124,7 +124,7 @@ CONTROL: dict[str, tuple[Breach, ...]] = {
             Edit(
                 "machine",
                 "decision.now + decision.rules.lease_over_s",
-                ("decision.now + decision.rules.lease_s"),
+                "decision.now + decision.rules.lease_s",
             ),
         ),
         Breach(
@@ -134,7 +134,7 @@ CONTROL: dict[str, tuple[Breach, ...]] = {
             Edit(
                 "machine",
                 "decision.now + decision.rules.lease_over_s",
-                ("decision.now + 0.5 * decision.rules.lease_s"),
+                "decision.now + 0.5 * decision.rules.lease_s",
             ),
         ),
         Breach(
@@ -250,7 +250,7 @@ CONTROL: dict[str, tuple[Breach, ...]] = {
             Edit("decision", JOURNALED, "Form | Go | Settle"),
             Edit(
                 "admission",
-                ('        decision.know("members", next_worker=membership.number_of(event.worker) + 1)\n'),
+                '        decision.know("members", next_worker=membership.number_of(event.worker) + 1)\n',
                 "",
             ),
         ),
@@ -267,7 +267,7 @@ CONTROL: dict[str, tuple[Breach, ...]] = {
             Edit(
                 "takeover",
                 "    _say_again(decision)\n",
-                ('    decision.know("history", lineage=())\n    _say_again(decision)\n'),
+                '    decision.know("history", lineage=())\n    _say_again(decision)\n',
             ),
         ),
         Breach(
@@ -350,7 +350,7 @@ CONTROL: dict[str, tuple[Breach, ...]] = {
             ("widowed", 22),
             Edit(
                 "takeover",
-                ("    saves.without_keepers(decision, [node for node in writers if node not in nodes])\n"),
+                "    saves.without_keepers(decision, [node for node in writers if node not in nodes])\n",
                 "",
             ),
         ),
@@ -435,7 +435,7 @@ CONTROL: dict[str, tuple[Breach, ...]] = {
             ("drawn", 23),
             Edit(
                 "membership",
-                ("hosts={keeper: host for keeper, host in run.copies.hosts.items() if keeper != node}"),
+                "hosts={keeper: host for keeper, host in run.copies.hosts.items() if keeper != node}",
                 "",
             ),
             Edit(
@@ -451,7 +451,7 @@ CONTROL: dict[str, tuple[Breach, ...]] = {
             Edit(
                 "copy_inventory",
                 "safe = _safe(plan, copied, buddied)",
-                ("safe = Version(outcome.step, outcome.generation)"),
+                "safe = Version(outcome.step, outcome.generation)",
             ),
         ),
         Breach(

@@ -150,7 +150,7 @@ PROTOCOL: dict[str, tuple[Breach, ...]] = {
             "a fenced member applies",
             LATE,
             ("drawn", 6),
-            Edit("member", ("if not settled and self.barred:"), "if False:"),
+            Edit("member", "if not settled and self.barred:", "if False:"),
         ),
         Breach(
             "a fenced member believes what it was sent",
@@ -171,7 +171,7 @@ PROTOCOL: dict[str, tuple[Breach, ...]] = {
             "a lease has no end",
             RAN_OUT,
             ("isolation", 5),
-            Edit("member", ("self.ready_at + self.lease_s\n"), "float('inf')\n"),
+            Edit("member", "self.ready_at + self.lease_s\n", "float('inf')\n"),
         ),
         Breach(
             "a lease is honoured too long",
@@ -260,7 +260,7 @@ PROTOCOL: dict[str, tuple[Breach, ...]] = {
             Edit(
                 "authority",
                 "for _, keepers in self._lists if keepers",
-                ("for _, keepers in self._lists[-1:] if keepers"),
+                "for _, keepers in self._lists[-1:] if keepers",
             ),
         ),
         Breach(

@@ -60,6 +60,6 @@ def test_a_microbatch_that_was_left_out_counts_as_no_skipped_step() -> None:
     assert simulate(5, unshipped(5)).occasions["a microbatch is left out"]
     with pytest.raises(
         Violation,
-        match=("the coordinator knows of 2 skipped steps, and 1 of those that are known were skipped"),
+        match="the coordinator knows of 2 skipped steps, and 1 of those that are known were skipped",
     ):
         simulate(5, unshipped(5), all_skipped)

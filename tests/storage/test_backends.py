@@ -114,7 +114,7 @@ def test_a_job_trains_resumes_and_exports_on_a_backend_that_a_package_brings(
         (tmp_path / f"{name}.toml").write_text(to_toml(job).replace(folder, place))
 
     code, shown = python(
-        tmp_path, None, (f"from storage.objects import ObjectStore; ObjectStore.open({bucket!r})")
+        tmp_path, None, f"from storage.objects import ObjectStore; ObjectStore.open({bucket!r})"
     )
     assert code != 0 and "has an unknown scheme" in shown, (
         "the control: without the package nobody knows toy://"
@@ -242,7 +242,7 @@ def test_what_may_pass_is_tried_again(toy: Fsspec, error: Exception) -> None:
     toy.filesystem = Disturbed(failing(3, error))
     with pytest.raises(
         Unavailable,
-        match=(f"objects.db/prefix/a cannot .* gave up after 3 attempts .* {type(error).__name__}: {error}"),
+        match=f"objects.db/prefix/a cannot .* gave up after 3 attempts .* {type(error).__name__}: {error}",
     ):
         toy.get("a")
 

@@ -126,7 +126,7 @@ def test_a_save_goes_through_a_bad_hour(
 def test_while_the_store_is_down_nothing_half_is_seen(unruly: Unruly, unsafe: Checkpoints) -> None:
     unruly.when("PUT .*MANIFEST", says("503 SERVICE UNAVAILABLE", "SlowDown"), times=99)
     with pytest.raises(
-        StorageError, match=(f"{MANIFEST} cannot be reached or written: gave up after 4 attempts")
+        StorageError, match=f"{MANIFEST} cannot be reached or written: gave up after 4 attempts"
     ):
         save(unsafe, V, STATE, 2)
     assert unsafe.latest_good() == BEFORE
@@ -273,20 +273,20 @@ def test_a_job_reads_its_tokens_from_s3(
 WRONG = {
     "secret": (
         {"AWS_SECRET_ACCESS_KEY": "hunter2-wrong"},
-        ("credentials are refused: set AWS_PROFILE, or AWS_ACCESS_KEY_ID"),
+        "credentials are refused: set AWS_PROFILE, or AWS_ACCESS_KEY_ID",
     ),
     "key": (
         {"AWS_ACCESS_KEY_ID": "hunter2-nobody"},
-        ("credentials are refused: set AWS_PROFILE, or AWS_ACCESS_KEY_ID"),
+        "credentials are refused: set AWS_PROFILE, or AWS_ACCESS_KEY_ID",
     ),
     "endpoint": (
         {"AWS_ENDPOINT_URL_S3": "localhost:nowhere"},
-        ("correct AWS_ENDPOINT_URL_S3 or AWS_ENDPOINT_URL: http"),
+        "correct AWS_ENDPOINT_URL_S3 or AWS_ENDPOINT_URL: http",
     ),
     "profile": ({"AWS_PROFILE": "nobody"}, "correct AWS_PROFILE"),
     "nothing": (
         {"AWS_ACCESS_KEY_ID": "", "AWS_SECRET_ACCESS_KEY": ""},
-        ("set AWS_PROFILE, or AWS_ACCESS_KEY_ID"),
+        "set AWS_PROFILE, or AWS_ACCESS_KEY_ID",
     ),
     "half": ({"AWS_SECRET_ACCESS_KEY": ""}, "set AWS_PROFILE, or AWS_ACCESS_KEY_ID"),
 }

@@ -45,10 +45,10 @@ BUDGETS: Mapping[str, Budget] = {
     "tests/actors": Budget(
         runs=88,
         processes=470,
-        why=("each recovery is of a run on Ray: its coordinator, keepers and workers, and what kills them"),
+        why="each recovery is of a run on Ray: its coordinator, keepers and workers, and what kills them",
     ),
     "tests/architecture": Budget(
-        processes=4, why=("what a package imports shows in a process that imports nothing else")
+        processes=4, why="what a package imports shows in a process that imports nothing else"
     ),
     "tests/data": Budget(
         worlds=2,
@@ -68,26 +68,26 @@ BUDGETS: Mapping[str, Budget] = {
     ),
     "tests/examples": Budget(worlds=2, processes=60, why="each command of the guide"),
     "tests/golden": Budget(
-        worlds=11, runs=1, processes=2, why=("the bits of the golden jobs, and what makes them")
+        worlds=11, runs=1, processes=2, why="the bits of the golden jobs, and what makes them"
     ),
     "tests/gpu": Budget(
         worlds=200,
         runs=10,
         processes=60,
         compilations=50,
-        why=("only where there are GPUs; elsewhere next to nothing"),
+        why="only where there are GPUs; elsewhere next to nothing",
     ),
     "tests/models": Budget(worlds=20, processes=5, why="models of another library train in worlds"),
     "tests/sim": Budget(
-        processes=4, why=("two hash seeds, and the command that simulates, with one job and with two")
+        processes=4, why="two hash seeds, and the command that simulates, with one job and with two"
     ),
     "tests/state": Budget(
         worlds=35,
         processes=58,
-        why=("members heal from members; uploaders, keepers and readers of memory are processes"),
+        why="members heal from members; uploaders, keepers and readers of memory are processes",
     ),
     "tests/storage": Budget(
-        runs=2, processes=19, why=("writers that race or are killed, and a backend that a package brings")
+        runs=2, processes=19, why="writers that race or are killed, and a backend that a package brings"
     ),
     "tests/support": Budget(processes=18, why="how processes end is seen of real ones"),
     "tests/test_clusters.py": Budget(processes=5, why="the shell reads the lines of the page of clusters"),
@@ -96,7 +96,7 @@ BUDGETS: Mapping[str, Budget] = {
     "tests/test_log_folder.py": Budget(processes=4, why="a folder of logs that another process writes"),
     "tests/test_objects.py": Budget(processes=2, why="fingerprints are the same in every process"),
     "tests/test_prepared.py": Budget(
-        processes=3, why=("what a worker still imports after each list of modules")
+        processes=3, why="what a worker still imports after each list of modules"
     ),
     "tests/test_terminal.py": Budget(runs=4, processes=5, why="real terminals, one of which goes away"),
     "tests/test_threads.py": Budget(processes=2, why="threads of a process that has started none"),
@@ -206,8 +206,7 @@ def above(counted: Mapping[str, Mapping[str, int]], budgets: Mapping[str, Budget
             if number > budget[name]:
                 found.append(
                     f"{folder} took {number} {name}, and its budget is {budget[name]}: show the new thing "
-                    "in a run that is there, let "
-                    "another test go, or raise the budget in tests/support/budgets.py with the "
-                    f"reason{started}"
+                    "in a run that is there, let another test go, or raise the budget in "
+                    f"tests/support/budgets.py with the reason{started}"
                 )
     return found

@@ -50,8 +50,8 @@ def main() -> None:
     files = by_name(json.loads(cache.read_text(encoding="utf-8")) if cache.exists() else {}, 3)
     if lacks := [name for name in known() if name not in files and (FILE.parents[1] / name).exists()]:
         raise SystemExit(
-            f"the last run had {len(files)} files of tests, and not {lacks[0]}: run all tests "
-            "that run by default first"
+            f"the last run had {len(files)} files of tests, and not {lacks[0]}: run all tests that run by "
+            "default first"
         )
     FILE.write_text("".join(f"{name}\t{sum(files[name]):.1f}\n" for name in sorted(files)), encoding="utf-8")
 

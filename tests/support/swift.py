@@ -30,8 +30,8 @@ UNCHANGED = "unchanged"
 SERVERS = ("object", "container", "account", "proxy")
 
 PIPELINE = (
-    "catch_errors gatekeeper proxy-logging cache once listing_formats bulk s3api tempauth "
-    "copy slo dlo versioned_writes proxy-logging proxy-server"
+    "catch_errors gatekeeper proxy-logging cache once listing_formats bulk s3api tempauth copy slo dlo "
+    "versioned_writes proxy-logging proxy-server"
 )
 PROXY = """
 [pipeline:main]

@@ -74,7 +74,7 @@ def test_the_status_outlives_the_zombie() -> None:
 
 
 @pytest.mark.skipif(
-    not KEEPS_STATUS, reason=("this Linux forgets how a process ended that somebody else reaped")
+    not KEEPS_STATUS, reason="this Linux forgets how a process ended that somebody else reaped"
 )
 def test_the_status_is_known_however_fast_somebody_else_reaps() -> None:
     """The system reaps each child of a parent that ignores SIGCHLD at once, so there may be no zombie at all."""

@@ -91,8 +91,8 @@ class Late(Toy):
     def find(self, path: str, **_: Any) -> list[str]:
         then = time.time() - LAG_S
         shown = (
-            "SELECT DISTINCT key FROM names WHERE substr(key, 1, ?) = ? AND since <= ? AND (until IS "
-            "NULL OR until > ?)"
+            "SELECT DISTINCT key FROM names WHERE substr(key, 1, ?) = ? AND since <= ? AND (until IS NULL "
+            "OR until > ?)"
         )
         with self._table(path) as (rows, key):
             rows.execute(NAMES)

@@ -76,8 +76,8 @@ def test_memory_that_is_lacking_before_a_step_begins() -> None:
     is the job's.
     """
     message = (
-        "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 139.80 GiB of "
-        "which {} GiB is free."
+        "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 139.80 GiB of which "
+        "{} GiB is free."
     )
     errors = [torch.OutOfMemoryError(message.format(free)) for free in (1.25, 1.5)]
     first, second = (classify(raised(error), fine, forming=True) for error in errors)
@@ -101,7 +101,7 @@ def test_an_abort_that_is_stuck() -> None:
     assert classify(raised(AbortStuck(stuck)), fine, forming=True) == ("device", stuck)
     assert classify(raised(AbortStuck(stuck)), lost, forming=True) == (
         "device",
-        ("CUDA error: device-side assert triggered"),
+        "CUDA error: device-side assert triggered",
     )
     assert classify(raised(WorldBroken(stuck)), fine, forming=True) == ("peer", "")
 
@@ -166,11 +166,14 @@ def test_a_library_that_refuses_to_form_a_world_blames_no_peer(error: Exception)
         "peer",
         NCCL.splitlines()[-1],
     )
-    assert in_its_words(
-        dist.DistBackendError(
-            "NCCL error\nncclSystemError: A call failed.\nLast error:\n\nException raised from f\nframe #0: x"
+    assert (
+        in_its_words(
+            dist.DistBackendError(
+                "NCCL error\nncclSystemError: A call failed.\nLast error:\n\nException raised from f\nframe #0: x"
+            )
         )
-    ) == ("ncclSystemError: A call failed.")
+        == "ncclSystemError: A call failed."
+    )
 
 
 def test_the_words_of_a_library_are_told_of_a_world_that_forms() -> None:

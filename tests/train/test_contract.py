@@ -264,8 +264,7 @@ NO_COUNT = [
 ]
 TERMS = (
     "a count is a number of terms: a whole number, 0 or more; of a loss with weights return the weighted "
-    "sum and the number of its terms, "
-    "with weights that have a mean of about 1"
+    "sum and the number of its terms, with weights that have a mean of about 1"
 )
 
 

@@ -177,7 +177,7 @@ def test_l10_samples_are_written_by_the_code_that_made_the_weights(
     write(
         built.replace(
             "    return model",
-            ("    model.register_forward_hook(lambda _, given, logits: -logits)\n    return model"),
+            "    model.register_forward_hook(lambda _, given, logits: -logits)\n    return model",
         )
     )
     returned, said = pay()
@@ -311,8 +311,8 @@ class Pair(Own):
             Pair(vocab=257),
             ["a"],
             (
-                "Pair returns a tuple for tokens of shape .1, 1.; text can be written by a "
-                "model that returns logits"
+                "Pair returns a tuple for tokens of shape .1, 1.; text can be written by a model that "
+                "returns logits"
             ),
         ),
         (Own(vocab=29), ["a"], "'a' has the token 97, and the model knows 29; leave .samples. out"),

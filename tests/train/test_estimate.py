@@ -151,7 +151,7 @@ def test_a_job_file_is_told_without_its_data(tmp_path: Path, capsys: pytest.Capt
     file = str(
         job_file(
             tmp_path,
-            ('model_args = {preset = "llama3-8b"}\n[workers]\nmax = 8\n[data.args]\npath = "none"\n'),
+            'model_args = {preset = "llama3-8b"}\n[workers]\nmax = 8\n[data.args]\npath = "none"\n',
         )
     )
     line = said(capsys, file)

@@ -95,8 +95,8 @@ def test_f8_the_peak_is_foreseen_before_anything_runs(tmp_path: Path, name: str)
         peak = measured(world, job)
     said = need.of_a_member(1)
     print(
-        f"F8 {name}: measured {peak / 1e6:.2f} MB, foreseen {said / 1e6:.2f} ({said / peak - 1:+.1%}), "
-        f"held {need.held(1) / 1e6:.2f}"
+        f"F8 {name}: measured {peak / 1e6:.2f} MB, foreseen {said / 1e6:.2f} ({said / peak - 1:+.1%}), held "
+        f"{need.held(1) / 1e6:.2f}"
     )
     assert said == pytest.approx(peak, rel=0.05)
     assert need.held(1) < 0.9 * peak

@@ -87,9 +87,8 @@ def test_the_log_lists_which_parameters_decay(ranks: Ranks, tmp_path: Path) -> N
     (_, _, line), *_ = ranks.run(Layout(1, 2), held, job)
     assert line == (
         "weight decay 0.05 (l2): 9 parameters decay (embed.weight, layers.*.1.weight, layers.*.3.weight, "
-        "mix.weight, head.weight), "
-        "14 parameters do not (layers.*.0.weight, layers.*.0.bias, layers.*.1.bias, layers.*.3.bias, "
-        "mix.bias, head.bias)"
+        "mix.weight, head.weight), 14 parameters do not (layers.*.0.weight, layers.*.0.bias, "
+        "layers.*.1.bias, layers.*.3.bias, mix.bias, head.bias)"
     )
 
 

@@ -230,9 +230,8 @@ def test_a_worker_whose_counters_do_not_fit_is_refused_by_name() -> None:
     assert no_segment(SEGMENT) == ""
     assert no_segment(100) == (
         "/dev/shm has 100 B left, and the counters of one worker take 4.1 kB of it; make it larger (on "
-        "Kubernetes an emptyDir with "
-        "medium: Memory and a sizeLimit, mounted at /dev/shm; with docker --shm-size), or remove what fills "
-        "it"
+        "Kubernetes an emptyDir with medium: Memory and a sizeLimit, mounted at /dev/shm; with docker "
+        "--shm-size), or remove what fills it"
     )
 
 

@@ -161,7 +161,7 @@ def test_the_memory_of_cpus_is_not_limited(tmp_path: Path) -> None:
     bounded = chosen(job.replace(batch_ramp={"start": 3, "increment": 3, "samples": 100}), 0)
     assert (bounded[0].microbatch, bounded[1].partition(";")[0]) == (
         3,
-        ("no larger number divides every batch"),
+        "no larger number divides every batch",
     )
     with pytest.raises(
         JobError,

@@ -82,8 +82,8 @@ def test_arguments_that_the_model_does_not_take(model: str, args: dict[str, Any]
 
 
 TAKES = (
-    "it takes preset, vocab, dim, layers, heads, kv_heads, hidden, dropout, tied, rope_base, "
-    "rope_scaling, head_dim, qk_norm, norm_eps"
+    "it takes preset, vocab, dim, layers, heads, kv_heads, hidden, dropout, tied, rope_base, rope_scaling, "
+    "head_dim, qk_norm, norm_eps"
 )
 
 
@@ -99,7 +99,7 @@ def wide(width: int, *, depth: int = 1) -> nn.Module:
         (
             f"{HERE}:wide",
             {"width": 3, "Depht": 2},
-            ("has no argument 'Depht'; it takes width, depth; did you mean 'depth'?"),
+            "has no argument 'Depht'; it takes width, depth; did you mean 'depth'?",
         ),
         (f"{HERE}:from_bucket", {"x": 1}, "has no argument 'x'; it takes none"),
     ],

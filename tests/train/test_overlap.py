@@ -68,8 +68,8 @@ def test_b13_the_fraction_of_communication_that_is_hidden() -> None:
     )
     assert found[6].collectives == pytest.approx((100e-6, 0)) and found[6].copies == (0, 0)
     assert summary(by_hand().events) == [
-        "step 5: collectives took 0.15 ms, 47% of it hidden under computing; "
-        "copies to and from the host took 0.1 ms, 20% of it hidden under computing",
+        "step 5: collectives took 0.15 ms, 47% of it hidden under computing; copies to and from the host "
+        "took 0.1 ms, 20% of it hidden under computing",
         "step 6: collectives took 0.1 ms, 0% of it hidden under computing",
     ]
     assert steps_of(by_hand(late=400).events)[5].collectives == pytest.approx((150e-6, 0))

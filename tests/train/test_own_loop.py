@@ -171,7 +171,7 @@ def test_a_loop_ends_its_run_with_a_save(tmp_path: Path, how: str) -> None:
         run = Run.open(job)
         assert exported_hash(job) == exported_hash(shorter) and run.newest() == Version(3, 1)
         assert run.end() == Finished(3, why) and finished(Run.look(job)) == (
-            (f"finished: step 3 is in the bucket: {why}"),
+            f"finished: step 3 is in the bucket: {why}",
             3,
         )
         assert steps_in(tmp_path / "own" / "after")[-1:] == [3] and [*tmp_path.glob("own/toy/exports/*3")]

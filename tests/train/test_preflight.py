@@ -135,8 +135,8 @@ def test_a_state_too_large_for_an_update_in_files_within_a_fence_is_told_of(
             f"deadlines.fence_s = 10 may be too short for an update of {part} GB of state in files, "
         ), sentence
         assert (
-            f"it takes {takes_s} s if the disk serves one worker, and as much more for each other worker "
-            "of the node"
+            f"it takes {takes_s} s if the disk serves one worker, and as much more for each other worker of "
+            "the node"
         ) in sentence
         enough = float(sentence.partition("set it to ")[2].split()[0])
         assert told(large, enough, least=least) == [] != told(large, enough - 2, least=least)
@@ -227,15 +227,15 @@ def test_the_kernel_of_attention_is_told_and_must_fit_the_model(tmp_path: Path, 
     for wrong, said in [
         (
             {"documents": True},
-            ("it does not keep documents apart, and data.args.documents = true; or set attention to 'auto'"),
+            "it does not keep documents apart, and data.args.documents = true; or set attention to 'auto'",
         ),
         (
             {"model_args": small | {"dropout": 0.1}},
-            ("it has no dropout, and the model has some; or set attention to 'auto'"),
+            "it has no dropout, and the model has some; or set attention to 'auto'",
         ),
         (
             {"workers": {"gpus": 0}},
-            ("it is for GPUs, and workers.gpus = 0; set it to 1; or set attention to 'auto'"),
+            "it is for GPUs, and workers.gpus = 0; set it to 1; or set attention to 'auto'",
         ),
         ({"precision": "fp32"}, "precision = 'fp32'; set it to 'bf16', or attention to 'auto'"),
         (
@@ -346,8 +346,8 @@ def test_a_dataset_must_have_a_fingerprint(tmp_path: Path) -> None:
         (
             {"workers": {"spares": 1}, "validation": {"by": "spares", "every": 50, "samples": 2}},
             [
-                "--local has no spares for validation.by = 'spares': this process validates by itself, between "
-                "steps"
+                "--local has no spares for validation.by = 'spares': this process validates by itself, "
+                "between steps"
             ],
         ),
         ({"workers": {"spares": 1}, "validation": {"by": "spares"}}, []),
@@ -525,8 +525,8 @@ def test_weights_of_blocks_that_do_not_multiply_in_fp8_are_told(tmp_path: Path, 
 
     (said,) = told(precision)
     assert said.startswith(
-        f"precision = '{precision}': 2,048 of 6,272 elements of weights in blocks "
-        "multiply in fp8, those of torch"
+        f"precision = '{precision}': 2,048 of 6,272 elements of weights in blocks multiply in fp8, those of "
+        "torch"
     )
     assert said.endswith("others, such as 'blocks.0.experts', do so in bf16")
     assert told(precision, model=f"{__name__}:Nosy", model_args={"calls": True}) == told("bf16") == []
@@ -559,7 +559,7 @@ class Holding(nn.Module):
         ({"compile": True}, "compile = True has"),
         (
             {"offload": "weights", "parallel": {"zero": 2}},
-            ("offload = 'weights' (but for what 'optimizer' does) has"),
+            "offload = 'weights' (but for what 'optimizer' does) has",
         ),
         ({}, ""),
     ],

@@ -115,9 +115,7 @@ def test_world_rank_0_alone_profiles_and_a_world_that_breaks_leaves_the_steps_th
 def test_steps_that_are_none_are_refused(steps: str) -> None:
     with pytest.raises(
         JobError,
-        match=(
-            f"profile = '{steps}'.* must be a step, as '7', or the first and the last of several, as '5-7'"
-        ),
+        match=f"profile = '{steps}'.* must be a step, as '7', or the first and the last of several, as '5-7'",
     ):
         small(Path("/b"), profile=steps)
 

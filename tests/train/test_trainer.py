@@ -169,8 +169,8 @@ def test_a_process_in_which_an_abort_does_not_end_is_of_no_use(
     broken = [event for event in events if isinstance(event, Broken)]
     signature = (
         (
-            f"the abort before generation {broken[0].generation} has not ended in {broken[0].worker} "
-            "within 0.2 s"
+            f"the abort before generation {broken[0].generation} has not ended in {broken[0].worker} within "
+            "0.2 s"
         )
         if broken
         else ""

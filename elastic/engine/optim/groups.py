@@ -46,8 +46,8 @@ def check_groups(job: Job, model: nn.Module) -> list[str]:
                 )
                 raise JobError(
                     (
-                        f"{what} only frozen parameters of {job.model!r}, which no optimizer changes; leave it "
-                        "out"
+                        f"{what} only frozen parameters of {job.model!r}, which no optimizer changes; leave "
+                        "it out"
                     )
                     if frozen
                     else (
@@ -58,8 +58,7 @@ def check_groups(job: Job, model: nn.Module) -> list[str]:
             if all(owners[name] in job.optim.groups[:number] for name in matched):
                 raise JobError(
                     f"{what} only parameters that an earlier group has, as {matched[0]!r}, and the first "
-                    "match wins; leave it out, or move "
-                    f"its group up"
+                    "match wins; leave it out, or move its group up"
                 )
     if not job.optim.groups:
         return []

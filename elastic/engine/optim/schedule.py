@@ -100,8 +100,8 @@ def check_schedule(job: Job) -> None:
         if part != again:
             raise CodeError(
                 f"schedule.kind = {job.schedule.kind!r} returned {part!r} for step {step}, and {again!r} "
-                "when it was asked again; it must "
-                f"be a function of its arguments alone, without a memory, clock or random numbers"
+                "when it was asked again; it must be a function of its arguments alone, without a memory, "
+                "clock or random numbers"
             )
 
 
@@ -118,12 +118,12 @@ def _own(job: Job, step: int) -> float:
             raise CodeError(unknown) from error
         args = f" and schedule.args = {schedule.args}" if schedule.args else ""
         raise CodeError(
-            f"{named} failed for {asked}{args} with {failure(error)}; it is called as "
-            "schedule(step, steps, **args)"
+            f"{named} failed for {asked}{args} with {failure(error)}; it is called as schedule(step, steps, "
+            "**args)"
         ) from error
     if isinstance(part, bool) or not isinstance(part, Real) or not math.isfinite(part) or part < 0:
         raise CodeError(
-            f"{named} returned {part!r:.60} for {asked}; it must return a part of optim.lr: a "
-            "finite number, 0 or more"
+            f"{named} returned {part!r:.60} for {asked}; it must return a part of optim.lr: a finite "
+            "number, 0 or more"
         )
     return float(part)

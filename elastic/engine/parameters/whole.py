@@ -47,16 +47,14 @@ from elastic.plan.axes import chunk
 
 TWICE = (
     "a gradient of {!r} came in two parts, the second one after the first was summed: the model uses it "
-    "more than once, and a backward "
-    "pass runs within another one, as that of torch's checkpoint with use_reentrant=True does, or within "
-    "the forward pass; give the "
-    "checkpoint use_reentrant=False, or leave it out and set recompute = 'block'"
+    "more than once, and a backward pass runs within another one, as that of torch's checkpoint with "
+    "use_reentrant=True does, or within the forward pass; give the checkpoint use_reentrant=False, or leave "
+    "it out and set recompute = 'block'"
 )
 
 SPARSE = (
     "the gradient of {!r} is sparse, and sparse gradients cannot be summed in a fixed order; leave out "
-    "sparse=True where the model calls "
-    "torch.nn.functional.embedding"
+    "sparse=True where the model calls torch.nn.functional.embedding"
 )
 
 

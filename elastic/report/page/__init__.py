@@ -61,7 +61,7 @@ def _tiles(facts: Facts, shares: Sequence[TimeShare]) -> list[Tile]:
             Tile(
                 "Best validation loss",
                 shown(best.loss),
-                (f"after step {best.version.step:,}; {last} at last{others}"),
+                f"after step {best.version.step:,}; {last} at last{others}",
             )
         )
     if (rate := throughput(columns)) > 0:
@@ -70,9 +70,7 @@ def _tiles(facts: Facts, shares: Sequence[TimeShare]) -> list[Tile]:
         counts = sum(each.seconds for each in shares if each.kind in ("compute", "data"))
         up = sum(each.seconds for each in shares if each.kind != "away")
         tiles.append(
-            Tile(
-                "Goodput", percent(counts, up), (f"{duration(counts)} of {duration(up)} in steps that count")
-            )
+            Tile("Goodput", percent(counts, up), f"{duration(counts)} of {duration(up)} in steps that count")
         )
     if told.life:
         unplanned = sum(not each.planned for each in told.recoveries)
@@ -94,7 +92,7 @@ def _tiles_of_bad_data(facts: Facts) -> list[Tile]:
         tiles.append(Tile("Skipped steps", f"{why.total():,}", told))
     if warned := ((columns["spike"] == 1) & (columns["skipped"] == 0)).sum():
         tiles.append(
-            Tile("Spikes (warned)", f"{warned:,}", ("only warned of; their steps counted all the same"))
+            Tile("Spikes (warned)", f"{warned:,}", "only warned of; their steps counted all the same")
         )
     for name, label, note in (
         ("would_leave_out", "Microbatches (warned)", "only warned of, and they counted all the same"),
@@ -109,7 +107,7 @@ def _tiles_of_bad_data(facts: Facts) -> list[Tile]:
             Tile(
                 "Samples in quarantine",
                 f"{facts.quarantine:,}",
-                ("in the newest checkpoint; no step reads them"),
+                "in the newest checkpoint; no step reads them",
             )
         )
     return tiles

@@ -68,9 +68,7 @@ def _moments(facts: Facts) -> list[Moment]:
         if each.version not in saved and each.state.endswith("complete"):
             step = each.version.step
             found.append(
-                Moment(
-                    columns.time_of(step), step, SAVED, (f"the checkpoint of step {step} is in the bucket")
-                )
+                Moment(columns.time_of(step), step, SAVED, f"the checkpoint of step {step} is in the bucket")
             )
     return sorted(found, key=lambda each: each.step)
 

@@ -35,7 +35,7 @@ def shares_of(columns: Columns, told: Timeline) -> list[TimeShare]:
             TimeShare(
                 "Between steps",
                 float(total) - steps_s,
-                ("saves and validation, and time in which no process trained"),
+                "saves and validation, and time in which no process trained",
                 "rest",
             )
         ]
@@ -50,19 +50,19 @@ def shares_of(columns: Columns, told: Timeline) -> list[TimeShare]:
             TimeShare(
                 "Steps done again",
                 again_s,
-                ("committed once, and given up with the worker that alone had their state"),
+                "committed once, and given up with the worker that alone had their state",
                 "bad",
             ),
             TimeShare(
                 "Between steps",
                 left_s,
-                ("first steps of worlds, interrupted steps, and faults not noticed yet"),
+                "first steps of worlds, interrupted steps, and faults not noticed yet",
                 "rest",
             ),
             TimeShare(
                 "Agreeing",
                 spent["Stopping"],
-                ("members are fenced, and the outcome of the last step is decided"),
+                "members are fenced, and the outcome of the last step is decided",
                 "recover",
             ),
             TimeShare("Forming worlds", spent["Forming"], f"of it {heal} healing the state", "recover"),

@@ -495,8 +495,8 @@ class _Local:
             store_journaled(self.run, self.lineage)
         except Damaged as error:
             self.show_sentence(
-                "the metrics of earlier steps that only the journal has are lost, since it "
-                f"cannot be read: {error}"
+                "the metrics of earlier steps that only the journal has are lost, since it cannot be read: "
+                f"{error}"
             )
 
     def _committed(self, outcome: Outcome, work: Work, metrics: Metrics) -> None:
@@ -599,8 +599,7 @@ class _Local:
             gone = self.run.store.full_name(f"{self.run.job.name}/owner/{self.incarnation:06d}.json")
             raise Refused(
                 f"{gone}, this command's claim, is gone: somebody has deleted it, or the run's folder; "
-                f"{version} is not saved, and this "
-                f"command ends"
+                f"{version} is not saved, and this command ends"
             )
         # somebody may have deleted the run, and begun it anew
         if latest != self.incarnation or not alone.is_ours(owner):

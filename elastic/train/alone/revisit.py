@@ -91,8 +91,8 @@ def validate_here(
         if average:
             if not state.optimizer.rule.averages:
                 raise JobError(
-                    f"--average: {run.job.name} keeps no average of the weights, since "
-                    "optim.average = 0; leave it out"
+                    f"--average: {run.job.name} keeps no average of the weights, since optim.average = 0; "
+                    "leave it out"
                 )
             state.evaluate_averages()
         return version, validate(session, state, fence, version.step), held_out_of(session)
@@ -132,13 +132,13 @@ def rerun_here(job: Job, which: int | str, *, accept_code: bool = False) -> Agai
         newest = run.newest()
         raise JobError(
             f"--step {which}: {run.job.name} makes the steps 1 to {run.job.steps}, and its newest "
-            "checkpoint is of step "
-            f"{newest.step if newest else 0}; name one that has a checkpoint of the step before it"
+            f"checkpoint is of step {newest.step if newest else 0}; name one that has a checkpoint of the "
+            "step before it"
         )
     if (newest_known := run.standing(0, 0.0).generation) < made.generation:
         raise JobError(
-            f"--step {which}: {run.job.name} has had {newest_known} generations so far; `elastic "
-            "checkpoint ls` lists them"
+            f"--step {which}: {run.job.name} has had {newest_known} generations so far; `elastic checkpoint "
+            "ls` lists them"
         )
     watched = its.watch.model_copy(update={"every": 1})
     outcomes = list[Outcome]()

@@ -70,13 +70,12 @@ def check_loss(session: Session, state: State, *, initialised: bool = False) -> 
         if initialised and not isfinite(loss):
             raise LossError(
                 f"loss = {session.job.loss!r}: with the weights of init_weights() the first microbatch "
-                f"loses {loss:g}; mend the loss, the "
-                f"model's init_weights() or the samples"
+                f"loses {loss:g}; mend the loss, the model's init_weights() or the samples"
             )
         if not count and loss and isfinite(loss):
             raise LossError(
-                f"loss = {session.job.loss!r}: the first microbatch loses {loss:g}, and the "
-                f"count is 0; {CONTRACT}"
+                f"loss = {session.job.loss!r}: the first microbatch loses {loss:g}, and the count is 0; "
+                f"{CONTRACT}"
             )
         try:
             _check(session, state, batch)
@@ -107,8 +106,8 @@ def _check_end_of_validation(session: Session, state: State) -> None:
     except Exception as error:  # the user's code may raise anything
         raise ModelError(
             f"validation.samples = {samples}: its last microbatch has {few} of {usual} samples, with which "
-            f"model {session.job.model!r} or "
-            f"loss = {session.job.loss!r} failed with {failure(error)}; take a multiple of {usual}"
+            f"model {session.job.model!r} or loss = {session.job.loss!r} failed with {failure(error)}; take "
+            f"a multiple of {usual}"
         ) from error
 
 
@@ -134,8 +133,7 @@ def _read(session: Session) -> dict[str, Any]:
         came = [f"{each[name][1]} {each[name][0]}" if name in each else "nothing" for each in (first, second)]
         raise DataError(
             f"{session.loader.named}: read() of the ids {list(ids)} returned {came[0]} as {name!r}, and at "
-            f"the next call {came[1]}; it "
-            f"must return the same for the same ids, whatever was read before"
+            f"the next call {came[1]}; it must return the same for the same ids, whatever was read before"
         )
     return batch
 
@@ -202,8 +200,8 @@ def _check(session: Session, state: State, read: dict[str, Any]) -> None:
     what = f"loss = {job.loss!r}: of {size} samples" + (" (one, twice)" if job.microbatch_size == 1 else "")
     if whole[1] < parts[0][1] + parts[1][1]:
         raise LossError(
-            f"{what} it returns the count {whole[1]:g}, and of their halves {counts}, which is "
-            f"more; {CONTRACT}"
+            f"{what} it returns the count {whole[1]:g}, and of their halves {counts}, which is more; "
+            f"{CONTRACT}"
         )
     if not _near(whole[0], again[0], abs(whole[0]), CLOSE):
         return
@@ -211,8 +209,8 @@ def _check(session: Session, state: State, read: dict[str, Any]) -> None:
     if any(_is_mean(whole[0], (parts[0][0], parts[1][0]), each) for each in weights):
         losses = f"{parts[0][0]:g} and {parts[1][0]:g}"
         raise LossError(
-            f"{what} it returns the loss {whole[0]:g}, and of their halves {losses}, of which "
-            f"that is the mean; {CONTRACT}"
+            f"{what} it returns the loss {whole[0]:g}, and of their halves {losses}, of which that is the "
+            f"mean; {CONTRACT}"
         )
 
 

@@ -67,14 +67,13 @@ def hosting(job: Job, tensors: Sequence[Tensor]) -> list[str]:
     if job.zero != job.parallel.zero and job.workers.max > 1:
         found.append(
             f"parallel.zero = 'auto' is {job.zero} with offload = {job.offload!r}: all workers share the "
-            "state, and each gathers all "
-            "weights once a step; 3 is not possible, since blocks cannot be gathered from the memory of "
-            "nodes"
+            "state, and each gathers all weights once a step; 3 is not possible, since blocks cannot be "
+            "gathered from the memory of nodes"
         )
     if hosted:
         found.append(
-            f"weights with which the model computes take {amount(hosted)} more of the node's "
-            "memory for each worker"
+            f"weights with which the model computes take {amount(hosted)} more of the node's memory for "
+            "each worker"
         )
     return found
 
@@ -91,8 +90,8 @@ def initialising(job: Job, model: nn.Module) -> list[str]:
         return []
     there = f"{amount(RESIDENT + 2 * largest)} of memory beside its part"
     return [
-        f"every worker initialises the model by itself on its CPU: about {takes_s:.0f} s before the "
-        f"first step, and up to {there}"
+        f"every worker initialises the model by itself on its CPU: about {takes_s:.0f} s before the first "
+        f"step, and up to {there}"
     ]
 
 
@@ -104,12 +103,10 @@ def updating(job: Job, state_bytes: int) -> list[str]:
         return []
     return [
         f"deadlines.fence_s = {fence_s:g} may be too short for an update of {amount(part)} of state in "
-        "files, a worker's part where the "
-        f"fewest share it: at {amount(SLOW_DISK)} a second it takes {takes_s:.0f} s if the disk serves one "
-        "worker, and as much more for "
-        "each other worker of the node; a worker that does not answer a fence in time is ended; set it to "
-        f"{ceil(2 * takes_s)} or more for "
-        f"each worker of a node, and deadlines.stall_s too"
+        f"files, a worker's part where the fewest share it: at {amount(SLOW_DISK)} a second it takes "
+        f"{takes_s:.0f} s if the disk serves one worker, and as much more for each other worker of the "
+        f"node; a worker that does not answer a fence in time is ended; set it to {ceil(2 * takes_s)} or "
+        "more for each worker of a node, and deadlines.stall_s too"
     ]
 
 

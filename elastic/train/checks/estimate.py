@@ -257,8 +257,7 @@ def fitting_changes(job: Job, policy: Policy | None) -> str:
             other = job.replace(**_onto(job, changes))
             if least := least_of(other, need_with(other)):
                 found.append(
-                    "with "
-                    f"{' and '.join(f'{name} = {value!r}' for name, value in changes.items())} from "
+                    f"with {' and '.join(f'{name} = {value!r}' for name, value in changes.items())} from "
                     f"{_workers(least)} on"
                 )
     with suppress(JobError):
@@ -294,8 +293,8 @@ def unnamed_policy(job: Job) -> str:
     with suppress(Exception):  # of the user's code
         if not _chosen(job, by_recompute(job))[1] and (way_out := fitting_policy(job)):
             return (
-                f"recompute = 'auto' keeps everything here, and {gigabytes(limit_of(job))} for each "
-                f"worker seem too few; {way_out}"
+                f"recompute = 'auto' keeps everything here, and {gigabytes(limit_of(job))} for each worker "
+                f"seem too few; {way_out}"
             )
     return ""
 

@@ -24,43 +24,37 @@ from elastic.errors import StateChanged
 
 WRITTEN = (
     "forward, backward, the loss or the loop changed the parameter {name!r} of {model!r} by itself, not by "
-    "its gradient.  Such a change is "
-    "lost where weights are gathered or copied, and workers would differ.  Compute what you need from it, as "
-    "w = nn.functional.normalize(self.weight), and leave out max_norm and clamping in place.  "
-    "For an average of all weights set optim.average; a teacher that forward uses is not possible yet"
+    "its gradient.  Such a change is lost where weights are gathered or copied, and workers would differ.  "
+    "Compute what you need from it, as w = nn.functional.normalize(self.weight), and leave out max_norm and "
+    "clamping in place.  For an average of all weights set optim.average; a teacher that forward uses is "
+    "not possible yet"
 )
 REPLACED = (
     "forward, backward, the loss or the loop put another tensor in the place of the parameter {name!r} of "
-    "{model!r}; build it in the "
-    "constructor, and leave it there"
+    "{model!r}; build it in the constructor, and leave it there"
 )
 FROZEN = (
     "requires_grad of the parameter {name!r} of {model!r} is {now} now, and was {before} when the model was "
-    "built, by which the engine "
-    "trains; freeze or unfreeze it in the constructor or in build()"
+    "built, by which the engine trains; freeze or unfreeze it in the constructor or in build()"
 )
 ADDED = (
     "forward, backward or the loss added {what} to {where} of {model!r}: it would be in no checkpoint, and "
-    "on no other worker; register it "
-    "in the constructor"
+    "on no other worker; register it in the constructor"
 )
 GRADIENT = (
     "the loop uses or changes gradients of the parameters of {model!r} (parameter.grad), by which the "
-    "engine updates, over all workers: "
-    "an optimizer of the loop, clip_grad_norm_ or a change by hand would do nothing, or workers would "
-    "differ.  Set optim, optim.clip_norm "
-    "and schedule in the job, give a parameter a hook (register_hook), and take the norm from the outcome "
-    "of step.commit()"
+    "engine updates, over all workers: an optimizer of the loop, clip_grad_norm_ or a change by hand would "
+    "do nothing, or workers would differ.  Set optim, optim.clip_norm and schedule in the job, give a "
+    "parameter a hook (register_hook), and take the norm from the outcome of step.commit()"
 )
 HOST, NORMS = "guard", "guard's norms"
 """Keys of the host memory for comparisons."""
 BUFFER = (
     "forward or backward changed the buffer {name!r} of {model!r}.  Its value would depend on which worker "
-    "computed which microbatch, so "
-    "the result would depend on the number of workers.  Keep it out of the model.  In place of a norm with "
-    "statistics of its own use "
-    "nn.BatchNorm1d, 2d or 3d, whose statistics the engine keeps, or a LayerNorm, RMSNorm or GroupNorm; "
-    "nn.utils.parametrizations.spectral_norm keeps such a buffer, and weight_norm none"
+    "computed which microbatch, so the result would depend on the number of workers.  Keep it out of the "
+    "model.  In place of a norm with statistics of its own use nn.BatchNorm1d, 2d or 3d, whose statistics "
+    "the engine keeps, or a LayerNorm, RMSNorm or GroupNorm; nn.utils.parametrizations.spectral_norm keeps "
+    "such a buffer, and weight_norm none"
 )
 
 

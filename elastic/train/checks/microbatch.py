@@ -68,8 +68,8 @@ def chosen(job: Job, memory: int, *, local: bool = False) -> tuple[Job, str]:
 
     def told(size: int) -> str:
         return (
-            f"recompute = {policies[0]!r} and {_shared(members)}, a worker needs {amount(least(size))}, "
-            f"and {room}"
+            f"recompute = {policies[0]!r} and {_shared(members)}, a worker needs {amount(least(size))}, and "
+            f"{room}"
         )
 
     # more samples need more memory
@@ -78,8 +78,8 @@ def chosen(job: Job, memory: int, *, local: bool = False) -> tuple[Job, str]:
         if (one := min(need.of_fewest(most) for need in _needs(job, 1, policies))) > memory:
             raise JobError(
                 f"microbatch = 'auto': even with 1 sample and {_shared(most)}, a worker needs {amount(one)} "
-                f"of device memory, and {room} "
-                f"(workers.device_gb = {job.workers.device_gb}); {', or '.join(_fixes(job, most))}"
+                f"of device memory, and {room} (workers.device_gb = {job.workers.device_gb}); "
+                f"{', or '.join(_fixes(job, most))}"
             )
         return job.replace(microbatch=1), f"even with that, {told(1)}"
     why = bound if fitting == len(sizes) else f"with {sizes[fitting]}, {told(sizes[fitting])}"

@@ -290,8 +290,8 @@ class PlainSide:
         if sparse := next((name for name, each in grads.items() if each.layout is not torch.strided), ""):
             raise ModelError(
                 f"the gradient of {sparse!r} of {self.job.model!r} is sparse, and sparse gradients cannot "
-                "be summed in a fixed order; "
-                f"leave out sparse=True where the model calls torch.nn.functional.embedding"
+                "be summed in a fixed order; leave out sparse=True where the model calls "
+                "torch.nn.functional.embedding"
             )
         return PlainResult(float(loss.detach()), float(count), grads)
 
@@ -340,10 +340,9 @@ class PlainSide:
                 raise StateChanged(BUFFER.format(name=name, model=job.model))
             raise ModelError(
                 f"forward or the loss changes {name!r} of {job.model!r} with each microbatch: its value "
-                "would depend on which worker "
-                "computed which microbatch, and is in no checkpoint.  Compute it anew in each forward "
-                "pass; draw random numbers from the "
-                f"default generators of torch, Python and numpy, which are seeded for each microbatch"
+                "would depend on which worker computed which microbatch, and is in no checkpoint.  Compute "
+                "it anew in each forward pass; draw random numbers from the default generators of torch, "
+                "Python and numpy, which are seeded for each microbatch"
             )
         same = (
             before == after
@@ -359,10 +358,9 @@ class PlainSide:
             )
             raise ModelError(
                 f"model = {job.model!r} with loss = {job.loss!r}: plain torch computes the first microbatch "
-                "otherwise once another one was "
-                f"computed (loss {before[0]:g}, then {after[0]:g}): {what}.  The result would depend on "
-                "which worker computed which "
-                f"microbatch; let each depend on its samples and the weights alone"
+                f"otherwise once another one was computed (loss {before[0]:g}, then {after[0]:g}): {what}.  "
+                "The result would depend on which worker computed which microbatch; let each depend on its "
+                "samples and the weights alone"
             )
 
     def _watched(self, model: nn.Module, batch: Batch) -> None:

@@ -83,8 +83,7 @@ UNTRACED = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, As
 """Errors of models that cannot run with tensors that have no values."""
 NO_ATTENTION = (
     "recompute = 'attention' has no effect: the model does not call torch's scaled_dot_product_attention by "
-    "itself, and that alone is "
-    "computed again; set it to 'selective' or 'block', or leave it out"
+    "itself, and that alone is computed again; set it to 'selective' or 'block', or leave it out"
 )
 
 
@@ -228,8 +227,8 @@ def _check_secrets(job: Job) -> list[str]:
         if at not in stored or stored[at] != here[at]:
             raise JobError(f"{name} {what}, and would stand {where} for everybody who reads it; {fix}")
         notes.append(
-            f"{name} {what}, and stands {where} since the run began: replace the secret by a new "
-            f"one, and {fix}"
+            f"{name} {what}, and stands {where} since the run began: replace the secret by a new one, and "
+            f"{fix}"
         )
     return notes
 
@@ -267,8 +266,8 @@ def _quarantined(job: Job, reader: Reader, version: Version) -> list[str]:
     if number and job.spikes.action == "none":
         raise JobError(
             f"spikes.action = 'none' would read again what {version} has in quarantine, {samples}; set it "
-            "to 'warn', "
-            f"which keeps them out and changes nothing else, or to 'forget', which reads them again"
+            "to 'warn', which keeps them out and changes nothing else, or to 'forget', which reads them "
+            "again"
         )
     return (
         [f"spikes.action = 'forget': what {version} has in quarantine is read again, {samples}"]
@@ -284,8 +283,7 @@ def _check_layers(job: Job, model: nn.Module) -> None:
     if PRECISIONS[job.precision].fp8 is not None and not layers_of(model, table):
         raise ModelError(
             f"precision = {job.precision!r}: no block of {job.model!r} has a torch.nn.Linear whose sizes "
-            f"are multiples of {MULTIPLE}, and "
-            f"nothing else multiplies in fp8; take 'bf16', or other sizes"
+            f"are multiples of {MULTIPLE}, and nothing else multiplies in fp8; take 'bf16', or other sizes"
         )
 
 
@@ -300,9 +298,8 @@ def _check_eps(job: Job, model: nn.Module) -> None:
             kept = str(value.dtype).removeprefix("torch.")
             raise JobError(
                 f"optim.eps = {job.optim.eps:g} is 0 in {kept}, the format of {name!r} in {job.model!r}, so "
-                "an update would divide by "
-                "zero; keep the weights in float32, with precision = 'fp16' or 'bf16' for what is "
-                "computed, or set optim.eps to 1e-4"
+                "an update would divide by zero; keep the weights in float32, with precision = 'fp16' or "
+                "'bf16' for what is computed, or set optim.eps to 1e-4"
             )
 
 
@@ -319,8 +316,7 @@ def _check_again(job: Job, model: nn.Module) -> None:
         came = [f"of shape {each[name]}" if name in each else "missing" for each in (first, second)]
         raise ModelError(
             f"model = {job.model!r} builds another model at each call: the parameter {name!r} is {came[0]}, "
-            f"and then {came[1]}; every "
-            f"worker builds it by itself, so let it depend on model_args alone"
+            f"and then {came[1]}; every worker builds it by itself, so let it depend on model_args alone"
         )
 
 
@@ -333,22 +329,20 @@ def _check_shared(job: Job, model: nn.Module) -> None:
     if names := shared_across(model):
         raise ModelError(
             f"parallel.zero = 3: {names[0]!r} and {names[1]!r} of {job.model!r} are one weight, and stage 3 "
-            "gathers and frees the weights "
-            f"of each block by itself; set parallel.zero = 2, which gathers each weight once a step"
+            "gathers and frees the weights of each block by itself; set parallel.zero = 2, which gathers "
+            "each weight once a step"
         )
     if name := without_dimensions(model):
         raise ModelError(
             f"parallel.zero = 3: {name!r} of {job.model!r} has no dimensions, and stage 3 cuts each "
-            "parameter; set parallel.zero = 2, or "
-            f"make it a tensor of shape [1]"
+            "parameter; set parallel.zero = 2, or make it a tensor of shape [1]"
         )
     if names := unlike_within(model):
         formats = (str(model.get_parameter(name).dtype).removeprefix("torch.") for name in names)
         of = " and ".join(f"{name!r} is {dtype}" for name, dtype in zip(names, formats, strict=True))
         raise ModelError(
             f"parallel.zero = 3: {of} in {job.model!r}, and stage 3 sums the gradients of a block, and all "
-            "others, in one format; "
-            f"set parallel.zero = 2, or give them one format"
+            "others, in one format; set parallel.zero = 2, or give them one format"
         )
 
 
@@ -370,8 +364,7 @@ def _check_held_out(job: Job, session: Session) -> list[str]:
         why = "blocks would be compiled again while the run goes on" if job.compile else "the loss gets both"
         raise DataError(
             f"validation.dataset: a batch has {_shapes(held_out)}, and one that is trained on has "
-            f"{_shapes(trained)}; make them alike, "
-            f"since {why}"
+            f"{_shapes(trained)}; make them alike, since {why}"
         )
     return unlike_held_out(session)
 
@@ -406,8 +399,7 @@ def _check_calls(job: Job, session: Session, model: nn.Module) -> list[str]:
         name, function = calls.of_fp8
         raise ModelError(
             f"precision = {job.precision!r}: {job.model!r} calls {function}() with the weight {name!r} "
-            "itself, and that is held in fp8 by "
-            f"its layer alone; call the layer, or take 'bf16'"
+            "itself, and that is held in fp8 by its layer alone; call the layer, or take 'bf16'"
         )
     return [NO_ATTENTION] if again and not calls.attention else []
 
@@ -425,10 +417,9 @@ def _check_buffer(job: Job, tensors: Sequence[Tensor]) -> None:
     if largest > group_bytes(job):
         raise JobError(
             f"offload_buffer_gb = {job.offload_buffer_gb:g} is too small: the state passes through it in "
-            f"{SHARES} groups, and {name!r} of "
-            f"{job.model!r} with its moments has {amount(largest)} where the fewest workers share it; set "
-            "it to "
-            f"{buffer_gb(largest)} or more, or raise workers.min or parallel.min_shard"
+            f"{SHARES} groups, and {name!r} of {job.model!r} with its moments has {amount(largest)} where "
+            f"the fewest workers share it; set it to {buffer_gb(largest)} or more, or raise workers.min or "
+            "parallel.min_shard"
         )
 
 
@@ -444,16 +435,16 @@ def _unused(job: Job) -> list[str]:
     ]
     notes = (
         [
-            f"--local trains with one worker: {', '.join(unused)} {'have' if len(unused) > 1 else 'has'} "
-            "no effect"
+            f"--local trains with one worker: {', '.join(unused)} {'have' if len(unused) > 1 else 'has'} no "
+            "effect"
         ]
         if unused
         else []
     )
     if job.validation.by == "spares" and job.validation.every:
         notes.append(
-            "--local has no spares for validation.by = 'spares': this process validates by itself, "
-            "between steps"
+            "--local has no spares for validation.by = 'spares': this process validates by itself, between "
+            "steps"
         )
     return notes
 
@@ -494,8 +485,8 @@ def _check_length(model: nn.Module, dataset: Dataset) -> None:
     if isinstance(most, int) and isinstance(used, int) and most < used:
         raise ModelError(
             f"seq_len = {used} of the dataset is longer than any sequence that the model has positions for, "
-            f"{most}; lower it to {most}, or "
-            f"raise length, n_positions or max_position_embeddings in model_args to {used}"
+            f"{most}; lower it to {most}, or raise length, n_positions or max_position_embeddings in "
+            f"model_args to {used}"
         )
 
 
@@ -523,8 +514,7 @@ def _check_flops(model: nn.Module, job: Job) -> None:
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise ModelError(
             f"flops_per_token of {job.model!r} failed with {failure(error)}; let flops_per_token(seq, "
-            "causal) return a number, or leave it "
-            f"out"
+            "causal) return a number, or leave it out"
         ) from error
 
 
@@ -554,16 +544,16 @@ def _attention(job: Job, model: nn.Module, dataset: Dataset) -> list[str]:
     said = [f"attention is by {chosen.value}"] if isinstance(chosen, Kernel) else []
     if chosen is Kernel.FLEX and job.recompute == "attention":
         said.append(
-            "recompute = 'attention' has no effect with FlexAttention, which keeps little more than "
-            "its inputs; leave it out"
+            "recompute = 'attention' has no effect with FlexAttention, which keeps little more than its "
+            "inputs; leave it out"
         )
     if not packed or chosen is Kernel.FLEX:
         return said
     return [
         *said,
         "data.args.documents = true: without FlexAttention, attention within documents is slow on a GPU, "
-        "and needs a mask of seq_len × "
-        "seq_len; FlexAttention needs compile = true and a model without dropout",
+        "and needs a mask of seq_len × seq_len; FlexAttention needs compile = true and a model without "
+        "dropout",
     ]
 
 
@@ -594,13 +584,13 @@ def _wrapping(blocks: tuple[str, ...]) -> str:
             what = "the model has no ModuleList either, so all its parameters are one unit"
         case (only,):
             what = (
-                f"wraps {only}, the only child of the largest ModuleList, and all other parameters as "
-                "one unit"
+                f"wraps {only}, the only child of the largest ModuleList, and all other parameters as one "
+                "unit"
             )
         case (first, *_, last):
             what = (
-                f"wraps {first} … {last}, the children of the largest ModuleList, and all other "
-                "parameters as one unit"
+                f"wraps {first} … {last}, the children of the largest ModuleList, and all other parameters "
+                "as one unit"
             )
     return f"no sharding table: {what}; data parallel only"
 
@@ -616,8 +606,8 @@ def _without_blocks(job: Job, model: nn.Module) -> list[str]:
         return []
     have = "have" if len(idle) > 1 else "has"
     return [
-        f"the model has no blocks: {', '.join(idle)} {have} no effect; put its layers into a "
-        "ModuleList, or name them in sharding()"
+        f"the model has no blocks: {', '.join(idle)} {have} no effect; put its layers into a ModuleList, or "
+        "name them in sharding()"
     ]
 
 
@@ -642,7 +632,6 @@ def _not_in_fp8(job: Job, model: nn.Module) -> list[str]:
     )
     return [
         f"precision = {job.precision!r}: {there:,} of {there + sum(others.values()):,} elements of weights "
-        "in blocks multiply in fp8, "
-        f"those of torch.nn.Linear whose sizes are multiples of {MULTIPLE}; others, such as {largest!r}, do "
-        "so in bf16"
+        f"in blocks multiply in fp8, those of torch.nn.Linear whose sizes are multiples of {MULTIPLE}; "
+        f"others, such as {largest!r}, do so in bf16"
     ]

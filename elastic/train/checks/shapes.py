@@ -26,10 +26,8 @@ def expect_shapes(
     name = next(name for name in (*shapes, *session.shapes) if shapes.get(name) != session.shapes.get(name))
     raise DataError(
         f"{session.loader.named}: {name!r} of the samples {list(ids)} has the shape {shapes.get(name)}, and "
-        "that of an earlier microbatch "
-        f"{session.shapes.get(name)}: with compile = true and reproducible = true all microbatches must "
-        "have the same shapes, since torch "
-        "compiles for the lengths that a worker happens to see first, and rounds by them; pad all samples "
-        "to one length, or set compile = "
-        f"false or reproducible = false"
+        f"that of an earlier microbatch {session.shapes.get(name)}: with compile = true and reproducible = "
+        "true all microbatches must have the same shapes, since torch compiles for the lengths that a "
+        "worker happens to see first, and rounds by them; pad all samples to one length, or set compile = "
+        "false or reproducible = false"
     )

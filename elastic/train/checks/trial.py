@@ -214,8 +214,7 @@ class Trial(PlainSide):
             )
             raise ModelError(
                 f"model = {self.job.model!r} with loss = {self.job.loss!r} computes a microbatch in plain "
-                "torch, and failed in the engine "
-                f"with {failure(error)}: {mend}"
+                f"torch, and failed in the engine with {failure(error)}: {mend}"
             ) from error
 
     def _about_formats(self, error: Exception) -> str:
@@ -224,10 +223,9 @@ class Trial(PlainSide):
             return ""
         return (
             f"precision = {self.job.precision!r} is no autocast: weights are in that format, and "
-            "floating-point inputs are cast where the "
-            "model itself and its blocks are called.  Cast what forward makes (x.to(self.weight.dtype)), "
-            "call the model and not a part of "
-            f"it, or take precision = 'fp32' with torch.autocast in the loss"
+            "floating-point inputs are cast where the model itself and its blocks are called.  Cast what "
+            "forward makes (x.to(self.weight.dtype)), call the model and not a part of it, or take "
+            "precision = 'fp32' with torch.autocast in the loss"
         )
 
     def _in_the_engine(self, state: State, batch: Batch, number: int) -> PlainResult:
@@ -272,8 +270,8 @@ class Trial(PlainSide):
         furthest = max(parts, key=parts.__getitem__, default="")
         if plain.count != ours.count and plain.count == plain.count:  # a NaN count is an error of its own
             wrong = (
-                f"the count of a microbatch is {plain.count:g} in plain torch, and {ours.count:g} in "
-                "the engine"
+                f"the count of a microbatch is {plain.count:g} in plain torch, and {ours.count:g} in the "
+                "engine"
             )
         elif max(apart_, parts.get(furthest, 0.0)) > self.most:
             kept = replace(plain, grads={name: each.clone() for name, each in plain.grads.items()})
@@ -286,8 +284,8 @@ class Trial(PlainSide):
             elif over:
                 name = max(over, key=over.__getitem__)
                 wrong = (
-                    f"the gradient of {name!r} in the engine is {over[name]:.2g} of its norm away from "
-                    "that of plain torch"
+                    f"the gradient of {name!r} in the engine is {over[name]:.2g} of its norm away from that "
+                    "of plain torch"
                 )
             plain = kept
         if wrong and self._draws and not self.exact:  # torch draws other numbers in 16 bits
@@ -357,25 +355,21 @@ class Trial(PlainSide):
                         return _rounded(name, self.job)
             return (
                 f"precision = {self.job.precision!r} rounds weights, inputs of the model and of its blocks, "
-                "and what they compute.  Do "
-                "in float32 what is sensitive to that, first of all choices (argmax, top-k, routing), as "
-                "F.linear(x.float(), w.float()); "
-                "set casts_inputs = False on a model whose inputs must stay as they are; or set precision "
-                "= 'fp32'.  If that is not "
-                f"the reason, trial = false goes on without a trial"
+                "and what they compute.  Do in float32 what is sensitive to that, first of all choices "
+                "(argmax, top-k, routing), as F.linear(x.float(), w.float()); set casts_inputs = False on "
+                "a model whose inputs must stay as they are; or set precision = 'fp32'.  If that is not "
+                "the reason, trial = false goes on without a trial"
             )
         if name := changed(self._at_first, self._noted):
             return (
                 f"{name!r} is set by the first microbatch that a model computes, and the engine has begun "
-                "with other samples and weights; "
-                "let it depend on the shapes of samples alone, or set it in init_weights().  If that is "
-                "not the reason, trial = false "
-                f"goes on without a trial"
+                "with other samples and weights; let it depend on the shapes of samples alone, or set it "
+                "in init_weights().  If that is not the reason, trial = false goes on without a trial"
             )
         return (
             "the module does something that the engine does not do as torch does; the guide says what a "
-            "module may do (“Your own code”).  "
-            "If you know that the difference is right, trial = false goes on without a trial"
+            "module may do (“Your own code”).  If you know that the difference is right, trial = false goes "
+            "on without a trial"
         )
 
     def _same_values(
@@ -400,17 +394,14 @@ class Trial(PlainSide):
             if not apart_ <= UPDATED * moved_ + 1e-6 * float(theirs.float().norm()):
                 raise ModelError(
                     f"model = {self.job.model!r}: an update by optim.kind = {self.job.optim.kind!r} leaves "
-                    f"{name!r} at {apart_:.2g} from "
-                    f"where torch.optim leaves it, which has moved it by {moved_:.2g}; this is a fault of "
-                    "Elastic.  trial = false goes on "
-                    f"without a trial"
+                    f"{name!r} at {apart_:.2g} from where torch.optim leaves it, which has moved it by "
+                    f"{moved_:.2g}; this is a fault of Elastic.  trial = false goes on without a trial"
                 )
 
 
 def _rounded(name: str, job: Job) -> str:
     return (
         f"{name!r} of the batch is rounded to the format of precision = {job.precision!r} on its way into "
-        "the model (in bf16 999 becomes "
-        "1000).  Give it as a whole number, or set casts_inputs = False on the model and cast there what "
-        "layers need"
+        "the model (in bf16 999 becomes 1000).  Give it as a whole number, or set casts_inputs = False on "
+        "the model and cast there what layers need"
     )

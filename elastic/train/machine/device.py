@@ -180,8 +180,7 @@ def fitting_shard(job: Job, tensors: Sequence[Tensor], device: torch.device, too
     less = ", lower microbatch" + (", or set recompute to 'block'" if job.recompute != "block" else "")
     raise JobError(
         f"workers.max = {job.workers.max}: even if {most} of them share the state ({amount(need.state)}), "
-        "each needs "
-        f"{amount(need.of_a_member(most))} of device memory{comes}, and {amount(USABLE * memory)} can be "
-        "used here; raise "
-        f"workers.max or parallel.dp_shard{less if transient else ''}"
+        f"each needs {amount(need.of_a_member(most))} of device memory{comes}, and "
+        f"{amount(USABLE * memory)} can be used here; raise workers.max or "
+        f"parallel.dp_shard{less if transient else ''}"
     )

@@ -38,8 +38,8 @@ def choose(wanted: str, address: str, *, gpu: bool = False) -> None:
     if address:
         print(
             (
-                f"sockets use interface {interface() or 'that the libraries choose'}; other nodes reach this "
-                f"one at {address}"
+                f"sockets use interface {interface() or 'that the libraries choose'}; other nodes reach "
+                f"this one at {address}"
             ),
             flush=True,
         )
@@ -60,8 +60,7 @@ def check(wanted: str, *, gpu: bool) -> None:
     if wanted == "auto" and value and not (_nccl_finds if gpu else _gloo_finds)(value, there):
         raise JobError(
             f"the environment variable {SOCKETS[gpu]} = {value!r} names no network interface of this node, "
-            f"which has {', '.join(there)}; "
-            f"correct it, unset it, or set network.interface"
+            f"which has {', '.join(there)}; correct it, unset it, or set network.interface"
         )
 
 

@@ -49,8 +49,7 @@ def no_segment(free: int) -> str:
         return ""
     return (
         f"{FOLDER} has {amount(free)} left, and the counters of one worker take {amount(SEGMENT)} of it; "
-        f"make it larger ({LARGER}), "
-        "or remove what fills it"
+        f"make it larger ({LARGER}), or remove what fills it"
     )
 
 
@@ -60,8 +59,8 @@ def little_shared(free: int) -> str:
         return ""
     return (
         f"{FOLDER} has {amount(free)} left, less than the {amount(SHARED)} that NCCL is usually given to "
-        "share between the GPUs of a node: "
-        f"where it is full a process ends by SIGBUS, or a world does not form; make it larger ({LARGER})"
+        "share between the GPUs of a node: where it is full a process ends by SIGBUS, or a world does not "
+        f"form; make it larger ({LARGER})"
     )
 
 
@@ -73,9 +72,8 @@ def little_lockable(needed: int, limit: int) -> str:
         return ""
     return (
         f"this worker pins {amount(needed)} of host memory for copies, and RLIMIT_MEMLOCK is "
-        f"{amount(limit)}: InfiniBand's verbs "
-        "count pinned memory against that limit; for CUDA's driver this was not verified; raise it by "
-        f"{amount(needed - limit)} or "
-        f"more (`ulimit -l unlimited` before `ray start`; with docker --ulimit memlock=-1; "
-        f"on Kubernetes LimitMEMLOCK=infinity for the node's container runtime)"
+        f"{amount(limit)}: InfiniBand's verbs count pinned memory against that limit; for CUDA's driver "
+        f"this was not verified; raise it by {amount(needed - limit)} or more (`ulimit -l unlimited` before "
+        "`ray start`; with docker --ulimit memlock=-1; on Kubernetes LimitMEMLOCK=infinity for the node's "
+        "container runtime)"
     )

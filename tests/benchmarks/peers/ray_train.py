@@ -76,8 +76,8 @@ def save(model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int, ra
 
 class RayTrain:
     settings = (
-        f"{TUNED}, elastic_resize_monitor_interval_s = {RESIZE_S:g}, a checkpoint every "
-        f"{toy.SAVE_EVERY} steps"
+        f"{TUNED}, elastic_resize_monitor_interval_s = {RESIZE_S:g}, a checkpoint every {toy.SAVE_EVERY} "
+        "steps"
     )
 
     def __init__(self, folder: Path) -> None:

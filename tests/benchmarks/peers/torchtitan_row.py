@@ -108,8 +108,8 @@ def main() -> None:
     size = SIZES[known.size]
     if size.tied:
         parser.error(
-            f"--size {known.size} ties the output to the embedding, which TorchTitan 0.2.2's Llama "
-            "cannot: take an untied size"
+            f"--size {known.size} ties the output to the embedding, which TorchTitan 0.2.2's Llama cannot: "
+            "take an untied size"
         )
     init_logger()
     register_train_spec("ours", spec_of(size, known.seq))

@@ -184,7 +184,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("modules", nargs="*", metavar="MODULE", help=f"{', '.join(modules())} (default: all)")
     parser.add_argument(
-        "--sizes", default=",".join(map(str, SIZES)), help=("numbers of workers, with commas between them")
+        "--sizes", default=",".join(map(str, SIZES)), help="numbers of workers, with commas between them"
     )
     parser.add_argument("--limit", type=float, default=300.0, help="seconds for one module at one size")
     parser.add_argument("--table", action="store_true", help="print what is recorded")
@@ -201,12 +201,7 @@ def main() -> None:
     figures = {module: figures for module, (figures, _) in recorded().items()}
     if known.table:
         return print(table(figures))
-    try:
-        draw(figures, RESULTS / "scale.png")
-    except ModuleNotFoundError as error:
-        print(
-            f"no picture: {error}; `pip install matplotlib`, and run this again with any module", flush=True
-        )
+    draw(figures, RESULTS / "scale.png")
 
 
 if __name__ == "__main__":

@@ -41,8 +41,10 @@ from storage.objects import ObjectStore
 if TYPE_CHECKING:
     from actors.objects import UsersCode
 
-POLL_S = 0.2
-"""Seconds between two looks at the result of an attempt, or at requests to stop the run."""
+POLL_S = 0.5
+"""Seconds between two looks at the result of an attempt, each of which asks the bucket while a spare
+validates, or at requests to stop the run.
+"""
 AGAIN_S = 5.0
 """Seconds until the bucket, or Ray, is asked again after it did not answer."""
 FIRST_S, LONGEST_S = 0.5, 60.0

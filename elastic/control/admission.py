@@ -29,8 +29,8 @@ from elastic.protocol.events import (
 )
 
 ANY_NODE = NodeId("")
-"""Stands for all nodes in ``Cluster.replaced``: a world did not form, as a member says that has been in
-worlds before.
+"""Stands for all nodes in ``Cluster.replaced`` if a member of earlier worlds reports that a world did not
+form.
 """
 OfAGeneration = Here | Ready | StepDone | Ends | Renewed | Broken | Fenced
 
@@ -224,11 +224,11 @@ def note(decision: Decision, node: NodeId, occasion: int) -> None:
 def replaced(
     decision: Decision, node: NodeId, workers: tuple[WorkerId, ...], why: str, generation: int = 0
 ) -> None:
-    """Says that ``workers`` are replaced by new processes because of how theirs are set up; the second time
+    """Reports that new processes replace ``workers``, whose processes are set up wrongly; the second time,
     their node is refused.
 
-    All that happens in one ``generation`` counts once; so do, if no world had to form for it, all workers
-    that were asked for before the first of them was replaced.
+    All replacements in one ``generation`` count once.  Replacements found before any world formed
+    (``generation`` 0) also count once, for all workers that were asked for before the first replacement.
     """
     rounds = [-each for known, each in decision.run.cluster.replaced if known == node and each < 0]
     if not generation and rounds and membership.number_of(workers[0]) < max(rounds):
@@ -267,7 +267,7 @@ def refuse_node(
             "cluster", refused={**run.cluster.refused, node: Refusal(why, decision.now, shared, by_job)}
         )
         refused = f"node {node[:8]} is refused"
-        # a fault of the job comes first: it is not the node's
+        # a fault of the job is named first, since the node is not to blame
         decision.say(f"{why}; {refused}" if by_job else f"{refused}: {why}")
     decision.know("cluster", slots=0)
     decision.know("members", start_after=decision.now + decision.rules.grow_debounce_s)

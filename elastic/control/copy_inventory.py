@@ -1,21 +1,19 @@
 """Copies in host memory: which keepers hold what, which node is whose buddy, and when the lack of copies is
 reported.
 
-While a world steps its copies are overwritten all the time.  So keepers are asked what they hold only once
-nothing is written any more:
-together with the fence, for a dead member has left its copies as they are and a fenced one begins none.  The
-next world waits for an answer only if something depends on it: the survivors do not hold the newest committed
-step completely.
+While a world steps, its copies are overwritten all the time.  So the keepers are asked for their copies
+together with the fence: nothing is written then, since a fenced or dead member begins no copy.  The next
+world waits for the answers only if the survivors do not hold the newest committed step completely, or if no
+member is left to report the last commits.
 
-A copy is proof, too: a version is copied after its commit.  Where every member of a world died without a
-word, its copies say how far it came.  Where one has answered, its word is newer than any step that the others
-could have finished without it.
+A copy also proves a commit, because a version is copied after its commit.  If every member of a world died
+without an answer, the copies tell the last commit.  If one member has answered, its answer covers every step
+that the other members could have finished without it.
 
-The buddy of a node is the node that holds its copies too.  It is another node of the same zone, for traffic
-between zones is slow and paid for; with ``cross_zone`` it is in another zone, if there is one.  Pairs stay as
-they are if they can, since a new buddy begins with nothing. Otherwise the node with the least to hold is
-chosen, and of equals the next one round the ring, so that no two nodes are each other's only hope unless
-there are only two.
+The buddy of a node is a second node that holds its copies.  It is in the same zone, since traffic between
+zones is slow and paid for; with ``cross_zone`` it is in another zone, if there is one.  Pairs stay if they
+can, since a new buddy begins with nothing. Otherwise the buddy is the next node round the ring that holds
+less than its fair share.
 """
 
 from __future__ import annotations
@@ -46,8 +44,8 @@ OVERDUE = 10
 
 
 def ask(decision: Decision) -> None:
-    """Asks all keepers, perhaps again; copies that they have listed for this generation count until they
-    answer otherwise.
+    """Asks all keepers which copies they hold.  Copies that a keeper has already listed for this generation
+    count until its new answer.
     """
     run, copies = decision.run, decision.run.copies
     said = any(isinstance(action, ListCopies) for action in decision.actions)
@@ -64,8 +62,8 @@ def ask(decision: Decision) -> None:
 
 
 def ask_again(decision: Decision, node: NodeId) -> None:
-    """Asks a keeper that has come up while the others are being asked: it finds the copies of its living
-    workers again.
+    """Asks a keeper that comes up while the other keepers are being asked: a restarted keeper finds the
+    copies of its living workers again.
     """
     run = decision.run
     if run.copies.asked == run.generation > 0 and isinstance(run.state, Waiting | Stopping):
@@ -85,15 +83,15 @@ def kept(decision: Decision, event: Kept) -> None:
 
 
 def unreadable(decision: Decision, node: NodeId) -> None:
-    """Notes that a member could not read a copy of this keeper: whatever it says, nothing is taken from it
-    before another commit.
+    """Notes that a member could not read a copy of this keeper.  None of the keeper's copies counts before
+    the next commit.
     """
     decision.know("copies", unreadable=(*decision.run.copies.unreadable, node))
 
 
 def listed(run: RunState) -> list[Holding]:
-    """Returns the copies that count: of versions on the lineage, or of later ones of a world of which nobody
-    can say more.
+    """Returns the copies that count: those of versions on the lineage, and later ones of a world of which no
+    member is left to report commits.
     """
     copies = run.copies
     if copies.asked != run.generation:
@@ -110,7 +108,7 @@ def _counts(run: RunState, version: Version) -> bool:
 
 
 def line_of(run: RunState, version: Version) -> lineage.Lineage:
-    """Returns the lineage up to ``version``, which may be later than any commit that was told."""
+    """Returns the lineage up to ``version``, which may be later than any reported commit."""
     line = run.history.lineage
     return lineage.cut(line, version) if run.history.contains(version) else lineage.extended(line, version)
 
@@ -133,8 +131,8 @@ def awaited(decision: Decision, plan: Plan) -> tuple[NodeId, ...]:
 
 
 def complete_before(run: RunState, version: Version) -> tuple[Version | None, Version | None]:
-    """Returns what was last known to be complete in host memory and at the buddies, unless it was given up
-    for ``version``.
+    """Returns the newest versions known to be complete in host memory and at the buddies; None instead of a
+    version after ``version``, which is given up.
     """
     copies = run.copies
     known = (copies.copied or copies.protected[0], copies.buddied or copies.protected[1])
@@ -146,9 +144,9 @@ def complete_before(run: RunState, version: Version) -> tuple[Version | None, Ve
 
 
 def committed(decision: Decision, outcome: Outcome, before: RunState) -> None:
-    """Takes note of what is now complete everywhere; ``before`` is the run before this commit.
+    """Notes the versions whose copies are now complete; ``before`` is the run before this commit.
 
-    Once that is newer than what the generation began from, nothing older is needed.
+    Once a version of this generation is complete, keepers may free older copies.
     """
     run, plan = decision.run, decision.plan
     if not plan.copy_every:
@@ -176,7 +174,9 @@ def committed(decision: Decision, outcome: Outcome, before: RunState) -> None:
 
 
 def _safe(plan: Plan, copied: Version | None, buddied: Version | None) -> Version | None:
-    """Returns the newest version of this generation that is complete wherever it is to be."""
+    """Returns the newest complete version, at the buddies if there are any, if it is of this generation; None
+    otherwise.
+    """
     version = buddied if plan.buddy_every else copied
     return version if version is not None and version.generation == plan.generation else None
 
@@ -202,7 +202,7 @@ def unbuddied_since(run: RunState) -> int | None:
 
 
 def _overdue(run: RunState) -> bool:
-    """Returns whether so many copies are overdue that something must be wrong."""
+    """Returns whether :data:`OVERDUE` copies in host memory are overdue."""
     return (
         run.plan is not None
         and bool(run.plan.copy_every)
@@ -211,7 +211,7 @@ def _overdue(run: RunState) -> bool:
 
 
 def _overdue_at_buddies(run: RunState) -> bool:
-    """Returns whether so many copies are overdue at the buddies that something must be wrong."""
+    """Returns whether :data:`OVERDUE` copies at the buddies are overdue."""
     return (
         run.plan is not None
         and bool(run.plan.buddy_every)
@@ -248,8 +248,8 @@ def paces(run: RunState) -> tuple[int, int]:
 
 
 def buddies_of(run: RunState, rules: Rules, nodes: Sequence[NodeId]) -> dict[NodeId, NodeId]:
-    """Returns the buddy of each node in ``nodes``, without those that can have none.  A node is listed once
-    for each of its workers.
+    """Returns the buddy of each node in ``nodes``, which names a node once for each of its workers.  A node
+    that can have no buddy is left out.
     """
     hosts = run.copies.hosts
     zones = {node: hosts[node].zone if node in hosts else "" for node in run.cluster.keepers}
@@ -257,10 +257,10 @@ def buddies_of(run: RunState, rules: Rules, nodes: Sequence[NodeId]) -> dict[Nod
 
 
 def pair(decision: Decision, plan: Plan) -> None:
-    """Gives each member's node a buddy, the same as before where nothing speaks against it.
+    """Gives each member's node a buddy, and keeps the earlier one where possible.
 
-    It is said again whenever a keeper comes or goes: a new keeper does not know its buddy, and the address of
-    an old one may have changed.
+    Keepers are told again whenever a keeper comes or goes: a new keeper does not know its buddy, and the
+    address of an old keeper may have changed.
     """
     hosts = decision.run.copies.hosts
     if not decision.rules.buddy_every:
@@ -337,10 +337,10 @@ def _rings(zones: Mapping[NodeId, str], cross_zone: bool) -> dict[str, list[Node
 def _next(
     node: NodeId, ring: list[NodeId], skips: dict[int, int], load: Mapping[NodeId, int], fair: int
 ) -> NodeId | None:
-    """Returns the first node on the ring after ``node`` that does not have its share yet, or simply the
-    first.
+    """Returns the first node on the ring after ``node`` whose load is below ``fair``, or else the first node
+    after ``node``; None without another node.
 
-    ``skips`` remembers for nodes that have their share where to go on.
+    ``skips`` maps the position of a node with a full share to the distance at which the search goes on.
     """
     if ring in ([], [node]):
         return None

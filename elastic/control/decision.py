@@ -33,18 +33,19 @@ class Transition:
     """
     durable: bool = False
     """True if the decision begins a generation or lets it step, settles the outcome of a step, names workers,
-    declares a checkpoint valid, takes over from another coordinator, or ends the run.
+    declares a checkpoint valid, gives up a save or a checkpoint, fixes the last step, takes over from another
+    coordinator, or ends the run.
     """
     taken: tuple[Fact, ...] = ()
-    """The event, or those of its parts that were not refused."""
+    """The facts of the event that were not refused."""
 
 
 class Decision:
     """A decision that is being worked out.  It is private to one call; only its result leaves the call."""
 
     def __init__(self, run: RunState, now: float, rules: Rules, heard_until: float) -> None:
-        """Everything that arrived before ``heard_until`` has been handled.  It is earlier than ``now`` while
-        events wait.
+        """Everything that arrived before ``heard_until`` has been handled.  ``heard_until`` is earlier than
+        ``now`` while events wait.
         """
         self.run, self.now, self.rules, self.heard_until = run, now, rules, min(heard_until, now)
         self.actions: list[Action] = []
@@ -74,15 +75,16 @@ class Decision:
         self.know("state", **changes)
 
     def open(self, part: str, name: str) -> dict[Any, Any]:
-        """Returns the dictionary ``name`` of the run's value ``part`` as one that may be changed: a copy that
-        this decision has made.
+        """Returns the dictionary ``name`` of the run's value ``part`` as a copy that this decision may
+        change.
 
-        A decision about a hundred messages so copies a dictionary of ten thousand workers once.
+        The copy is made once in a decision, so a hundred messages copy a dictionary of ten thousand workers
+        once.
         """
         there: dict[Any, Any] = getattr(getattr(self.run, part), name)
         if self._opened.get((part, name)) is not there:
             there = self._opened[part, name] = dict(there)
-        # each time: what is derived from the value is kept by its identity (``seating.py``)
+        # replaces the part each time, since ``seating.py`` caches by its identity
         self.know(part, **{name: there})
         return there
 

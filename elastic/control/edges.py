@@ -87,7 +87,7 @@ def form(decision: Decision) -> None:
 
 
 def missing(decision: Decision, plan: Plan | None) -> str:
-    """Returns what is missing for ``plan``, the best one that there is, to be formed now; "" if nothing is."""
+    """Returns what is missing before ``plan``, the best plan at present, can be formed; "" if nothing is."""
     if plan is None:
         return _shortage(decision)
     if keepers := copy_inventory.awaited(decision, plan):
@@ -108,7 +108,7 @@ def _wait(decision: Decision, why: str) -> None:
 def _take_up(decision: Decision, plan: Plan) -> None:
     """Continues the history from the plan's version, and gives up the steps after it with their saves."""
     run, line = decision.run, decision.run.history.lineage
-    # by copies alone: the version is later than every commit that was reported
+    # only copies prove this version: it is later than every reported commit
     proven = not lineage.contains(line, plan.version)
     decision.know(
         generation=plan.generation,
@@ -164,11 +164,11 @@ def _shortage(decision: Decision) -> str:
 
 
 def go(decision: Decision, plan: Plan) -> None:
-    """Lets the members step, because all of them have the plan's version.  What each holds from now on is
-    known from its answer to a fence.
+    """Lets the members step, because all of them have the plan's version.  Their noted holdings are cleared:
+    only an answer to a fence tells what a stepping member holds.
     """
     membership.hold(decision, {worker: () for worker in plan.members})
-    # as it is when a world grows
+    # only a forming that reads no bucket, since growth reads none
     if isinstance(decision.run.state, Forming) and plan.tier in ("live", "host"):
         took_s = decision.now - min(
             decision.run.state.since, decision.run.state.deadline - decision.rules.form_s
@@ -189,8 +189,8 @@ def go(decision: Decision, plan: Plan) -> None:
 
 
 def is_done(run: RunState, plan: Plan, rules: Rules) -> bool:
-    """Returns whether the world of ``plan`` makes no more steps: it knew the last one, or the loops of all
-    members have ended the run.
+    """Returns whether the world of ``plan`` makes no more steps: its last step is committed, or the loops of
+    all members have ended the run.
     """
     return run.step >= (plan.ends or rules.target_step) or (
         run.left is not None and 0 < run.enough <= run.step and {*plan.members} <= {*run.left}
@@ -198,10 +198,10 @@ def is_done(run: RunState, plan: Plan, rules: Rules) -> bool:
 
 
 def finish(decision: Decision, plan: Plan) -> None:
-    """Enters ``Finishing``: the last step is committed, and only its checkpoint is missing.  A loop that ends
-    the run has begun its save.
+    """Enters ``Finishing``: the last step is committed, and only its checkpoint is missing.  If a loop has
+    ended the run early and the last step has no save yet, its save begins here.
 
-    A bucket that refuses an earlier save already is waited for from now on.
+    If the bucket already refuses an earlier save, the time to wait for it counts from now.
     """
     run = decision.run
     if (
@@ -263,7 +263,7 @@ def stop_unread(decision: Decision, plan: Plan) -> None:
     decision.know("members", seats=plan.members)
     decision.know("watch", lease_until=decision.now + decision.rules.lease_over_s)
     if isinstance(run.state, Stopping):
-        decision.know(state=state)  # the later generation replaces the other
+        decision.know(state=state)  # the stop of the later generation replaces the present one
     else:
         enter(decision, state)
     decision.do(Fence(plan.generation, pending))

@@ -42,8 +42,8 @@ def _is_validated(decision: Decision) -> bool:
 
 
 def _is_validating(decision: Decision, state: Finishing) -> bool:
-    """Returns whether the validation after the last step may still be told: by the world that committed the
-    step, while it moves.
+    """Returns whether the validation after the last step may still arrive: the world that committed the step
+    is complete and moves.
     """
     run, plan, last = decision.run, state.plan, decision.run.history.last
     if (
@@ -53,7 +53,7 @@ def _is_validating(decision: Decision, state: Finishing) -> bool:
     ):
         return False
     if run.step < (plan.ends or decision.rules.target_step) and (last is None or last.boundary != ENDS):
-        return False  # the loops were left behind it, and no member knew of the others
+        return False  # each loop was left by itself, with no common end at which to validate
     return (
         all(member in run.workers for member in plan.members)
         and stopping.stands_still(decision, plan) is None

@@ -2,9 +2,9 @@
 
 Growth costs the world a pause.  When the newcomers' node leaves again, it costs another pause and the step
 that breaks.  Growth brings the newcomers' share of the work while they stay.  The run learns from its own
-nodes how long that is: a machine that comes and goes is recognised by its host name, and waits as a spare
-until it has stayed long enough.  Survivors never wait: a world that must be formed anew takes all workers
-that are there.
+nodes how long newcomers stay: a machine that comes and goes is recognised by its host name, and waits as a
+spare until it has stayed long enough.  Survivors never wait: a world that must be formed anew takes all
+workers that are there.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def expects_more(run: RunState, there: Sequence[WorkerId], now: float, rules: Ru
 def after_leaving(stays: Mapping[str, float], host: str, stayed_s: float) -> dict[str, float]:
     """Returns the expected stay of each host in seconds, after ``host`` has left.
 
-    For ``host`` it is the geometric mean of what was expected before and of the stay that was seen now.
+    For ``host`` it is the geometric mean of the stay expected before and the stay observed now.
     """
     before = stays.get(host, UNKNOWN_S)
     after = {each: stay_s for each, stay_s in stays.items() if each != host}

@@ -13,9 +13,9 @@ from typing import Any
 from elastic.protocol.events import Beat, Event, Said, Together
 
 MANY, BEATS, AT_ONCE = 8, 64, 128
-"""Number of workers' messages, and of beats, in line from which on they are taken together, and the most that
-are taken.  A decision about many costs little more than one about a single message; where few speak, a record
-for each of them is easier to read.
+"""Events are taken together from ``MANY`` workers' messages or ``BEATS`` beats in line on, and at most
+``AT_ONCE`` of them.  A decision about many messages costs little more than one about a single message; of a
+few messages, each gets a record, which is easier to read.
 """
 
 
@@ -41,9 +41,9 @@ class Inbox:
             self._there.notify()
 
     def take(self, timeout_s: float) -> tuple[Event, Any] | None:
-        """Returns the oldest event and what came with it; None if none arrives within ``timeout_s``.
+        """Returns the oldest event and its shard; None if none arrives within ``timeout_s``.
 
-        If many workers have said something, or many keepers' hearts beat, it returns that as one event.
+        Many messages of workers, or many beats of keepers, are returned as one :class:`Together`.
         """
         with self._there:
             if not self._there.wait_for(lambda: self._waiting, timeout_s):
@@ -68,8 +68,8 @@ class Inbox:
             return not self._waiting
 
     def heard_until(self) -> tuple[float, float]:
-        """Returns the time, and the time before which nothing has arrived that still waits: the same, if
-        nothing waits.
+        """Returns the present time, and the arrival time of the oldest event that waits; the present time
+        twice if none waits.
         """
         with self._there:
             now = self._clock()

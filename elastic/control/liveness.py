@@ -8,8 +8,8 @@ have.  Then the culprit is the one whose process the kernel calls stopped, or el
 data: it is the only one that does not wait in a collective.  If that does not help either, the fence does: a
 stopped process does not answer it, and a hanging one does not follow the next plan.
 
-How long standing still is normal, the last steps tell: their time outlives the world.  Before the first step
-of a run nothing is known, and the first microbatch may also compile, so a world of which all members are
+The last steps tell how long standing still is normal, and their time outlives the world.  Before the first
+step of a run nothing is known, and the first microbatch may also compile, so a world of which all members are
 heard may stand still five times as long.  Only a stopped process is blamed sooner.
 
 A node whose keeper falls silent is another matter: a dead node looks the same as one that is cut off, and its
@@ -63,8 +63,8 @@ class Heard:
 
 @dataclass(frozen=True)
 class Start:
-    """A worker that is being started was heard at the time ``at``; it had got further, and did what ``doing``
-    says.
+    """The last report of a worker that is slow to start: its time ``at``, and in ``doing`` what the worker
+    did then.
     """
 
     at: float
@@ -82,13 +82,13 @@ class Watch:
     """Recent time of a step: one half is the last step's time, a quarter that of the step before, and so on.
     0 means that none is known.
 
-    One step counts as at most twice, and at least half, of what is known: it may have hung, or its report may
-    have come late.
+    A new step counts as at most twice, and at least half, of the known time: it may have hung, or its report
+    may have come late.
     """
     counters: dict[NodeId, dict[WorkerId, Seen]] = field(default_factory=dict)
     """The counters of the members on each node, so that a beat costs as much as its own members."""
     seen: dict[WorkerId, Seen] = field(default_factory=dict)
-    """The counters of the members in journals of older versions, which knew no nodes here."""
+    """The counters of the members in journals of older versions, which did not group them by node."""
     beats: dict[NodeId, Heard] = field(default_factory=dict)
     """The keepers that were heard since they came up and since this coordinator began."""
     lease_until: float = 0.0
@@ -100,7 +100,7 @@ class Watch:
     reform_s: float = 0.0
     """Recent time in seconds from a plan to ``Go``: an average in which the last one counts one half."""
     starts: dict[WorkerId, Start] = field(default_factory=dict)
-    """The workers that are slow to start: what each has told last."""
+    """The last report of each worker that is slow to start."""
 
 
 @dataclass(frozen=True)
@@ -135,13 +135,13 @@ def seen_of(watch: Watch) -> dict[WorkerId, Seen]:
 
 
 def heard(watch: Watch, node: NodeId, now: float, silence_s: float) -> Heard:
-    """Returns since when the node's keeper is heard, after a beat of it."""
+    """Returns the beats of the node's keeper, with a new one at ``now``."""
     before = watch.beats.get(node)
     return Heard(before.since if before is not None and now - before.at <= silence_s / 2 else now, now)
 
 
 def forgotten(watch: Watch, node: NodeId) -> Watch:
-    """Returns the watch without the node, whose keeper is gone: that does not count as silence."""
+    """Returns the watch without ``node``: a keeper that is gone does not count as silent."""
     return replace(watch, beats={each: beats for each, beats in watch.beats.items() if each != node})
 
 
@@ -185,7 +185,7 @@ def stepped(watch: Watch, now: float, *, whole: bool = True) -> Watch:
 
 
 def begun(watch: Watch, now: float) -> Watch:
-    """Returns the watch when a world begins to step: the time of a step is still known."""
+    """Returns the watch when a world begins to step; it keeps the known time of a step."""
     return evolve(watch, moved_at=now, stepped_at=now, counters={}, seen={})
 
 

@@ -240,7 +240,7 @@ def _renewed(decision: Decision, event: Renewed) -> None:
 
 def _beat(decision: Decision, event: Beat) -> None:
     run, now, watch = decision.run, decision.now, decision.run.watch
-    # the first is faster, and nearly always enough
+    # the first test is faster, and nearly always true
     if event.node in run.copies.hosts or event.node in run.cluster.keepers:
         decision.open("watch", "beats")[event.node] = heard(watch, event.node, now, decision.rules.silence_s)
     plan = run.plan

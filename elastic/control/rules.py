@@ -14,17 +14,17 @@ SLOWEST = 1.05
 @dataclass(frozen=True)
 class WatchRule:
     """The limits by which gradients and the loss are judged (``health.py``, ``skips.py``).  A record is a
-    commit that tells layers.
+    commit with the gradient norms of layers.
     """
 
     patience: int = 5
-    """Number of records in a row for which a gradient must be zero, or vanish, until that is said."""
+    """Number of records in a row for which a gradient must be zero, or vanish, before a warning."""
     vanishing: float = 1e-6
     """A gradient with a norm below this part of the largest layer's vanishes; 0 means that none does."""
     exploding: float = 100.0
     """A gradient with a norm above this multiple of its usual norm explodes; 0 means that none does."""
     stationary: int = 200
-    """Number of records over which the loss must fall, or else that is said; 0 means never."""
+    """Number of records over which the loss must fall to avoid a warning; 0 means no warning."""
     max_skipped: int = 20
     """Number of steps skipped in a row after which the run fails; 0 means never."""
 
@@ -56,7 +56,7 @@ class Rules:
     """Time without a beat of a node's keeper after which a world that stands still is stopped, if other nodes
     are heard.
 
-    After half of this time more, members there that have not answered the fence are expelled.
+    After 1.5 times this time, members of the silent node that have not answered the fence are expelled.
     """
     lease_s: float = 120.0
     """Time for which a member that hears no coordinator may go on."""
@@ -81,14 +81,13 @@ class Rules:
     cross_zone: bool = False
     """True if buddies are in other zones; False if they are in the same one."""
     validates_last: bool = False
-    """True if the state after the last step is validated, so that its world is left the time for that."""
+    """True if the state after the last step is validated, so that the last world gets the time for it."""
     patience: int = 0
-    """Number of validations in a row without a better one that end the run; 0 means that none do."""
+    """Number of validations in a row without a better loss after which the run ends; 0 means never."""
     min_delta: float = 0.0
-    """The difference by which a loss must be smaller than the best one so far to be better, for ``patience``.
-    """
+    """A loss counts as better for ``patience`` only if it is lower than the best loss by more than this."""
     reproducible: bool = True
-    """True if only workers of one kind may be members, because other kinds do not give equal bits."""
+    """True if only workers of one kind may be members, because different kinds do not give equal bits."""
 
     watch: WatchRule = WatchRule()
     keep: Keep = field(default_factory=Keep)
@@ -96,8 +95,8 @@ class Rules:
 
     @property
     def leave_s(self) -> float:
-        """Time from the first member that takes a plan until a member that has not is expelled: it cannot
-        leave its old world.
+        """Time after the first member takes a plan until members that have not taken it are expelled: they
+        cannot leave their old world.
         """
         return min(2 * self.fence_s, self.form_s)
 

@@ -36,7 +36,7 @@ are missing.
 """
 
 SAYS = (": its library says: ", "; the library says: ", "(setup: ")
-"""Parts of the cause of a stop by which it is known that the words of a library are in it."""
+"""Parts of the cause of a stop that show that it already has a library's message."""
 
 # ---- why a world stops
 
@@ -64,7 +64,7 @@ def broken(decision: Decision, event: Broken) -> None:
         _note_failure(decision, event) if event.cause in ("job", "device", "replicas") or blamed == () else ""
     )
     if event.cause == "replicas":
-        job_error = event.detail  # whoever went on would choose one of them
+        job_error = event.detail  # to go on would mean to choose one replica
     what = event.signature if event.cause == "device" else event.detail.strip().rpartition("\n")[2]
     if event.cause == "device":
         membership.unfit(decision, event.worker, what)
@@ -85,13 +85,13 @@ def broken(decision: Decision, event: Broken) -> None:
 
 
 def _blamed(decision: Decision, event: Broken) -> tuple[WorkerId, ...] | None:
-    """Returns the members to replace, since a library forms no world with them as their processes are set up;
-    () if none is new.
+    """Returns the members to replace because the communication library forms no world with their processes;
+    () if no member is new.
 
-    A newcomer, which holds no state, answers for itself.  Other members formed worlds before, so they stay,
-    whatever NCCL tells them of newcomers, and their word counts against all newcomers.  It returns None after
-    a death, when nobody is to blame, and once such members have spoken: hundreds say the same, and each would
-    be compared with all.
+    A newcomer, which holds no state, is replaced on its own report.  Older members formed worlds before, so
+    they stay, and their report counts against all newcomers.  Returns None after a death, since then nobody
+    is to blame, and once older members have reported: hundreds report the same, and each report would be
+    compared with all members.
     """
     run, state, generation = decision.run, decision.run.state, event.generation
     if isinstance(state, Stopping) and (state.lost or state.expelled):
@@ -107,8 +107,8 @@ def _blamed(decision: Decision, event: Broken) -> tuple[WorkerId, ...] | None:
 
 
 def _replace(decision: Decision, event: Broken, newcomers: tuple[WorkerId, ...], what: str) -> None:
-    """Replaces ``newcomers``.  It counts against their node if it is one, since it is not known which of
-    several is to blame.
+    """Replaces ``newcomers``.  The replacement counts against their node if all are on one; of several nodes,
+    it is not known which is to blame.
     """
     workers = decision.run.workers
     if event.worker not in newcomers:
@@ -122,11 +122,11 @@ def _replace(decision: Decision, event: Broken, newcomers: tuple[WorkerId, ...],
 
 
 def _told(decision: Decision, event: Broken, what: str) -> str:
-    """Returns the sentence about a member that stands still: because of another one, or of an error, which
-    others may have had before.
+    """Returns the sentence about a member that stands still because of another member, or of an error that
+    other members may have had before.
 
-    The words of a library are told once for each world, since hundreds of members may say them, and after a
-    death not at all.
+    A library's message is told once for each world, since hundreds of members may report it, and not at all
+    after a death.
     """
     state, worker = decision.run.state, event.worker
     if isinstance(state, Stopping) and event.cause in ("peer", "setup"):
@@ -245,16 +245,16 @@ def fenced(decision: Decision, event: Fenced) -> None:
     state = decision.run.state
     if isinstance(state, Finishing):
         return
-    # it may have gone on since; asked again, it answers again
+    # an answer to an earlier coordinator: the worker may have gone on since, and answers again
     if event.heeds is not None and event.heeds < decision.run.incarnation:
         return commits.all_committed(decision, event.outcomes)
     if isinstance(state, Forming | Running):
         edges.stop(decision, f"{event.worker} takes no more part")
         return fenced(decision, event)
     assert isinstance(state, Stopping)
-    if event.generation < state.plan.generation:  # it was left out of this generation
+    if event.generation < state.plan.generation:  # this generation left the worker out
         return membership.hold(decision, {event.worker: event.held})
-    # it died while its answer was on the way: what it saw counts, what it held is gone
+    # the worker died after it answered: its commits count, its state is gone
     if event.worker not in decision.run.workers:
         return commits.all_committed(decision, event.outcomes)
     if event.worker not in state.pending:
@@ -288,8 +288,8 @@ def go_on(decision: Decision, state: Stopping) -> None:
 
 
 def _knows_more(run: RunState, state: Stopping) -> WorkerId | None:
-    """Returns a living member that has seen a commit which nobody has brought, because the members that bring
-    them are gone.
+    """Returns a living member that has seen a commit that no answer has brought, because the members whose
+    answers bring commits are gone; None without one.
     """
     history, generation = run.history, state.plan.generation
     known = max((each.seen.step for each in state.answers if each.seen and each.whole), default=0)
@@ -305,8 +305,8 @@ def _knows_more(run: RunState, state: Stopping) -> WorkerId | None:
 
 
 def ask_again(decision: Decision, state: Stopping, worker: WorkerId, *, whole: bool = False) -> None:
-    """Asks a member again that has answered already: it may have applied the prepared step since, or it has
-    seen more than is known.
+    """Fences again a member that has answered already: it may have applied the prepared step since, or it has
+    seen commits that the coordinator lacks.
     """
     answers = tuple(answer for answer in state.answers if answer.worker != worker)
     if answers != state.answers:
@@ -410,8 +410,8 @@ def _settle(decision: Decision, state: Stopping) -> None:
 
 
 def _as_far_as_another(run: RunState, generation: int) -> bool:
-    """Returns whether ``generation`` only repeated what was given up: it got no further than the generation
-    that committed it first.
+    """Returns whether ``generation`` only repeated steps that were given up: it reached the furthest step of
+    the run, which another generation committed first.
     """
     return run.step >= run.history.furthest.step and run.history.furthest.generation != generation
 

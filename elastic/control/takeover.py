@@ -45,7 +45,9 @@ gives up.
 STOOD_S = 1.0
 """Delay in seconds above which deadlines are moved; a shorter one makes no difference to them."""
 UNREAD = 100
-"""Gap in ids skipped at takeover, larger than the number that any unobserved coordinator can use."""
+"""Number of ids skipped for each earlier coordinator if journals may be unread; no such coordinator uses
+more.
+"""
 
 
 def recovered(decision: Decision, event: Recovered) -> None:
@@ -55,7 +57,7 @@ def recovered(decision: Decision, event: Recovered) -> None:
     decision.know(incarnation=event.incarnation)
     decision.know("takeover", startups=run.takeover.startups + 1)
     decision.know("cluster", slots=0)
-    decision.know("copies", alone=())  # the story begins anew
+    decision.know("copies", alone=())  # nodes without a buddy are reported anew
     decision.durable = True
     decision.say(f"coordinator {event.incarnation} takes over at step {run.step}")
     _forgive_the_silence(decision)
@@ -153,7 +155,7 @@ def _forget_who_is_gone(decision: Decision, event: Recovered) -> None:
     """Removes workers and keepers that do not exist any more, and kills workers that the journal does not
     know.
 
-    The decisions to start or expel the latter were never recorded, or not yet performed.
+    The decision to start or expel such a worker was never recorded, or was not performed yet.
     """
     run = decision.run
     found = frozenset(event.workers)
@@ -183,8 +185,8 @@ def _forget_who_is_gone(decision: Decision, event: Recovered) -> None:
 
 
 def _expect_the_unread(decision: Decision) -> None:
-    """Prepares for coordinators that went on out of reach: no world runs beside theirs, and none gets a
-    number that they may have used.
+    """Prepares for unreachable coordinators that may still act: no world runs beside their worlds, and none
+    gets a number that they may have used.
     """
     run = decision.run
     # ``UNREAD`` ids for each coordinator, because earlier ones may have missed as many
@@ -201,8 +203,8 @@ def _expect_the_unread(decision: Decision) -> None:
 
 
 def _settle_again(decision: Decision, there: Collection[WorkerId]) -> None:
-    """Repeats the latest settlement before anything else: a member's answer about a later generation includes
-    what it applies because of it.
+    """Repeats the latest settlement before anything else: a member's answer about a later generation must
+    include the step that the member applies because of this settlement.
     """
     settled = decision.run.history.settled
     if settled is not None and (members := tuple(each for each in settled.members if each in there)):
@@ -240,11 +242,11 @@ def attached(decision: Decision, event: Attached) -> None:
         edges.go(decision, plan)
     elif decision.now < run.takeover.blind_until and isinstance(run.state, Stopping):
         if plan.generation == run.generation and event.worker in run.state.pending:
-            # who is within reach only now has not been asked yet
+            # a worker within reach only now has not been asked yet
             decision.do(Fence(plan.generation, (event.worker,)))
         elif plan.generation == run.generation:
             stopping.ask_again(decision, run.state, event.worker)
-        # a later generation left it out, perhaps before it was fenced
+        # a later generation left the worker out, perhaps unfenced
         elif event.worker not in run.state.plan.ranks:
             decision.do(Fence(plan.generation, (event.worker,)))
 

@@ -1,7 +1,7 @@
 """Commits: decides which steps count, while a world steps and when it breaks.
 
 A member that has seen a commit is proof of it, whoever else died.  World rank 0 reports each commit, and an
-answer to the fence brings those that may not have been reported.
+answer to the fence brings the commits that may not have been reported.
 
 The all-gather of commit records may have completed on any subset of the members when a world breaks.  A
 member that saw it complete is evidence that the step is committed.  Then every member whose gradients are
@@ -39,8 +39,8 @@ from elastic.protocol.events import Ends, Evaluated, StepDone
 from elastic.protocol.plan import Plan
 
 LEFT, ASKED = "the loop was left", "the loop asks for it"
-"""The reasons for which a loop ends a run that says none; the second one until the reason comes, which may
-have been lost.
+"""The reasons recorded for a loop that ends the run without telling one; ``ASKED`` stands until the loop's
+own reason comes, which may be lost.
 """
 
 # ---- commits that are told
@@ -59,8 +59,8 @@ def step_done(decision: Decision, event: StepDone) -> None:
 
 
 def _complete_the_quarantine(decision: Decision, event: StepDone) -> None:
-    """Takes note of the samples in quarantine that nobody has told this coordinator of: an earlier one was,
-    or an earlier run.
+    """Takes note of the samples in quarantine of which only an earlier coordinator, or an earlier run, was
+    told.
     """
     skips = decision.run.skips.completed(event.quarantined, event.quarantined_by)
     if more := len(skips.quarantined) - len(decision.run.skips.quarantined):
@@ -135,10 +135,11 @@ def ends(decision: Decision, event: Ends) -> None:
 
 
 def _know_the_end(decision: Decision, step: int, *, asked: bool) -> None:
-    """Takes note, durably, that the loop has made ``step`` the last one: it was ``asked`` for in its commit,
-    or the loop was left.
+    """Takes note, durably, that the loop has made ``step`` the last one: the commit of the step says so
+    (``asked``), or the loop was left.
 
-    What is asked counts only so, since a world may break before the commit, and the next one goes on.
+    A loop's request counts only once a commit has it: a world may break before that commit, and then the next
+    world goes on.
     """
     if decision.run.enough != step or (asked and decision.run.why == LEFT):
         decision.know(enough=step, why=(decision.run.asked or ASKED) if asked else LEFT)
@@ -161,8 +162,8 @@ def version_of(outcome: Outcome) -> Version:
 
 
 def _validated(decision: Decision, version: Version, found: Validated) -> None:
-    """Takes note of a validation, and says whether it is the best so far; a version that was abandoned is
-    none.
+    """Takes note of a validation, and says whether it is the best so far; abandoned versions are not
+    compared.
     """
     history, score = decision.run.history, Score(version, found, decision.run.members.reference.held_out)
     known = history.best

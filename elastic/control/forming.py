@@ -26,10 +26,10 @@ network.
 """
 
 LAST = 10
-"""Multiple of ``form_s`` within which all members must be ready from when one is."""
+"""Multiple of ``form_s`` within which all members must be ready once the first one is."""
 LATER = 8
-"""Part of ``form_s`` by which the deadline of a world that gets further is moved at least, so that not every
-beat is written down.
+"""The deadline of a world that makes progress is moved only by ``form_s`` / ``LATER`` or more, so that not
+every beat is recorded.
 """
 
 
@@ -56,11 +56,12 @@ def _note(decision: Decision, state: Forming, worker: WorkerId, *, ready: bool) 
 
 
 def get_further(decision: Decision, moved_at: float, node: NodeId, progress: Iterable[Progress]) -> None:
-    """Gives the world ``form_s`` from now on if a member that initialises or heals has got further: only
-    standing still is limited.  From when a member is ready the others get ``LAST`` times ``form_s``, so that
-    none holds all others up for hours.
+    """Gives the world ``form_s`` from now on if a member that initialises or heals has made progress: only
+    standing still is limited.  Once one member is ready, the others get at most ``LAST`` times ``form_s``, so
+    that none holds up the others for hours.
 
-    A member last moved at ``moved_at``, by the new ``progress``; the run still has the watch before it.
+    ``moved_at`` is the time at which a member last moved, with the new ``progress`` counted; the run still
+    has the earlier watch.
     """
     state, at_it = (
         decision.run.state,
@@ -128,8 +129,8 @@ def _initialising(decision: Decision, state: Forming) -> tuple[WorkerId, ...]:
 
 
 def _expel_the_slow(decision: Decision, state: Forming, slow: tuple[WorkerId, ...]) -> None:
-    """Expels the members whose initialisation stands still.  If that is so in all of them, no other worker
-    would do better.
+    """Expels the members whose initialisation stands still.  If all members stand still, other workers would
+    do no better.
     """
     cause = f"the initialisation in {names(slow)} did not get further for {decision.rules.form_s:g} s"
     if len(slow) < len(state.plan.members):

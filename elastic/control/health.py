@@ -6,9 +6,9 @@ is not finite.  What is known so far is a value, :class:`Health`, and each commi
 coordinator that takes over, and a run that is resumed, go on where the last one was.  A step that is computed
 again after a loss is not judged again.  Each warning is said once in a run for each condition and layer.
 
-The usual norm of a layer is known to a power of two, which moves by at most one in each commit.  So one wild
-step hardly moves it (as in the streaming median of Ma, Muthukrishnan and Sandler 2013), and in most commits
-nothing changes that the journal would have to tell.
+The usual norm of a layer is kept as the exponent of a power of two, which moves by at most one in each
+commit.  So one wild step hardly moves it (as in the streaming median of Ma, Muthukrishnan and Sandler 2013),
+and in most commits the journal has no change to record.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def watch(
 ) -> tuple[Skips, Health, list[str]]:
     """Returns what is known of skipped steps and of layers after ``outcome``, and the sentences about it.
 
-    What to do about a gradient that is not finite stands in the sentence about its step.  With ``ends`` no
+    The advice about a gradient that is not finite is part of the sentence about its step.  With ``ends`` no
     step follows.
     """
     skips, said = note(skips, outcome, rule, ends=ends)
@@ -142,8 +142,8 @@ def watch(
 
 
 def _with_strange(health: Health, outcome: Outcome) -> tuple[Health, list[str]]:
-    """Returns the advice for a gradient that is not finite.  That the step is skipped, and its samples, say
-    :mod:`skips` just before.
+    """Returns the advice for a gradient that is not finite.  The sentence of ``skips.py`` just before tells
+    that the step is skipped, and names its samples.
     """
     ((layer, norm),) = outcome.layer_norms.items()
     if math.isfinite(outcome.loss):
@@ -163,11 +163,11 @@ def _with_loss(
 ) -> tuple[Health, list[str]]:
     """Adds the loss, and the warning if the losses of the last ``rule.stationary`` records do not fall.
 
-    They do not if the line of least squares through their means does not: one lucky window, and one wild one,
-    count for little there.
+    The losses fall if the least-squares line through the means of the windows falls, so that one lucky or
+    wild window counts for little.
     """
     losses = (*health.losses, outcome.loss)
-    # its gradient is finite: the loss is of the user's code, and may be anything
+    # the user's code may return any loss, even if the gradient is finite
     if not math.isfinite(outcome.loss):
         return health, warnings
     if len(losses) < WINDOW:

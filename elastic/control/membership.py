@@ -51,8 +51,8 @@ def no_longer_starting(decision: Decision, worker: WorkerId) -> None:
 
 
 def get_further(decision: Decision, asked_before: float) -> bool:
-    """Returns whether a worker that was asked for before that time is slow to start, but does not stand
-    still.
+    """Returns whether a worker that was asked for earlier than ``asked_before`` is slow to start, but has
+    made progress within ``form_s``.
     """
     asked, form_s = decision.run.members.starting, decision.rules.form_s
     starts = decision.run.watch.starts.items()
@@ -99,7 +99,7 @@ def start_workers(decision: Decision) -> None:
 def _forget_the_late(decision: Decision) -> None:
     """Gives up and kills workers that have neither joined nor got further for ``form_s``."""
     form_s, starts = decision.rules.form_s, decision.run.watch.starts
-    asked = decision.run.members.starting.items()  # who was asked for first comes first
+    asked = decision.run.members.starting.items()  # in the order in which they were asked for
     slow = [worker for worker, _ in takewhile(lambda each: decision.due(each[1] + form_s), asked)]
     late = tuple(
         worker for worker in slow if worker not in starts or decision.due(starts[worker].at + form_s)

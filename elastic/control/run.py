@@ -52,8 +52,8 @@ class Forming:
     here_at: float = NEVER
     ready_at: float = NEVER
     since: float = NEVER
-    """The times at which the first member had the plan, the first was ready, and the plan was sent; older
-    journals know the first only.
+    """The times at which the first member had the plan, the first member was ready, and the plan was sent
+    (``since``); older journals have only ``here_at``.
     """
 
 
@@ -157,10 +157,10 @@ class Worker:
     host: str = ""
     least_shard: int = 1  # the smallest shard degree at which a member fits its device
     states: float = 0.0
-    """The number of states of which its node has room for all copies; 0 if that is not known."""
+    """The number of whole states for whose copies and saves its node has room; 0 if that is not known."""
     least_whole: int = 0
     """The smallest shard degree at which its device also has room for whole weights to compute with; 0 if it
-    must not have them.
+    must not hold whole weights.
     """
     device: str = ""  # the UUID of its accelerator; "" if that is not known
 
@@ -217,8 +217,8 @@ class Refusal:
     at: float
     shared: bool
     by_job: bool = False
-    """The reason is that the node sees another bucket, or other data, than others (``shared``), or that it
-    lacks what the job asks for.
+    """``shared`` means that the node sees another bucket or other data than the other nodes; ``by_job`` means
+    that the job is at fault, for example because it asks for what the node lacks.
     """
 
 
@@ -235,11 +235,11 @@ class Cluster:
     """The nodes whose keepers are up."""
     slots: int = 0  # the number of workers that the cluster could still start, on nodes that are not refused
     blamed: tuple[NodeId, ...] = ()
-    """The nodes whose store is blamed for a failed forming, although every member was there, since the last
-    world was formed.
+    """The nodes whose stores were blamed, since the last world was formed, for a forming that failed with
+    every member there.
     """
     replaced: tuple[tuple[NodeId, int], ...] = ()
-    """The nodes on which a process was replaced for how it is set up, each with the occasion (see
+    """The nodes on which a process was replaced because of its setup, each with the occasion (see
     ``admission.replaced``).
     """
     homes: dict[NodeId, Home] = field(default_factory=dict)  # the nodes from which workers have joined
@@ -267,7 +267,7 @@ class History:
     lineage: Lineage = ()
     saved: tuple[Version, ...] = ()
     """The versions on the lineage that are in the bucket, oldest first."""
-    # when they were, as far as it is known; empty unless a rule asks for their age
+    # when each was written, as far as known; empty unless a rule asks for the age of checkpoints
     written: tuple[tuple[Version, float], ...] = ()
     last: Outcome | None = None
     """The newest commit."""
@@ -439,16 +439,16 @@ class CopyInventory:
     unreadable: tuple[NodeId, ...] = ()
     """The keepers whose copies a member could not read since the last commit."""
     unreported: int = 0
-    """The generation before, if none of its members is left to report its commits, so that only copies may
-    prove them; 0 otherwise.
+    """The previous generation, if no member is left to report its commits, so that only copies may prove
+    them; 0 otherwise.
     """
     buddies: dict[NodeId, NodeId] = field(default_factory=dict)
     """Maps each node to its buddy, the node whose keeper also holds its copies."""
     alone: tuple[NodeId, ...] = ()
-    """The nodes of the present world that have none, as was said."""
+    """The nodes of the present world without a buddy, as last reported."""
     copied: Version | None = None
     """The newest version since the generation began that is complete in the host memory of all members."""
-    buddied: Version | None = None  # the same at all buddies
+    buddied: Version | None = None  # the newest such version at all buddies
     protected: tuple[Version | None, Version | None] = (None, None)
     """The values of ``copied`` and ``buddied`` from earlier generations."""
 
@@ -466,8 +466,8 @@ class Takeover:
     blind_until: float = 0.0
     """The time until which a world that no readable journal mentions may still commit."""
     unread: int = 0
-    """Lower bound for the next generation, which is greater than this; coordinators with unreadable journals
-    may have used smaller ones.
+    """A number that the next generation exceeds, since coordinators with unreadable journals may have used
+    numbers up to it.
     """
 
 
@@ -497,7 +497,7 @@ class RunState:
     enough: int = 0
     # the validation by which the patience is measured: the last one that was better by ``min_delta``
     mark: Score | None = None
-    worse: tuple[Version, ...] | None = None  # the validations after that one
+    worse: tuple[Version, ...] | None = None  # the versions validated after ``mark``
     why: str = ""  # the reason why the loop ended the run; "" if it has not
     # the reason for which a loop of this generation asks for the end; it counts once a commit says so
     asked: str = ""

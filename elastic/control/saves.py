@@ -107,9 +107,9 @@ def _wait_on(decision: Decision) -> None:
 def ask_for_manifests(decision: Decision) -> None:
     """Asks for the manifests of all saves that are complete and on the lineage.
 
-    An earlier coordinator may have asked for a manifest, and then a keeper that had uploaded a part may be
-    gone, so that nobody will report that part again, or cannot find its copy any more.  Then the manifest is
-    asked for too: the answer says that it exists, or why it cannot be written.
+    An earlier coordinator may have asked for a manifest already.  If the report of an uploaded part never
+    comes then, because its keeper is gone or has lost the copy, the manifest is asked for too: the answer
+    tells that it exists, or why it cannot be written.
     """
     run = decision.run
     for each in run.saves.pending:
@@ -127,9 +127,9 @@ def give_up_the_silent(decision: Decision) -> None:
     """Gives up the saves of which nothing was heard for ``stop_s``, or which the bucket refused for
     ``wait_s``.
 
-    A manifest may take ``wait_s``.  No cause of such a silence is known; but while a save is on its way no
-    other one begins.  The last save of a run or of a stop is waited for in its state, and with it one that
-    the bucket refuses: the last would be refused too.
+    A manifest may take ``wait_s``.  A silent save is given up whatever the cause, because no other save
+    begins while it is on its way.  The states ``Finishing`` and ``Stopping`` wait for their last save
+    themselves, and for a save that the bucket refuses, since the bucket would refuse the last save too.
     """
     run, rules = decision.run, decision.rules
     for each in run.saves.pending:
@@ -146,9 +146,9 @@ def patient_until(decision: Decision, deadline: float) -> float:
     """Returns the time until which the end of the run waits for the save of its present version, no less than
     ``deadline``.
 
-    That is ``stop_s`` after something was last heard of a save, and at least ``wait_s`` after the bucket
-    began to refuse one, or after the last part was there and the manifest was asked for.  The save before
-    counts too: where only saves are copied, its slot is waited for.
+    That is ``stop_s`` after a keeper last wrote a part of a save, and at least ``wait_s`` after the bucket
+    began to refuse a save, or after the last part of a save whose manifest was asked for.  Earlier saves
+    count too: where only saves are copied, the last save waits for their slot.
     """
     run, rules = decision.run, decision.rules
     until = refused_until(rules, run.saves.pending) + manifests_until(rules, run.saves.pending)
@@ -214,7 +214,7 @@ def save_failed(decision: Decision, event: SaveFailed) -> None:
             retain(decision, at_once=True)
         if event.manifest:
             decision.say(f"{what}; again in {decision.rules.fence_s:g} s{_until(decision)}")
-        # of a bucket that stays full each worker's first word is enough
+        # while a bucket stays full, the first report of each worker is enough
         elif event.worker not in known.refused or not event.worker:
             decision.say(f"{what}; its keeper tries again until the bucket takes it{_until(decision)}")
     elif known.asked and not event.manifest:
@@ -274,7 +274,7 @@ def retain(decision: Decision, *, at_once: bool = False) -> None:
 
 
 def retained(run: RunState) -> Retain:
-    """Returns what the run knows of its checkpoints."""
+    """Returns the order to delete checkpoints, with what the run knows of them."""
     pending, best = tuple(each.version for each in run.saves.pending), run.history.best
     reads = (run.plan.version,) if run.plan is not None else ()
     return Retain(
@@ -288,8 +288,8 @@ def target_is_saved(run: RunState, rules: Rules) -> bool:
 
 
 def last_step(run: RunState, rules: Rules) -> int:
-    """Returns the last step of the run: the target step, or the one at which its loop or its patience ends it
-    before.
+    """Returns the last step of the run: the target step, or the earlier step at which its loop or its
+    patience ends the run.
     """
     return min(rules.target_step, run.enough or rules.target_step)
 

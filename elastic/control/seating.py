@@ -28,8 +28,8 @@ from elastic.protocol.plan import Plan
 from storage.slices import Tensor
 
 PADDING = 0.05
-"""Largest share of the state that may be padding if the coordinator chooses the shard degree: memory and
-bytes that nobody needs.
+"""Largest share of the state that may be padding if the coordinator chooses the shard degree; padding costs
+memory and traffic for nothing.
 """
 
 
@@ -44,9 +44,7 @@ class Source:
 
 @dataclass(frozen=True)
 class _Same:
-    """Makes a value that is never changed the key of a cache: it equals itself alone, which costs nothing to
-    find out.
-    """
+    """Makes a value that is never changed the key of a cache, compared by identity, which costs nothing."""
 
     value: Any
 
@@ -92,8 +90,8 @@ def _fit(worker: Worker, kind: str, approved: Mapping[NodeId, bool]) -> bool:
 def layout_of(run: RunState, workers: tuple[WorkerId, ...], rules: Rules) -> Layout | None:
     """Returns the layout of ``workers``, or None if they are too few.
 
-    A world with spares asks it at every event.  So it looks at the workers again only if something about them
-    has changed.
+    A world with spares calls this at every event, so the result is cached until something about the workers
+    changes.
     """
     return _world_of(_Same(run.members), _Same(workers), rules)[0]
 
@@ -102,8 +100,8 @@ def layout_of(run: RunState, workers: tuple[WorkerId, ...], rules: Rules) -> Lay
 def _world_of(known: _Same, workers: _Same, rules: Rules) -> tuple[Layout | None, tuple[WorkerId, ...]]:
     """Returns the layout of ``workers``, and those of them whose devices have room for it.
 
-    A device with little memory asks for many shards.  If there are not enough workers for these, or more
-    could train without it, it waits.
+    A device with little memory needs many shards.  Its worker waits if there are too few workers for so many
+    shards, or if the world is as large without it.
     """
     members, there = known.value, workers.value
     best, fitting = _layout_of(members, there, rules), there
@@ -133,8 +131,8 @@ def least_shard(members: Members, workers: Sequence[WorkerId]) -> int:
 
 
 def _may_gather_once(members: Members, seated: Sequence[WorkerId], layout: Layout) -> bool:
-    """Returns whether every member's device has room for whole weights to compute with: they are gathered
-    once a step then, not for each microbatch.
+    """Returns whether every member's device has room for whole weights to compute with: the weights are then
+    gathered once a step, not for each microbatch.
     """
     return layout.dp_shard > 1 and all(
         0 < members.workers[worker].least_whole <= layout.dp_shard for worker in seated
@@ -189,8 +187,8 @@ def make_plan(run: RunState, rules: Rules) -> Plan | None:
 
 
 def _best(run: RunState, version: Version) -> Score | None:
-    """Returns the validation up to ``version`` by which patience is measured, on the samples that are held
-    out now.
+    """Returns the validation by which patience is measured; None unless it was made up to ``version``, on the
+    lineage, and on the present held-out samples.
     """
     best = run.mark or run.history.best
     known = (
@@ -247,12 +245,12 @@ def _seated(
 def _without_loss(
     run: RunState, rules: Rules, layout: Layout, there: tuple[WorkerId, ...], kept: Sequence[Holding]
 ) -> tuple[Layout, tuple[WorkerId, ...]]:
-    """Returns ``layout`` and its members; or those of the layout that the rule gives for the most shards, if
-    only that loses no steps.
+    """Returns ``layout`` and its members, or the layout with the most shards and its members if only that one
+    keeps the newest version.
 
-    ``layout`` may have fewer seats than the step has holders, or too large shards for the device of one, and
-    a spare gives nobody what it holds.  The other one has no fewer members: growth would end its world at
-    once.
+    A spare gives nobody its state, so ``layout`` loses the newest version if it has fewer seats than that
+    version has holders, or shards too large for a holder's device.  The layout with the most shards is taken
+    only if it has no fewer members: otherwise growth would end its world at once.
     """
     members, everyone = _seated(run, there, layout, kept), candidates(run, rules)
     newest = newest_source(run, everyone, kept).version
@@ -268,8 +266,8 @@ def _without_loss(
 
 
 def _passed_on(run: RunState, members: tuple[WorkerId, ...]) -> tuple[WorkerId, ...]:
-    """Returns the members after those of a node have moved up by one seat, if one of them has the seat in
-    which the user's code failed.
+    """Returns the members.  If one would keep the seat in which the user's code failed, all members of its
+    node have moved up by one seat.
 
     Another worker then runs the microbatch that failed, and its error tells whether the job is at fault.  If
     the node has no other member, all members move.

@@ -1,5 +1,5 @@
-"""Skipped steps: their gradient is not finite, or they are spikes, so no member changes weights or moments;
-training goes on with the next samples.  Beside them stand the samples that are in quarantine because of such
+"""Skipped steps: a step that is a spike, or whose gradient is not finite, changes no weights or moments, and
+training goes on with the next samples.  This module also lists the samples in quarantine because of such
 steps, and the steps that ``spikes.action = "warn"`` only warned of.
 
 Which steps were skipped is a value, :class:`Skips`, and each commit that tells of one replaces it.  So a
@@ -21,16 +21,18 @@ from elastic.control.rules import WatchRule
 from elastic.protocol.commit_record import Outcome, Spike
 
 KEPT = 32
-"""Number of stretches of skipped steps that are kept, the newest; of those before, only the number of steps
-is.
+"""Number of newest stretches of skipped steps that are kept; of earlier stretches, only the number of steps
+is kept.
 """
 SHOWN = 8
-"""Largest number of microbatches, of samples of one, and of stretches, that a sentence names one by one."""
+"""Largest number of microbatches, of samples of a microbatch, and of stretches that a sentence names one by
+one.
+"""
 
 
 @dataclass(frozen=True)
 class Steps:
-    """Steps of the lineage by their numbers.  Of very many, only how many they are is known of the oldest."""
+    """Steps of the lineage: the newest by their numbers, the older ones only counted."""
 
     stretches: tuple[tuple[int, int], ...] = ()
     """The first and the last step of each stretch of steps in a row, oldest first."""
@@ -79,8 +81,8 @@ class Skips(Steps):
     quarantined: tuple[tuple[int, int], ...] = ()
     """The samples in quarantine, oldest first, each with the step that put it there: no later step reads it.
 
-    Members read by the list that is part of the state; this one is for those who ask.  It may lack what was
-    lost with a coordinator until the next step is reported.
+    Members go by the list in the state; this list is for reports.  Until the next step is reported, it may
+    lack samples that only a dead coordinator knew.
     """
     resumed: int = 0
     """The step at which the run was resumed last: a row of steps that ends the run begins after it."""
@@ -134,11 +136,11 @@ class Skips(Steps):
         )
 
     def completed(self, listed: Sequence[tuple[int, int]], applied: Sequence[int] = ()) -> Skips:
-        """Returns the skips with those samples in quarantine that only the state knows, which members have
-        ``listed``.
+        """Returns the skips with the samples in quarantine that members have ``listed`` from the state and
+        that are missing here.
 
-        The steps that put them there were skipped, but for those that were ``applied``, so they count, too.
-        Why is not known, so they may have been spikes.
+        The steps that put these samples in quarantine count as skipped, except those that were ``applied``.
+        The cause of such a step is not known, so the step is noted as a spike.
         """
         known, found = dict(self.quarantined), self
         missing = tuple((sample, since) for sample, since in listed if sample not in known)
@@ -149,19 +151,19 @@ class Skips(Steps):
         return replace(found, quarantined=tuple(whole)) if missing else self
 
     def resume(self, step: int, *, forgets: bool = False) -> Skips:
-        """Returns the skips of a run that is resumed at ``step``: it may skip as many in a row as any other.
+        """Returns the skips of a run that is resumed at ``step``: its row of skipped steps begins anew.
 
-        ``forgets`` says that it reads again what was in quarantine.
+        ``forgets`` means that the run reads samples in quarantine again.
         """
         found = replace(self.cut(step), resumed=step, failed="")
         return replace(found, quarantined=()) if forgets else found
 
 
 def note(skips: Skips, outcome: Outcome, rule: WatchRule, *, ends: bool) -> tuple[Skips, str]:
-    """Returns what is known after ``outcome``, and the sentence about it if its step counts as skipped, else
-    "".
+    """Returns the skips after ``outcome``, and the sentence about a step that is skipped, is a spike, or has
+    microbatches left out or warned of; "" for any other step.
 
-    With ``ends`` no step follows, so that the run cannot be failed any more.
+    With ``ends`` no step follows, so the run no longer fails because of a row of skipped steps.
     """
     strange = [index for index, loss in enumerate(outcome.losses) if not isfinite(loss)]
     known = dict(skips.quarantined)

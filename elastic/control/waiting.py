@@ -49,8 +49,8 @@ def go_on(decision: Decision, state: Waiting) -> None:
 
 
 def _never_formed(decision: Decision) -> bool:
-    """Returns whether no step was ever run, since a library forms no world on any of the nodes that are
-    refused.
+    """Returns whether no step was ever run, and on every refused node a process was replaced because of its
+    setup.
     """
     run, set_up = decision.run, {node for node, _ in decision.run.cluster.replaced}
     return (
@@ -69,8 +69,8 @@ def _of_job(refusals: Sequence[Refusal]) -> str:
 
 
 def _more_join(decision: Decision) -> bool:
-    """Returns whether a new world waits for workers anyway, found without looking at all of them: each of
-    thousands joins in turn.
+    """Returns whether a new world certainly waits for more workers.  The test does not look at all workers,
+    since thousands of them join one after the other.
     """
     run, rules = decision.run, decision.rules
     newest = run.workers[next(reversed(run.workers))] if run.workers and run.members.starting else None
@@ -92,8 +92,8 @@ def _more_join(decision: Decision) -> bool:
 
 
 def _waits_for_others(decision: Decision, state: Waiting, there: tuple[WorkerId, ...], waited: bool) -> bool:
-    """Returns whether a new world waits for workers that are on their way.  Survivors never wait, nor does
-    who has ``waited`` enough.
+    """Returns whether a new world waits for workers that are on their way.  A world with survivors never
+    waits.  A world that has ``waited`` enough waits only for nodes that are not checked yet.
     """
     if frozenset(decision.run.members.seats).intersection(there):
         return False
@@ -102,8 +102,8 @@ def _waits_for_others(decision: Decision, state: Waiting, there: tuple[WorkerId,
 
 
 def _unchecked(decision: Decision) -> list[NodeId]:
-    """Returns the nodes that are neither approved nor refused yet; the first world begins only after all
-    nodes were checked.
+    """Returns the nodes that are neither approved nor refused yet; a new world waits up to ``form_s`` for
+    their check.
     """
     cluster = decision.run.cluster
     return [node for node, checked in cluster.nodes.items() if not checked and node not in cluster.refused]
@@ -111,7 +111,7 @@ def _unchecked(decision: Decision) -> list[NodeId]:
 
 def _only_refused_are_left(decision: Decision, state: Waiting) -> bool:
     """Returns whether nothing can come but workers on refused nodes or of other kinds.  Only a run that has
-    not begun ends for it.
+    not begun ends because of this.
     """
     run, refused = decision.run, decision.run.cluster.refused
     joined_at = max((worker.joined_at for worker in run.workers.values()), default=0.0)

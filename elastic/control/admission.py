@@ -227,8 +227,8 @@ def replaced(
     """Reports that new processes replace ``workers``, whose processes are set up wrongly; the second time,
     their node is refused.
 
-    All replacements in one ``generation`` count once.  Replacements found before any world formed
-    (``generation`` 0) also count once, for all workers that were asked for before the first replacement.
+    All replacements in one ``generation`` count once.  With ``generation`` 0 no world had to form to find the
+    fault; then all workers that were asked for before the first replacement count once.
     """
     rounds = [-each for known, each in decision.run.cluster.replaced if known == node and each < 0]
     if not generation and rounds and membership.number_of(workers[0]) < max(rounds):

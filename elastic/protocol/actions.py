@@ -59,8 +59,8 @@ class Fence:
     generation: int
     members: tuple[WorkerId, ...]
     whole: bool = False
-    """True if the answers bring all commits that are not acknowledged; otherwise only those of some members
-    do, as all have seen the same.
+    """True if the answers bring all commits that are not acknowledged; otherwise only the answers of some
+    members bring them, since all members have seen the same commits.
     """
 
 
@@ -148,8 +148,8 @@ class Retain:
 
     ``saved`` are the checkpoints that the run counts on, ``lineage`` says which others are on the lineage,
     and ``best`` is the best validated version, if one is known.  ``spared`` are those that are on their way,
-    or from which the world reads its state. ``at_once`` says that a save finds no room, so nothing that is
-    marked waits for the next round.
+    or from which the world reads its state. ``at_once`` says that a save finds no room, so checkpoints that
+    are marked are deleted now and not in the next round.
     """
 
     saved: tuple[Version, ...]

@@ -29,7 +29,7 @@ class Build:
     data: str = ""
     """The dataset's fingerprint."""
     held_out: str = ""
-    """The fingerprint of the samples of the validation, and their number; "" without one."""
+    """The fingerprint of the samples of the validation, and their number; "" without a validation."""
     samples: str = ""
     """The number of samples."""
     model: str = ""

@@ -189,17 +189,15 @@ class Spike:
     loss.
     """
     z: float
-    """Its distance from the usual one, in robust standard deviations; of microbatches, their number."""
+    """Its distance from ``usual``, in robust standard deviations; for "microbatches", their number."""
     usual: float
-    """The median of the steps before; of microbatches, the largest mean loss that counts."""
+    """The median of the steps before; for "microbatches", the largest mean loss that counts."""
     skipped: bool
     """True if the step changes no weights."""
 
 
 def is_better(found: float, known: float | None, min_delta: float = 0.0) -> bool:
-    """Returns whether a loss is smaller than ``known`` by more than ``min_delta``.  What is no number is
-    never the better one.
-    """
+    """Returns whether a loss is smaller than ``known`` by more than ``min_delta``.  NaN is never better."""
     return not isnan(found) and (known is None or isnan(known) or found < known - min_delta)
 
 
@@ -239,7 +237,7 @@ class Outcome:
     save.  ``saves`` says that every member copies the state after this step and that this copy is a save.
     ``usage`` has the largest value of any member for each field, and ``usage_ranks`` the world rank of that
     member; without ranks nothing was measured.  Outcomes are equal whatever was measured. ``validated`` is
-    what the state before this step has lost on held-out samples; None if it was not to be validated.
+    the loss of the state before this step on held-out samples; None if that state was not to be validated.
     ``rescales`` says that the gradient is not finite and the scale of the loss becomes smaller, so that a
     later step may be finite. ``spike`` says that the step is a spike (``[spikes]``), and ``quarantined`` has
     the samples that no later step reads, because of it, because their loss is not finite, or because their
@@ -267,21 +265,21 @@ class Outcome:
     spike: Spike | None = None
     quarantined: tuple[int, ...] = ()
     most_loss: float | None = None
-    """The largest mean loss of a microbatch that counts, if one is larger.  The gradients of such
-    microbatches were multiplied by 0.
+    """The largest mean loss of a microbatch that counts; None if no microbatch has a larger one.  The
+    gradients of microbatches with a larger one were multiplied by 0.
     """
     warned_loss: float | None = None
-    """The largest mean loss of a microbatch that would count if the run did more than warn, if one is larger.
-    All of them count.
+    """The largest mean loss of a microbatch that would count if the run did more than warn; None if no
+    microbatch has a larger one.  All microbatches count.
     """
     lr: float | None = field(default=None, compare=False)
-    """The learning rate of the step, if a schedule of the user's says it; None if whoever knows the job can
-    compute it.
+    """The learning rate of the step, if a schedule of the user's says it; None if it can be computed from the
+    job.
     """
     layers: tuple[tuple[str, float], ...] = field(default=(), compare=False)
     """The squared norm of the summed gradient of each layer, by name, in the order of the model.  It is empty
-    in most steps (``[watch]``). If the step is not ``finite``, there is only the layer in which that began.
-    Members compute it each for itself, with the same bits if the job is reproducible.
+    in most steps (``[watch]``). If the step is not ``finite``, there is only the first layer of the backward
+    pass that is not. Each member computes the norms itself, with the same bits if the job is reproducible.
     """
 
     @property
@@ -312,7 +310,7 @@ class Outcome:
 
     @cached_property
     def loss(self) -> float:
-        """The mean loss over these tokens, added in microbatch order."""
+        """The mean loss over :attr:`tokens`, added in microbatch order."""
         total, left_out = 0.0, frozenset(self.left_out)
         for index, part in enumerate(self.losses):
             if index not in left_out:
@@ -342,7 +340,7 @@ class CommitShape:
     incarnation: int
     generation: int
     microbatches: int
-    """The number in a step once the batch has its final size."""
+    """The number of microbatches in a step, usually once the batch has its final size."""
     microbatch: int
     layout: Layout
     block: int = 1
@@ -413,8 +411,8 @@ class BadCount(ValueError):
 
 
 class Unlike(ValueError):
-    """Members have gathered and summed different blocks, or in different orders: weights or gradients were
-    parts of several.
+    """Members have gathered and summed different blocks, or in different orders, so that weights or gradients
+    mix parts of several blocks.
     """
 
 
@@ -422,13 +420,13 @@ def conclude(shape: CommitShape, step: int, gathered: bytes, validated: Validate
     """Returns the outcome of ``step`` from the records of all members in order of world rank (little-endian
     float64).
 
-    ``validated`` is what all members know of the state before it.
+    ``validated`` is the loss on held-out samples of the state before the step, which all members know.
 
     Every member does this in every step for all members and microbatches, so it goes field by field, over all
     records at once.
 
     Raises :class:`BadRecord` if any of them is garbage, :class:`BadCount` if a count is no number of terms,
-    and :class:`Unlike`.
+    and :class:`Unlike` if the members' orders differ.
     """
     size = shape.fields * 8
     if len(gathered) != size * shape.world:

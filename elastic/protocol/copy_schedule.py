@@ -37,8 +37,8 @@ from elastic.protocol.plan import Plan
 
 
 def version_at(plan: Plan, step: int) -> Version | None:
-    """Returns the version of ``step`` in the generation of ``plan``, which began with a version of an earlier
-    one; None for -1.
+    """Returns the version of ``step`` in the generation of ``plan``: at its first step, the version that it
+    began with; None for -1.
     """
     if step < 0:
         return None
@@ -64,8 +64,8 @@ class Copy(NamedTuple):
 
 
 def due(step: int, save_every: int, target_step: int) -> bool:
-    """Returns whether the state after ``step`` is due: after every ``save_every`` steps, and after the last
-    one.  So are saves, and validations.
+    """Returns whether a save (or a validation) is due after ``step``: after every ``save_every`` steps, and
+    after the last step.
     """
     return step > 0 and (step % save_every == 0 or step == target_step)
 
@@ -140,9 +140,9 @@ class CopySchedule:
         rule = rule._replace(target_step=min(plan.ends or rule.target_step, rule.target_step))
         cell, last = cell_of(plan.layout, plan.world_rank(worker)), plan.version.step >= rule.target_step
         own, saving = Copy(plan.version, cell), before.saving if before else ()
-        # the others were given up
+        # saves off the lineage were given up
         saving = tuple(each for each in saving if lineage.contains(plan.lineage, each.version))
-        if last:  # this world's copy takes the place of what another one had begun of the same version
+        if last:  # this world's copy replaces an earlier save of the same version
             saving = (*(each for each in saving if each.version != plan.version), own)
         return CopySchedule(
             plan,
@@ -213,13 +213,13 @@ class CopySchedule:
         return replace(self, begun=own, saving=saving, rule=self.rule._replace(target_step=self.step))
 
     def promised(self, before: CopySchedule) -> Copy | None:
-        """Returns the save that the last commit began and that the next world may copy, if that world would
-        not know of it.
+        """Returns the save that the last commit began, if the next world may copy its version without knowing
+        of the save; None otherwise.
 
         A member that applies a commit when its world is over makes no copy.  But the next world begins with a
-        copy of its version, perhaps in the same cell: then it stays protected if the member has named it to
-        the keeper as a save.  Where nothing but saves is copied, the next world does not begin with a copy;
-        after the last step, it saves its version itself.
+        copy of that version, perhaps in the same cell: then this copy stays protected if the member has named
+        it to the keeper as a save.  Where nothing but saves is copied, the next world does not begin with a
+        copy.  After the last step, the next world saves its version itself.
         """
         new = self.begun if self.begun != before.begun and self.begun in self.saving else None
         return new if self.plan.copy_every and self.step < self.rule.target_step else None

@@ -60,7 +60,7 @@ class Lost:
 
 @dataclass(frozen=True)
 class Starting:
-    """A worker that was asked for has not joined yet, and has got further since it last said so.  ``doing``
+    """A worker that was asked for has not joined yet, but has made progress since its last report.  ``doing``
     says in words what it does.
     """
 
@@ -209,9 +209,9 @@ class StepDone:
     metrics: tuple[tuple[str, float], ...] = ()
     """Numbers by name that the user's own loop tells of the step; none if the step is told again."""
     quarantined: tuple[tuple[int, int], ...] = ()
-    """All samples in quarantine after the step, each with the step that put it there.  They are told with the
-    first step that a member reports in a world, or to a coordinator, which may not know what an earlier one
-    did; with other steps there are none.
+    """All samples in quarantine after the step, each with the step that put it there.  They are sent with the
+    first step that a member reports in a world, or to a coordinator, which may not know the samples that an
+    earlier coordinator knew; empty with later steps.
     """
     quarantined_by: tuple[int, ...] = ()
     """The steps in ``quarantined`` that were applied, without the microbatches of these samples."""
@@ -219,12 +219,12 @@ class StepDone:
 
 @dataclass(frozen=True)
 class Ends:
-    """A member's loop ends the run before its last step.  If it has left ``step`` behind as the last one, it
-    takes part in no later one.
+    """A member's loop ends the run before the job's last step.  ``step`` is the last step that the loop has
+    made; the member takes part in no later step.
 
-    With ``patience`` the validations end it, with ``asked`` a commit that says ENDS; with neither, the loop
-    was left.  A loop that only asks says why with step 0.  Its next commit makes that the end for all
-    members, whose loops then leave it behind.
+    With ``patience`` the validations end the run, with ``asked`` a commit that says ENDS; with neither, the
+    loop was left.  A loop that only asks for the end tells ``why`` with step 0; its next commit then ends the
+    run for all members.
     """
 
     worker: WorkerId
@@ -261,7 +261,7 @@ class Progress:
 
 
 DIFFER = "replicas of the state differ"
-"""Signature of a member that is broken because of that."""
+"""Signature of a member that is :class:`Broken` with the cause "replicas"."""
 ASKED_EARLY = (
     "most probably a process asked CUDA's driver too early: it keeps the GPUs that it saw then, so nothing "
     "may ask before Ray has set CUDA_VISIBLE_DEVICES; remove the import that does (sitecustomize.py, "
@@ -271,11 +271,11 @@ ASKED_EARLY = (
 STOPPED = "is stopped"
 """Operation of a process that a signal has stopped."""
 INITIALISES = "initialises"
-"""Operation of a member that runs the model's initialisation.  What it completes then is single operations of
+"""Operation of a member that runs the model's initialisation.  Its counters then count single operations of
 the user's code.
 """
 HEALS = "heals"
-"""Operation of a member that fills its shard.  What it completes then is single pieces of the state."""
+"""Operation of a member that fills its shard.  Its counters then count single pieces of the state."""
 
 
 @dataclass(frozen=True)
@@ -333,8 +333,8 @@ class Fenced:
     prepared: int | None
     outcomes: tuple[Outcome, ...] = ()
     seen: Version | None = None
-    """The newest commit of its generation that the worker has seen.  The journal has it here too, for it
-    leaves out known commits.
+    """The newest commit of its generation that the worker has seen.  The journal always has it, because the
+    journal leaves out known commits.
     """
     whole: bool = True
     heeds: int | None = None
@@ -389,7 +389,7 @@ class SaveFailed:
 
 @dataclass(frozen=True)
 class Evaluated:
-    """Somebody who is no member has measured what ``version`` loses on the held-out samples."""
+    """A process that is no member has measured the loss of ``version`` on the held-out samples."""
 
     version: Version
     found: Validated

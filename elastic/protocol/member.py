@@ -33,8 +33,8 @@ from elastic.protocol.plan import Plan
 SPEAKERS = 2
 """Number of members whose answers to a fence bring the commits that are not acknowledged.  All members have
 seen nearly the same, and a commit has the losses and samples of all of them: if each member brought them, a
-fence would cost the square of the number of members.  One would do; where both are gone, another member is
-asked for what only it has seen.
+fence would cost the square of the number of members.  One member would do; if both are gone, another member
+is asked for the commits that only it has seen.
 """
 
 

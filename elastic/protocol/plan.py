@@ -48,21 +48,22 @@ class Plan:
     either.
     """
     zero: int | None = None
-    """The stage of ZeRO if devices have room for another one than the job says; None: that of the job."""
+    """The stage of ZeRO, if devices have room for another stage than the job's; None means the job's stage.
+    """
     lineage: tuple[tuple[int, int], ...] = ()
     """The generations that committed the steps up to ``version``.  The plan carries it because every other
-    process that knew may be gone.
+    process that knew them may be gone.
     """
     ends: int = 0
     """The last step of the run, if that ends before the job's last step; 0 if it does not."""
     best: Score | None = None
-    """The validation by which patience is measured, if a run without patience ends where none is better for
-    long.
+    """The validation by which patience is measured; None if the rules have no patience, or before a
+    validation.
     """
 
     worse: int = 0
-    """The number of validations after that one, up to ``version`` without its own, which the members make
-    again.
+    """The number of validations after ``best`` and before ``version``; the members repeat the validation of
+    ``version``.
     """
 
     @cached_property

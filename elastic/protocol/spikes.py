@@ -5,15 +5,14 @@ A spike is found by the robust z-score of Iglewicz and Hoaglin (1993): the dista
 last steps, divided by their median absolute deviation, which 1.4826 makes a standard deviation where numbers
 are normal.  A few wild values move neither of the two, so earlier spikes hide no later one, as they would if
 means were used.  Both the loss and the norm are judged, as in the SkipStepOptimizer of OLMo-core, because a
-bad batch may show in one of them alone.  Of norms the logarithm is judged: that of a healthy run is near to
-normal, while its norms have a heavy tail, and one in ten thousand would be a spike.
+bad batch may show in one of them alone.  Norms are judged by their logarithm, which is nearly normal in a
+healthy run; the norms themselves have a heavy tail, and one in ten thousand would be a spike.
 
-A step is judged as a whole, so one noisy sample among many is no spike of it.  With ``microbatch_z`` each
-microbatch is judged, too:
-by how far its mean loss lies above the median of the newest steps, compared with how far those of earlier
-microbatches lay from the steps before them.  So the largest loss that counts, :func:`most_loss`, is known
+A step is judged as a whole, so one noisy sample among many makes no spike.  With ``microbatch_z`` each
+microbatch is judged, too: the distance of its mean loss from the median loss of the newest steps is compared
+with the same distances of earlier microbatches.  So the largest loss that counts, :func:`most_loss`, is known
 before the step's first backward pass: the device itself compares, and multiplies the gradient of a microbatch
-above it by 0.  All others count as if it had not been there.
+above it by 0.  All other microbatches count as if that one had not been there.
 
 Every member computes the same answer for itself, between the commit of a step and its update.  It needs
 nothing but the outcome, which is the same on every member, and the :class:`Past`, which is part of the state
@@ -39,7 +38,7 @@ mean nothing.
 TINY = 1e-300
 """Norm whose logarithm stands for that of smaller ones, and of 0."""
 ENOUGH = 48
-"""Number of microbatches before the step from which on microbatches are judged."""
+"""Number of earlier microbatches that must be known before microbatches are judged."""
 NEWEST_STEPS = 8
 """Number of steps whose median loss is the level from which the losses of the next step's microbatches are
 counted.
@@ -65,18 +64,18 @@ class SpikeRule:
     quarantines: bool = False
     """True if the samples that cause a spike, or a loss that is not finite, are not read again."""
     microbatch_z: float = 0.0
-    """Robust z-score above which a microbatch is left out of its step, or is only told of unless the rule
-    skips spikes; 0: none is.
+    """Robust z-score above which a microbatch is left out of its step, or only reported unless the rule skips
+    spikes; 0 means that none is.
     """
 
 
 class Held(NamedTuple):
     """A sample in quarantine.
 
-    Its row is (sample, first step that does not read it).  Of a sample whose step was applied without its
-    microbatch there is -1 - sample. In a mixture with weights the step is negative, for a sample that is
-    replaced by one of its own source.  Earlier versions wrote the step itself there and replaced the sample
-    by one of any source; such a row still means that.  A row of zeros stands for nothing.
+    Its row is (sample, first step that does not read it).  The row has -1 - sample in place of the sample if
+    its step was applied without its microbatch. The step is negative if a sample of the same source takes the
+    place of this sample, as in a mixture with weights.  A positive step means a sample of any source, also in
+    the rows of earlier versions.  A row of zeros stands for nothing.
     """
 
     sample: int
@@ -122,9 +121,8 @@ def robust_z(value: float, past: Sequence[float], least: float | None = None) ->
 def most_loss(past: Past, heights: Sequence[float], rule: SpikeRule) -> float | None:
     """Returns the largest mean loss of a microbatch that counts in the next step; None if each does.
 
-    ``heights`` are those of the newest microbatches that counted: see :func:`heights_after`.  As long as no
-    step is a spike, or too few microbatches are known, or most of them have the same loss of 0, none is left
-    out.
+    ``heights`` are those of the newest microbatches that counted: see :func:`heights_after`.  None is left
+    out while too few steps or microbatches are known, or if most microbatches have the same loss of 0.
     """
     if not rule.microbatch_z or len(past) < rule.window or len(heights) < ENOUGH:
         return None
@@ -175,7 +173,8 @@ def heights_after(heights: Sequence[float], past: Past, outcome: Outcome, most: 
     step is applied.
 
     The height of a microbatch is its mean loss less the median loss of the newest steps before its own.  So a
-    loss that falls while the model learns makes nothing wide.  ``past`` is that before the step.
+    loss that falls while the model learns does not widen the spread of heights.  ``past`` is the past before
+    the step.
     """
     new = list[float]()
     if past and outcome.applies and isfinite(outcome.loss):
@@ -186,8 +185,8 @@ def heights_after(heights: Sequence[float], past: Past, outcome: Outcome, most: 
 
 
 def held_after(held: tuple[Held, ...], outcome: Outcome, *, anywhere: bool) -> tuple[Held, ...]:
-    """Returns the samples in quarantine, oldest first, with those of ``outcome``, which samples ``anywhere``
-    replace, or some of their own source.
+    """Returns the samples in quarantine, oldest first, with the new ones of ``outcome``.  With ``anywhere`` a
+    sample of any source takes the place of a new one, otherwise one of the same source.
     """
     if not outcome.quarantined:
         return held
@@ -227,9 +226,9 @@ def _log(norm: float) -> float:
 def _blamed(past: Past, outcome: Outcome, rule: SpikeRule, spike: Spike | None) -> list[int]:
     """Returns the microbatches whose samples go into quarantine, in order.
 
-    They are those whose loss is not finite.  Of a spike of the loss they are the fewest, those with the
-    largest mean loss first, without which it were none.  If these are more than half of the step, the model
-    is the cause and not the data, and none is blamed.
+    They are the microbatches whose loss is not finite.  For a spike of the loss they are the fewest
+    microbatches, taken by largest mean loss, without which the step would be no spike.  If these are more
+    than half of the step, the model is the cause and not the data, and none is blamed.
     """
     losses, counts = outcome.losses, outcome.counts
     strange = [index for index, loss in enumerate(losses) if not isfinite(loss)]

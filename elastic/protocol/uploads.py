@@ -12,8 +12,8 @@ from elastic.protocol.actions import Save
 from elastic.protocol.copy_schedule import age
 
 REFUSALS = 5
-"""Number of refusals of a part that counted as being written, after which it counts no more: it may be
-refused at its end for ever.
+"""Number of refusals after which a part no longer counts as being written: the bucket may refuse the end of
+it for ever.
 """
 
 
@@ -36,9 +36,8 @@ class Told:
         given up.
 
         A worker has one mark for all that it has saved, so its newest save is not over while an older one is
-        under way.  A save that comes later may be waiting for that one's slot.  A version of a later
-        generation than this list's is never over, even if the run had come further before it went back to a
-        save.
+        under way.  A later save may wait for the slot of the older one.  A version of a later generation than
+        this list's is never over, even if the run had come further before it went back to a save.
         """
         if any(age(save.version) <= age(version) and worker in save.members for save in self.saves):
             return False
@@ -48,7 +47,7 @@ class Told:
 
 
 def hopeless(save: Save, generation: int, *, ended: bool, failed: bool = False) -> str:
-    """Returns why a worker's copy for ``save``, which is not complete, never will be; "" while it may be.
+    """Returns why a worker's incomplete copy for ``save`` will never be complete; "" while it still may be.
 
     ``generation`` is the latest world that the worker has entered.  ``ended`` must have been true before the
     copy was looked for: it may have become complete just before the end.  ``failed`` says that the worker has

@@ -62,8 +62,8 @@ PLAIN = frozenset({type(None), bool, int, str})
 records hold little else.
 """
 MICROBATCHES, PACKED = ("losses", "counts", "samples"), "packed"
-"""The fields of a commit with an entry for each microbatch, and the one that stands for them: see
-``packed.py``.
+"""The fields of a commit with an entry for each microbatch, and the name of the packed field in their place:
+see ``packed.py``.
 """
 LAYERS = "layers"
 """The field of a commit with an entry for each layer.  It is packed, too, and left out where it is empty, as
@@ -75,7 +75,7 @@ SELDOM = {
     for each in fields(Outcome)
     if each.name in ("validated", "rescales", "spike", "quarantined", "most_loss", "warned_loss", "lr")
 }
-"""Fields of a commit that are left out where they say nothing, each with the value that says nothing."""
+"""Fields of a commit that are left out while they have their default, each with its default."""
 QUIET: Mapping[type, tuple[str, ...]] = {
     StepDone: ("metrics", "quarantined", "quarantined_by"),
     SaveFailed: ("full",),
@@ -85,7 +85,7 @@ QUIET: Mapping[type, tuple[str, ...]] = {
     Rules: ("patience", "min_delta"),
     Retain: ("at_once",),
 }
-"""Fields that are left out where they say nothing."""
+"""Fields that are left out while they have their default, by type."""
 
 Json = Any
 Segment = tuple[Mapping[str, Json], Sequence[Mapping[str, Json]]]
@@ -113,7 +113,7 @@ def worth_recording(event: Event, before: RunState, transition: Transition) -> b
     A heartbeat, a tick, a renewal, a capacity or a slow start gets one only if it leads to an action or
     another state.  What it changed otherwise goes into the next record.
     """
-    # beats are together with beats alone
+    # a ``Together`` has either beats alone or no beats
     if isinstance(parts(event)[0], Beat | Tick | Renewed | Capacity | Starting):
         return bool(transition.actions) or transition.run.state is not before.state
     return transition.run is not before or bool(transition.actions)
@@ -130,13 +130,13 @@ def record(
 ) -> dict[str, Json]:
     """Returns the record of one decision, made from ``before`` at the time ``at``.
 
-    ``heard_until`` is what ``advance`` was given, None if that was ``at``.
+    ``heard_until`` is the argument of ``advance``; None if it was equal to ``at``.
 
     ``recorded`` is the run after the last record; it differs from ``before`` if unrecorded events came
     between.
 
-    The first record of a coordinator has the run in full: its version may have fields that the one before did
-    not write.
+    The first record of a coordinator has the run in full: its version of Elastic may have fields that the
+    version before did not write.
     """
     known = recorded or before
     after = transition.run
@@ -170,11 +170,11 @@ def _in_whole(run: RunState) -> dict[str, Json]:
 
 
 def is_quiet(event: Event, before: RunState, after: RunState) -> bool:
-    """Returns whether the decision cannot depend on who was last heard when: a commit that only continues the
-    world.
+    """Returns whether the event is a commit that only continues the world, so that the decision cannot depend
+    on when each worker was last heard.
 
-    The record of such a decision forgets that, or else each step, and each snapshot, would have a line for
-    each worker.
+    The record of such a decision leaves these times out; otherwise each step, and each snapshot, would have a
+    line for each worker.
     """
     return isinstance(event, StepDone) and after.state is before.state and after.members is before.members
 
@@ -192,7 +192,7 @@ def _unwatched(run: RunState) -> RunState:
 
 
 Told = Mapping[tuple[int, ...], Outcome | Plan]
-"""A reader knows these already: commits by step and generation, a plan by its generation."""
+"""The values that a reader knows already: commits by step and generation, a plan by its generation."""
 
 
 def _commits(run: RunState) -> dict[tuple[int, ...], Outcome | Plan]:

@@ -8,6 +8,7 @@ with N squared; so a record holds only what it adds.  A delta is one of:
     {"~": {"step": .., "plan": ..}}           these fields changed, each by a delta; also entries of a dictionary, by key
     {"~": {..}, "-": ["w3"]}                  and these entries of the dictionary are gone
     {"~": {"4": ..}}                          these items of a tuple changed, by position
+    {"without": [2, 5]}                       these items of a tuple are gone, by position
     {"at": 4, "cut": 1, "put": [..]}          of a tuple, ``cut`` items from position ``at`` on were replaced by ``put``
 """
 

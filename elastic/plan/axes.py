@@ -83,8 +83,8 @@ class Axis:
     """Returns all that ``cut`` uses of a tensor, with every dimension of its shape that it cuts along or
     looks at.
 
-    One of the tensors with equal keys stands for all of them: members that hold all of it together must hold
-    all of each other one too.
+    One tensor stands for all tensors with an equal key: members that together hold all of one must together
+    hold all of every other.
     """
     reaches: Callable[[Tensor, HeldPart, int, Slice], Iterable[int]] = _all
     """``reaches(tensor, held, degree, part)`` returns the indices whose share of ``held`` can have elements
@@ -97,8 +97,8 @@ class Axis:
 
 
 def chunk_size(length: int, count: int) -> int:
-    """Returns the rows of a full chunk of ``count`` by torch's chunk rule; a shorter one is padded to it
-    where all must be equal.
+    """Returns the rows of a full chunk if ``length`` rows are cut into ``count`` chunks by torch's rule.
+    Shorter chunks are padded to it where all must be equal.
     """
     return -(-length // count)
 

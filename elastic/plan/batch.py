@@ -161,14 +161,16 @@ class _Free:
         return taken
 
     def take_fitting(self, count: int) -> list[int] | None:
-        """Takes ``count`` ranks of the node that has the fewest more."""
+        """Takes ``count`` ranks of the node with the fewest free ranks that are enough; None if no node has
+        enough.
+        """
         fits = [
             (len(ranks), ranks[-1], node) for node, ranks in enumerate(self._nodes) if len(ranks) >= count
         ]
         return self._take(min(fits)[2], count) if fits else None
 
     def take_most(self, count: int) -> list[int]:
-        """Takes at most ``count`` ranks of the node that has most."""
+        """Takes at most ``count`` ranks of the node with the most free ranks."""
         while True:
             size, _, node = heapq.heappop(self._most)
             if (have := len(self._nodes[node])) == -size:
@@ -186,10 +188,10 @@ class _Free:
 
 @lru_cache(maxsize=8)
 def resized(value: Any, microbatches: int) -> Any:
-    """Returns ``value``, a dataclass, for steps of so many microbatches.
+    """Returns ``value``, a dataclass, for steps of ``microbatches`` microbatches.
 
-    What the newest of them compute is kept for later steps: a batch that grows has the same size for many of
-    them.
+    The newest results are cached with what they have computed: a batch that grows keeps each size for many
+    steps.
     """
     return replace(value, microbatches=microbatches)
 

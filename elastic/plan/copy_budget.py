@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from math import ceil
 
 LATER = 2**20
-"""Steps, as many as no run waits for: there is no next copy before a worker says another number."""
+"""Number of steps that no run reaches: no copy is due before a worker reports a smaller number."""
 FIRST_BUDDY_EVERY = 10
 """Number of steps between copies to the buddy until the time that one takes has been measured."""
 SELDOM_S = 1.0
@@ -71,8 +71,8 @@ class Pace:
         """Returns the number of steps between copies at which each is done before the next begins, or 0 to
         keep the planned number.
 
-        As long as the worker is not ``able`` to make the next one at full speed, since memory is still being
-        pinned for it, that is ``LATER``: it would hold up a step for seconds.
+        Returns ``LATER`` while the worker is not ``able`` to make the next copy at full speed, because memory
+        for it is still being pinned: such a copy would hold up a step for seconds.
 
         The quickest of the last few copies decides.  The first copy into each slot is slow, since the system
         maps its memory page by page, and a copy that was held up tells nothing about the others.
@@ -121,8 +121,8 @@ def slot_size(has: int, needed: int, foreseen: int, free: int, others: int) -> i
     bytes.
 
     Memory that is pinned stays, and the slot also gets what a copy of ``foreseen`` bytes will need, as long
-    as ``others`` bytes of the node are ``free`` then: room for one worker more.  If less is free, the slot
-    gives back what its copy does not need.
+    as ``others`` bytes of the node, the room for one more worker, are still ``free`` then.  If less is free,
+    the slot gives back what its copy does not need.
     """
     wished = max(has, needed, foreseen)
     if free - (wished - has) >= others:

@@ -25,8 +25,9 @@ from elastic.plan.axes import AXES
 USES = ("all", "fit")
 """Values of ``LayoutRule.use``."""
 SPARED = 8
-"""Less than one worker of so many may be left over.  It is a balance: a replica over several nodes slows
-every step, and so does a worker that waits.  So up to this many workers, nobody is left over."""
+"""Fewer than one in ``SPARED`` workers may be left over.  It is a balance: a replica over several nodes slows
+every step, and so does a worker that waits.  Of up to this many workers, nobody is left over.
+"""
 
 
 @dataclass(frozen=True)
@@ -163,8 +164,9 @@ def choose(
     """Returns the layout that ``workers`` form; None means that they wait.
 
     ``nodes`` has the number of workers on each node; without it, each worker counts as a node.
-    ``fits(shards)`` says whether the state may be cut into so many parts.  Of the layouts for which it may,
-    and that use all workers but a few and at least ``least`` of them, the first of these is taken:
+    ``fits(shards)`` says whether the state may be cut into so many parts.  Of the layouts whose number of
+    parts is allowed, and that use all workers but a few and at least ``least`` of them, the first of these is
+    taken:
 
     1. every replica lies within one node: most members, then the smallest shard degree;
     2. every replica has whole nodes: most replicas, then most members;

@@ -3,12 +3,12 @@ which both fit.
 
 Per parameter, a member of a world with S shards holds 1/S of the weights, of their moments, and of the sum of
 the gradients in float32; with deferred sums, all of that sum.  It also holds the copy of the weights with
-which it computes: with one shard if that has another dtype, and with more unless they are gathered block by
-block (stage 3 of ZeRO).  Where these copies live on the host, only those of two blocks, and of what is in no
-block, count.  What comes and goes in a step, such as activations, does not depend on the number of shards, if
-there are several; an estimate has it from a step on tensors without memory, and a worker measures it before
-it joins.  While a world forms, a member holds its old part beside the new one, and no gradients; the old part
-is not larger than that at the smallest degree.
+which it computes: in a world with one shard if that copy has another dtype, and in a world with more shards
+unless weights are gathered block by block (stage 3 of ZeRO).  Where these copies live on the host, only those
+of two blocks, and of what is in no block, count.  What comes and goes in a step, such as activations, does
+not depend on the number of shards, if there are several; an estimate has it from a step on tensors without
+memory, and a worker measures it before it joins.  While a world forms, a member holds its old part beside the
+new one, and no gradients; the old part is not larger than that at the smallest degree.
 """
 
 from __future__ import annotations
@@ -102,15 +102,15 @@ class Need:
 
 
 def least_roomy(need: Need, device: int, most: int) -> int:
-    """Returns the smallest shard degree, up to ``most``, at which a member leaves room on a device with so
-    many bytes; 0 if none does.
+    """Returns the smallest shard degree, up to ``most``, at which a member leaves room on a device with
+    ``device`` bytes; 0 if none does.
     """
     return next((shards for shards in range(1, most + 1) if need.of_a_member(shards) <= USABLE * device), 0)
 
 
 def least_shard(need: Need, device: int, most: int) -> int:
-    """Returns the smallest shard degree, up to ``most``, at which a member fits a device with so many bytes;
-    0 if none does.
+    """Returns the smallest shard degree, up to ``most``, at which a member fits a device with ``device``
+    bytes; 0 if none does.
 
     The largest degree may take all of the device: the estimate refuses no run that might just fit.
     """
@@ -130,9 +130,9 @@ def first_roomy(
     """Returns the first policy with which ``fewest`` members can train, or half of ``most`` if ``fewest`` is
     1.
 
-    If there is none, it is the first with which ``most`` can, and without that the last one. ``least_of``
-    returns the smallest shard degree at which a member fits with a policy, or 0.  It is asked for as few as
-    it takes.
+    If there is none, it is the first policy with which ``most`` can, or else the last policy. ``least_of``
+    returns the smallest shard degree at which a member fits with a policy, or 0.  It is called for as few
+    policies as possible.
     """
     found: dict[Policy, int] = {}
     for policy in policies:

@@ -18,15 +18,13 @@ from fractions import Fraction
 from functools import lru_cache
 
 MOST_TURNS = 10_000
-"""Largest number of turns after which they repeat: weights of four digits.  Looking up takes as much memory,
-and finding them 20 ms.
+"""Largest number of turns after which the turns repeat; it allows weights of four digits.  A table of so many
+turns takes 20 ms to make.
 """
 
 
 def shares(weights: Sequence[float]) -> tuple[int, ...]:
-    """Returns the smallest whole numbers that are to each other as ``weights``, as these are written in
-    decimal.
-    """
+    """Returns the smallest whole numbers in the ratio of ``weights``, which are taken as written in decimal."""
     exact = [Fraction(repr(weight)) for weight in weights]
     whole = [int(each * math.lcm(*(each.denominator for each in exact))) for each in exact]
     return tuple(each // (math.gcd(*whole) or 1) for each in whole)

@@ -81,8 +81,8 @@ def distinct_cells(layout: Layout) -> dict[Cell, tuple[int, ...]]:
 
 
 def number_of_cells(layout: Layout) -> int:
-    """Returns how many parts the state has in ``layout``: each is held by ``layout.world`` divided by this
-    many members.
+    """Returns how many parts the state has in ``layout``: each part is held by ``layout.world`` / this number
+    of members.
     """
     return math.prod(degree for _, degree in degrees_of(layout))
 

@@ -49,7 +49,9 @@ class Batches:
 
     @cached_property
     def _levels(self) -> list[tuple[int, int, int]]:
-        """A size has its first step, the samples of all steps before, and itself."""
+        """The sizes of the batch, each as its first step, the samples of all steps before, and the samples of
+        a step.
+        """
         levels = (
             [level for level in self.earlier._levels if level[0] <= self.since]
             if self.earlier is not None
@@ -61,7 +63,7 @@ class Batches:
         )
         sizes = range(self.start, self.final, self.increment) if self.start else range(0)
         for number, size in enumerate(sizes, 1):
-            # until the end of this share, times their number
+            # samples until the end of this share, times the number of sizes
             left = number * self.samples - consumed * len(sizes)
             if (steps := -(-left // (size * len(sizes)))) > 0:
                 levels.append((step, consumed, size))

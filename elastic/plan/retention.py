@@ -1,7 +1,7 @@
 """Retention: which checkpoints of a run are kept, and which are deleted.
 
-A checkpoint is deleted only if no rule keeps it.  What is not older than the newest good checkpoint is never
-deleted, nor is anything while there is no good one, except what is ``dead``.
+A checkpoint is deleted only if no rule keeps it.  Only checkpoints older than the newest good checkpoint are
+deleted, and none while there is no good checkpoint; a ``dead`` checkpoint is deleted whatever its age.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Keep:
     none, all are kept.
     """
     younger_s: float = 0.0
-    """Good checkpoints that were written less than so many seconds ago are kept; 0 means none for their age.
-    See :func:`young`.
+    """Good checkpoints that were written less than this many seconds ago are kept; 0 means that age keeps
+    none.  See :func:`young`.
     """
 
 
@@ -57,8 +57,8 @@ def young(saved: Iterable[Version], written: Mapping[Version, float], keep: Keep
 
     ``written`` has the wall-clock times that are known, and clocks of machines differ.  A version was written
     before those after it: if its time is unknown or later than theirs, the earliest of theirs counts.  So a
-    wrong time at most keeps too much, until ``now`` has passed it or the next one is old enough; only if the
-    clock of ``now`` itself is fast, something may be deleted too early, which no other rule keeps.
+    time that is too late keeps a checkpoint for too long.  A time that is too early, or a fast clock of
+    ``now``, may let a checkpoint be deleted too early that no other rule keeps.
     """
     found, at = set[Version](), math.inf
     for version in sorted(saved, reverse=True) if keep.younger_s else ():
@@ -79,7 +79,8 @@ def reasons(
     keep it.
 
     ``saved`` has the good checkpoints on the lineage, ``best`` is the best validated version if one is known,
-    from those that are ``needed`` a branch or a fork goes on, and ``young`` are those of :func:`young`.
+    ``needed`` are the versions from which a branch or a fork goes on, and ``young`` are those of
+    :func:`young`.
     """
     ordered = sorted(saved, reverse=True)
     firsts = (

@@ -141,7 +141,7 @@ class Routes:
 
 
 def _one_of(members: Sequence[int], place: int, number: int) -> int:
-    """Returns the member at ``place``, or, if there are fewer, one that depends on ``number``: so no member
-    gets all of these.
+    """Returns the member at ``place``; if there are fewer members, one that depends on ``number``, so that no
+    member gets all such pieces.
     """
     return members[place if place < len(members) else number % len(members)]

@@ -72,7 +72,9 @@ class _Hall:
         number_of = {cell_of(layout, number): number for number in range(self.size)}
         self.places = [middle_of(cell) for cell in number_of]
         self.own: dict[WorkerId, int] = {}
-        """The shard that each worker holds, or that its node's keeper holds and none of its workers."""
+        """The shard that each worker holds; for a worker that holds nothing, a shard that on its node only
+        the keeper holds.
+        """
         self.middle: dict[WorkerId, tuple[float, ...]] = {}
         """The place of each worker's rows, of whatever layout: see :func:`placement.middle_of`."""
         kept: dict[NodeId, list[int]] = defaultdict(list)

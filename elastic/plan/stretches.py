@@ -55,8 +55,8 @@ def ended(stretches: Stretches, step: int) -> Stretches:
 
 
 def followed(earlier: Stretches, last: Stretch) -> Stretches:
-    """Returns all stretches of a run whose last one is ``last``.  One that would only repeat the one before
-    is part of it.
+    """Returns all stretches of a run whose last one is ``last``.  Stretches before ``last`` that draw by the
+    same rule become part of it.
     """
     while earlier and replace(earlier[-1], until=0) == last:
         earlier = earlier[:-1]

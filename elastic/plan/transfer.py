@@ -139,7 +139,7 @@ def moves(
 
     With ``partly`` the moves leave out the slices that nobody holds, which :func:`missing` names; without it,
     such a slice raises ValueError.  With ``of`` the result has only the moves to that member and from its
-    live memory, in the same order; their number and that of the holdings decide how long that takes.
+    live memory, in the same order; the time then depends on the number of these moves and of the holdings.
     """
     transfer = _Transfer(list(holders), layout, members, nodes)
     arriving = [rank for rank, member in enumerate(members) if of in (None, member)]

@@ -37,8 +37,8 @@ from elastic.protocol.plan import Plan
 
 
 def version_at(plan: Plan, step: int) -> Version | None:
-    """Returns the version of ``step`` in the generation of ``plan``: at its first step, the version that it
-    began with; None for -1.
+    """Returns the version of ``step`` in the generation of ``plan``: the version that it began with, if that
+    is of ``step``; None for -1.
     """
     if step < 0:
         return None

@@ -24,7 +24,7 @@ turns takes 20 ms to make.
 
 
 def shares(weights: Sequence[float]) -> tuple[int, ...]:
-    """Returns the smallest whole numbers in the ratio of ``weights``, which are taken as written in decimal."""
+    """Returns the smallest whole numbers in the ratio of ``weights``, taken as written in decimal."""
     exact = [Fraction(repr(weight)) for weight in weights]
     whole = [int(each * math.lcm(*(each.denominator for each in exact))) for each in exact]
     return tuple(each // (math.gcd(*whole) or 1) for each in whole)

@@ -6,6 +6,7 @@ deleted, and none while there is no good checkpoint; a ``dead`` checkpoint is de
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -55,17 +56,22 @@ class StoredCheckpoint:
 def young(saved: Iterable[Version], written: Mapping[Version, float], keep: Keep, now: float) -> set[Version]:
     """Returns the versions among ``saved`` that were written less than ``keep.younger_s`` before ``now``.
 
-    ``written`` has the wall-clock times that are known, and clocks of machines differ.  A version was written
-    before those after it: if its time is unknown or later than theirs, the earliest of theirs counts.  So a
-    time that is too late keeps a checkpoint for too long.  A time that is too early, or a fast clock of
-    ``now``, may let a checkpoint be deleted too early that no other rule keeps.
+    ``written`` has the wall-clock times that are known, and clocks of machines differ.  A time after ``now`` is
+    wrong, and is not known.  A version was written after those before it: if its time is earlier than theirs,
+    the latest of theirs counts.  If its time is not known, the earliest known time of a later version counts,
+    or ``now`` without one.  So wrong times keep a checkpoint for too long, and for too short only where those
+    of all checkpoints before it are early, too.
     """
-    found, at = set[Version](), math.inf
-    for version in sorted(saved, reverse=True) if keep.younger_s else ():
-        at = min(at, written.get(version, math.inf))
-        if now - at < keep.younger_s:
-            found.add(version)
-    return found
+    if not keep.younger_s:
+        return set()
+    ordered = sorted(saved)
+    known = {version: written[version] for version in ordered if written.get(version, math.inf) <= now}
+    unknown, bound = dict[Version, float](), now
+    for version in reversed(ordered):
+        bound = min(bound, known.get(version, now))
+        unknown[version] = bound
+    latest = itertools.accumulate((known.get(version, unknown[version]) for version in ordered), max)
+    return {version for version, at in zip(ordered, latest, strict=True) if now - at < keep.younger_s}
 
 
 def reasons(

@@ -103,6 +103,18 @@ def test_l7_what_is_young_is_kept() -> None:
     assert [each.step for each in kept] == [19, 18, 17, 16, 15, 14] and kept[Version(14, 1)] == ("younger",)
 
 
+def test_l7_a_clock_that_was_slow_or_fast_once_deletes_nothing_early() -> None:
+    """Saves a minute apart: one was noted by a clock that stood at 1970, one by a clock of next year.  The
+    latter counts as the save after it.
+    """
+    right = {Version(step, 1): 1e9 + 60.0 * step for step in range(1, 10)}
+    wrong = right | {Version(6, 1): 0.0, Version(3, 1): 2e9}
+    found = young(right, wrong, Keep(last=2, younger_s=330.0), now=1e9 + 60.0 * 9)
+    assert sorted(each.step for each in found) == [4, 5, 6, 7, 8, 9]
+    found = young(right, wrong, Keep(last=2, younger_s=330.0), now=1e9 + 60.0 * 10)
+    assert sorted(each.step for each in found) == [5, 6, 7, 8, 9], "neither is kept for ever"
+
+
 @given(
     st.dictionaries(VERSIONS, st.none() | st.floats(-10.0, 10.0), max_size=8),
     st.floats(0.5, 5.0),
@@ -111,14 +123,17 @@ def test_l7_what_is_young_is_kept() -> None:
 def test_l7_wrong_and_unknown_times_keep_too_much_and_never_too_little(
     times: dict[Version, float | None], age: float, now: float
 ) -> None:
-    """The judge looks from each version at all that come after it.  Whatever the clocks say, the newest ones
-    stay.
+    """Whatever the clocks say, a version that is young by its own time stays, as does one after it; and right
+    times keep nothing for longer.
     """
-    known = {version: at for version, at in times.items() if at is not None}
+    known = {version: at for version, at in times.items() if at is not None and at <= now}
     keep = Keep(last=2, younger_s=age)
-    found = young(times, known, keep, now)
-    assert found == {
-        each for each in times if all(now - at < age for version, at in known.items() if version >= each)
+    found = young(times, {version: at for version, at in times.items() if at is not None}, keep, now)
+    sure = {version for version, at in known.items() if now - at < age}
+    assert found >= {each for each in times if any(each >= version for version in sure)}
+    in_order = dict(zip(sorted(known), sorted(known.values()), strict=True))
+    assert young(in_order, in_order, keep, now) == {
+        version for version, at in in_order.items() if now - at < age
     }
     kept = reasons(times, keep, None, (), found)
     assert set(kept) >= set(sorted(times)[-2:]) | found

@@ -1,5 +1,5 @@
-"""Worlds, runs, processes and compilations are counted by folder of tests, and more than a folder's budget
-fails the run.
+"""Worlds, runs, processes and compilations are counted by folder of tests, and more than a folder's budget is
+named at the end of a run.
 """
 
 from __future__ import annotations

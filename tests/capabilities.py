@@ -147,7 +147,9 @@ def main() -> None:
     )
     parser.add_argument("id", nargs="*", help="a capability's id, such as R14; all of them without one")
     parser.add_argument(
-        "--check", action="store_true", help="print the sum alone, and fail unless the tests of the table prove what they must"
+        "--check",
+        action="store_true",
+        help="print the sum alone, and fail unless the tests of the table prove what they must",
     )
     parser.add_argument(
         "--note", action="store_true", help="write the tests that passed into the table, after a whole run"

@@ -123,8 +123,8 @@ def test_l7_a_clock_that_was_slow_or_fast_once_deletes_nothing_early() -> None:
 def test_l7_wrong_and_unknown_times_keep_too_much_and_never_too_little(
     times: dict[Version, float | None], age: float, now: float
 ) -> None:
-    """Whatever the clocks say, a version that is young by its own time stays, as does one after it; and right
-    times keep nothing for longer.
+    """A version that is young by its own time stays, as do those after it, and right times keep nothing for
+    longer.
     """
     known = {version: at for version, at in times.items() if at is not None and at <= now}
     keep = Keep(last=2, younger_s=age)

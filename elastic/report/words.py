@@ -41,11 +41,13 @@ def when(at: float) -> str:
 
 
 def percent(part: float, whole: float) -> str:
-    """Returns a part as text, in per cent.  A share between 99.9 % and 100 % has two decimals."""
+    """Returns a part as text, in per cent.  A share between 99.9 % and 100 % has two decimals, and is never
+    rounded up to 100 %.
+    """
     if not whole > 0:
         return "not known"
     found = 100 * part / whole
-    return f"{found:.2f} %" if 99.9 < found < 100 else f"{found:.1f} %"
+    return f"{min(found, 99.99):.2f} %" if found > 99.9 and part < whole else f"{found:.1f} %"
 
 
 def counted(number: int, one: str, more: str = "") -> str:

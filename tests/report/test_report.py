@@ -593,8 +593,9 @@ def test_l2_buckets_averages_and_ticks() -> None:
         "12,346",
         "not finite",
     ]
-    assert [percent(*each) for each in ((9999, 10_000), (1, 3), (1, 0), (2, 2))] == [
-        "99.99 %",
+    parts = ((9999, 10_000), (99_999, 100_000), (1 - 2**-53, 1), (1, 3), (1, 0), (2, 2))
+    assert [percent(*each) for each in parts] == [
+        *("99.99 %", "99.99 %", "99.99 %"),
         "33.3 %",
         "not known",
         "100.0 %",

@@ -83,9 +83,13 @@ def simulate_script(script: Path, seeds: range, say: Say) -> int:
 
 def simulate_trace(trace: Path, seeds: range, pace: float, say: Say) -> int:
     """Runs each seed on the machines of a spot trace, ``pace`` times as fast as it was recorded.  Returns the
-    exit code.
+    exit code.  Raises :class:`ValueError` for a file that is no trace.
     """
-    return max(_one(seed, scenario_of(trace.read_text(encoding="utf-8"), pace), say) for seed in seeds)
+    try:
+        scenario = scenario_of(trace.read_text(encoding="utf-8"), pace)
+    except ValueError as error:
+        raise ValueError(f"{trace}: {error}") from None
+    return max(_one(seed, scenario, say) for seed in seeds)
 
 
 def _one(seed: int, scenario: Scenario, say: Say) -> int:

@@ -24,6 +24,8 @@ def from_trace(text: str, pace: float = 1.0) -> tuple[int, tuple[Fault, ...]]:
     rows = [line.split(",") for line in text.splitlines() if line and not line.startswith("#")]
     if not rows or rows[0] != ["seconds", "event", "node"]:
         raise ValueError("a trace begins with the line seconds,event,node")
+    if len(rows) == 1:
+        raise ValueError("a trace has a row for each machine that comes or goes, and this one has none")
     there: list[str] = []
     begun_s = float(rows[1][0])
     faults = []

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from actors.cli import main
 from elastic.control.rules import Rules
 from elastic.protocol.faults import Fault, Kind, from_json, to_json
 from elastic.sim import command, coverage
@@ -105,6 +106,16 @@ def test_a_trace_that_is_none_is_refused() -> None:
         from_trace("0,add,n1")
     with pytest.raises(ValueError, match=r"5,remove,n2: no such event, or no such node"):
         from_trace("seconds,event,node\n0,add,n1\n5,remove,n2")
+
+
+def test_a_trace_without_rows_is_refused_by_a_sentence_that_names_its_file(tmp_path: Path) -> None:
+    (trace := tmp_path / "machines.csv").write_text("# a source\nseconds,event,node\n")
+    with pytest.raises(ValueError, match=r"machines\.csv: a trace has a row for each machine .* has none"):
+        command.simulate_trace(trace, range(1), 1.0, print)
+    assert main(["simulate", "--trace", str(trace)]) == 1
+    trace.write_text("0,add,n1\n")
+    with pytest.raises(ValueError, match=r"machines\.csv: a trace begins with the line"):
+        command.simulate_trace(trace, range(1), 1.0, print)
 
 
 def test_every_reason_in_the_list_of_impossible_pairs_is_of_a_pair_that_exists() -> None:

@@ -63,14 +63,11 @@ class Absent:
             )
         if owner is None:
             return cls(f"{job.name} in {job.bucket} is about to begin, or ended before it could", over=False)
-        if pid := run.local_process():
-            return cls(
-                (
-                    f"{job.name} is trained by process {pid} of this machine (--local); Ctrl-C there, or "
-                    f"`kill -INT {pid}`, stops it"
-                ),
-                False,
-            )
+        if (local := run.local_process()) is not None:
+            by = f"by process {local.pid} of this machine"
+            stops = f"(--local); Ctrl-C there, or `kill -INT {local.pid}`, stops it"
+            said = f"is trained {by} {stops}" if local.trains else f"is being rolled back {by}"
+            return cls(f"{job.name} {said}", over=False)
         end = run.end()
         elsewhere = "" if end is not None else run.local_elsewhere()
         over = (

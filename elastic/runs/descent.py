@@ -102,7 +102,7 @@ def _look(store: ObjectStore, bucket: str, name: str) -> Descent:
         times = [*(each.at for each in every[-1:]), *([last["time"]] if last else [])]
         end, living = run.end(), run.local_process()
         state = (
-            f"trained by process {living} of this machine"
+            f"{'trained' if living.trains else 'rolled back'} by process {living.pid} of this machine"
             if living
             else type(end).__name__
             if end

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import elastic
 from elastic.code.imports import version_of
@@ -33,6 +33,14 @@ from storage.objects import ObjectStore
 
 LOCAL = alone.ADDRESS
 """Address in the claim of a run that one process trains by itself (``--local``)."""
+
+
+class LocalProcess(NamedTuple):
+    """A process of this machine that has claimed a run for itself."""
+
+    pid: int
+    trains: bool
+    """True if it trains the run with ``--local``, False if it rolls the run back."""
 
 
 class Run:
@@ -247,14 +255,21 @@ class Run:
         self.check_local()
         return self.claim(LOCAL, after=after, **alone.claim(trains))
 
-    def local_process(self) -> int:
-        """Returns the id of another process of this machine that trains the run with ``--local``, or changes
-        it; 0 if there is none.
+    def local_process(self) -> LocalProcess | None:
+        """Returns another process of this machine that trains the run with ``--local``, or rolls it back;
+        None if there is none.
+
+        A process that has rolled the run back has begun a branch, and then it may live on without the run.
         """
         owner = self.owner()
         if owner is None or not (pid := alone.process(owner)):
-            return 0
-        return pid if alone.ended(self.store, self.job.name, owner["incarnation"]) is None else 0
+            return None
+        incarnation, trains = owner["incarnation"], owner.get("trains", True)
+        if alone.ended(self.store, self.job.name, incarnation) is not None:
+            return None
+        if not trains and any(each.claim == incarnation - 1 for each in self.branches.every()):
+            return None
+        return LocalProcess(pid, trains)
 
     def local_elsewhere(self) -> str:
         """Returns the words for the other machine on which, and the time at which, a process began to train
@@ -266,14 +281,18 @@ class Run:
         return alone.begun_at(owner)
 
     def check_local(self) -> None:
-        """Raises :class:`JobError` if another process of this machine trains the run with ``--local``: two
-        would both write its steps.
+        """Raises :class:`JobError` if another process of this machine trains the run with ``--local``, or
+        rolls it back: two would both write its steps.
         """
-        if pid := self.local_process():
-            raise JobError(
-                f"name = {self.job.name!r}: process {pid} of this machine trains this run (--local); wait "
-                f"for its end, stop it with Ctrl-C there (or `kill -INT {pid}`), or choose another name"
-            )
+        if (there := self.local_process()) is None:
+            return
+        its = f"name = {self.job.name!r}: process {there.pid} of this machine"
+        if not there.trains:
+            raise JobError(f"{its} rolls this run back; wait for its end, or choose another name")
+        raise JobError(
+            f"{its} trains this run (--local); wait for its end, stop it with Ctrl-C there (or `kill -INT "
+            f"{there.pid}`), or choose another name"
+        )
 
     def claims(self, life: str, seen: int = 0) -> dict[int, NodeId]:
         """Returns the incarnations later than ``seen`` that ``life`` has claimed, oldest first, each with its

@@ -154,7 +154,7 @@ def test_l4_a_rollback_claims_the_run_too(tmp_path: Path) -> None:
     (tmp_path / "job.toml").write_text(to_toml(run.job))
     assert main(["rollback", str(tmp_path / "job.toml"), "--to", "5", "--lr-scale", "0.5", "--force"]) == 0
     saved(run, Version(10, 2), ((1, 5), (2, 10)))
-    assert (Run.find(run.job).newest(), run.latest_claim(), run.local_process()) == (Version(5, 1), 2, 0)
+    assert (Run.find(run.job).newest(), run.latest_claim(), run.local_process()) == (Version(5, 1), 2, None)
     assert (
         main(
             [

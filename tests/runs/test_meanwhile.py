@@ -5,6 +5,8 @@ from __future__ import annotations
 import platform
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -246,6 +248,32 @@ def test_l4_a_roll_back_is_no_training(
     Run.find(job).claim_here()
     machine("host-c")
     assert said(capsys, "rollback", file, "--to", "0")[0] == 2 and saved(job) == [2]
+
+
+def test_l4_a_process_that_has_rolled_the_run_back_may_live_on(
+    finished: tuple[Job, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """L4: a notebook lives on after its roll-back, and then the run can be trained.  Until the branch is
+    begun, a command that trains is refused, and says why.
+
+    The control: a process that trains.
+    """
+    job, file = finished
+    with subprocess.Popen(
+        [sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE
+    ) as other:
+        its = f"process {other.pid} of this machine"
+        about = {"life": alone.life_of(other.pid), "at": 0.0}
+        claimed = Run.find(job).claim(LOCAL, **about, trains=False)
+        with pytest.raises(JobError, match=f"{its} rolls this run back; wait for its end"):
+            Run.find(job).claim_here()
+        assert f"run is being rolled back by {its}" in said(capsys, "status", file, "--once")[1]
+        resume.rewind(Run.look(job, branch=True), 0.0, OLDER, claimed)
+        assert Run.find(job).claim_here() == claimed + 1
+        Run.find(job).claim(LOCAL, **about, trains=True)
+        with pytest.raises(JobError, match=re.escape(f"{its} trains this run (--local)")):
+            Run.find(job).claim_here()
+        other.communicate()
 
 
 def test_l4_a_command_that_trains_goes_past_a_process_of_another_machine(

@@ -276,15 +276,14 @@ class KeeperStore:
 
         The slot stays reserved until it is taken out of ``_coming``.  It never holds the only copy of the
         version that is complete at all buddies.  Raises :class:`WireError` if no slot is free, so that the
-        sender tries again later.
+        sender tries again later, or if the slots of the worker had another size before, which they never
+        have: a worker makes its region once.
         """
-        safe, sizes = (
-            _wanted(head["safe"]) if head["safe"] else None,
-            (head["slot_bytes"], head["slot_blocks"]),
-        )
+        safe = _wanted(head["safe"]) if head["safe"] else None
+        sizes = head["slot_bytes"], head["slot_blocks"]
         with self._lock:
             region, coming = self._others.get(worker), self._coming[worker]
-            if region is None or (not coming and (region.slot_bytes, region.slot_blocks) != sizes):
+            if region is None:
                 region = self._others[worker] = Region.create(BUDDY_SLOTS, *sizes, folder=self.folder)
             held = region.all_held()
             free = [
@@ -292,12 +291,11 @@ class KeeperStore:
                 for slot, copy in enumerate(held)
                 if slot not in coming and (copy is None or copy != safe or held.count(safe) > 1)
             ]
-            if not free or (region.slot_bytes, region.slot_blocks) != sizes:
-                arrive = f"{len(coming)} of its copies arrive now"
-                why = (
-                    f"this node has no slot for another copy of {worker}, which lives on another node: "
-                    f"{arrive}"
-                )
+            of_another_size = (region.slot_bytes, region.slot_blocks) != sizes
+            if of_another_size or not free:
+                what = f"this node has no slot for another copy of {worker}, which lives on another node"
+                sized = f"its slots here have {region.slot_bytes} bytes, and those there {sizes[0]}"
+                why = f"{what}: {sized if of_another_size else f'{len(coming)} of its copies arrive now'}"
                 self.say(why)
                 raise WireError(why)
             slot = min(free, key=lambda each: _worth(held[each]))

@@ -276,6 +276,25 @@ def test_a_second_copy_never_takes_the_slot_of_the_one_that_is_safe() -> None:
         assert safe in store._others[worker].all_held()
 
 
+def test_slots_of_another_size_never_take_the_place_of_a_copy() -> None:
+    """A worker makes its region once, so another size is refused, and the copy that is here stays."""
+    worker, here = WorkerId("w1"), Copy(Version(4, 2), cell(2, 1))
+    head = {"ask": "bring", "bytes": 8, "blocks": 1, "slot_bytes": 4096, "slot_blocks": 1, "safe": None}
+    with closing(KeeperStore(NodeId("n"), "127.0.0.1", SECRET)) as store, ExitStack() as stack:
+        one, two = (stack.enter_context(closing(Wire.connect(store.address, SECRET))) for _ in range(2))
+        one.send(head | request(worker, here), [bytes(8), b"12345678"])
+        one.send({"still": True})
+        assert one.head()["taken"]
+        with pytest.raises(WireError):
+            two.send(
+                head | {"slot_bytes": 8192} | request(worker, Copy(Version(5, 2), cell(2, 1))),
+                [bytes(8), b"abcdefgh"],
+            )
+            two.send({"still": True})
+            two.head()
+        assert [each.version for each in store.held()] == [here.version]
+
+
 def test_a_world_without_buddies_goes_on_in_the_slots_of_the_one_before() -> None:
     """The copies complete everywhere and those complete at buddies stay in their slots until the new world
     has a copy.

@@ -15,6 +15,7 @@ import torch
 
 from elastic.config.sections import WorkerFault
 from elastic.engine.parallelize import sharding_table
+from elastic.protocol.faults import OWN_KINDS, Kind
 
 EXIT_CODE = 17
 """Exit code of a worker that performs a fault of kind "exit"; nothing else exits with it."""
@@ -26,20 +27,10 @@ HOG_BYTES = 256 * 2**20
 spare other processes.
 """
 PAGE_BYTES = 4096
-KINDS = (
-    "SIGKILL",
-    "SIGTERM",
-    "SIGSEGV",
-    "SIGABRT",
-    "SIGSTOP",
-    "exception",
-    "exit",
-    "held_gil",
-    "memory_hog",
-    "device_assert",
-    "clock_skew",
-)
-"""Faults that a worker can perform on itself, named as in ``elastic/protocol/faults.py``."""
+KINDS = (*OWN_KINDS, Kind.CLOCK_SKEW)
+"""Faults that a worker can perform on itself.  A clock is skewed at no point of a step, only if chaos asks
+for it.
+"""
 INSIDE = ("forward", "backward")
 """Points that lie inside the model."""
 

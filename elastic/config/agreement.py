@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from elastic.config.optimizers import OPTIMIZERS
 from elastic.plan.mixture import MOST_TURNS, shares
 
 if TYPE_CHECKING:
@@ -313,30 +314,22 @@ def _ramp(job: Job) -> Iterator[str]:
 
 LEVEL = ("constant", "rsqrt")
 """The kinds of schedule that do not fall to ``schedule.final``."""
-_OF_OPTIMIZERS = {
-    "adamw": ("betas", "eps", "moments"),
-    "sgd": ("momentum",),
-    "adagrad": ("eps",),
-    "rmsprop": ("betas", "eps"),
-    "muon": ("betas", "momentum", "eps"),
-}
-"""The settings that only some optimizers read, by optimizer."""
 
 
 def _unused(optim: Optim) -> Iterator[str]:
     """Yields a sentence for each setting that the optimizer would not read, unless it has its default."""
-    if (used := _OF_OPTIMIZERS.get(optim.kind)) is None:
+    if (built_in := OPTIMIZERS.get(optim.kind)) is None:
         return  # the user's own, which may read any of them
     if optim.args:
         yield (
             f"optim.args = {optim.args} has no effect with optim.kind = {optim.kind!r}, whose settings are "
-            f"those of [optim] itself, as optim.{used[0]}; leave it out, or name an optimizer of your own: "
+            f"those of [optim] itself, as optim.{built_in.reads[0]}; leave it out, or name an optimizer of your own: "
             "optim.kind = 'pkg.module:RULE'"
         )
-    for name in sorted({name for names in _OF_OPTIMIZERS.values() for name in names} - {*used}):
+    for name in sorted({name for each in OPTIMIZERS.values() for name in each.reads} - {*built_in.reads}):
         value, default = getattr(optim, name), type(optim).model_fields[name].default
         if value != default:
-            readers = ", ".join(kind for kind, names in _OF_OPTIMIZERS.items() if name in names)
+            readers = ", ".join(kind for kind, each in OPTIMIZERS.items() if name in each.reads)
             yield (
                 f"optim.{name} = {value!r} is a setting of {readers}, and optim.kind = {optim.kind!r}; "
                 "leave it out"

@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue
 
+from elastic.config.optimizers import OptimizerName
 from elastic.config.values import (
     Auto,
     Branch,
@@ -180,7 +181,7 @@ class Optim(Section):
     dimensions, unless its group says otherwise.
     """
 
-    kind: Refused[Literal["adamw", "sgd", "adagrad", "rmsprop", "muon"] | Code] = "adamw"
+    kind: Refused[OptimizerName | Code] = "adamw"
     """The optimizer: ``adamw`` (with ``decay = "l2"`` it is Adam), ``sgd``, ``adagrad``, ``rmsprop``,
     ``muon`` for the matrices of the blocks with ``adamw`` for the rest, or ``pkg.module:RULE`` with a
     ``Rule`` of ``elastic.engine.optim.base``.

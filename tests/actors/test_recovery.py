@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from actors.view import View
-from elastic.engine.optim.base import RULES
+from elastic.config.optimizers import OPTIMIZERS
 from elastic.plan.memory import USABLE
 from elastic.protocol.lineage import tip
 from elastic.report.story import Line, Sentence, StepLine
@@ -169,7 +169,7 @@ def test_a13_a_kill_and_another_world_change_no_warning(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kind", sorted(RULES))
+@pytest.mark.parametrize("kind", sorted(OPTIMIZERS))
 def test_the_state_of_every_optimizer_survives_a_kill(tmp_path: Path, kind: str) -> None:
     """A4: the only worker that holds a shard is killed; its moments come from host memory."""
     settings = {"steps": 16, "optim": {"kind": kind, "lr": 1e-2}, "parallel": {"dp_replicate": 1}}

@@ -102,7 +102,9 @@ IMPORTS = {
         ),
         ("pydantic",),
     ),
-    "elastic.config.agreement": Row(("elastic.config.sections", "elastic.job", "elastic.plan.mixture")),
+    "elastic.config.agreement": Row(
+        ("elastic.config.optimizers", "elastic.config.sections", "elastic.job", "elastic.plan.mixture")
+    ),
     "elastic.job": Row(
         (
             "elastic.config.*",
@@ -296,6 +298,7 @@ IMPORTS = {
                 "elastic.protocol.commit_record",
             ),
             *("elastic.protocol.spikes", "elastic.job", "elastic.config.sections", *NAMES),
+            "elastic.config.optimizers",
         ),
         ("torch",),
     ),
@@ -367,6 +370,7 @@ IMPORTS = {
             *(
                 "elastic.runs.alone",
                 "elastic.runs.branches",
+                "elastic.config.optimizers",
                 "elastic.config.sections",
                 "elastic.config.values",
                 "elastic.runs.forks",

@@ -9,11 +9,11 @@ from typing import Any, Literal, get_args
 import pytest
 
 from elastic.config.describe import meaning_of, settings_page
+from elastic.config.optimizers import OPTIMIZERS
 from elastic.config.sections import Section
 from elastic.config.settings import leaves
 from elastic.config.values import Change, Free, Positive, change_at, change_of, free_settings
 from elastic.data.cursor import SAMPLINGS
-from elastic.engine.optim.base import RULES
 from elastic.engine.precision import PRECISIONS, WIRES
 from elastic.job import Job
 from elastic.plan.layout import USES
@@ -157,7 +157,7 @@ def choices(setting: str) -> set[Any]:
 
 def test_the_choices_of_a_setting_are_the_rows_of_its_table() -> None:
     """A new row of a table needs its word among the choices of the setting; this test fails if it is missing."""
-    assert choices("optim.kind") == set(RULES)
+    assert choices("optim.kind") == set(OPTIMIZERS)
     assert choices("precision") == set(PRECISIONS)
     assert choices("reduction.wire") == set(WIRES)
     assert choices("parallel.use") == set(USES)

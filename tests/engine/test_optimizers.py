@@ -16,8 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from elastic.config.optimizers import OPTIMIZERS
+from elastic.config.sections import Optim
 from elastic.engine.optim import base
-from elastic.engine.optim.base import RULES, Hyper, Optimizer, Part, rule_of
+from elastic.engine.optim.base import Hyper, Optimizer, Part, rule_of
 from elastic.engine.optim.schedule import learning_rate_of
 from elastic.engine.world import World
 from elastic.ids import Version
@@ -33,7 +35,7 @@ from tests.support.toys import small_job
 from tests.support.worlds import STEPS
 
 ROWS, COUNT, LR, PENALTY = 23, 50, 1e-2, 0.1
-KINDS = sorted({*RULES} - {"muon"})
+KINDS = sorted({*OPTIMIZERS} - {"muon"})
 """The optimizers that need no whole matrices; test_muon has the other one."""
 
 
@@ -41,6 +43,12 @@ def job_of(kind: str, bucket: Path | str = "/nowhere", **optim: Any) -> Job:
     return small_job(
         bucket, optim={"kind": kind, "lr": LR, **optim}, schedule={"warmup_steps": 2}, steps=COUNT
     )
+
+
+def test_a_row_names_a_rule_and_settings_and_a_trial_compares_what_torch_has_too() -> None:
+    rows = {kind: rule_of(job_of(kind)) for kind in OPTIMIZERS}
+    assert {kind for kind, rule in rows.items() if rule.in_torch is not None} == {"adamw", "sgd"}
+    assert all({*each.reads} <= {*Optim.model_fields} for each in OPTIMIZERS.values())
 
 
 def outcome(step: int, norm: float = 0.5) -> Outcome:

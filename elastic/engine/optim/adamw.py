@@ -9,11 +9,12 @@ decay in the gradient (``optim.decay = "l2"``) the same update is Adam (Kingma a
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from elastic.config.sections import Optim
 from elastic.engine.optim.base import Hyper, Part, Rule, decay_, mean_
 from elastic.engine.optim.rounding import key_of, lines, portions, round_
 
@@ -106,5 +107,10 @@ def _by_foreach(parts: list[Part], grads: list[Tensor], hyper: Hyper) -> None:
     torch._foreach_addcdiv_(values, averages, below, [-(hyper.lr / (1 - beta1**each)) for each in updates])
 
 
-ADAMW = Rule((AVERAGE, SQUARE), update, scales=True, counts=True)
+def in_torch(groups: list[dict[str, Any]], settings: Optim) -> torch.optim.Optimizer:
+    """Returns torch's Adam, for a trial."""
+    return torch.optim.Adam(groups, lr=1.0, betas=settings.betas, eps=settings.eps, foreach=False)
+
+
+ADAMW = Rule((AVERAGE, SQUARE), update, scales=True, counts=True, in_torch=in_torch)
 """The rule that ``optim.kind = "adamw"`` names."""

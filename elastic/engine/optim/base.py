@@ -16,11 +16,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from elastic.code.imports import arguments, load
+from elastic.config.optimizers import OPTIMIZERS
 from elastic.config.sections import UNUSED_SINCE, Optim, ParameterGroup
 from elastic.engine import spikes
 from elastic.engine.loss_scale import SCALARS, LossScale, is_scaled
@@ -32,15 +34,6 @@ from elastic.job import Job
 from elastic.protocol.commit_record import Outcome
 from storage.slices import AVERAGE, Slice
 from storage.slices import Tensor as StateTensor
-
-RULES = {
-    "adamw": "elastic.engine.optim.adamw:ADAMW",
-    "sgd": "elastic.engine.optim.sgd:SGD",
-    "adagrad": "elastic.engine.optim.adagrad:ADAGRAD",
-    "rmsprop": "elastic.engine.optim.rmsprop:RMSPROP",
-    "muon": "elastic.engine.optim.muon:MUON",
-}
-"""Places of the rules that have a short name.  Any other rule is named as ``pkg.module:NAME``."""
 
 TURN = 1 << 24
 """Largest number of elements whose roots are in memory at once, unless one tensor has more: 64 MiB as
@@ -155,6 +148,11 @@ class Rule:
     """True if ``update`` must know how many updates each parameter has had.  :func:`rule_of` unsets it for
     earlier ``numerics``.
     """
+    in_torch: Callable[[list[dict[str, Any]], Optim], torch.optim.Optimizer] | None = None
+    """``in_torch(groups, settings)`` returns the optimizer of ``torch.optim`` that computes the same but for
+    the decoupled weight decay, with a learning rate of 1.  The trial of a job compares updates with it; None
+    means that ``torch.optim`` has no such optimizer.
+    """
     kept: tuple[StateTensor, ...] = ()
     """Further tensors of the state, whole on every member, which the job keeps beside the rule.
     :func:`rule_of` sets it.
@@ -230,7 +228,7 @@ def rule_of(job: Job) -> Rule:
     Raises :class:`CodeError` if it names none.
     """
     kind = job.optim.kind
-    found = load(RULES.get(kind, kind), "optim.kind")
+    found = load(OPTIMIZERS[kind].rule if kind in OPTIMIZERS else kind, "optim.kind")
     if isinstance(found, type) and issubclass(found, torch.optim.Optimizer):
         raise CodeError(
             f"optim.kind = {kind!r} names a torch.optim.Optimizer, which wants whole tensors and a state of "
@@ -240,7 +238,7 @@ def rule_of(job: Job) -> Rule:
     if not isinstance(found, Rule):
         raise CodeError(
             f"optim.kind = {kind!r} names a {type(found).__name__}; name a Rule of "
-            f"elastic.engine.optim.base, or one of {', '.join(RULES)}"
+            f"elastic.engine.optim.base, or one of {', '.join(OPTIMIZERS)}"
         )
     if found.scalars and job.optim.groups:
         raise CodeError(

@@ -82,5 +82,5 @@ def update(parts: list[Part], grads: list[Tensor], hyper: Hyper) -> None:
         part.values.copy_(values)  # copies nothing unless the part has 16 bits
 
 
-MUON = replace(ADAMW, update=update, matrix_moments=(MOMENTUM,), prepare=prepare)
+MUON = replace(ADAMW, update=update, matrix_moments=(MOMENTUM,), prepare=prepare, in_torch=None)
 """The rule that ``optim.kind = "muon"`` names."""

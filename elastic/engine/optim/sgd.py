@@ -6,9 +6,12 @@ With ``momentum = 0`` it is plain gradient descent.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from elastic.config.sections import Optim
 from elastic.engine.optim.base import Hyper, Part, Rule, add_, decay_
 
 
@@ -20,5 +23,10 @@ def update(parts: list[Part], grads: list[Tensor], hyper: Hyper) -> None:
     add_(values, velocities, -hyper.lr)
 
 
-SGD = Rule(("velocity",), update)
+def in_torch(groups: list[dict[str, Any]], settings: Optim) -> torch.optim.Optimizer:
+    """Returns torch's SGD, for a trial."""
+    return torch.optim.SGD(groups, lr=1.0, momentum=settings.momentum, foreach=False)
+
+
+SGD = Rule(("velocity",), update, in_torch=in_torch)
 """The rule that ``optim.kind = "sgd"`` names."""

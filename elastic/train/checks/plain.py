@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from elastic.engine import paged
 from elastic.engine.dtypes import FORMATS, format_of
+from elastic.engine.optim.base import rule_of
 from elastic.engine.optim.groups import decays, parameter_groups
 from elastic.engine.parallelize import aliases_of, sharding_table, tie
 from elastic.engine.parameters.base import take_over
@@ -97,17 +98,10 @@ class TorchOptimizer:
                 "lr_scale": group.lr_scale,
             }
             groups.append({"params": [each], **own})
-        if settings.moments != "model" or not groups:
+        in_torch = rule_of(job).in_torch
+        if settings.moments != "model" or not groups or in_torch is None:
             return None
-        if settings.kind == "adamw":
-            made: torch.optim.Optimizer = torch.optim.Adam(
-                groups, lr=1.0, betas=settings.betas, eps=settings.eps, foreach=False
-            )
-        elif settings.kind == "sgd":
-            made = torch.optim.SGD(groups, lr=1.0, momentum=settings.momentum, foreach=False)
-        else:
-            return None
-        return TorchOptimizer(job, made)
+        return TorchOptimizer(job, in_torch(groups, settings))
 
     def step(self, lr: float, found: PlainResult) -> None:
         """Updates by the mean gradient, clipped, with decoupled weight decay before it."""

@@ -18,6 +18,7 @@ from torch import nn
 
 from elastic.code.imports import failure
 from elastic.code.sources import Sources, sources_of
+from elastic.config.optimizers import OPTIMIZERS
 from elastic.config.values import literal_secrets
 from elastic.data.loader import Dataset
 from elastic.data.rows import notes_of
@@ -76,9 +77,6 @@ PLACES = re.compile(r"bucket$|model_args\.|metrics\.sinks\.|\w+\.args\.")
 """Pattern of the settings that are searched for secrets: the arguments of the user's code, and the URL of the
 bucket.
 """
-DIVIDING = ("adamw", "adagrad", "rmsprop", "muon")
-"""Optimizers of Elastic that divide by the root of a moment and ``optim.eps``."""
-
 UNTRACED = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError, ImportError)
 """Errors of models that cannot run with tensors that have no values."""
 NO_ATTENTION = (
@@ -291,7 +289,7 @@ def _check_eps(job: Job, model: nn.Module) -> None:
     """Raises :class:`JobError` if ``optim.eps`` is zero in the format of a parameter: a parameter without a
     gradient then becomes 0 / 0.
     """
-    if job.optim.kind not in DIVIDING:
+    if (built_in := OPTIMIZERS.get(job.optim.kind)) is None or "eps" not in built_in.reads:
         return
     for name, value in model.named_parameters():
         if value.requires_grad and not torch.tensor(job.optim.eps, dtype=value.dtype):

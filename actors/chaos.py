@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors import cluster
 from actors.living import attach
@@ -388,12 +387,11 @@ class Chaos:
 
     def _hand(self, node: NodeId) -> Any:
         if node not in self._hands:
-            strategy = NodeAffinitySchedulingStrategy(node, soft=False)
             options = {
                 "num_cpus": 0,
                 "max_restarts": 0,
                 "max_concurrency": 4,
-                "scheduling_strategy": strategy,
+                "scheduling_strategy": cluster.only_on(node),
             }
             self._hands[node] = ray.remote(Hand).options(**options).remote()
         return self._hands[node]

@@ -257,6 +257,11 @@ def here() -> NodeId:
     return NodeId(ray.get_runtime_context().get_node_id())
 
 
+def only_on(node: str) -> NodeAffinitySchedulingStrategy:
+    """Returns the rule by which Ray runs a task or an actor on ``node``, and nowhere else."""
+    return NodeAffinitySchedulingStrategy(node, soft=False)
+
+
 def on_this_node() -> dict[str, str]:
     """Returns the labels of the preferred node of a coordinator: this node, or, if its label
     ``ray.io/market-type`` says spot, any node that is not spot.
@@ -281,23 +286,24 @@ def host() -> str:
     return f"{socket.gethostname()}, {ray.util.get_node_ip_address()}"
 
 
-def node_of(actor: Any) -> NodeId | None:
-    """Returns the node of an actor, also of one that failed to start there; None if Ray does not say."""
+def _about(actor: Any) -> Mapping[str, Any]:
+    """Returns what Ray's head knows of an actor; nothing if Ray does not say."""
     try:
         from ray._private.state import actors
     except ImportError:  # a private call
-        return None
-    address = actors(actor._actor_id.hex()).get("Address", {})
-    return NodeId(address["NodeID"]) if address.get("NodeID") else None
+        return {}
+    return actors(actor._actor_id.hex()) or {}
+
+
+def node_of(actor: Any) -> NodeId | None:
+    """Returns the node of an actor, also of one that failed to start there; None if Ray does not say."""
+    node = _about(actor).get("Address", {}).get("NodeID")
+    return NodeId(node) if node else None
 
 
 def is_this_process(actor: Any) -> bool:
     """Returns whether Ray's head says that ``actor`` is alive and is this process."""
-    try:
-        from ray._private.state import actors
-    except ImportError:  # a private call
-        return False
-    known = actors(actor._actor_id.hex()) or {}
+    known = _about(actor)
     return (known.get("State"), known.get("Pid"), known.get("Address", {}).get("NodeID")) == (
         "ALIVE",
         os.getpid(),
@@ -312,11 +318,7 @@ def placed(actors: Mapping[WorkerId, Any]) -> frozenset[WorkerId]:
 
 def pid_of(actor: Any) -> int | None:
     """Returns the process id of a living actor on its node; None if Ray does not say."""
-    try:
-        from ray._private.state import actors
-    except ImportError:  # a private call
-        return None
-    return actors(actor._actor_id.hex()).get("Pid") or None
+    return _about(actor).get("Pid") or None
 
 
 def slots(workers: Workers, avoid: Container[str] = ()) -> int:
@@ -355,7 +357,7 @@ def smallest_gpu(workers: Workers) -> int:
     free = _free_by_node()
     ask = ray.remote(num_cpus=0, num_gpus=workers.gpus, max_calls=1, max_retries=0)(gpu_bytes)
     asked = [
-        ask.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote()
+        ask.options(scheduling_strategy=only_on(node)).remote()
         for node in nodes()
         if _slots(workers, {node: free.get(node, {})})
     ]

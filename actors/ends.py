@@ -12,7 +12,6 @@ from collections.abc import Iterable
 from typing import Any
 
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors import cluster
 from actors.processes import leave_nothing
@@ -94,11 +93,8 @@ def leave_nothing_on(nodes: Iterable[NodeId], run: str, until: float) -> list[st
         if node == cluster.here():
             leave_nothing(run)
         else:
-            there = NodeAffinitySchedulingStrategy(node, soft=False)
-            tasks[node] = (
-                ray.remote(num_cpus=0, max_retries=0)(leave_nothing)
-                .options(scheduling_strategy=there)
-                .remote(run)
-            )
+            there = cluster.only_on(node)
+            task = ray.remote(num_cpus=0, max_retries=0, scheduling_strategy=there)(leave_nothing)
+            tasks[node] = task.remote(run)
     wait_for_all(list(tasks.values()), until)
     return [cluster.place(node) for node, task in tasks.items() if not succeeded(task)]

@@ -20,7 +20,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors import cluster
 from actors.ends import NODE_DIED, UNREACHED, why_ended, why_not_made
@@ -325,7 +324,7 @@ class PayingProcess:
             options = {
                 "num_cpus": 0,
                 "max_restarts": 0,
-                "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False),
+                "scheduling_strategy": cluster.only_on(node),
             }
             actor = ray.remote(cluster.titled(Errand, f"{self.errands.job.name}/errand"))
             self._actor = actor.options(**options).remote(self.errands.job, self.errands.code)

@@ -19,7 +19,6 @@ from functools import partial
 from typing import Any, assert_never
 
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors import cluster
 from actors.ends import (
@@ -451,7 +450,7 @@ class ActorGroup:
                 max_restarts=0,
                 num_cpus=0,
                 max_concurrency=4,
-                scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
+                scheduling_strategy=cluster.only_on(node),
             )
             .remote(
                 *(self.token, self.job.bucket, self.job.name, self.coordinator, self.incarnation),

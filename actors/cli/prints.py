@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from actors.cluster import only_on
 from actors.logs import read_each
 from actors.terminal import say
 from elastic.report.story import Line
@@ -45,9 +45,7 @@ class LogReading:
         for worker, node in asked.items():
             nodes[node][worker] = ends.get(worker, -1)
         self.tasks = [
-            ray.remote(num_cpus=0)(read_each)
-            .options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False))
-            .remote(run, offsets)
+            ray.remote(num_cpus=0, scheduling_strategy=only_on(node))(read_each).remote(run, offsets)
             for node, offsets in nodes.items()
         ]
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors import cluster, heads, launch, living
 from actors.chaos import HARMLESS, PERFORMED, Chaos
@@ -277,9 +276,9 @@ def clean(job: Job, /, force: bool = False) -> int:
         say("a coordinator of this name tells nobody whose it is, and has no worker of this run; it stays")
     _tell(ended, "the cluster")
     tasks = {
-        ray.remote(num_cpus=0)(clear)
-        .options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False))
-        .remote(job.name, lives, CLEAR_S): cluster.place(node)
+        ray.remote(num_cpus=0, scheduling_strategy=cluster.only_on(node))(clear).remote(
+            job.name, lives, CLEAR_S
+        ): cluster.place(node)
         for node in cluster.nodes()
     }
     done, silent = ray.wait(list(tasks), num_returns=len(tasks), timeout=2 * CLEAR_S)

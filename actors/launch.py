@@ -24,7 +24,7 @@ from actors.begin import Show, begin, begin_here, claim, finished, note_code, te
 from actors.coordinator import Coordinator
 from actors.ends import kill_all
 from actors.living import (
-    ClusterHead,
+    POLL_S,
     ask,
     attach,
     bucket_of_another,
@@ -35,6 +35,7 @@ from actors.living import (
     note_deletion,
     reap,
     view_of,
+    views,
 )
 from actors.objects import pack
 from actors.processes import life_of
@@ -60,7 +61,6 @@ from elastic.train.checks.early import check_early
 if TYPE_CHECKING:
     from elastic.train.checks.preflight import Checked
 
-POLL_S = 0.1
 LEAVING_S = 2.0
 """Seconds for a coordinator whose run is over to end itself, once its drivers have seen the end."""
 STEPS = 100_000
@@ -510,25 +510,19 @@ def watch(
     ``only`` means that this driver merely watches.  A coordinator that takes over begins a story of its own;
     the request to leave is repeated to it, since the dead coordinator may have lost it.
     """
-    seen, told, incarnation, head = 0, False, 0, ClusterHead(show)
-    while True:
-        view: View = ask(
-            coordinator, "view", seen, driver, incarnation, only, deadline_s=deadline_s, head=head
-        )
-        if view.incarnation != incarnation:
-            seen, told, incarnation = 0, False, view.incarnation
-        seen = view.told
+    told = 0  # the incarnation that knows the request
+    for view in views(coordinator, show, deadline_s, driver, only=only):
         for line in lines_of(view):
             show(line)
         look(view)
-        if view.over:
-            return view
-        if requests.asked and not told:
-            told = not only and ask(coordinator, "leave", driver, requests.asked, deadline_s=deadline_s)
-            if not told:
-                return view
-            head.say(f"{requests.asked}: the run stops after a save; a second one ends this command at once")
-        time.sleep(POLL_S)
+        if requests.asked and told != view.incarnation and not view.over:
+            if only or not ask(coordinator, "leave", driver, requests.asked, deadline_s=deadline_s):
+                break
+            told = view.incarnation
+            tell(
+                show, f"{requests.asked}: the run stops after a save; a second one ends this command at once"
+            )
+    return view
 
 
 def lines_of(view: View) -> list[Line]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -27,6 +27,8 @@ from elastic.runs.run import LOCAL, Run
 
 ANSWER_S = 15.0
 """Seconds in which a coordinator must answer before it counts as one that may be dead."""
+POLL_S = 0.1
+"""Seconds between two questions for the view of a run that is followed."""
 QUIET_S = 5.0
 """Seconds without an answer of the coordinator after which the user is told so, and seconds between two looks
 for the cluster's head.
@@ -229,6 +231,28 @@ def ask(
     head.heard = True
     head.look()  # the coordinator of a dead head answers, too, until Ray ends it
     return answer
+
+
+def views(
+    coordinator: Any, show: Show, deadline_s: float, driver: str = "", *, only: bool = False
+) -> Iterator[View]:
+    """Yields the coordinator's views until the run is over, each with the lines of the story since the view
+    before.
+
+    The questions are those of the driver ``driver``, which with ``only`` merely watches.  ``show`` gets a
+    sentence if nobody answers.  A coordinator that takes over begins a story of its own.  Raises as
+    :func:`ask`.
+    """
+    seen, incarnation, head = 0, 0, ClusterHead(show)
+    while True:
+        view: View = ask(
+            coordinator, "view", seen, driver, incarnation, only, deadline_s=deadline_s, head=head
+        )
+        yield view
+        if view.over:
+            return
+        seen, incarnation = view.told, view.incarnation
+        time.sleep(POLL_S)
 
 
 def view_of(coordinator: Any, deadline_s: float) -> View | None:

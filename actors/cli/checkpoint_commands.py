@@ -30,7 +30,7 @@ KEEPS = tuple(f"checkpoint.{name}" for name in ("keep_last", "keep_every", "keep
 
 
 @command("checkpoint ls", KEEPS)
-def ls(job: Job, /) -> int:
+def ls(job: Job, /) -> None:
     """Lists the checkpoints, and which rules keep them, or branches that go on from some."""
     run = Run.begun(job)
     found = retention.look(run, job.keep())
@@ -56,11 +56,10 @@ def ls(job: Job, /) -> int:
         )
     columns = ("step", "generation", "files", "bytes", "layout", "written", "state", *["kept by"] * ruled)
     show_table(*columns, rows=rows)
-    return 0
 
 
 @command("checkpoint show", KEEPS)
-def show(job: Job, /, step: str | None = None, quarantine: bool = False) -> int:
+def show(job: Job, /, step: str | None = None, quarantine: bool = False) -> None:
     """Tells what a checkpoint is: files, tensors, layout, history.
 
     step: step of the checkpoint, or STEP.GENERATION of one left behind (default: the newest good one)
@@ -104,19 +103,17 @@ def show(job: Job, /, step: str | None = None, quarantine: bool = False) -> int:
             (kind, f"{len(tensors):,}", f"{sum(whole.count for whole in wholes):,}", f"{size:,}", types)
         )
     show_table("kind", "tensors", "elements", "bytes", "types", rows=rows)
-    return 0
 
 
-def _show_held(version: Version, held: Sequence[Held] | None) -> int:
+def _show_held(version: Version, held: Sequence[Held] | None) -> None:
     if held is None:
         say(f"{version} has no quarantine: its run had no spikes.action that keeps one ([spikes])")
-        return 0
+        return
     say(f"samples in quarantine in {version}: {len(held)}")
     if held:
         became = {True: "was applied without its microbatch", False: "was skipped"}
         rows = [(each.sample, each.step, became[each.applied]) for each in held]
         show_table("sample", "read last by step", "that step", rows=rows)
-    return 0
 
 
 def _written(manifest: Manifest | None) -> str:
@@ -126,7 +123,7 @@ def _written(manifest: Manifest | None) -> str:
 
 
 @command("checkpoint diff")
-def diff(job: Job, /, between: Pair, all: bool = False, top: int = 20) -> int:
+def diff(job: Job, /, between: Pair, all: bool = False, top: int = 20) -> None:
     """Tells how far each tensor has moved between two checkpoints.
 
     between STEP: steps of the two checkpoints
@@ -178,11 +175,10 @@ def diff(job: Job, /, between: Pair, all: bool = False, top: int = 20) -> int:
         f"{len(found.moved)} tensors: {same} have the same bits; all together moved by "
         f"{moved:.6g}{part}{told}"
     )
-    return 0
 
 
 @command("checkpoint rm")
-def rm(job: Job, /, step: str, force: bool = False) -> int:
+def rm(job: Job, /, step: str, force: bool = False) -> None:
     """Deletes the checkpoint of a step, of a run that is not running.
 
     step: step of the checkpoint, or STEP.GENERATION of one that a rewind has left behind
@@ -215,7 +211,6 @@ def rm(job: Job, /, step: str, force: bool = False) -> int:
     _delete(run, found, "`elastic checkpoint rm`", claim)
     if others := [each for each in left if each not in found]:
         say(f"what {job.name} has left behind stays: {_named(others)}; name one so to delete it")
-    return 0
 
 
 def _named(versions: Sequence[Version]) -> str:
@@ -247,7 +242,7 @@ def _check_not_needed(run: Run, version: Version, asked: str) -> None:
 
 
 @command("checkpoint gc", KEEPS)
-def gc(job: Job, /, dry_run: bool = False, force: bool = False) -> int:
+def gc(job: Job, /, dry_run: bool = False, force: bool = False) -> None:
     """Deletes what no rule of the job keeps, and what saves have left unfinished.
 
     dry_run: only say what would be deleted
@@ -281,7 +276,6 @@ def gc(job: Job, /, dry_run: bool = False, force: bool = False) -> int:
     rule = "" if job.keep().last else "; checkpoint.keep_last = 0 keeps all that are complete"
     say(f"{number} {'would be ' if dry_run else ''}deleted, {len(found.kept)} kept{rule}")
     _tell_of_others(run, there, job.keep().last)
-    return 0
 
 
 def _tell_of_others(run: Run, there: retention.Look, last: int) -> None:
@@ -350,7 +344,7 @@ def export(
     average: bool = False,
     transformers: bool = False,
     accept_code: bool = False,
-) -> int:
+) -> None:
     """Writes whole tensors as safetensors, for other programs.
 
     to: folder to write to
@@ -395,7 +389,6 @@ def export(
         ) from error
     for path in written:
         say(str(path))
-    return 0
 
 
 LIVES = (

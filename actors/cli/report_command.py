@@ -17,7 +17,7 @@ from elastic.runs.run import Run
 
 
 @command("report", KEEPS)
-def report(job: Job, /, to: Path | None = None, png: Path | None = None) -> int:
+def report(job: Job, /, to: Path | None = None, png: Path | None = None) -> None:
     """Writes a page with plots of a run: loss, speed, incidents, checkpoints.
 
     to FILE.html: the page (default: <name>-report.html in this folder)
@@ -39,7 +39,6 @@ def report(job: Job, /, to: Path | None = None, png: Path | None = None) -> int:
     _write(to, "--to", html_of(page).encode())
     if png is not None:
         _write(png, "--png", png_of(page))
-    return 0
 
 
 @command("metrics")

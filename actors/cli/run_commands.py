@@ -105,7 +105,7 @@ class Absent:
 
 
 @command("status")
-def status(job: Job, /, once: bool = False) -> int:
+def status(job: Job, /, once: bool = False) -> None:
     """Shows where a run stands, and follows it.
 
     once: print it once, and do not follow
@@ -113,14 +113,13 @@ def status(job: Job, /, once: bool = False) -> int:
     Raises :class:`JobError` if the bucket has no such run.
     """
     coordinator = coordinator_of(job)
-    if coordinator is not None:
-        note_deletion(job)
-        code = _watch(job, coordinator, once=once)
-        if once and (said := over_fits(Run.find(job))):
-            say(said)
-        return code
-    say(Absent.of(job).said)
-    return 0
+    if coordinator is None:
+        say(Absent.of(job).said)
+        return
+    note_deletion(job)
+    _watch(job, coordinator, once=once)
+    if once and (said := over_fits(Run.find(job))):
+        say(said)
 
 
 @command("attach")
@@ -150,7 +149,7 @@ def attach(job: Job, /, quiet: bool = False, prints: str | None = None) -> int:
 
 
 @command("stop")
-def stop(job: Job, /) -> int:
+def stop(job: Job, /) -> None:
     """Stops a run after a save; `elastic train` goes on from there.
 
     Raises :class:`PlatformGaveUp` if its coordinator cannot be reached or does not answer, and
@@ -162,32 +161,27 @@ def stop(job: Job, /) -> int:
         if not absent.over:
             raise PlatformGaveUp(absent.said)
         say(absent.said)
-        return 0
+        return
     note_deletion(job)
     driver = uuid.uuid4().hex  # with a driver that waits, the coordinator stays until it has told the end
-    return _watch(job, coordinator, once=False, driver=driver, stop="elastic stop")
+    _watch(job, coordinator, once=False, driver=driver, stop="elastic stop")
 
 
-def _watch(job: Job, coordinator: Any, once: bool, driver: str = "", stop: str = "") -> int:
+def _watch(job: Job, coordinator: Any, once: bool, driver: str = "", stop: str = "") -> None:
     """Prints where the run stands and, unless ``once``, what happens to it until it is over.
 
     ``driver`` is the name under which the coordinator is told that somebody waits.  ``stop`` is the reason
     with which each coordinator of the run is told to stop it.  The run is over when its coordinator has gone.
     Raises :class:`PlatformGaveUp` if a coordinator is there and does not answer.
     """
-    deadline_s = 2 * job.deadlines.lease_s
-    screen = screen_for(job)
-    seen, incarnation, shown, head = 0, 0, "", living.ClusterHead(screen.show)
+    deadline_s, screen = 2 * job.deadlines.lease_s, screen_for(job)
+    shown, asked = "", 0
     end_on_sigterm()  # Ray's own handler prints a stack
     try:
-        while True:
-            view = living.ask(
-                coordinator, "view", seen, driver, incarnation, deadline_s=deadline_s, head=head
-            )
-            if view.incarnation != incarnation:
-                seen, incarnation = 0, view.incarnation
-                if stop and not view.over:
-                    living.ask(coordinator, "stop", stop, deadline_s=deadline_s)
+        for view in living.views(coordinator, screen.show, deadline_s, driver):
+            if stop and asked != view.incarnation and not view.over:
+                asked = view.incarnation
+                living.ask(coordinator, "stop", stop, deadline_s=deadline_s)
             if (stands := _stands(view)) != shown:
                 say(
                     f"{view.token}: {view.state}, step {view.step} of {view.steps}, "
@@ -197,17 +191,14 @@ def _watch(job: Job, coordinator: Any, once: bool, driver: str = "", stop: str =
             for line in view.lines[-20:]:
                 screen.show(line)
             screen.look(view)
-            seen = view.told
             if view.over and driver:
                 coordinator.leave.remote(driver)
-            if once or view.over:
-                return 0
-            time.sleep(0.2)
+            if once:
+                return
     except PlatformGaveUp:
         if living.attach(job.name) is not None:
             raise
         say(f"{job.name} is not running any more; newest good checkpoint: {Run.find(job).newest() or 'none'}")
-        return 0
 
 
 def _stands(view: View) -> str:

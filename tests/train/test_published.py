@@ -103,7 +103,7 @@ def ours(job: Job) -> nn.Module:
 
 
 def exported(job: Job, folder: Path, **how: Any) -> Path:
-    assert export(job, folder, None, **how) == 0
+    export(job, folder, None, **how)
     return folder
 
 

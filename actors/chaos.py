@@ -22,6 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from actors.view import View
 from elastic.ids import NodeId, WorkerId
 from elastic.job import Job
 from elastic.protocol.faults import VICTIM, Fault, Kind
+from elastic.threads import later
 from elastic.train.gauges.counters import Counters, segment
 from storage.checkpoints import Checkpoints
 from storage.objects import ObjectStore
@@ -106,10 +108,7 @@ class Hand:
         self._thaw(frozen, duration_s)
 
     def _thaw(self, processes: list[int], after_s: float) -> None:
-        timer = threading.Timer(after_s, _send, (processes, signal.SIGCONT))
-        timer.daemon = True
-        timer.start()
-        self._thaws.append((timer, processes))
+        self._thaws.append((later(after_s, partial(_send, processes, signal.SIGCONT)), processes))
 
     def rest(self) -> None:
         """Returns once every process that this hand stopped runs again or has ended."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import random
-import threading
 import time
 import traceback
 from collections import defaultdict
@@ -73,6 +72,7 @@ from elastic.protocol.events import (
 from elastic.runs.receipts import Parts
 from elastic.runs.retention import Retention
 from elastic.runs.run import Run
+from elastic.threads import later
 from storage.checkpoints import ShardReceipt
 from storage.errors import Deposed, Full, StorageError, Unavailable
 
@@ -344,7 +344,7 @@ class ActorGroup:
             error = future.exception()
             self._lives.discard(ref)
             if isinstance(error, ray.exceptions.ActorUnavailableError) and again and not self._closing:
-                _later(REACH_S, lambda: self._when_done(actor.lives.remote(), actor, then, again - 1))
+                later(REACH_S, lambda: self._when_done(actor.lives.remote(), actor, then, again - 1))
             else:
                 then(error)
 
@@ -386,7 +386,7 @@ class ActorGroup:
                 )
 
         keeper.examine.remote(self.incarnation, worker).future().add_done_callback(done)
-        _later(EXAMINE_S + 1, partial(self._kill, worker))
+        later(EXAMINE_S + 1, partial(self._kill, worker))
 
     def evaluate(self, worker: WorkerId, version: Version) -> None:
         """Orders a spare worker to validate a checkpoint.  Any thread may call it."""
@@ -404,7 +404,7 @@ class ActorGroup:
 
         def done(future: Future[Any]) -> None:
             if isinstance(future.exception(), ray.exceptions.ActorUnavailableError) and not self._closing:
-                _later(REACH_S, partial(self._upload, node, number, saves, generation, version))
+                later(REACH_S, partial(self._upload, node, number, saves, generation, version))
 
         for keeper in self._those((node,)):
             keeper.upload.remote(
@@ -525,12 +525,8 @@ class ActorGroup:
         if not self._closing:
             self._do(self._looks, self.orders.lost, node)
         if why == UNREACHED and keeper is not None and not self._closing:
-            _later(0, partial(self._kill_keeper, keeper))  # otherwise the node could get no other keeper
+            later(0, partial(kill_all, [keeper]))  # otherwise the node could get no other keeper
         self.post(KeeperLost(node, why, with_its_node=why == NODE_DIED))
-
-    def _kill_keeper(self, keeper: Any) -> None:
-        with contextlib.suppress(ray.exceptions.RayError):
-            ray.kill(keeper, no_restart=True)
 
     # ---- the bucket
 
@@ -589,13 +585,6 @@ class ActorGroup:
         with contextlib.suppress(StorageError):
             # last, since a keeper that was being checked may have left its sign after it was closed
             self.probe.remove_all()
-
-
-def _later(seconds: float, call: Callable[[], None]) -> None:
-    """Calls ``call`` after ``seconds``, on a thread that does not keep the process alive."""
-    timer = threading.Timer(seconds, call)
-    timer.daemon = True
-    timer.start()
 
 
 def _once(value: Any, receivers: tuple[WorkerId, ...]) -> Any:

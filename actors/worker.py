@@ -33,7 +33,7 @@ from elastic.plan.copy_budget import amount
 from elastic.protocol.events import Event, Joined, NodeRefused, StartFailed, Starting
 from elastic.protocol.member import Member
 from elastic.runs import forks
-from elastic.threads import go_or_end
+from elastic.threads import go_or_end, later
 from elastic.train.apply_fence import ApplyFence
 from elastic.train.gauges.counters import Counters, segment
 from elastic.train.machine.limits import no_segment, shared_memory
@@ -102,9 +102,7 @@ class Worker:
         self._begins, self._begun = begins, False
         self._does = [(self._made_at, "imports its libraries")]
         """The parts of its work until it joins, each with the time at which it began."""
-        unused = threading.Timer(2 * job.deadlines.lease_s, self._leave_unused)
-        unused.daemon = True
-        unused.start()
+        later(2 * job.deadlines.lease_s, self._leave_unused)
         self._renew_now = threading.Event()
 
     def train(self) -> None:

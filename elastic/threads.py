@@ -56,6 +56,14 @@ def go_or_end(work: Callable[[], object], name: str) -> threading.Thread:
     return thread
 
 
+def later(seconds: float, work: Callable[[], object]) -> threading.Timer:
+    """Calls ``work`` after ``seconds``, on a daemon thread, unless the timer is cancelled before."""
+    timer = threading.Timer(seconds, work)
+    timer.daemon = True
+    timer.start()
+    return timer
+
+
 @contextmanager
 def unbroken() -> Iterator[None]:
     """Delays the signals of ``STOPS`` until the block ends, if the main thread runs the block.

@@ -31,6 +31,7 @@ from elastic.plan.transfer import Holding
 from elastic.protocol.commit_record import ENDS, GO_ON, CommitShape, Outcome, Score, Validated, better_of
 from elastic.protocol.events import Broken, Ends, Evaluated, Event, Here, Ready, StepDone
 from elastic.protocol.plan import Plan
+from elastic.threads import later
 from elastic.train.apply_fence import ApplyFence
 from elastic.train.blame import classify, in_its_words, plainly, tell_where_all_stand, touch
 from elastic.train.context import Context
@@ -111,9 +112,7 @@ class Trainer(Controlled):
 
     def _end_world(self, generation: int) -> None:
         """Aborts the world of ``generation``."""
-        self._slow = threading.Timer(SLOW_S, tell_where_all_stand)  # unless the generation is left by then
-        self._slow.daemon = True
-        self._slow.start()
+        self._slow = later(SLOW_S, tell_where_all_stand)  # unless the generation is left by then
         world = self.world
         if world is not None and world.generation == generation:
             self._abort = threading.Thread(target=self._aborts, args=(world, self._abort), daemon=True)

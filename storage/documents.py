@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from blake3 import blake3
 
 from storage.errors import BadFormat, Damaged
-from storage.objects.port import is_key
+from storage.objects.port import Piece, is_key
 
 DIGEST = "blake3"
 INFLATED_BYTES = 2**28
@@ -61,6 +61,15 @@ def inflated(raw: bytes, object: str, wbits: int = zlib.MAX_WBITS) -> bytes:
     if not unpacker.eof:
         raise Damaged(object, "compressed data", "only its beginning")
     return found
+
+
+def file_of(name: str, pieces: Iterable[Piece]) -> File:
+    """Returns the file ``name`` that consists of ``pieces``."""
+    size, digest = 0, blake3()
+    for piece in pieces:
+        size += memoryview(piece).nbytes
+        digest.update(piece)
+    return File(name, size, digest.hexdigest())
 
 
 def digest_of(data: bytes | bytearray | memoryview) -> str:

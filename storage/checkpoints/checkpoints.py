@@ -40,8 +40,8 @@ from storage.checkpoints.export import Names, export, model_pieces
 from storage.checkpoints.index import Cut, Index, cuts_of, grouped
 from storage.checkpoints.manifest import ABOUT, DAMAGED, DELETED, INDEX, MANIFEST, Manifest
 from storage.checkpoints.reader import FETCH_BYTES, Reader, Verified, verify
-from storage.checkpoints.shards import Entry, aligned_order, entry_of, header_of, metadata_of
-from storage.documents import File, digest_of, inflated, seal, unseal
+from storage.checkpoints.shards import aligned_order, entry_of, header_of, metadata_of
+from storage.documents import File, digest_of, file_of, inflated, seal, unseal
 from storage.errors import BadFormat, Damaged, Exists, Full, Incomplete, Missing
 from storage.objects import ObjectStore, Piece, Sized
 from storage.slices import Slice, Tensor, Version
@@ -156,7 +156,8 @@ class Checkpoints:
         whole tensor.  Raises :class:`ValueError` if the bytes of a part do not have the size of its slice.
         """
         ordered = sorted(
-            ((entry_of(tensor, part), (tensor, part, data)) for tensor, part, data in parts), key=_alignment
+            ((entry_of(tensor, part), (tensor, part, data)) for tensor, part, data in parts),
+            key=lambda each: aligned_order(each[0]),
         )
         for entry, (_, _, data) in ordered:
             if data.nbytes != entry.size:
@@ -166,11 +167,11 @@ class Checkpoints:
         slices = [part for _, part in ordered]
         digests = [digest_of(data) for data in _bytes_of(slices, done)]
         header = header_of([entry for entry, _ in ordered], metadata_of(version, digests))
-        file = _digested(f"{name}.safetensors", chain([header], _bytes_of(slices, done)))
+        file = file_of(f"{name}.safetensors", chain([header], _bytes_of(slices, done)))
         file = self._create(version, file, lambda: chain([header], _bytes_of(slices, done, hook)))
         cuts = cuts_of((tensor, part) for tensor, part, _ in slices)
         return ShardReceipt(
-            version, file, _digested(file.name, [header]), cuts, "" if state is None else _state_digest(state)
+            version, file, file_of(file.name, [header]), cuts, "" if state is None else _state_digest(state)
         )
 
     def commit(self, version: Version, receipts: Iterable[ShardReceipt], about: Mapping[str, Any]) -> str:
@@ -187,7 +188,7 @@ class Checkpoints:
             )
         receipts = sorted(receipts, key=lambda receipt: receipt.file)
         index = self._complete(version, receipts).to_bytes()
-        indexed = self._create(version, _digested(INDEX, [index]), lambda: [index])
+        indexed = self._create(version, file_of(INDEX, [index]), lambda: [index])
         manifest = Manifest(version, (*(receipt.file for receipt in receipts), indexed), about)
         raw, key = manifest.to_bytes(), f"{self.folder(version)}/{MANIFEST}"
         try:
@@ -396,7 +397,7 @@ class Checkpoints:
         try:
             self.store.put_if_absent(key, Sized(whole.size, seen))
         except Exists:
-            file = _digested(name, _told(model_pieces(reader), progressed))
+            file = file_of(name, _told(model_pieces(reader), progressed))
             if not self._is_there(key, file, progressed):
                 raise
             return file
@@ -574,18 +575,6 @@ def _told(pieces: Iterable[Piece], progressed: Callable[[], None]) -> Iterator[P
     for piece in pieces:
         yield piece
         progressed()
-
-
-def _digested(name: str, pieces: Iterable[Piece]) -> File:
-    size, digest = 0, blake3()
-    for piece in pieces:
-        size += memoryview(piece).nbytes
-        digest.update(piece)
-    return File(name, size, digest.hexdigest())
-
-
-def _alignment(item: tuple[Entry, Part]) -> int:
-    return aligned_order(item[0])
 
 
 def _state_digest(tensors: Iterable[Tensor]) -> str:

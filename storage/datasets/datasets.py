@@ -32,7 +32,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from blake3 import blake3
 
-from storage.documents import File, digest_of
+from storage.documents import File, digest_of, file_of
 from storage.errors import BadFormat, Damaged, Exists, Missing, StorageError
 from storage.objects import ObjectStore
 
@@ -257,11 +257,7 @@ class _Digests:
     """Computes what a dataset would consist of, and writes nothing."""
 
     def put(self, name: str, data: bytes | IO[bytes]) -> File:
-        digest, size = blake3(), 0
-        for piece in _pieces(data):
-            digest.update(piece)
-            size += len(piece)
-        return File(name, size, digest.hexdigest())
+        return file_of(name, _pieces(data))
 
 
 class _Files(_Digests):

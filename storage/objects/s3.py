@@ -31,7 +31,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import cache
-from itertools import count, repeat
+from itertools import chain, count, repeat
 from typing import Any
 
 from aiobotocore.session import AioSession
@@ -214,7 +214,7 @@ class S3(ObjectStore):
                 body = {"Body": first, "Metadata": {MARK: mark}}
                 self._call(key, "put_object", {**body, **condition}, self.policy.transfer_s(len(first)))
             else:
-                self._upload(key, _chain(first, second, blocks), mark, condition)
+                self._upload(key, chain(filter(None, (first, second)), blocks), mark, condition)
         except S3Refused as refused:
             found = self._mark(key)
             if found == mark:
@@ -358,10 +358,3 @@ def blocks_of(data: Data, sizes: Iterator[int]) -> Iterator[bytes]:
                 size = next(sizes)
     if block:
         yield bytes(block)
-
-
-def _chain(first: bytes, second: bytes | None, rest: Iterator[bytes]) -> Iterator[bytes]:
-    yield first
-    if second is not None:
-        yield second
-    yield from rest

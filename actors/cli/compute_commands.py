@@ -1,6 +1,4 @@
-"""The commands that compute in this process: estimate, evaluate, rerun, owed.  Each imports PyTorch when it
-runs.
-"""
+"""The commands that compute in this process: estimate, evaluate, rerun.  Each imports PyTorch when it runs."""
 
 from __future__ import annotations
 
@@ -170,16 +168,3 @@ def rerun(job: Job, /, step: str, accept_code: bool = False) -> None:
         )
     )
     say(f"step {now.step}: loss {now.loss:.6g}, norm {now.norm:.6g}{recorded}{skipped}")
-
-
-@command("owed", DEVICE)
-def owed(job: Job, /, pay: bool = False, accept_code: bool = False) -> int:
-    """Lists the exports, samples and validations that a run owes, or does them.
-
-    pay: do them now, in this process, also those that were given up
-    accept_code: with --pay: use today's code, although other code made the checkpoint
-    """
-    from actors.cli.owed_command import owed
-
-    import_from_here()
-    return owed(job, pay, accept_code=accept_code)

@@ -4,9 +4,10 @@ also while the run lives.
 
 from __future__ import annotations
 
-from rich.table import Column, Table
-
-from actors.terminal import console, say
+from actors.cli.compute_commands import DEVICE
+from actors.cli.job_file import import_from_here
+from actors.cli.parser import command
+from actors.terminal import say, show_table
 from elastic.errors import ElasticError, JobError
 from elastic.job import Job
 from elastic.protocol.commit_record import told_of
@@ -18,14 +19,18 @@ from elastic.runs.run import Run
 from storage.errors import Damaged
 
 
-def owed(job: Job, pay: bool, *, accept_code: bool = False) -> int:
-    """Lists the debts of the run.  With ``pay``, it pays them first, also those that were given up.
+@command("owed", DEVICE)
+def owed(job: Job, /, pay: bool = False, accept_code: bool = False) -> int:
+    """Lists the exports, samples and validations that a run owes, or does them.
+
+    pay: do them now, in this process, also those that were given up
+    accept_code: with --pay: use today's code, although other code made the checkpoint
 
     The debts and their settings are those that the run has recorded.  ``job`` says where the run is and how
-    this process computes, and has the code that is given as objects.  A checkpoint that other code has made
-    is left alone, unless ``accept_code``.  Returns 1 if a debt was given up, or could not be paid now.
-    Raises :class:`JobError` if there is no such run.
+    this process computes, and has the code that is given as objects.  Returns 1 if a debt was given up, or
+    could not be paid now.  Raises :class:`JobError` if there is no such run.
     """
+    import_from_here()
     if accept_code and not pay:
         raise JobError("--accept-code has no effect without --pay; add that, or leave it out")
     run, paid = Run.begun(job), True
@@ -44,14 +49,11 @@ def owed(job: Job, pay: bool, *, accept_code: bool = False) -> int:
         )
         say(f"{job.name} owes nothing{never}")
         return 0
-    table = Table(
-        "step", "generation", "what", "attempts that failed", Column("last failure", overflow="fold"), "state"
-    )
+    rows = []
     for debt in left:
-        why = debt.failures[-1].why if debt.failures else ""
-        row = (str(debt.version.step), str(debt.version.generation), debt.kind, str(len(debt.failures)), why)
-        table.add_row(*row, "given up" if debt.given_up else "owed")
-    console.print(table)
+        why, state = debt.failures[-1].why if debt.failures else "", "given up" if debt.given_up else "owed"
+        rows.append((debt.version.step, debt.version.generation, debt.kind, len(debt.failures), why, state))
+    show_table("step", "generation", "what", "attempts that failed", "last failure", "state", rows=rows)
     given_up = any(debt.given_up for debt in left)
     if given_up:
         say(

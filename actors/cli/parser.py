@@ -28,7 +28,7 @@ from elastic.errors import JobError
 
 MODULES = (
     *("train_command", "branch_commands", "run_commands", "report_command", "replay_command"),
-    *("compute_commands", "checkpoint_commands", "plain_commands"),
+    *("compute_commands", "owed_command", "checkpoint_commands", "plain_commands"),
 )
 """The modules that have commands, in the order of the help."""
 GROUPS = {

@@ -20,7 +20,7 @@ from elastic.errors import CodeError, Refused
 from elastic.ids import Version
 from elastic.job import Job
 from elastic.protocol.commit_record import out_of_patience
-from elastic.report.story import Line, Sentence
+from elastic.report.story import Show, tell
 from elastic.runs import alone, code, owed
 from elastic.runs.resume import StartPoint, impatient, rewind
 from elastic.runs.run import LOCAL, Run
@@ -30,14 +30,6 @@ from storage.objects import ObjectStore
 
 if TYPE_CHECKING:
     from elastic.train.checks.preflight import Checked
-
-Show = Callable[[Line], None]
-
-
-def tell(show: Show, *sentences: str) -> None:
-    """Shows the sentences that are not empty."""
-    for sentence in filter(None, sentences):
-        show(Sentence(time.time(), sentence))
 
 
 def begin(start: StartPoint, show: Show, branch: bool | None, claims: Callable[[Run, int], int]) -> int:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import ray
 
 from actors import cluster, own_cluster
-from actors.begin import Show, begin, begin_here, claim, finished, note_code, tell
+from actors.begin import begin, begin_here, claim, finished, note_code
 from actors.coordinator import Coordinator
 from actors.ends import kill_all
 from actors.living import (
@@ -48,7 +48,7 @@ from elastic.code.imports import check_packages
 from elastic.errors import FINISHED, STOPPED, JobError, PlatformGaveUp, Refused
 from elastic.job import Job
 from elastic.protocol.builds import Build
-from elastic.report.story import Ending, Line, Sentence
+from elastic.report.story import Ending, Line, Sentence, Show, tell
 from elastic.report.timeline import ENDED
 from elastic.runs import data, restarts
 from elastic.runs.branches import flat, in_words

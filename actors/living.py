@@ -16,13 +16,13 @@ from typing import Any
 import ray
 
 from actors import cluster, heads
-from actors.begin import Show, tell
 from actors.processes import life_of
 from actors.terminal import console
 from actors.view import View
 from elastic.config.values import same_place
 from elastic.errors import ClusterGone, CoordinatorGone, JobError, PlatformGaveUp, Refused
 from elastic.job import Job
+from elastic.report.story import Show, tell
 from elastic.runs.run import LOCAL, Run
 
 ANSWER_S = 15.0

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -69,6 +70,8 @@ class StepLine:
 
 
 Line = Sentence | StepLine
+Show = Callable[[Line], None]
+"""A function that shows a line to the user."""
 LINES = 10_000
 """Number of newest lines that are kept, because a run may have a million steps.  The journal has all of
 them.
@@ -161,3 +164,9 @@ class Story:
         with self._lock:
             self.lines.append(line)
             self.told += 1
+
+
+def tell(show: Show, *sentences: str) -> None:
+    """Shows the sentences that are not empty."""
+    for sentence in filter(None, sentences):
+        show(Sentence(time.time(), sentence))

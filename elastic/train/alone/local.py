@@ -49,7 +49,7 @@ from elastic.protocol.member import Member
 from elastic.protocol.plan import Plan
 from elastic.report.best import Loss, enough, mark, number_of
 from elastic.report.metrics import Row, row_of, with_validation
-from elastic.report.story import Line, Scored, Sentence, Story
+from elastic.report.story import Scored, Show, Story, tell
 from elastic.runs import alone, data, owed, validations
 from elastic.runs import asked as recorded
 from elastic.runs.metrics import Sinks, store_journaled, store_rows
@@ -111,7 +111,7 @@ def claimed(job: Job) -> tuple[Run, int]:
 
 def run_local(
     job: Job,
-    show: Callable[[Line], None],
+    show: Show,
     begin: Callable[[Job], tuple[Run, int]] = claimed,
     build: Build | None = None,
 ) -> tuple[str, str, int]:
@@ -125,8 +125,7 @@ def run_local(
     """
     device = prepare_process(job, alone=True)
     job, why = decided(job, partial(memory_of, job, device), local=True)
-    if why:
-        show(Sentence(time.time(), why))
+    tell(show, why)
     if job.validation.by == "spares":  # there are none
         job = job.replace(validation=job.validation.model_copy(update={"by": "members"}))
     run, incarnation = begin(job)
@@ -141,7 +140,7 @@ def _train(
     run: Run,
     incarnation: int,
     device: torch.device,
-    show: Callable[[Line], None],
+    show: Show,
     build: Build | None,
     ending: alone.EndWriter,
 ) -> tuple[str, str, int]:
@@ -151,12 +150,11 @@ def _train(
         if job.offloads:
             tensors = tensors_of(build_model(job, session.builder), session.rule)
             session.snapshots = make_snapshots(job, tensors, device, session.counters, session.faults)
-        if said := run.passed_over(start, put_away=True):
-            show(Sentence(time.time(), said))
+        tell(show, run.passed_over(start, put_away=True))
         if build is not None:
             expect_same_samples(session, build)
-        if not start.history.saved and (said := compare_with_torch(session, device)):
-            show(Sentence(time.time(), said))
+        if not start.history.saved:
+            tell(show, compare_with_torch(session, device))
         data.bind(run, fingerprint_of(job, session.loader.dataset), len(session.loader.dataset))
         world = World.alone(device, generation=start.generation + 1)
         local, ended = _Local(run, session, world, start, show, ending), False
@@ -164,10 +162,7 @@ def _train(
             state, reason, step = local.train()
             ended = True
             local.show_owed(state)
-            if said := over_fits(run):
-                local.show_sentence(said)
-            if speed := local.story.speed.summary:
-                local.show_sentence(speed)
+            tell(show, over_fits(run), local.story.speed.summary)
             if summary := local.skips.summary:
                 reason = f"{reason}; {summary}"
             return state, reason, step
@@ -178,8 +173,7 @@ def _train(
         finally:
             local.sinks.close()
             local.show_said()
-            if not ended and (summary := local.skips.summary):
-                local.show_sentence(summary)
+            tell(show, "" if ended else local.skips.summary)
             world.close()
             session.close()
 
@@ -244,7 +238,7 @@ class _Local:
         session: Session,
         world: World,
         start: RunState,
-        show: Callable[[Line], None],
+        show: Show,
         ending: alone.EndWriter,
     ) -> None:
         self.ending = ending
@@ -619,8 +613,7 @@ class _Local:
                         f"{debt} is not done: {error}; it is tried again at the next save, and `elastic "
                         "owed --pay` does it"
                     )
-                if said:
-                    self.show_sentence(said)
+                self.show_sentence(said)
 
     @property
     def _last_step(self) -> int:
@@ -630,14 +623,13 @@ class _Local:
     def show_owed(self, state: str) -> None:
         """Shows which debts are left: those that failed, and validations that spares were to make."""
         with suppress(StorageError, OSError):  # `elastic owed` says it at any time
-            if said := owed.left(
-                owed.debts(self.run, self.lineage, self.asked, end=self._last_step), state == "Finished"
-            ):
-                self.show_sentence(said)
+            left = owed.debts(self.run, self.lineage, self.asked, end=self._last_step)
+            self.show_sentence(owed.left(left, state == "Finished"))
 
     def show_said(self) -> None:
         while self.said:
             self.show_sentence(self.said.popleft())
 
     def show_sentence(self, text: str) -> None:
-        self.show(Sentence(time.time(), text))
+        """Shows a sentence that is not empty."""
+        tell(self.show, text)

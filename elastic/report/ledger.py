@@ -13,6 +13,7 @@ from elastic.ids import Version
 from elastic.journal.codec import Segment, checked, decode, field_after
 from elastic.protocol.commit_record import Outcome
 from elastic.protocol.lineage import Lineage, contains
+from elastic.report.metrics import version_of
 
 
 def ledger(segments: Sequence[Segment]) -> dict[int, Outcome]:
@@ -34,8 +35,4 @@ def outcome_of(segments: Sequence[Segment], version: Version) -> Outcome | None:
 
 def _told(segments: Sequence[Segment]) -> dict[Version, Any]:
     records = (record for _, each in map(checked, segments) for record in each)
-    return {
-        Version(each["step"], each["generation"]): each
-        for record in records
-        for each in record.get("commits", ())
-    }
+    return {version_of(each): each for record in records for each in record.get("commits", ())}

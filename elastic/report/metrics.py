@@ -33,32 +33,31 @@ only text in a row.
 VALIDATION = ("validation_loss", "validation_terms", "validation_data")
 """The names of the numbers of a validation."""
 COLUMNS = (
-    *(
-        "step",
-        "final",
-        "generation",
-        "time",
-        "loss",
-        "norm",
-        "lr",
-        "tokens",
-        "skipped",
-        "spike",
-        "left_out",
-        "would_leave_out",
-    ),
-    *("quarantined", "world"),
-    *(
-        *VALIDATION,
-        "step_s",
-        "tokens_per_s",
-        "data_wait",
-        "mfu",
-        "causal_mfu",
-        "peak_bytes",
-        "reserved_bytes",
-    ),
-    *("copied_through", "buddied_through", "event"),
+    "step",
+    "final",
+    "generation",
+    "time",
+    "loss",
+    "norm",
+    "lr",
+    "tokens",
+    "skipped",
+    "spike",
+    "left_out",
+    "would_leave_out",
+    "quarantined",
+    "world",
+    *VALIDATION,
+    "step_s",
+    "tokens_per_s",
+    "data_wait",
+    "mfu",
+    "causal_mfu",
+    "peak_bytes",
+    "reserved_bytes",
+    "copied_through",
+    "buddied_through",
+    "event",
 )
 """The names in the order of a table.  Norms of layers, such as "norm/layers.3", follow."""
 
@@ -132,7 +131,8 @@ def numbers_of(mean: float, terms: int, held_out: str) -> Row:
     return {"validation_loss": mean, "validation_terms": terms} | ({"validation_data": data} if data else {})
 
 
-def version_of(row: Row) -> Version:
+def version_of(row: Mapping[str, Any]) -> Version:
+    """Returns the version that a row, or a commit in a journal, names."""
     return Version(int(row["step"]), int(row["generation"]))
 
 
@@ -232,7 +232,7 @@ class Rows:
             each["worker"]: each for each in codec.parts_of(record["event"]) if each["$"] == StepDone.__name__
         }
         own = {
-            _of(each): codec.decode(tuple[tuple[str, float], ...], each["metrics"])
+            version_of(each["outcome"]): codec.decode(tuple[tuple[str, float], ...], each["metrics"])
             for each in done.values()
             if each.get("metrics")
         }
@@ -270,13 +270,8 @@ class Rows:
             self._validated[evaluated.version.step, evaluated.version] = evaluated.found, self._held_out
         for each in done.values():
             if each.get("validated"):  # after the last step of the run; no commit follows
-                last = _of(each)
+                last = version_of(each["outcome"])
                 self._validated[last.step, last] = codec.decode(Validated, each["validated"]), self._held_out
-
-
-def _of(done: Mapping[str, Any]) -> Version:
-    """Returns the version of the step that ``done`` reports."""
-    return Version(done["outcome"]["step"], done["outcome"]["generation"])
 
 
 # ---- as text

@@ -16,6 +16,7 @@ from typing import Any
 from elastic.ids import Version
 from elastic.journal import codec
 from elastic.plan.layout import Layout
+from elastic.report.metrics import version_of
 from elastic.report.recoveries import Recovery, number, recoveries
 
 AWAY = "Away"
@@ -179,7 +180,7 @@ class Timeline:
         self.reached = max(self.reached, commit["step"])
         self.committed_s += number(commit.get("usage", {}).get("step_s", 0.0))
         if commit.get("saves"):
-            self._begun[Version(commit["step"], commit["generation"])] = at
+            self._begun[version_of(commit)] = at
 
     def _note_event(self, record: Mapping[str, Any], told: Mapping[str, Any]) -> None:
         at, kind, goes_on = record["at"], told["$"], self.state not in (*ENDED, "Finishing")
@@ -199,9 +200,9 @@ class Timeline:
                 world, heal_bytes=world.heal_bytes + told.get("heal_bytes", 0)
             )
         elif kind == "ShardSaved":
-            self._wrote.setdefault(_version(told["version"]), {})[told["worker"]] = None
+            self._wrote.setdefault(version_of(told["version"]), {})[told["worker"]] = None
         elif kind == "Saved":
-            version = _version(told["version"])
+            version = version_of(told["version"])
             began, wrote = self._begun.pop(version, None), self._wrote.pop(version, {})
             self.saves[version] = SaveSpan(None if began is None else at - began, tuple(wrote))
             self.moments.append(
@@ -228,7 +229,3 @@ class Timeline:
 
     def _add(self, at: float, kind: str, text: str) -> None:
         self.moments.append(Moment(at, self.reached, kind, text))
-
-
-def _version(version: Mapping[str, Any]) -> Version:
-    return Version(version["step"], version["generation"])

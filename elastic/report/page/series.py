@@ -15,22 +15,26 @@ from numpy.typing import ArrayLike, NDArray
 BUCKETS = 480
 """Largest number of buckets of a line: about one for every two pixels of a wide screen."""
 COLUMNS = (
-    *(
-        "step",
-        "time",
-        "final",
-        "loss",
-        "norm",
-        "lr",
-        "tokens",
-        "skipped",
-        "spike",
-        "left_out",
-        "would_leave_out",
-        "world",
-    ),
-    *("generation", "validation_loss", "validation_data"),
-    *("step_s", "tokens_per_s", "data_wait", "mfu", "peak_bytes"),
+    "step",
+    "time",
+    "final",
+    "loss",
+    "norm",
+    "lr",
+    "tokens",
+    "skipped",
+    "spike",
+    "left_out",
+    "would_leave_out",
+    "world",
+    "generation",
+    "validation_loss",
+    "validation_data",
+    "step_s",
+    "tokens_per_s",
+    "data_wait",
+    "mfu",
+    "peak_bytes",
 )
 """The names of the numbers of a step that a report shows."""
 

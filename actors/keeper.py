@@ -332,7 +332,7 @@ class Keeper:
                     c["step"],
                     c["microbatch"],
                     c["collective"],
-                    self._operation(process, c),
+                    STOPPED if process.stopped() else OPERATIONS[c["operation"]],
                 )
                 for worker, (process, c) in sorted(self.workers.items())
             )
@@ -353,9 +353,6 @@ class Keeper:
                 # the coordinator on this node may only stand still: its part of the journal stays
                 remove_logs(self.run)
                 os._exit(3)
-
-    def _operation(self, process: Process, counters: Counters) -> str:
-        return STOPPED if process.stopped() else OPERATIONS[counters["operation"]]
 
     def _watch(self) -> None:
         looked_at, missing = time.monotonic(), False

@@ -453,8 +453,14 @@ class ActorGroup:
                 scheduling_strategy=cluster.only_on(node),
             )
             .remote(
-                *(self.token, self.job.bucket, self.job.name, self.coordinator, self.incarnation),
-                *(2 * self.job.deadlines.lease_s, self.secret, self.job.offload_folder),
+                self.token,
+                self.job.bucket,
+                self.job.name,
+                self.coordinator,
+                self.incarnation,
+                2 * self.job.deadlines.lease_s,
+                self.secret,
+                self.job.offload_folder,
             )
         )
         self.keepers[node] = actor

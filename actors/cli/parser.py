@@ -27,8 +27,15 @@ from elastic.code.imports import did_you_mean, load
 from elastic.errors import JobError
 
 MODULES = (
-    *("train_command", "branch_commands", "run_commands", "report_command", "replay_command"),
-    *("compute_commands", "owed_command", "checkpoint_commands", "plain_commands"),
+    "train_command",
+    "branch_commands",
+    "run_commands",
+    "report_command",
+    "replay_command",
+    "compute_commands",
+    "owed_command",
+    "checkpoint_commands",
+    "plain_commands",
 )
 """The modules that have commands, in the order of the help."""
 GROUPS = {

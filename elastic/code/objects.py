@@ -37,22 +37,18 @@ PLAIN = (type(None), bool, int, float, complex, str, bytes, type(Ellipsis))
 """Types of values that are compared by their ``repr``."""
 NO_MEMBERS = frozenset(
     {
-        *(
-            "__dict__",
-            "__weakref__",
-            "__doc__",
-            "__module__",
-            "__annotations__",
-            "__annotate__",
-            "__annotate_func__",
-        ),
-        *(
-            "__annotations_cache__",
-            "__firstlineno__",
-            "__static_attributes__",
-            "__abstractmethods__",
-            "_abc_impl",
-        ),
+        "__dict__",
+        "__weakref__",
+        "__doc__",
+        "__module__",
+        "__annotations__",
+        "__annotate__",
+        "__annotate_func__",
+        "__annotations_cache__",
+        "__firstlineno__",
+        "__static_attributes__",
+        "__abstractmethods__",
+        "_abc_impl",
     }
 )
 """Members of classes that say nothing about what they compute."""

@@ -38,16 +38,16 @@ _TRANSIENT = (
 )
 _TRANSIENT_CODES = frozenset(
     {
-        *(
-            "SlowDown",
-            "RequestTimeout",
-            "InternalError",
-            "ServiceUnavailable",
-            "RequestLimitExceeded",
-            "Throttling",
-            "ThrottlingException",
-        ),
-        *("IncompleteBody", "BadDigest", "XAmzContentSHA256Mismatch"),  # damaged on its way: sent again
+        "SlowDown",
+        "RequestTimeout",
+        "InternalError",
+        "ServiceUnavailable",
+        "RequestLimitExceeded",
+        "Throttling",
+        "ThrottlingException",
+        "IncompleteBody",  # these three: damaged on its way, and sent again
+        "BadDigest",
+        "XAmzContentSHA256Mismatch",
     }
 )
 

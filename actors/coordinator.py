@@ -16,7 +16,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -62,6 +62,7 @@ from elastic.protocol.events import (
     Tick,
     parts,
 )
+from elastic.protocol.member import Lease
 from elastic.report.best import best, comparable, enough, mark
 from elastic.report.story import Story
 from elastic.runs import restarts
@@ -89,21 +90,6 @@ DEPOSED, STUMBLED = 4, 5
 """Exit codes of the coordinator's process: 4 means that another coordinator acts for the run, 5 that this one
 could not handle an event, which the next coordinator tries again.
 """
-
-
-@dataclass(frozen=True)
-class Lease:
-    """The answer to a renewal.
-
-    Every commit up to ``recorded_step`` is in the journal, here and on a majority of the keepers; 0 means
-    that nothing is known of the worker's generation.  ``incarnation`` names the coordinator that answers.
-    ``dismissed`` means that the run does not know the worker any more; the worker then ends itself.
-    """
-
-    granted: bool
-    recorded_step: int
-    incarnation: int
-    dismissed: bool
 
 
 def steady_clock(

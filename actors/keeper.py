@@ -40,6 +40,7 @@ from elastic.probe import COORDINATOR, Probe
 from elastic.protocol.actions import Save
 from elastic.protocol.authority import Replica
 from elastic.protocol.events import STOPPED, Beat, Event, Kept, Lost, Progress, SaveFailed, ShardSaved
+from elastic.protocol.member import Lease
 from elastic.runs.receipts import SavedShard
 from elastic.state.keeper_store import KeeperStore
 from elastic.state.uploads import Uploads
@@ -262,11 +263,9 @@ class Keeper:
         return self.saying.pass_on(events) is not None
 
     @ray.method(concurrency_group="gather")  # type: ignore[untyped-decorator]
-    def renew(self, worker: WorkerId, generation: int) -> Any:
-        """Asks for the lease of a worker.  Returns the coordinator's ``Lease``, or None if there is no
-        answer.
-        """
-        return self.asking.pass_on((worker, generation))
+    def renew(self, worker: WorkerId, generation: int) -> Lease | None:
+        """Asks for the lease of a worker.  Returns None without an answer of the coordinator."""
+        return self.asking.pass_on((worker, generation))  # type: ignore[no-any-return]
 
     def address(self) -> str:
         """Returns the address at which this keeper serves its copies."""

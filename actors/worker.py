@@ -31,7 +31,7 @@ from elastic.ids import NodeId, WorkerId
 from elastic.job import Job
 from elastic.plan.copy_budget import amount
 from elastic.protocol.events import Event, Joined, NodeRefused, StartFailed, Starting
-from elastic.protocol.member import Member
+from elastic.protocol.member import Lease, Member
 from elastic.runs import forks
 from elastic.threads import go_or_end, later
 from elastic.train.apply_fence import ApplyFence
@@ -40,7 +40,6 @@ from elastic.train.machine.limits import no_segment, shared_memory
 from storage.errors import Unavailable
 
 if TYPE_CHECKING:
-    from actors.coordinator import Lease
     from actors.objects import UsersCode
     from elastic.train.loop import Trainer
     from elastic.train.step import Session

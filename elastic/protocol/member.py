@@ -20,7 +20,7 @@ Five rules ensure that each step is applied by all members or by none:
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from elastic.errors import FencedOff
@@ -36,6 +36,22 @@ seen nearly the same, and a commit has the losses and samples of all of them: if
 fence would cost the square of the number of members.  One member would do; if both are gone, another member
 is asked for the commits that only it has seen.
 """
+
+
+@dataclass(frozen=True)
+class Lease:
+    """The coordinator's answer to a member that asks for its lease.
+
+    Every commit up to ``recorded_step`` is in the journal, at the coordinator and on a majority of the
+    keepers; 0 means that nothing is known of the member's generation.  ``incarnation`` names the coordinator
+    that answers.  ``dismissed`` means that the run does not know the member any more; its process then ends
+    itself.
+    """
+
+    granted: bool
+    recorded_step: int
+    incarnation: int
+    dismissed: bool
 
 
 class Member:

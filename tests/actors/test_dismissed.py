@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import ray
 
-from actors.coordinator import Coordinator, Lease
+from actors.coordinator import Coordinator
 from actors.keeper import GROUPS, Keeper
 from actors.living import attach
 from actors.logs import Logs
@@ -24,7 +24,7 @@ from actors.worker import Worker
 from elastic.control.inbox import Inbox
 from elastic.ids import NodeId, WorkerId
 from elastic.protocol.events import Event, Lost
-from elastic.protocol.member import Member
+from elastic.protocol.member import Lease, Member
 from elastic.threads import go_or_end
 from elastic.train.apply_fence import ApplyFence
 from elastic.train.gauges.counters import segment

@@ -9,7 +9,6 @@ import signal
 import threading
 import time
 import uuid
-from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -39,13 +38,14 @@ from actors.living import (
 )
 from actors.objects import pack
 from actors.processes import life_of
+from actors.result import Result
 from actors.screen import screen_for
 from actors.signals import Requests
 from actors.submitted import check_place
 from actors.terminal import lasting
 from actors.view import View
 from elastic.code.imports import check_packages
-from elastic.errors import FINISHED, STOPPED, JobError, PlatformGaveUp, Refused
+from elastic.errors import STOPPED, JobError, PlatformGaveUp, Refused
 from elastic.job import Job
 from elastic.protocol.builds import Build
 from elastic.report.story import Ending, Line, Sentence, Show, tell
@@ -63,8 +63,6 @@ if TYPE_CHECKING:
 
 LEAVING_S = 2.0
 """Seconds for a coordinator whose run is over to end itself, once its drivers have seen the end."""
-STEPS = 100_000
-"""Largest number of steps of which a result gives the losses."""
 Look = Callable[[View], None]
 """A function that gets each answer of the coordinator, after its new lines were shown."""
 
@@ -79,45 +77,6 @@ class Shows(Protocol):
 
 def _nothing(_: Any) -> None:
     """Shows nothing."""
-
-
-@dataclass(frozen=True)
-class Result:
-    """The end of a run.  ``state`` is Finished, Stopped or Failed; the last two can be resumed by the same
-    command.
-
-    Any other state means that this driver was told to leave while the run goes on; the same command attaches
-    to it again.
-    """
-
-    state: str
-    reason: str
-    step: int
-    exit_code: int
-    bucket: str
-    name: str
-    job_error: str = ""
-    """The user's traceback, if the job is at fault."""
-
-    @property
-    def losses(self) -> dict[int, float]:
-        """The loss of each step of the run by step, at most of the last :data:`STEPS`.  They are read from
-        the bucket.
-        """
-        return self._column("loss")
-
-    @property
-    def validations(self) -> dict[int, float]:
-        """The mean loss on the held-out samples, by the step after which it was measured, of the last
-        :data:`STEPS` steps.
-        """
-        return self._column("validation_loss")
-
-    def _column(self, name: str) -> dict[int, float]:
-        from elastic.runs.metrics import rows_of
-
-        rows = deque(rows_of(Run.find(Job(name=self.name, bucket=self.bucket))), STEPS)
-        return {int(row["step"]): row[name] for row in rows if name in row}
 
 
 def launch(
@@ -203,7 +162,7 @@ class _Command:
             return self._attached(coordinator)
         done = None if self.branch else finished(run.agree(self.job, branch=may))
         if done is not None and (not self.local or done[1] < self.job.steps):
-            return _result(self.job, "Finished", *done)
+            return Result.of(self.job, "Finished", *done)
         objects = [] if self.local else pack(self.job)
         checked = self._checked(run)
         self.tell(*checked.notes)
@@ -211,7 +170,7 @@ class _Command:
             from elastic.train.alone.local import run_local
 
             here = partial(begin_here, self.begins, checked, self.show, may)
-            return _result(self.job, *run_local(self.job, self.show, here, checked.build))
+            return Result.of(self.job, *run_local(self.job, self.show, here, checked.build))
         run = Run.look(self.job, branch=may)  # anew: the checks take a while
         run.check_local()
         if (
@@ -219,7 +178,7 @@ class _Command:
             and not self.branch
             and (done := finished(run, checked.build.held_out)) is not None
         ):
-            return _result(self.job, "Finished", *done)
+            return Result.of(self.job, "Finished", *done)
         seen = run.latest_claim()
         with self.requests.finishing(
             partial(self.tell, "interrupted; Ray is ended as soon as it has started, in up to 30 s")
@@ -445,7 +404,7 @@ def _seen(job: Job, view: View, requests: Requests) -> Result:
     driver to leave.
     """
     if view.over:
-        return _result(job, view.state, view.reason, view.step, view.job_error)
+        return Result.of(job, view.state, view.reason, view.step, view.job_error)
     return Result(
         view.state,
         f"{requests.asked}: this command leaves, the run goes on",
@@ -552,13 +511,3 @@ def _end(name: str, coordinator: Any, lives: Collection[str]) -> None:
     """
     kill_all([coordinator])
     reap(name, lives)
-
-
-def _result(job: Job, state: str, reason: str, step: int, job_error: str = "") -> Result:
-    return Result(state, reason, step, exit_code(state, job_error), job.bucket, job.name, job_error)
-
-
-def exit_code(state: str, job_error: str = "") -> int:
-    """Returns the exit code of a run that ended in ``state``."""
-    codes = {"Finished": FINISHED, "Stopped": STOPPED}
-    return codes.get(state, JobError.exit_code if job_error else PlatformGaveUp.exit_code)

@@ -5,20 +5,18 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
+from actors.result import Result
 from actors.terminal import ECHO, console, filled, say
+from actors.view import View
 from elastic.errors import ElasticError
 from elastic.job import Job
 from elastic.plan.copy_budget import amount
 from elastic.report.progress import RunPace, spell
 from elastic.report.speed import LEAST_MFU
 from elastic.report.story import Ending, Line, StepLine
+from elastic.runs.run import Run
 from storage.errors import StorageError
-
-if TYPE_CHECKING:
-    from actors.launch import Result
-    from actors.view import View
 
 DATA_WAIT = 0.1
 """Smallest part of a step that a worker must wait for data before the line of the step tells it."""
@@ -167,8 +165,6 @@ def show_result(result: Result, job: Job, local: bool = False) -> int:
 
 def _again(result: Result) -> str:
     """Returns the end of a sentence: what the same command does when the user gives it again."""
-    from elastic.runs.run import Run
-
     # if the bucket does not answer, nobody knows
     with contextlib.suppress(StorageError, ElasticError, OSError):
         if Run.find(Job(name=result.name, bucket=result.bucket)).newest() is None:

@@ -19,6 +19,7 @@ from actors.cli.prints import LogReading, Prints
 from actors.living import ANSWER_S, bucket_of_another, connected, coordinator_of, note_deletion, run_of
 from actors.logs import last_lines
 from actors.processes import clear, end_on_sigterm, left_here, life_of, log_folder, nobodys
+from actors.result import exit_code
 from actors.screen import screen_for, show_result
 from actors.terminal import say
 from actors.view import View
@@ -143,7 +144,7 @@ def attach(job: Job, /, quiet: bool = False, prints: str | None = None) -> int:
     if absent.end is None:
         raise PlatformGaveUp(absent.said)
     say(absent.said)
-    return launch.exit_code(
+    return exit_code(
         type(absent.end).__name__, absent.end.job_error if isinstance(absent.end, Failed) else ""
     )
 

@@ -15,7 +15,7 @@ import pytest
 from torch import Tensor, nn
 
 from actors.cli import main
-from actors.launch import Result
+from actors.result import Result
 from actors.view import View
 from elastic.job import Job
 from elastic.report.story import Line, Sentence

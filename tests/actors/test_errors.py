@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from actors.cli import main
-from actors.launch import Result, launch
+from actors.launch import launch
+from actors.result import Result
 from elastic.data.cursor import Cursor
 from elastic.job import Job
 from elastic.report.story import Sentence
@@ -140,12 +141,10 @@ def test_a_worker_that_hangs_is_expelled(tmp_path: Path, undisturbed_hash: str) 
 
 def test_a_result_without_a_traceback_is_the_platforms(tmp_path: Path) -> None:
     """The exit code depends on whose error it was, not on the words of the reason."""
-    from actors.launch import _result
-
     job = job_of(tmp_path, "codes")
     ends: list[Result] = [
-        _result(job, "Failed", "job error: in words only", 1),
-        _result(job, "Failed", "anything", 1, "Traceback"),
+        Result.of(job, "Failed", "job error: in words only", 1),
+        Result.of(job, "Failed", "anything", 1, "Traceback"),
     ]
     assert [end.exit_code for end in ends] == [2, 1]
 

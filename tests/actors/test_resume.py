@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from actors.cli import main
-from actors.launch import Result
+from actors.result import Result
 from actors.screen import show_result
 from elastic.errors import JobError
 from elastic.ids import Version

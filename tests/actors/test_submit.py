@@ -28,7 +28,7 @@ import ray
 from ray.job_submission import JobSubmissionClient
 
 from actors import cluster
-from actors.launch import Result
+from actors.result import Result
 from actors.view import View
 from elastic.data.cursor import Cursor
 from elastic.job import Job

@@ -31,8 +31,9 @@ from typing import Any
 import ray
 
 from actors.chaos import Chaos, Strike
-from actors.launch import Result, launch
+from actors.launch import launch
 from actors.living import attach, reap
+from actors.result import Result
 from actors.view import View
 from elastic.job import Job
 from elastic.protocol.faults import Fault, Kind, draw

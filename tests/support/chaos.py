@@ -19,8 +19,9 @@ from typing import Any
 
 import ray
 
-from actors.launch import Result, launch
+from actors.launch import launch
 from actors.living import attach
+from actors.result import Result
 from actors.view import View
 from elastic.code.imports import load
 from elastic.data.cursor import Cursor

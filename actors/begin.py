@@ -135,7 +135,7 @@ def finished(run: Run, held_out: str | None = None) -> tuple[str, int] | None:
     checked.  A coordinator that begins ends a finished run as well.  A run with sinks never counts as
     finished here, because no command knows whether a sink has all rows.
     """
-    job, history, end = run.job, run.standing(0, 0.0).history, run.end()
+    job, history, end = run.job, run.state().history, run.end()
     steps, why = (end.step or job.steps, end.why) if isinstance(end, Finished) else (job.steps, "")
     found, last = impatient(run, history.lineage, held_out) if held_out is not None else None, steps
     if found is not None and found[1] < steps:

@@ -93,7 +93,7 @@ class Absent:
         how = "" if end is None else f"; it ended as {type(end).__name__}"
         reason = "" if end is None else end.why if isinstance(end, Finished) else end.reason
         why = f" ({reason})" if reason else ""
-        known = run.standing(0, 0.0)
+        known = run.state()
         newest = max(known.history.saved, default="none")
         rest = (
             run.passed_over(known),

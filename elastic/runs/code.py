@@ -63,7 +63,7 @@ def note(run: Run, code: Sources, now: float) -> str:
 
     Raises :class:`~storage.errors.Exists` if another command has noted other code meanwhile.
     """
-    known = run.standing(0, 0.0)
+    known = run.state()
     newest = max(known.history.saved, default=Version(0, 0))
     if newest.step >= run.job.steps:
         return ""

@@ -106,7 +106,7 @@ def debts(
     asked = recorded.of(run) if asked is None else asked
     if not (wanted := [kind for kind in asked.kinds if kind in kinds]):
         return []
-    lineage = run.standing(0, 0.0).history.lineage if lineage is None else lineage
+    lineage = run.state().history.lineage if lineage is None else lineage
     good, found = _Good(run, lineage, end or run.last_step), list[Debt]()
     for kind in wanted:
         noted = _notes(run, kind, lineage)

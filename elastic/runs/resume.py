@@ -262,7 +262,7 @@ def best_of(run: Run) -> Best | None:
     """Returns the best validated version of the surviving lineage, whether it was saved or not; None if
     nothing was validated.
     """
-    history = run.standing(0, 0.0).history
+    history = run.state().history
     found = metrics.validations(run, history.lineage)
     for score in filter(None, (history.best, history.validated)):
         found[score.version] = Loss(score.found.mean, number_of(score.held_out))

@@ -143,7 +143,7 @@ def look(
     # a coordinator that begins counts on the newest checkpoint only, and takes the best one from the stored
     # validations where no journal tells it
     if asked is None:
-        asked, found = saves.retained(run.standing(0, 0.0)), best_of(run) if keep.best else None
+        asked, found = saves.retained(run.state()), best_of(run) if keep.best else None
         asked = replace(asked, saved=asked.saved[-1:], best=found and found.version)
     # listed after the newest was looked for, so that damage found by that is known here
     listed = run.checkpoints.versions() if known is None else run.checkpoints.changed(known)

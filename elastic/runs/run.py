@@ -180,7 +180,7 @@ class Run:
         version = at or self.branches_at()
         if self.there is None or version is None:
             return ""
-        state, last = self.standing(incarnation, 0.0), self.last_recorded()
+        state, last = self.state(incarnation, 0.0), self.last_recorded()
         made = [*state.history.saved[-1:], *([last.version] if last is not None else [])]
         claim = incarnation - 1 if incarnation else self.latest_claim()
         about, number = (self.branches, self.job, self.before, version, now), self.there.number + 1
@@ -207,7 +207,7 @@ class Run:
         """Returns the version of ``step`` on the surviving lineage.  If no checkpoint knows the step, the
         version has the last known generation.
         """
-        known = self.standing(0, 0.0)
+        known = self.state()
         return Version(
             step, next((each for each, last in known.history.lineage if step <= last), known.generation)
         )
@@ -325,7 +325,7 @@ class Run:
         claim = newest_owner(self.store, self.job.name)
         return dict(claim) if claim is not None else None
 
-    def standing(self, incarnation: int, now: float, step: int | None = None) -> RunState:
+    def state(self, incarnation: int = 0, now: float = 0.0, step: int | None = None) -> RunState:
         """Returns the run's state as the bucket knows it: ``Waiting``, with the good checkpoints of the
         newest lineage.
 
@@ -339,14 +339,14 @@ class Run:
         an ``incarnation`` that begins anew skips numbers of generations; 0 stands for a reader, which skips
         none.
         """
-        return self._standing(self.last_recorded(), incarnation, now, step)
+        return self._state(self.last_recorded(), incarnation, now, step)
 
     def begins(self, incarnation: int, now: float) -> tuple[RunState, str]:
-        """Returns :meth:`standing` for a start, and the sentence about damaged checkpoints and about where
+        """Returns :meth:`state` for a start, and the sentence about damaged checkpoints and about where
         the run goes on; "" if there is nothing to say.
         """
         last = self.last_recorded()
-        state = self._standing(last, incarnation, now)
+        state = self._state(last, incarnation, now)
         before = f"{self.job.name} ran before: it {_goes_on(state, last)}" if last is not None else ""
         return state, "; ".join(filter(None, (self.passed_over(state, put_away=True), before)))
 
@@ -372,7 +372,7 @@ class Run:
         told = ", ".join(f"the checkpoint of {each.version} is damaged ({each.damaged})" for each in found)
         return f"{told}: {before}" if told else ""
 
-    def _standing(
+    def _state(
         self, last: RunState | None, incarnation: int, now: float, step: int | None = None
     ) -> RunState:
         generation, next_worker = (
@@ -579,17 +579,17 @@ class Run:
     @property
     def lineage(self) -> Lineage:
         """The surviving lineage."""
-        return self.standing(0, 0.0).history.lineage
+        return self.state().history.lineage
 
     def newest(self) -> Version | None:
         """Returns the newest good checkpoint, or None."""
-        return max(self.standing(0, 0.0).history.saved, default=None)
+        return max(self.state().history.saved, default=None)
 
     def version_at(self, step: int | None) -> Version:
         """Returns the good checkpoint at ``step``, or the newest if ``step`` is None.  Raises
         :class:`JobError` if there is none.
         """
-        saved = self.standing(0, 0.0, step).history.saved
+        saved = self.state(step=step).history.saved
         found = [version for version in saved if step in (None, version.step)]
         if not found:
             have = ", ".join(str(version.step) for version in saved) or "none"

@@ -134,7 +134,7 @@ def test_killed_stopped_and_resumed_from_s3(
     # 6: nothing is left, and nothing is damaged
     assert_nothing_left(second)
     run = Run.open(job)
-    assert all(run.checkpoints.verify(version).good for version in run.standing(0, 0.0).history.saved)
+    assert all(run.checkpoints.verify(version).good for version in run.state().history.saved)
 
 
 @pytest.mark.full  # in tests/data shards are read from a real server, without a run

@@ -59,7 +59,7 @@ def test_l5_a_fork_lives_through_a_kill_and_goes_back_to_an_older_step(tmp_path:
     assert [int(row["step"]) for row in rows_of(run)] == [*range(7, 13)]
     assert [row["lr"] for row in rows_of(run)] == [1e-2] * 3 + [2e-2] * 3
     newest = run.newest()
-    assert newest is not None and contains(run.standing(0, 0.0).history.lineage, Version(6, 1))
+    assert newest is not None and contains(run.state().history.lineage, Version(6, 1))
     for at, same in ((9, True), (6, False)):
         judge = job_of(tmp_path, f"judge-{at}", 12, **FAST)
         launch(judge, local=True, resume=f"fork@{at}")

@@ -200,7 +200,7 @@ def test_who_follows_a_coordinator_that_recorded_nothing_skips_what_it_would_hav
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(platform, "node", lambda: host if host == "host-a" else name)
         claimed = run.claim_here()
-        its = run.standing(claimed, 0.0).next_generation
+        its = run.state(claimed, 0.0).next_generation
     monkeypatch.setattr(launch, "Coordinator", DiesAtOnce)
     coordinator = start(Run.open(job), preflight(job).build, "driver", claimed)
     view = until(

@@ -158,7 +158,7 @@ def test_a_worker_dies_while_the_bucket_fails(
     # what is whole counts, and what counts is whole
     run = Run.open(job)
     listed = run.checkpoints.versions()
-    saved = run.standing(0, 0.0).history.saved
+    saved = run.state().history.saved
     assert STEPS in [version.step for version in saved]
     assert all(run.checkpoints.verify(version).good for version in saved)
     assert not [each for each in listed if each.damaged]

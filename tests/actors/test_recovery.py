@@ -330,7 +330,7 @@ def test_everything_is_killed_under_ray(tmp_path: Path, monkeypatch: pytest.Monk
     assert Command(tmp_path, "train", "job.toml", "--address", "local").wait() == 0
     assert_same_losses(seen(tmp_path), saw, redone=(2 * job.checkpoint.save_every + 1) * job.microbatches)
     assert exported_hash(job) == expected
-    assert tip(Run.open(job).standing(0, 0.0).history.lineage).step == job.steps
+    assert tip(Run.open(job).state().history.lineage).step == job.steps
     before.assert_nothing_left(str(tmp_path), GONE_S)
 
 

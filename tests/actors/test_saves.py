@@ -142,7 +142,7 @@ def test_who_dies_during_a_save_ends_it_only_if_its_keeper_dies(tmp_path: Path) 
     assert chaos.result.state == "Finished", chaos.result
     assert (chaos.hash, chaos.losses) == (reference.hash, reference.losses)
     run = Run.open(job)
-    assert run.standing(0, 0.0).history.saved == (FIRST, THIRD, LAST) and chaos.witness.generation == 3
+    assert run.state().history.saved == (FIRST, THIRD, LAST) and chaos.witness.generation == 3
     assert all(run.checkpoints.verify(version).good for version in (FIRST, THIRD, LAST))
     killed = {each.worker: each.final["step"] for each in chaos.witness.killed()}
     assert killed.keys() == {"w1", "w2", "w3"} and FIRST.step + 2 <= killed.pop("w2") < 10

@@ -178,7 +178,7 @@ def test_a_checkpoint_is_damaged_when_it_is_needed_and_clocks_differ(tmp_path: P
         if (
             view.state == "Running"
             and view.step >= GATE - 1
-            and GATE - 2 in [each.step for each in run.standing(0, 0.0).history.saved]
+            and GATE - 2 in [each.step for each in run.state().history.saved]
         ):
             chaos.heed(view)
         if not chaos.pending:

@@ -349,7 +349,7 @@ def test_a_run_that_was_never_asked_for_anything_has_no_process_and_no_thread() 
     """The control: the threads of another run."""
     job = toy_job("memory://nothing", name=str(uuid4()))
     run = Run.open(job)
-    idle = Errands(job, run, 1, UsersCode([]), lambda: run.standing(0, 0.0), print, print, print)
+    idle = Errands(job, run, 1, UsersCode([]), lambda: run.state(), print, print, print)
     idle.begin()
     idle.look()
 

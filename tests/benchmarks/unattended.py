@@ -209,7 +209,7 @@ def train(job: Job, kills: Sequence[int] = ()) -> dict[str, Any]:
 
     began = time.time()
     result = launch(job, show=show)
-    skips = Run.find(job).standing(0, 0.0).skips
+    skips = Run.find(job).state().skips
     generations = len({line.generation for line in steps})
     row = {
         "state": result.state,

@@ -65,7 +65,7 @@ def test_l4_a_world_of_a_life_that_has_not_noticed_is_of_the_old_job(tmp_path: P
     assert (Run.find(changed).newest(), its) == (
         (Version(5, 1), run.job.optim.lr) if claims else (Version(10, 2), 1e-4)
     )
-    state = Run.find(changed).standing(branched.claim("here"), 0.0)
+    state = Run.find(changed).state(branched.claim("here"), 0.0)
     first = Version(6, state.next_generation)
     assert not claims or run.branches.at(first).job["optim"]["lr"] == 1e-4
     assert branched.branched is False, "it goes on"

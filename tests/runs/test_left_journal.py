@@ -118,7 +118,7 @@ def test_l2_the_control_of_a_process_that_does_not_look(
     run, _ = of_cluster(tmp_path)
     monkeypatch.setattr(local, "store_journaled", lambda *args: None)
     to_step(run.job, 7)
-    assert [row["step"] for row in stored(run.store, "run", run.standing(0, 0.0).history.lineage)] == [7]
+    assert [row["step"] for row in stored(run.store, "run", run.state().history.lineage)] == [7]
 
 
 def test_l2_steps_that_are_done_again_are_not_taken_from_the_journal(tmp_path: Path) -> None:
@@ -193,9 +193,9 @@ def test_l2_a_fork_has_the_rows_that_only_its_origins_journal_has(tmp_path: Path
     )
     rows = list(with_origin(Run.find(fork)))
     assert [row["step"] for row in rows] == [*range(1, 9)] and {row["final"] for row in rows} == {1}
-    assert [
-        row["step"] for row in stored(run.store, "fork", Run.find(fork).standing(0, 0.0).history.lineage)
-    ] == [*range(5, 9)]
+    assert [row["step"] for row in stored(run.store, "fork", Run.find(fork).state().history.lineage)] == [
+        *range(5, 9)
+    ]
 
     lines = trained(
         last := job_of(tmp_path / "bucket", "last", 8, validation=run.job.validation), resume="fork@6"

@@ -399,15 +399,15 @@ def test_l4_a_generation_of_a_process_that_cannot_be_seen_is_not_used_again(
     run = Run.open(job_of(tmp_path))
     run.commit(OLDER, write(run.checkpoints, OLDER, STATE, 1), ((1, 2),), Layout())
     machine("host-a")
-    its = run.standing(run.claim_here(), 0.0).next_generation
+    its = run.state(run.claim_here(), 0.0).next_generation
     machine(host.removeprefix("the control: "))
-    later = [run.standing(run.claim_here(), 0.0).next_generation for _ in range(2)]
+    later = [run.state(run.claim_here(), 0.0).next_generation for _ in range(2)]
     assert its == 2 and (later == [2, 2]) == host.startswith("the control")
     assert host.startswith("the control") or its < later[0] < later[1]
-    assert run.standing(0, 0.0).next_generation == 2, "a reader skips none"
+    assert run.state().next_generation == 2, "a reader skips none"
     changed = Run.look(run.job.replace(seed=9), branch=True)
     resume.rewind(changed, 0.0, OLDER, changed.claim_here(trains=False))
-    after = [changed.standing(changed.claim_here(), 0.0).next_generation for _ in range(2)]
+    after = [changed.state(changed.claim_here(), 0.0).next_generation for _ in range(2)]
     assert host.startswith("the control") or later[1] < after[0] < after[1], (
         "also after a roll-back, which ends at a number of its own"
     )
@@ -463,9 +463,9 @@ def test_l4_a_start_reads_no_more_claims_of_a_run_that_was_started_a_hundred_tim
 
     seen = run.claim("10.0.0.1:6379")
     its = run.claim("10.0.0.1:6379", "life", "node")
-    skipped = run.standing(its, 0.0).generation - run.standing(0, 0.0).generation
+    skipped = run.state(its, 0.0).generation - run.state().generation
     assert skipped == (its if lives else 0)
-    asked = asked_by(lambda: run.standing(its, 0.0))
+    asked = asked_by(lambda: run.state(its, 0.0))
     assert len(asked) <= (6 if lives else 4), asked
     assert len(asked_by(lambda: run.claims("life", seen))) <= 4 and run.claims("life", seen) == {its: "node"}
     later = run.claim("10.0.0.1:6379", "life", "node")

@@ -103,13 +103,13 @@ def test_l7_a_run_that_starts_again_knows_when_its_checkpoints_were_written() ->
     saved = Saved(range(1, 2), checkpoint={"keep_last": 2, "keep_younger": "24h"})
     for step in range(2, 5):
         saved.save(Version(step, 1), ((1, step),), 100.0 * step)
-    history = saved.run.standing(2, 1000.0).history
+    history = saved.run.state(2, 1000.0).history
     assert (
         history.written[1:] == tuple((Version(step, 1), 100.0 * step) for step in (2, 3, 4))
         and len(history.written) == 4
     )
     control = Run(saved.run.job.replace(checkpoint={"keep_younger": ""}), saved.run.store)
-    assert control.standing(2, 1000.0).history.written == ()
+    assert control.state(2, 1000.0).history.written == ()
 
 
 def test_a_save_made_again_at_another_time_is_the_same_save() -> None:

@@ -419,10 +419,10 @@ def test_a_life_after_one_that_was_cut_off_begins_under_numbers_of_its_own(life:
     """The last records of the other life are on lost disks: a generation known only there may have written
     parts of a checkpoint.
     """
-    assert life.run.standing(2, 0.0).generation == 0, "nothing is in the bucket yet"
+    assert life.run.state(2, 0.0).generation == 0, "nothing is in the bucket yet"
     life.journal.ship(PATIENCE_S)
-    assert life.run.standing(2, 0.0).generation == life.play.run.generation + 2 * UNREAD
-    assert life.run.standing(0, 0.0).generation == life.play.run.generation, (
+    assert life.run.state(2, 0.0).generation == life.play.run.generation + 2 * UNREAD
+    assert life.run.state().generation == life.play.run.generation, (
         "who takes over, or only looks, counts by itself"
     )
 
@@ -434,7 +434,7 @@ def test_a_life_after_another_says_what_is_done_again(life: Life) -> None:
     life.journal.ship(PATIENCE_S)
     reached = life.play.run.step
     state, said = life.run.begins(2, 0.0)
-    assert state == life.run.standing(2, 0.0)
+    assert state == life.run.state(2, 0.0)
     begins = "begins at step 0, since no checkpoint of it is complete"
     assert f"{begins}; the steps after it are done again, at least up to {reached}; its" in said
     assert said.endswith(f"its generations go on at {2 * UNREAD + 2}, since nobody knows which it used last")
@@ -443,17 +443,17 @@ def test_a_life_after_another_says_what_is_done_again(life: Life) -> None:
 def test_a_life_after_one_that_ended_well_goes_on_counting(life: Life) -> None:
     """The control: a journal that records the end is complete."""
     end_as(life, Stopped("Ctrl-C"))
-    assert life.run.standing(2, 0.0).generation == life.play.run.generation
+    assert life.run.state(2, 0.0).generation == life.play.run.generation
 
 
 def test_a13_a_life_after_another_remembers_what_was_said_of_layers(life: Life) -> None:
     """A13: a warning is said once in a run.  The control: a run that never ran knows nothing."""
-    assert life.run.standing(2, 0.0).health == Health(), "the control"
+    assert life.run.state(2, 0.0).health == Health(), "the control"
     layers = (("layers.0", 1.0), ("layers.1", 0.0))
     for step in range(6, 11):
         life.play.tell(StepDone(life.play.plan.members[0], 1, replace(life.play.commit(step), layers=layers)))
     end_as(life, Stopped("Ctrl-C"))
-    health = life.run.standing(2, 0.0).health
+    health = life.run.state(2, 0.0).health
     assert health == life.play.run.health and health.said == ("dead layers.1",)
 
 

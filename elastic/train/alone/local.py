@@ -144,7 +144,7 @@ def _train(
     build: Build | None,
     ending: alone.EndWriter,
 ) -> tuple[str, str, int]:
-    job, start = run.job, run.standing(incarnation, time.time())
+    job, start = run.job, run.state(incarnation, time.time())
     with TemporaryDirectory() as folder, _last_words(Path(folder) / "counters") as counters:
         session = make_session(job, Counters(counters, create=True), prefetch=None if job.data.readers else 0)
         if job.offloads:

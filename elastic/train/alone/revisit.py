@@ -135,7 +135,7 @@ def rerun_here(job: Job, which: int | str, *, accept_code: bool = False) -> Agai
             f"checkpoint is of step {newest.step if newest else 0}; name one that has a checkpoint of the "
             "step before it"
         )
-    if (newest_known := run.standing(0, 0.0).generation) < made.generation:
+    if (newest_known := run.state().generation) < made.generation:
         raise JobError(
             f"--step {which}: {run.job.name} has had {newest_known} generations so far; `elastic checkpoint "
             "ls` lists them"

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 import ray
 
 from actors import cluster, own_cluster
-from actors.begin import begin, begin_here, claim, finished, note_code
 from actors.coordinator import Coordinator
 from actors.ends import kill_all
 from actors.living import (
@@ -50,13 +49,16 @@ from elastic.job import Job
 from elastic.protocol.builds import Build
 from elastic.report.story import Ending, Line, Sentence, Show, tell
 from elastic.report.timeline import ENDED
-from elastic.runs import data, restarts
-from elastic.runs.branches import flat, in_words
+from elastic.runs import code, data, restarts
+from elastic.runs.begin import begin, begin_here, finished
+from elastic.runs.branches import differing
 from elastic.runs.forks import write_anew
 from elastic.runs.resume import LATEST, StartPoint, start_of
 from elastic.runs.run import Run
+from elastic.runs.standing import Standing
 from elastic.train.checks.bucket import check_bucket
 from elastic.train.checks.early import check_early
+from storage.errors import Exists
 
 if TYPE_CHECKING:
     from elastic.train.checks.preflight import Checked
@@ -148,38 +150,45 @@ class _Command:
     def tell(self, *sentences: str) -> None:
         tell(self.show, *sentences)
 
+    @property
+    def may_branch(self) -> bool | None:
+        """The argument ``branch`` of :meth:`Run.agree`: a run without a good checkpoint takes the job in any
+        case.
+        """
+        return self.branch or None
+
     def train(self) -> Result:
         """Attaches to the run, or checks it, begins it and watches it to its end, or until this driver is
         told to leave.
 
-        If somebody else has begun the run since the checks, it is not started again.
+        The checks take a while, so the run is looked at anew after them, and after the end of another life of
+        the run.  If somebody else has begun it since that look, it is not started again.
         """
-        may, run = self.branch or None, Run.begun(self.job) if self.branch else Run.find(self.job)
+        standing = Standing.begun(self.job) if self.branch else Standing.find(self.job)
         # first, since a run may live although its folder is gone
-        if (coordinator := None if self.address else self._at_its_cluster(run)) is not None:
+        if (coordinator := None if self.address else self._at_its_cluster(standing)) is not None:
             self._refuse_change()
             self.requests.note()
             return self._attached(coordinator)
-        done = None if self.branch else finished(run.agree(self.job, branch=may))
+        done = None if self.branch else finished(standing.agree(self.job, branch=self.may_branch))
         if done is not None and (not self.local or done[1] < self.job.steps):
             return Result.of(self.job, "Finished", *done)
         objects = [] if self.local else pack(self.job)
-        checked = self._checked(run)
+        checked = self._checked(standing)
         self.tell(*checked.notes)
         if self.local:
             from elastic.train.alone.local import run_local
 
-            here = partial(begin_here, self.begins, checked, self.show, may)
+            here = partial(begin_here, self.begins, checked.sources, self.show, self.may_branch)
             return Result.of(self.job, *run_local(self.job, self.show, here, checked.build))
-        run = Run.look(self.job, branch=may)  # anew: the checks take a while
-        run.check_local()
+        standing = self._look_anew()
+        standing.check_local()
         if (
             self.job.validation.patience
             and not self.branch
-            and (done := finished(run, checked.build.held_out)) is not None
+            and (done := finished(standing, checked.build.held_out)) is not None
         ):
             return Result.of(self.job, "Finished", *done)
-        seen = run.latest_claim()
         with self.requests.finishing(
             partial(self.tell, "interrupted; Ray is ended as soon as it has started, in up to 30 s")
         ):
@@ -197,11 +206,13 @@ class _Command:
             if (lives := self._awaited(coordinator)) is None:
                 return self._attached(coordinator)
             _await_gone(self.job.name, coordinator, lives)
-            run = Run.look(self.job, branch=may)
-            seen = run.latest_claim()
-        return self._watched(self._started(run, checked, objects, seen))
+            standing = self._look_anew()
+        return self._watched(self._started(standing, checked, objects))
 
-    def _at_its_cluster(self, run: Run) -> Any | None:
+    def _look_anew(self) -> Standing:
+        return Standing.look(self.job, branch=self.may_branch)
+
+    def _at_its_cluster(self, standing: Standing) -> Any | None:
         """Joins the cluster on which the run lives, if this machine is a node of it, or it was started here:
         returns its coordinator.
 
@@ -213,7 +224,7 @@ class _Command:
         """
         if not self.local and not cluster.begins_here():
             return None
-        job, owner = self.job, run.owner()
+        job, owner = self.job, standing.owner()
         if owner is not None and not lives_at(owner["address"], job):
             return None
         before, part_of_one = signal.getsignal(signal.SIGTERM), ray.is_initialized()
@@ -252,7 +263,7 @@ class _Command:
             fix = "end it with `elastic stop`, and then it can change"
             raise JobError(f"name = {self.job.name!r}: this run lives on this cluster; {fix}")
 
-    def _checked(self, run: Run) -> Checked:
+    def _checked(self, standing: Standing) -> Checked:
         """Checks the job as :func:`~elastic.train.checks.preflight.preflight` does, whose import of torch
         takes seconds.
 
@@ -270,7 +281,7 @@ class _Command:
         from elastic.train.checks.preflight import preflight
 
         how = {"local": local, "branch": self.branch, "accept_code": self.accept_code}
-        checked = preflight(job, **how, start=self.begins, run=run)
+        checked = preflight(job, **how, start=self.begins, run=standing)
         return replace(checked, notes=[*said, *checked.notes])
 
     def _heed_the_driver(self) -> None:
@@ -286,9 +297,9 @@ class _Command:
         self.tell(f"{setting} has no effect on a cluster that ends with this process; {fix}")
         self.begins = replace(self.begins, job=self.job.replace(on_driver_exit="stop"))
 
-    def _started(self, run: Run, checked: Checked, objects: Sequence[bytes], seen: int) -> Any:
-        """Begins the run, unless somebody else has since incarnation ``seen``, starts its coordinator and
-        returns it.
+    def _started(self, standing: Standing, checked: Checked, objects: Sequence[bytes]) -> Any:
+        """Begins the run, unless somebody else has since its ``standing``, starts its coordinator and returns
+        it.
 
         Raises :class:`~elastic.errors.NoProgress` if the run was restarted too often without a new step, and
         raises as :func:`~elastic.train.checks.microbatch.decided` and :func:`cluster.smallest_gpu`.
@@ -296,24 +307,20 @@ class _Command:
         from elastic.train.checks.microbatch import decided
         from elastic.train.machine.device import limit_of
 
-        restarts.check(run, again=self.again or run.branches_at(self.begins.at) is not None)
+        restarts.check(standing, again=self.again or standing.branches_at(self.begins.at) is not None)
         workers = self.job.workers
         cluster.check_room(workers)
         job, why = decided(
             self.job, lambda: limit_of(self.job) or (cluster.smallest_gpu(workers) if workers.gpus else 0)
         )
         self.tell(why)
-        seen = (
-            begin(
-                replace(self.begins, job=job), self.show, self.branch or None, lambda run, _: claim(run, seen)
-            )
-            or seen
-        )
+        seen = standing.latest_claim()
+        begins = replace(self.begins, job=job)
+        claimed = begin(begins, self.show, self.may_branch, lambda run, _: claim(run, seen))
         run = Run.open(job)
-        note_code(run, checked, self.show)
-        return start(
-            run, replace(checked.build, host=cluster.place(cluster.here())), self.driver, seen, objects
-        )
+        self.tell(code.note(run, checked.sources, time.time()))
+        build = replace(checked.build, host=cluster.place(cluster.here()))
+        return start(run, build, self.driver, claimed or seen, objects)
 
     def _attached(self, coordinator: Any) -> Result:
         """Tells the user that the run lives already, and in which settings it differs from the job, and
@@ -321,15 +328,8 @@ class _Command:
         """
         other = ""
         with suppress(PlatformGaveUp):
-            found = flat(ask(coordinator, "settings", deadline_s=self.deadline_s))
-            ours = flat(Run.look(self.job).job.model_dump(mode="json", exclude={"on_driver_exit"}))
-            other = in_words(
-                {
-                    name: (found[name], ours[name])
-                    for name in ours
-                    if name in found and found[name] != ours[name]
-                }
-            )
+            settings = ask(coordinator, "settings", deadline_s=self.deadline_s)
+            other = differing(Run.look(self.job).job, settings)
         settings = (
             f" with settings of its own, which stay until it is started again ({other})" if other else ""
         )
@@ -413,6 +413,17 @@ def _seen(job: Job, view: View, requests: Requests) -> Result:
         job.bucket,
         job.name,
     )
+
+
+def claim(run: Run, seen: int) -> int:
+    """Claims a run for the coordinator that is about to be started.  Raises :class:`Refused` if somebody has
+    begun it meanwhile.
+    """
+    try:
+        return run.claim(ray.get_runtime_context().gcs_address, node=cluster.here(), after=run.follows(seen))
+    except Exists:
+        what = f"{run.job.name} was begun on the cluster at {run.home()} while this command started"
+        raise Refused(f"{what}; `elastic status` shows it") from None
 
 
 def start(run: Run, reference: Build, driver: str, seen: int, objects: Sequence[bytes] = ()) -> Any:

@@ -78,6 +78,12 @@ them.
 """
 
 
+def tell(show: Show, *sentences: str) -> None:
+    """Shows the sentences that are not empty."""
+    for sentence in filter(None, sentences):
+        show(Sentence(time.time(), sentence))
+
+
 class Story:
     """Collects lines.  A reader asks for the lines after the last one that it has seen."""
 

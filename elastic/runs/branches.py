@@ -333,6 +333,16 @@ def flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
+def differing(job: Job, settings: Mapping[str, Any]) -> str:
+    """Returns the words for the first few ``settings`` of a run that lives in which it differs from
+    ``job``.
+    """
+    ours, found = flat(job.model_dump(mode="json", exclude={"on_driver_exit"})), flat(settings)
+    return in_words(
+        {name: (found[name], each) for name, each in ours.items() if found.get(name, each) != each}
+    )
+
+
 def in_words(differs: Mapping[str, tuple[Any, Any]], there: str = " there and ", here: str = " here") -> str:
     """Returns the words for the first few settings that differ."""
     return ", ".join(

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import elastic
 from elastic.code.imports import version_of
@@ -75,7 +75,7 @@ class Run:
         return self.branches.checkpoints()
 
     @classmethod
-    def open(cls, job: Job) -> Run:
+    def open(cls, job: Job) -> Self:
         """Returns the run in order to train it.  The folder belongs to the job from now on.  Raises as
         :meth:`look` does.
 
@@ -95,11 +95,11 @@ class Run:
         return run
 
     @classmethod
-    def look(cls, job: Job, *, branch: bool | None = False) -> Run:
+    def look(cls, job: Job, *, branch: bool | None = False) -> Self:
         """Returns the run in order to read it, begun or not, after it has taken ``job`` (:meth:`agree`)."""
         return cls.find(job).agree(job, branch=branch)
 
-    def agree(self, job: Job, *, branch: bool | None = False) -> Run:
+    def agree(self, job: Job, *, branch: bool | None = False) -> Self:
         """Gives the run ``job``, and returns the run.  Settings that ``job`` leaves open are taken from the
         run's newest branch (:meth:`Job.going_on`).
 
@@ -119,7 +119,7 @@ class Run:
         return self
 
     @classmethod
-    def find(cls, job: Job) -> Run:
+    def find(cls, job: Job) -> Self:
         """Returns the run in order to read it, with the job of its newest branch, whatever trajectory ``job``
         has.
         """
@@ -129,7 +129,7 @@ class Run:
         return run
 
     @classmethod
-    def begun(cls, job: Job, of_the_file: bool = True) -> Run:
+    def begun(cls, job: Job, of_the_file: bool = True) -> Self:
         """Returns the run like :meth:`find`.  Raises :class:`JobError` if there is no such run in the bucket
         (:func:`branches.no_run`).
         """

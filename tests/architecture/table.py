@@ -243,6 +243,17 @@ IMPORTS = {
             *("elastic.runs.run", *NAMES),
         )
     ),
+    "elastic.runs.standing": Row(
+        ("elastic.control.run", "elastic.job", "elastic.runs.run", "storage.objects")
+    ),
+    "elastic.runs.begin": Row(
+        (
+            *("elastic.control.run", "elastic.engine.optim.schedule", "elastic.job"),
+            *("elastic.protocol.commit_record", "elastic.report.story", "elastic.code.sources"),
+            *("elastic.runs.alone", "elastic.runs.code", "elastic.runs.owed", "elastic.runs.resume"),
+            *("elastic.runs.run", "storage.*", *NAMES),
+        )
+    ),
     "elastic.runs.restarts": Row(("elastic.control.*", "elastic.runs.run", *NAMES)),
     "elastic.runs.metrics": Row(
         (

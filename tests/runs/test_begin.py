@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from actors.begin import begin
 from actors.cli import main
 from actors.launch import launch
 from elastic.errors import JobError, PlatformGaveUp, Refused
 from elastic.ids import Version
 from elastic.job import Job
 from elastic.plan.layout import Layout
+from elastic.runs.begin import begin
 from elastic.runs.resume import StartPoint
 from elastic.runs.run import Run
 from storage.errors import Exists

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from actors.begin import begin
 from actors.cli import main
 from actors.launch import launch
 from elastic.control.run import Stopped
@@ -24,6 +23,7 @@ from elastic.job import Job
 from elastic.plan.layout import Layout
 from elastic.report.story import Line, StepLine
 from elastic.runs import alone, resume
+from elastic.runs.begin import begin
 from elastic.runs.resume import StartPoint
 from elastic.runs.run import LOCAL, Run
 from elastic.train.alone import local

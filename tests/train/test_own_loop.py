@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 
-from actors.begin import finished
 from actors.launch import launch
 from elastic.control.run import Finished
 from elastic.engine.world import World
@@ -26,6 +25,7 @@ from elastic.job import Job
 from elastic.plan.layout import Layout
 from elastic.protocol.commit_record import GO_ON, Outcome
 from elastic.report.story import Line, StepLine
+from elastic.runs.begin import finished
 from elastic.runs.run import Run
 from elastic.train.alone import local
 from elastic.train.alone.local import run_local

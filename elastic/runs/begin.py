@@ -9,11 +9,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
-import ray
-
-from actors import cluster
+from elastic.code.sources import Sources
 from elastic.control.run import Finished
 from elastic.engine.optim.schedule import learning_rate_of
 from elastic.errors import CodeError, Refused
@@ -28,8 +25,6 @@ from storage.errors import Exists
 from storage.journal import latest_claim
 from storage.objects import ObjectStore
 
-if TYPE_CHECKING:
-    from elastic.train.checks.preflight import Checked
 
 
 def begin(start: StartPoint, show: Show, branch: bool | None, claims: Callable[[Run, int], int]) -> int:
@@ -38,6 +33,9 @@ def begin(start: StartPoint, show: Show, branch: bool | None, claims: Callable[[
     ``branch`` is as :meth:`Run.agree` takes it.  A branch is begun once ``claims`` has claimed the run: from
     then on, an earlier coordinator that still lives can do nothing more.  ``claims`` gets the run and its
     newest claim.  Returns the incarnation that was claimed, or 0 without a branch.
+
+    The run is looked at anew here, and each fact is read again after the claim, whatever the caller knows:
+    meanwhile another command may have begun the run, and its coordinator may have saved a step.
 
     Raises :class:`Refused` if another command has begun a branch meanwhile, and :class:`JobError` if one has
     begun to delete the checkpoint from which this one goes on.
@@ -95,9 +93,11 @@ def _rates(before: Job, now: Job, step: int) -> str:
 
 
 def begin_here(
-    start: StartPoint, checked: Checked, show: Show, branch: bool | None, job: Job
+    start: StartPoint, sources: Sources, show: Show, branch: bool | None, job: Job
 ) -> tuple[Run, int]:
-    """Begins the run in this process, and returns it with the incarnation that was claimed."""
+    """Begins the run in this process, with the code ``sources``, and returns it with the incarnation that was
+    claimed.
+    """
     with alone.EndWriter(ObjectStore.open(job.bucket), job.name) as ending:
 
         def claims(run: Run, seen: int | None = None) -> int:
@@ -107,24 +107,8 @@ def begin_here(
         begin(replace(start, job=job), show, branch, claims)
         run = Run.open(job)
         incarnation = ending.claim or claims(run)
-        note_code(run, checked, show)
+        tell(show, code.note(run, sources, time.time()))
     return run, incarnation
-
-
-def claim(run: Run, seen: int) -> int:
-    """Claims a run for the coordinator that is about to be started.  Raises :class:`Refused` if somebody has
-    begun it meanwhile.
-    """
-    try:
-        return run.claim(ray.get_runtime_context().gcs_address, node=cluster.here(), after=run.follows(seen))
-    except Exists:
-        what = f"{run.job.name} was begun on the cluster at {run.home()} while this command started"
-        raise Refused(f"{what}; `elastic status` shows it") from None
-
-
-def note_code(run: Run, checked: Checked, show: Show) -> None:
-    """Records the code with which the run goes on, and tells the user if the run had other code before."""
-    tell(show, code.note(run, checked.sources, time.time()))
 
 
 def finished(run: Run, held_out: str | None = None) -> tuple[str, int] | None:

@@ -28,7 +28,6 @@ from torch.utils._pytree import tree_leaves
 from elastic.engine.fp8_weights import weights_of
 from elastic.engine.host_memory import host_memory
 from elastic.engine.parallelize import parallelize, sharding_table
-from elastic.engine.parameters.split import Split
 from elastic.engine.precision import precision_of
 from elastic.engine.world import World
 from elastic.job import Job
@@ -84,8 +83,7 @@ def peak_bytes(
                 last = number + 1 == rounds
                 parameters.begin_round(number, last=last)
                 statistics.begin_round(number, deal)
-                # ``Whole`` sums missing gradients as zeros, so its last round is enough
-                result = loss(model, moved)[0] if last or isinstance(parameters, Split) else None
+                result = loss(model, moved)[0] if last or parameters.needs_every_pass else None
                 parameters.end_forward()
                 if result is not None:
                     result.backward()

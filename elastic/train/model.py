@@ -35,7 +35,6 @@ from elastic.engine.parallelize import (
     without_dimensions,
 )
 from elastic.engine.parameters.base import shape_of
-from elastic.engine.parameters.whole import Whole
 from elastic.engine.spikes import SpikeMemory
 from elastic.engine.world import World
 from elastic.errors import ElasticError, ModelError
@@ -475,9 +474,10 @@ class State:
         values, parts = home.values, self.optimizer.parts
         self.shard.values |= {key: values[key] for unit in self._streamed for key in unit}
         self.shard.home, self.next_home, device = home, None, self.world.device
-        self.parameters.parts = {name: values["parameter", name] for name in self.parameters.parts}
-        if isinstance(self.parameters, Whole):
-            self.parameters.fetch = lambda name: fetch(home, ("parameter", name), device)
+        self.parameters.live_in(
+            {name: values["parameter", name] for name in self.parameters.parts},
+            lambda name: fetch(home, ("parameter", name), device),
+        )
         self.trained = {name: values["parameter", name] for name in self.trained}
         self.optimizer.parts = {
             name: replace(
@@ -490,9 +490,7 @@ class State:
         """Updates the parts on the device, group by group, on their way to the next slot; the model gets the
         new weights.
         """
-        assert (
-            self.shard.home is not None and self.next_home is not None and isinstance(self.parameters, Whole)
-        )
+        assert self.shard.home is not None and self.next_home is not None
         groups = groups_of(self._streamed, group_bytes(self.job))
         with closing(through(self.world.device, self.shard.home, self.next_home, groups)) as there:
             for values in there:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import ClassVar
 
 from torch import Tensor, nn
 
@@ -31,6 +32,10 @@ class Parameters(ABC):
     missing: frozenset[str] = frozenset()
     """The names of the trained parameters that the backward pass of the present round gave no gradient, once
     it has ended.
+    """
+    needs_every_pass: ClassVar[bool]
+    """True if each round must run a forward and a backward pass.  If False, a round without them adds zeros
+    to the sums.
     """
     current = False
     """True if a pass of the model has the values of the parts, or gathers them itself.  Whoever changes the
@@ -66,6 +71,18 @@ class Parameters(ABC):
     @abstractmethod
     def forget_grads(self) -> None:
         """Gives up the memory of the gradients."""
+
+    def live_in(self, parts: Mapping[str, Tensor], fetch: Callable[[str], Tensor]) -> None:
+        """Lets the parts be ``parts``, in memory of the host.  ``fetch(name)`` returns the values of one part
+        on the device.
+
+        Only a job that offloads its state calls this method, and :meth:`take` after it.
+        """
+        raise AssertionError(f"{type(self).__name__} cannot offload its parts")
+
+    def take(self, name: str, values: Tensor) -> None:
+        """Gives the model the values of this member's part of one parameter, which are on the device."""
+        raise AssertionError(f"{type(self).__name__} cannot offload its parts")
 
     @abstractmethod
     def writes(self) -> Mapping[str, Hashable]:

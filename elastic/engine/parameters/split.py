@@ -75,6 +75,7 @@ INNER = (
 class Split(Parameters):
     """The parameters of a model that FSDP2 has split."""
 
+    needs_every_pass = True
     order: Order
 
     def __init__(self, model: nn.Module, scheme: Scheme, fp8: Fp8Weights | None = None) -> None:

@@ -92,6 +92,8 @@ class _Unit:
 class Whole(Parameters):
     """The parameters of a model that computes with whole ones."""
 
+    needs_every_pass = False
+
     def __init__(
         self,
         model: nn.Module,
@@ -108,13 +110,13 @@ class Whole(Parameters):
         ``world``.
 
         A parameter that has memory there already keeps it, unless it is cut.  With ``offloads`` the parts are
-        on the meta device until the owner of the host's memory sets them.  A bucket of joined blocks has at
+        on the meta device until :meth:`live_in` sets them.  A bucket of joined blocks has at
         most ``bucket`` elements.  With ``visits`` the copies are in the host's memory, too.
         """
         self.world, self.scheme, self.shards, self.offloads = world, scheme, world.layout.dp_shard, offloads
         self._visits = visits
-        self.fetch: Callable[[str], Tensor] | None = None
-        """Returns a parameter's part on the device.  The owner of the host's memory sets this function."""
+        self._fetch: Callable[[str], Tensor] | None = None
+        """Returns a parameter's part on the device; None until the parts live in the host's memory."""
         self._fresh = False
         """True if the model's weights are those of the parts; it matters only where the parts are in host
         memory.
@@ -246,9 +248,9 @@ class Whole(Parameters):
         them there.
         """
         if self.offloads and not self._fresh:
-            assert self.fetch is not None, "the owner of the parts' memory has set it"
+            assert self._fetch is not None, "live_in() has set it"
             for name in self.parts:
-                self.take(name, self.fetch(name))
+                self.take(name, self._fetch(name))
             self._fresh = True
         self._fp8.cast(self.parts)
         self._gathers.begin()
@@ -263,10 +265,10 @@ class Whole(Parameters):
                     torch._foreach_copy_(copies, [part for _, part in pairs])
         self.current = True
 
+    def live_in(self, parts: Mapping[str, Tensor], fetch: Callable[[str], Tensor]) -> None:
+        self.parts, self._fetch = parts, fetch
+
     def take(self, name: str, values: Tensor) -> None:
-        """Writes values of this member's part, which are on the device, into the weight with which the model
-        computes.
-        """
         weight = self._mine(self._used[name])
         with torch.autograd._unsafe_preserve_version_counter(weight):
             weight.copy_(

@@ -19,9 +19,7 @@ from elastic.engine.compile import INDUCTOR, apply_compile
 from elastic.engine.fp8 import apply_fp8
 from elastic.engine.loss_scale import is_scaled
 from elastic.engine.parameters.base import Parameters
-from elastic.engine.parameters.gathers import COLLECTIVES
-from elastic.engine.parameters.split import (
-    Split,
+from elastic.engine.parameters.fsdp import (
     apply_fp8_gather,
     apply_fsdp,
     apply_sync,
@@ -29,6 +27,8 @@ from elastic.engine.parameters.split import (
     keep_their_kind,
     settle,
 )
+from elastic.engine.parameters.gathers import COLLECTIVES
+from elastic.engine.parameters.split import Split
 from elastic.engine.parameters.visits import Visits
 from elastic.engine.parameters.whole import Whole
 from elastic.engine.precision import precision_of

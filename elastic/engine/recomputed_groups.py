@@ -27,7 +27,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import get_device_states, set_device_states
 
-from elastic.engine.parameters.split import gathered
+from elastic.engine.parameters.fsdp import gathered
 from elastic.models.spec import ShardingTable, each_once
 
 

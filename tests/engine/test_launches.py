@@ -13,7 +13,7 @@ import torch
 
 from elastic.config.sections import WorkerFault
 from elastic.engine.optim.base import rule_of
-from elastic.engine.parameters.split import FSDP_STREAMS
+from elastic.engine.parameters.fsdp import FSDP_STREAMS
 from elastic.engine.world import World
 from elastic.ids import Version
 from elastic.plan.layout import Layout

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from elastic.engine.loss import next_token
-from elastic.engine.parameters import split
+from elastic.engine.parameters import fsdp
 from elastic.engine.world import World
 from elastic.errors import ModelError, WorldBroken
 from elastic.ids import Version
@@ -82,7 +82,7 @@ def norms(world: World, job: Job, filled: bool) -> tuple[float, float]:
     """
     with pytest.MonkeyPatch.context() as patch:
         if not filled:
-            patch.setattr(split, "_fill", lambda group: None)
+            patch.setattr(fsdp, "_fill", lambda group: None)
         with member(world, job, Version(0, 0)) as me:
             plain = Branches(**job.model_args)
             if whole := world.size == 1:
@@ -106,7 +106,7 @@ def norms(world: World, job: Job, filled: bool) -> tuple[float, float]:
 def norms_alone(world: World, job: Job) -> float:
     """Returns the norm of a step in which a module is not idle between its parts."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(split, "_end", lambda group, state: None)
+        patch.setattr(fsdp, "_end", lambda group, state: None)
         return norms(world, job, True)[0]
 
 

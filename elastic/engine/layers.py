@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from elastic.engine.parallelize import sharding_table
+from elastic.engine.blocks import sharding_table
 
 LayerSquares = tuple[tuple[str, float], ...]
 """The squared norm of the summed gradient of each layer, by the layer's name, in the order of the model."""

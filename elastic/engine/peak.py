@@ -25,9 +25,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from elastic.engine.blocks import sharding_table
 from elastic.engine.fp8_weights import weights_of
 from elastic.engine.host_memory import host_memory
-from elastic.engine.parallelize import parallelize, sharding_table
+from elastic.engine.parallelize import parallelize
 from elastic.engine.precision import precision_of
 from elastic.engine.world import World
 from elastic.job import Job

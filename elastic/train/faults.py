@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from elastic.config.sections import WorkerFault
-from elastic.engine.parallelize import sharding_table
+from elastic.engine.blocks import sharding_table
 from elastic.protocol.faults import OWN_KINDS, Kind
 
 EXIT_CODE = 17

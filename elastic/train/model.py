@@ -21,20 +21,15 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from elastic.code.imports import arguments, failure, less_memory, load, unknown_argument
 from elastic.config.values import without_secrets
 from elastic.engine import paged
+from elastic.engine.blocks import matrices_of, sharding_table
 from elastic.engine.layers import Layers
 from elastic.engine.loss_scale import SCALARS, is_scaled
 from elastic.engine.meta import without_memory
 from elastic.engine.optim.base import Optimizer, Part, Rule, dtype_of_average
 from elastic.engine.optim.groups import decays, parameter_groups
-from elastic.engine.parallelize import (
-    matrices_of,
-    parallelize,
-    sharding_table,
-    shared_across,
-    unlike_within,
-    without_dimensions,
-)
+from elastic.engine.parallelize import parallelize
 from elastic.engine.parameters.base import shape_of
+from elastic.engine.parameters.split import shared_across, unlike_within, without_dimensions
 from elastic.engine.spikes import SpikeMemory
 from elastic.engine.world import World
 from elastic.errors import ElasticError, ModelError

@@ -11,9 +11,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from elastic.engine import activations
 from elastic.engine.activations import apply_activations
+from elastic.engine.blocks import sharding_table
 from elastic.engine.compile import apply_compile
 from elastic.engine.host_memory import host_memory
-from elastic.engine.parallelize import sharding_table
 from tests.engine.test_memory import SEQ, Watch, same, trained, wrapped
 
 

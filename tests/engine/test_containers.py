@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from elastic.engine.activations import apply_activations
-from elastic.engine.parallelize import parallelize, sharding_table
+from elastic.engine.blocks import sharding_table
+from elastic.engine.parallelize import parallelize
 from elastic.engine.world import World
 from elastic.errors import ModelError
 from elastic.job import Job

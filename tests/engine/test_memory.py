@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from elastic.engine import recomputation as memory
 from elastic.engine import recomputed_groups as groups
+from elastic.engine.blocks import sharding_table
 from elastic.engine.compile import apply_compile
-from elastic.engine.parallelize import sharding_table
 from elastic.engine.recomputation import apply_recompute
 from elastic.engine.recomputed_groups import apply_groups
 from elastic.engine.world import World

@@ -14,11 +14,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from elastic.engine.blocks import matrices_of
 from elastic.engine.optim import muon, owners
 from elastic.engine.optim.base import rule_of
 from elastic.engine.optim.owners import by_owners, owners_of, turns_of
 from elastic.engine.optim.schedule import learning_rate_of
-from elastic.engine.parallelize import matrices_of
 from elastic.engine.world import World
 from elastic.errors import JobError, ModelError
 from elastic.ids import Version

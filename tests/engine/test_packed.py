@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from elastic.data.tokens import TokenDataset
-from elastic.engine.parallelize import apply_kernels
+from elastic.engine.kernels import apply_kernels
 from elastic.job import Job
 from elastic.kernels.attention import Kernel
 from elastic.models import gpt2, llama

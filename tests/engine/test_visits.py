@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from elastic.engine.blocks import sharding_table
 from elastic.engine.host_memory import host_memory
 from elastic.engine.optim.base import rule_of
-from elastic.engine.parallelize import sharding_table
 from elastic.engine.parameters import visits
 from elastic.engine.parameters.visits import Visits, parameters_of
 from elastic.engine.parameters.whole import Whole

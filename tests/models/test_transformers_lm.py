@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from elastic.code.imports import code_digest, load
+from elastic.engine.kernels import apply_kernels
 from elastic.engine.loss import next_token
-from elastic.engine.parallelize import apply_kernels
 from elastic.engine.recomputation import apply_recompute
 from elastic.engine.recomputed_groups import apply_groups
 from elastic.errors import CodeError

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
+from elastic.engine.kernels import apply_kernels
 from elastic.engine.loss import next_token
-from elastic.engine.parallelize import apply_kernels
 from elastic.errors import ModelError
 from elastic.kernels.attention import Kernel
 from elastic.plan.layout import Layout

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from elastic.data.loader import LOOKED_AT
+from elastic.engine.kernels import apply_kernels
 from elastic.engine.loss import next_token
-from elastic.engine.parallelize import apply_kernels
 from elastic.engine.world import World
 from elastic.ids import Version
 from elastic.job import Job

@@ -17,8 +17,8 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
+from elastic.engine.blocks import sharding_table
 from elastic.engine.compile import apply_compile
-from elastic.engine.parallelize import sharding_table
 from elastic.errors import DataError, ModelError
 from elastic.runs.run import Run
 from elastic.train.alone.local import run_local

@@ -2,17 +2,18 @@
 
 That is stage 3 of ZeRO (Rajbhandari and others 2020, section 5).  FSDP2 gathers the parameters of each block
 before the block runs, and frees them afterwards; ``fsdp.py`` is the only module that knows how.  This module
-has the rules of a step, and what a user is told who breaks one.
+has the rules of a step, and what a user is told who breaks one; its last functions name what cannot be split.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
+from elastic.engine.blocks import sharding_table
 from elastic.engine.fp8_weights import Fp8Weights
 from elastic.engine.parameters.base import Parameters
 from elastic.engine.parameters.fsdp import free, note, reduce_of, split_parameters, wrapped
@@ -154,3 +155,53 @@ class Split(Parameters):
     def forget_grads(self) -> None:
         for parameter in self._parameters.values():
             parameter.forget_grad()
+
+
+def shared_across(model: nn.Module) -> tuple[str, str] | None:
+    """Returns two names of one parameter that is in two blocks, or in one and in the rest of the model; None
+    if there is none.
+
+    FSDP2 gathers and frees the parameters of a block for that block alone, so such a model cannot be wrapped
+    in stage 3 of ZeRO.
+    """
+    found = dict[int, tuple[str, str]]()
+    for unit, name, parameter in _units(model):
+        first_unit, first = found.setdefault(id(parameter), (unit, name))
+        if unit != first_unit:
+            return first, name
+    return None
+
+
+def without_dimensions(model: nn.Module) -> str:
+    """Returns the name of a parameter without dimensions, or "".  FSDP2 cannot cut it, so such a model cannot
+    be in stage 3 of ZeRO.
+    """
+    return next((name for name, parameter in model.named_parameters() if not parameter.dim()), "")
+
+
+def unlike_within(model: nn.Module) -> tuple[str, str] | None:
+    """Returns two trained parameters with different dtypes in one block, or in the rest of the model; None if
+    there are none.
+
+    FSDP2 sums all gradients of a block in one memory, and those of the rest as well, so such a model cannot
+    be wrapped in stage 3 of ZeRO.
+    """
+    found = dict[str, tuple[torch.dtype, str]]()
+    for unit, name, parameter in _units(model):
+        dtype, first = (
+            found.setdefault(unit, (parameter.dtype, name))
+            if parameter.requires_grad
+            else (parameter.dtype, name)
+        )
+        if parameter.dtype != dtype:
+            return first, name
+    return None
+
+
+def _units(model: nn.Module) -> Iterator[tuple[str, str, nn.Parameter]]:
+    """Yields (block, name, parameter) for each name of each parameter; the block "" is the rest of the
+    model.
+    """
+    table = sharding_table(model)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        yield table.block_of(name), name, parameter

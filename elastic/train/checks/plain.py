@@ -20,11 +20,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from elastic.engine import paged
+from elastic.engine.blocks import sharding_table
 from elastic.engine.dtypes import FORMATS, format_of
 from elastic.engine.optim.base import rule_of
 from elastic.engine.optim.groups import decays, parameter_groups
-from elastic.engine.parallelize import aliases_of, sharding_table, tie
 from elastic.engine.parameters.base import take_over
+from elastic.engine.parameters.ties import aliases_of, tie
 from elastic.errors import ElasticError, ModelError, StateChanged
 from elastic.job import Job
 from elastic.models.spec import ShardingTable

@@ -23,19 +23,14 @@ from elastic.config.values import literal_secrets
 from elastic.data.loader import Dataset
 from elastic.data.rows import notes_of
 from elastic.engine.batch_norm import tracking
+from elastic.engine.blocks import sharding_table
 from elastic.engine.fp8 import MULTIPLE, layers_of
+from elastic.engine.kernels import apply_kernels, has_dropout
 from elastic.engine.loss import expect_documents
 from elastic.engine.optim.groups import check_groups
 from elastic.engine.optim.trial import check_rule
-from elastic.engine.parallelize import (
-    apply_kernels,
-    has_dropout,
-    sharding_table,
-    shared_across,
-    unlike_within,
-    without_dimensions,
-)
 from elastic.engine.parameters.buckets import buckets_of, described
+from elastic.engine.parameters.split import shared_across, unlike_within, without_dimensions
 from elastic.engine.peak import calls_of
 from elastic.engine.precision import PRECISIONS
 from elastic.errors import DataError, JobError, ModelError

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from elastic.engine.parallelize import sharding_table
+from elastic.engine.blocks import sharding_table
 from elastic.errors import DataError
 
 if TYPE_CHECKING:

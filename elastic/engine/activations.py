@@ -60,11 +60,9 @@ Hold = Callable[[Tensor], Restore | None]
 
 
 def apply_activations(model: nn.Module, table: ShardingTable, policy: str) -> None:
-    """Lets each block of ``model`` keep its activations in the form that the setting ``activations``
-    names.
+    """Lets each block of ``model`` keep its activations in the form that ``policy`` names: a value of the
+    setting ``activations`` other than "keep".
     """
-    if policy == "keep":
-        return
     run = _Offload().run if policy == "offload" else partial(_run, _FORMATS[policy])
     for block in each_once(model, table.blocks):
         block.forward = partial(run, block, block.forward)

@@ -46,18 +46,17 @@ class NormStatistics:
         self.uses = 0
 
 
-def apply_batch_norm(
-    model: nn.Module, table: ShardingTable, device: torch.device, job: Job
-) -> dict[str, _BatchNorm]:
-    """Stops the norms of ``model`` from changing their running statistics, and returns these norms by name.
+def apply_batch_norm(model: nn.Module, table: ShardingTable, scheme: Scheme, job: Job) -> Statistics:
+    """Stops the norms of ``model`` from changing their running statistics, and returns these statistics,
+    which ``scheme`` sums.
 
     Raises :class:`ModelError` as :func:`tracking` does.
     """
     norms = tracking(model, table, job)
     for norm in norms.values():
-        norm.seen = NormStatistics(norm, device)  # type: ignore[assignment]  # no tensor or module: a plain attribute
+        norm.seen = NormStatistics(norm, scheme.world.device)  # type: ignore[assignment]  # no tensor or module: a plain attribute
         norm.forward = MethodType(_forward, norm)  # type: ignore[method-assign]
-    return norms
+    return Statistics(norms, scheme.over_rounds(), job.model)
 
 
 def tracking(model: nn.Module, table: ShardingTable, job: Job) -> dict[str, _BatchNorm]:

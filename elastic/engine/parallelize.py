@@ -1,4 +1,9 @@
-"""Applies all axes to a model, in their order.
+"""Applies all policies and axes to a model, in their order.
+
+1. What a block computes: kernels, precision, recomputation, batch norms.  These are compiled together.
+2. What is around the compiled block: its weights come from the host, its input is forgotten, or what it keeps
+   is moved or compressed.  The later is the outer one.
+3. How parameters are held: whole or split.  They get memory, and their gradients are summed by a scheme.
 
 The process group of a wrapped model cannot be replaced, so no generation uses the model of an earlier one.
 Each generation wraps a new blueprint, which is made on the meta device, and its shards are filled from the
@@ -17,19 +22,10 @@ from elastic.engine.compile import INDUCTOR, apply_compile
 from elastic.engine.fp8 import apply_fp8
 from elastic.engine.kernels import apply_kernels, open_kernels
 from elastic.engine.parameters.base import Parameters
-from elastic.engine.parameters.fsdp import (
-    apply_fp8_gather,
-    apply_fsdp,
-    apply_sync,
-    keep_streams,
-    keep_their_kind,
-    settle,
-)
 from elastic.engine.parameters.gathers import COLLECTIVES
-from elastic.engine.parameters.split import Split
-from elastic.engine.parameters.ties import aliases_of, tie
+from elastic.engine.parameters.split import apply_split
 from elastic.engine.parameters.visits import Visits
-from elastic.engine.parameters.whole import Whole
+from elastic.engine.parameters.whole import apply_whole
 from elastic.engine.precision import precision_of
 from elastic.engine.recomputation import apply_recompute
 from elastic.engine.recomputed_groups import apply_groups
@@ -41,12 +37,6 @@ from elastic.engine.world import World
 from elastic.job import Job
 from elastic.plan.batch import deal_of
 
-ALONE = 1 << 20
-"""Number of elements up to which blocks are joined into one bucket in a world of one member: 4 MiB of
-gradients in float32.  Nothing travels there, so small buckets gain nothing, and a GPU sums a bucket of this
-size in less time than the host takes to launch the sum.
-"""
-
 
 def parallelize(
     blueprint: nn.Module, world: World, job: Job, *, backend: str = INDUCTOR
@@ -57,56 +47,50 @@ def parallelize(
     Returns the wrapped model, this member's parts of its parameters, the scheme that sums their gradients,
     and the running statistics.
     """
-    if world.device.type == "cuda":  # an earlier world may still use memory there that is free again
-        torch.cuda.current_stream().wait_stream(stream(COLLECTIVES, world.device))
-    aliases, table = aliases_of(blueprint), sharding_table(blueprint)
+    _wait_for_earlier_worlds(world.device)
+    table, precision = sharding_table(blueprint), precision_of(job, blueprint)
     deal = deal_of(job.microbatches, job.reduction.block, world.layout, world.nodes)
     scheme = scheme_of(job)(world, deal, deferred=job.zero == 1)
+
     apply_kernels(blueprint, world.device, job)
     open_kernels(blueprint)
-    precision = precision_of(job, blueprint)
     if precision.fp8 is not None:
         apply_fp8(blueprint, table, precision.fp8)
-    apply_recompute(blueprint, table, job.recompute)
-    norms = apply_batch_norm(blueprint, table, world.device, job)
-    statistics = Statistics(
-        norms, scheme if scheme.keeps_sums else scheme_of(job)(world, deal, deferred=True), job.model
-    )
+    if job.recompute not in ("none", "auto"):  # a worker that must recompute has replaced "auto"
+        apply_recompute(blueprint, table, job.recompute)
+    statistics = apply_batch_norm(blueprint, table, scheme, job)
     if job.compile:
-        alone = job.recompute == "sqrt" or job.activations != "keep" or job.offload == "weights"
-        apply_compile(blueprint, table, forward_alone=alone, backend=backend)
+        apply_compile(blueprint, table, forward_alone=_wraps_compiled_blocks(job), backend=backend)
+
     visits = Visits(blueprint, table.blocks, world.device) if job.offload == "weights" else None
     if job.recompute == "sqrt":
         apply_groups(blueprint, table)
-    apply_activations(blueprint, table, job.activations)
+    if job.activations != "keep":
+        apply_activations(blueprint, table, job.activations)
+
+    parameters: Parameters
     if world.layout.dp_shard == 1 or job.zero in (1, 2):
-        bucket = job.parallel.elements or (ALONE if world.size == 1 and visits is None else 0)
-        parameters = Whole(
-            blueprint, world, table, precision, scheme, offloads=job.offloads, bucket=bucket, visits=visits
+        parameters = apply_whole(
+            blueprint, world, table, precision, scheme, job.parallel, offloads=job.offloads, visits=visits
         )
-        for module in blueprint.modules():
-            for name, buffer in list(module.named_buffers(recurse=False)):
-                module._buffers[name] = torch.empty_like(buffer, device=world.device)
-        tie(blueprint, aliases)
-        return blueprint, parameters, scheme, statistics
-    before = {
-        (module, name): parameter
-        for module in blueprint.modules()
-        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
-    }
-    fp8 = apply_fp8_gather(blueprint, world, table, precision)
-    apply_fsdp(blueprint, world, table, precision)
-    apply_sync(blueprint, scheme, precision)
-    blueprint.to_empty(device=world.device)
-    keep_their_kind(blueprint, before)
-    tie(blueprint, aliases)
-    if fp8 is not None:
-        settle(blueprint)
-    if world.device.type == "cuda":
-        keep_streams(blueprint, world)
-    return blueprint, Split(blueprint, scheme, fp8), scheme, statistics
+    else:
+        parameters = apply_split(blueprint, world, table, precision, scheme)
+    return blueprint, parameters, scheme, statistics
 
 
 def scheme_of(job: Job) -> type[Scheme]:
     """Returns the scheme by which the members of ``job`` synchronise."""
     return Ordered if job.reproducible else Collective
+
+
+def _wraps_compiled_blocks(job: Job) -> bool:
+    """Returns whether a policy of ``job`` replaces ``forward`` of the blocks once they are compiled."""
+    return job.recompute == "sqrt" or job.activations != "keep" or job.offload == "weights"
+
+
+def _wait_for_earlier_worlds(device: torch.device) -> None:
+    """Lets the device wait for the collectives of earlier worlds, which may still use memory that is free
+    again.
+    """
+    if device.type == "cuda":
+        torch.cuda.current_stream().wait_stream(stream(COLLECTIVES, device))

@@ -72,15 +72,12 @@ CHOOSES = "torch._higher_order_ops.wrap"
 
 
 def apply_recompute(model: nn.Module, table: ShardingTable, policy: str | float) -> None:
-    """Lets each block of ``model`` keep less for its backward pass, by the setting ``recompute``; with a
-    number only some blocks do.
+    """Lets each block of ``model`` keep less for its backward pass, by a ``policy`` of the setting
+    ``recompute``; with a number only some blocks do.
 
     It replaces ``forward`` of the blocks, so names of parameters stay, and hooks of the axes run once.  The
     random numbers of dropout are drawn again (Chen and others 2016, section 3).
     """
-    # a worker that must recompute has put another policy in the place of "auto"
-    if policy in ("none", "auto"):
-        return
     logging.getLogger(CHOOSES).addFilter(_is_news)
     blocks, forward = (
         (table.blocks, _POLICIES[policy])

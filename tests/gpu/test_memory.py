@@ -83,7 +83,7 @@ def gpus() -> Iterator[Ranks]:
 def reserved_after_two_steps(world: World, job: Job, kept: bool) -> int:
     """Returns the bytes of the device that this process has reserved after two steps."""
     with (
-        nullcontext() if kept else patch("elastic.engine.parallelize.keep_streams"),
+        nullcontext() if kept else patch("elastic.engine.parameters.split.keep_streams"),
         member(world, job, Version(0, 0)) as me,
     ):
         for _ in range(2):

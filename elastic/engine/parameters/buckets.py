@@ -15,6 +15,12 @@ from torch import nn
 
 from elastic.models.spec import ShardingTable
 
+ALONE = 1 << 20
+"""Number of elements up to which blocks are joined into one bucket in a world of one member: 4 MiB of
+gradients in float32.  Nothing travels there, so small buckets gain nothing, and a GPU sums a bucket of this
+size in less time than the host takes to launch the sum.
+"""
+
 
 class GatherBucket(NamedTuple):
     """Consecutive blocks by name, in forward order, and their parameters.  Without blocks: the rest of the

@@ -25,7 +25,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from elastic.engine.fp8 import FORWARD, hold
+from elastic.engine.fp8 import FORWARD, Recipe, hold
 from elastic.engine.fp8_weights import Fp8Weights, weights_of
 from elastic.engine.parameters.base import take_over
 from elastic.engine.precision import Precision
@@ -197,13 +197,9 @@ class _Master(Tensor):
         return layer.fp8_carrier, ()
 
 
-def apply_fp8_gather(
-    model: nn.Module, world: World, table: ShardingTable, precision: Precision
-) -> Fp8Weights | None:
+def apply_fp8_gather(model: nn.Module, world: World, table: ShardingTable, recipe: Recipe) -> Fp8Weights:
     """Lets the weights of layers that multiply in fp8 be gathered in fp8, before ``model`` is wrapped."""
-    if precision.fp8 is None:
-        return None
-    weights = Fp8Weights(weights_of(model, table), world, precision.fp8)
+    weights = Fp8Weights(weights_of(model, table), world, recipe)
     for name, layer in weights.layers.items():
         layer.weight = nn.Parameter(_Master(layer.weight.detach()), layer.weight.requires_grad)
         layer.fp8_part, layer.fp8_carrier, layer.fp8_inverse = (

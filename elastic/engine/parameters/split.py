@@ -16,10 +16,26 @@ from torch import Tensor, nn
 from elastic.engine.blocks import sharding_table
 from elastic.engine.fp8_weights import Fp8Weights
 from elastic.engine.parameters.base import Parameters
-from elastic.engine.parameters.fsdp import free, note, reduce_of, split_parameters, wrapped
+from elastic.engine.parameters.fsdp import (
+    apply_fp8_gather,
+    apply_fsdp,
+    apply_sync,
+    free,
+    keep_streams,
+    keep_their_kind,
+    note,
+    reduce_of,
+    settle,
+    split_parameters,
+    wrapped,
+)
 from elastic.engine.parameters.order import Order
+from elastic.engine.parameters.ties import aliases_of, tie
+from elastic.engine.precision import Precision
 from elastic.engine.sync.base import Scheme
+from elastic.engine.world import World
 from elastic.errors import ModelError
+from elastic.models.spec import ShardingTable
 
 FREED = "out of bounds for storage of size 0"
 """Words of torch's error of an operation on weights that are not gathered."""
@@ -60,6 +76,31 @@ def tell_of_reads(error: Exception) -> None:
     """Adds advice to the error of an operation on a weight whose block does not run."""
     if MIXED in str(error):
         error.add_note(OUTSIDE)
+
+
+def apply_split(
+    model: nn.Module, world: World, table: ShardingTable, precision: Precision, scheme: Scheme
+) -> Split:
+    """Splits the parameters of ``model``, gives them and the buffers memory, and lets ``scheme`` sum the
+    gradients.
+    """
+    aliases = aliases_of(model)
+    before = {
+        (module, name): parameter
+        for module in model.modules()
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
+    }
+    fp8 = apply_fp8_gather(model, world, table, precision.fp8) if precision.fp8 is not None else None
+    apply_fsdp(model, world, table, precision)
+    apply_sync(model, scheme, precision)
+    model.to_empty(device=world.device)
+    keep_their_kind(model, before)
+    tie(model, aliases)
+    if fp8 is not None:
+        settle(model)
+    if world.device.type == "cuda":
+        keep_streams(model, world)
+    return Split(model, scheme, fp8)
 
 
 class Split(Parameters):

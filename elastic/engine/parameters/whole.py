@@ -31,11 +31,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from elastic.config.sections import Parallel
 from elastic.engine.fp8 import hold
 from elastic.engine.fp8_weights import Fp8Weights, weights_of
 from elastic.engine.parameters.base import Parameters, in_place_of, with_rows
-from elastic.engine.parameters.buckets import buckets_of
+from elastic.engine.parameters.buckets import ALONE, buckets_of
 from elastic.engine.parameters.gathers import COLLECTIVES, Gathers, Weight, ends_of
+from elastic.engine.parameters.ties import aliases_of, tie
 from elastic.engine.parameters.visits import Visits, absent
 from elastic.engine.precision import Precision
 from elastic.engine.streams import stream
@@ -56,6 +58,30 @@ SPARSE = (
     "the gradient of {!r} is sparse, and sparse gradients cannot be summed in a fixed order; leave out "
     "sparse=True where the model calls torch.nn.functional.embedding"
 )
+
+
+def apply_whole(
+    model: nn.Module,
+    world: World,
+    table: ShardingTable,
+    precision: Precision,
+    scheme: Scheme,
+    parallel: Parallel,
+    *,
+    offloads: bool = False,
+    visits: Visits | None = None,
+) -> Whole:
+    """Gives the parameters and buffers of ``model`` memory, and lets ``scheme`` sum the gradients.  The
+    arguments are those of :class:`Whole`.
+    """
+    aliases = aliases_of(model)
+    bucket = parallel.elements or (ALONE if world.size == 1 and visits is None else 0)
+    whole = Whole(model, world, table, precision, scheme, offloads=offloads, bucket=bucket, visits=visits)
+    for module in model.modules():
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            module._buffers[name] = torch.empty_like(buffer, device=world.device)
+    tie(model, aliases)
+    return whole
 
 
 @dataclass

@@ -76,6 +76,12 @@ class Scheme(ABC):
         self.deal = self.deal.of(microbatches)
         return self.deal
 
+    def over_rounds(self) -> Scheme:
+        """Returns a scheme whose sums are over all rounds of a step: this one, if it keeps sums, or a new
+        one.
+        """
+        return self if self.keeps_sums else type(self)(self.world, self.deal, deferred=True)
+
     @abstractmethod
     def reduction(self, wire: torch.dtype | None = None) -> GradientReduction:
         """Returns a new reduction for one wrapped module.

@@ -170,9 +170,3 @@ class Story:
         with self._lock:
             self.lines.append(line)
             self.told += 1
-
-
-def tell(show: Show, *sentences: str) -> None:
-    """Shows the sentences that are not empty."""
-    for sentence in filter(None, sentences):
-        show(Sentence(time.time(), sentence))

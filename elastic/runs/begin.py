@@ -26,7 +26,6 @@ from storage.journal import latest_claim
 from storage.objects import ObjectStore
 
 
-
 def begin(start: StartPoint, show: Show, branch: bool | None, claims: Callable[[Run, int], int]) -> int:
     """Begins a fork, or a branch, if one is asked for and there is anything to change.
 

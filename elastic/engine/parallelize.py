@@ -1,9 +1,9 @@
 """Applies all policies and axes to a model, in their order.
 
-1. What a block computes: kernels, precision, recomputation, batch norms.  These are compiled together.
-2. What is around the compiled block: its weights come from the host, its input is forgotten, or what it keeps
-   is moved or compressed.  The later is the outer one.
-3. How parameters are held: whole or split.  They get memory, and their gradients are summed by a scheme.
+1. What a block computes: kernels, precision, recomputation, batch norms.  All of it is compiled together.
+2. What is put around a compiled block: its weights visit the device, its input is computed again, and what it
+   keeps is moved or compressed.  Each policy is put around the ones before it.
+3. How parameters are held: whole or split.  They get memory, and a scheme sums their gradients.
 
 The process group of a wrapped model cannot be replaced, so no generation uses the model of an earlier one.
 Each generation wraps a new blueprint, which is made on the meta device, and its shards are filled from the
@@ -52,6 +52,7 @@ def parallelize(
     deal = deal_of(job.microbatches, job.reduction.block, world.layout, world.nodes)
     scheme = scheme_of(job)(world, deal, deferred=job.zero == 1)
 
+    # what a block computes
     apply_kernels(blueprint, world.device, job)
     open_kernels(blueprint)
     if precision.fp8 is not None:
@@ -62,12 +63,14 @@ def parallelize(
     if job.compile:
         apply_compile(blueprint, table, forward_alone=_wraps_compiled_blocks(job), backend=backend)
 
+    # what is put around a compiled block
     visits = Visits(blueprint, table.blocks, world.device) if job.offload == "weights" else None
     if job.recompute == "sqrt":
         apply_groups(blueprint, table)
     if job.activations != "keep":
         apply_activations(blueprint, table, job.activations)
 
+    # how parameters are held
     parameters: Parameters
     if world.layout.dp_shard == 1 or job.zero in (1, 2):
         parameters = apply_whole(

@@ -8,6 +8,7 @@ from typing import Any, Self
 from elastic.control.run import RunState
 from elastic.job import Job
 from elastic.runs.run import Run
+from storage.journal import owner_of
 from storage.objects import ObjectStore
 
 
@@ -45,7 +46,8 @@ class Standing(Run):
 
     @cached_property
     def _owner(self) -> dict[str, Any] | None:
-        return super().owner()
+        claim = owner_of(self.store, self.job.name, self._claim) if self._claim else None
+        return dict(claim) if claim is not None else None
 
     def last_recorded(self) -> RunState | None:
         return self._recorded

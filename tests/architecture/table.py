@@ -244,7 +244,7 @@ IMPORTS = {
         )
     ),
     "elastic.runs.standing": Row(
-        ("elastic.control.run", "elastic.job", "elastic.runs.run", "storage.objects")
+        ("elastic.control.run", "elastic.job", "elastic.runs.run", "storage.journal", "storage.objects")
     ),
     "elastic.runs.begin": Row(
         (

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from elastic.ids import NodeId, WorkerId
+from elastic.ids import Cell, NodeId, WorkerId
 from elastic.plan.layout import Layout
 from elastic.plan.placement import cell_of, middle_of
 from elastic.plan.transfer import Holding
@@ -69,11 +69,18 @@ class _Hall:
         holders: Iterable[Holding],
     ) -> None:
         self.replicas, self.size = layout.dp_replicate, layout.world // layout.dp_replicate
-        number_of = {cell_of(layout, number): number for number in range(self.size)}
-        self.places = [middle_of(cell) for cell in number_of]
+        cells = [cell_of(layout, number) for number in range(self.size)]
+        self.places = [middle_of(cell) for cell in cells]
+        self.alike: dict[int, list[int]] = defaultdict(list)
+        """The seats of a replica that have equal cells, by the first of them: along some axes members hold
+        the same part, and each of them may sit on any of these seats.
+        """
+        number_of = dict[Cell, int]()
+        for number, cell in enumerate(cells):
+            self.alike[number_of.setdefault(cell, number)].append(number)
         self.own: dict[WorkerId, int] = {}
-        """The shard that each worker holds; for a worker that holds nothing, a shard that on its node only
-        the keeper holds.
+        """The first seat with the cell that each worker holds; for a worker that holds nothing, with a cell
+        that on its node only the keeper holds.
         """
         self.middle: dict[WorkerId, tuple[float, ...]] = {}
         """The place of each worker's rows, of whatever layout: see :func:`placement.middle_of`."""
@@ -110,7 +117,12 @@ class _Hall:
         for place, (node, workers) in enumerate(by_node.items()):
             copies = Counter(self.own[worker] for worker in workers if worker in self.own)
             for number in range(len(workers) // self.size):
-                wishes.append((-sum(count > number for count in copies.values()), place, number, node))
+                kept = sum(
+                    min(max(copies[seat] - number * len(equal), 0), len(equal))
+                    for seat, equal in self.alike.items()
+                    if seat in copies
+                )
+                wishes.append((-kept, place, number, node))
         chosen = Counter(node for *_, node in sorted(wishes)[: self.replicas])
         return {node: chosen[node] for node in by_node}
 
@@ -122,8 +134,9 @@ class _Hall:
             number = self.own.get(worker)
             if number is None:
                 others.append(worker)
-            elif taken[number] < count:
-                seats[taken[number]][number] = worker
+            elif taken[number] < count * len(equal := self.alike[number]):
+                replica, place = divmod(taken[number], len(equal))
+                seats[replica][equal[place]] = worker
                 taken[number] += 1
             else:
                 surplus.append(worker)

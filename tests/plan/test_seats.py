@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import permutations
 
 import pytest
@@ -20,6 +20,7 @@ from elastic.plan.seats import seat
 from elastic.plan.transfer import Holding
 from tests.support.calls import calls
 from tests.support.cells import cell
+from tests.support.toy_axes import registered
 
 pytestmark = pytest.mark.fast
 
@@ -29,7 +30,8 @@ Seat = Callable[..., tuple[WorkerId, ...]]
 
 
 def replicas(members: Sequence[WorkerId], layout: Layout) -> list[Sequence[WorkerId]]:
-    return [members[first : first + layout.dp_shard] for first in range(0, layout.world, layout.dp_shard)]
+    size = layout.world // layout.dp_replicate
+    return [members[first : first + size] for first in range(0, layout.world, size)]
 
 
 def within(members: Sequence[WorkerId], layout: Layout, nodes: Nodes) -> int:
@@ -49,8 +51,10 @@ def halls(draw: st.DrawFn) -> tuple[list[WorkerId], Nodes, Layout, dict[WorkerId
     """
     there = [WorkerId(f"w{number}") for number in range(draw(st.integers(1, 6)))]
     nodes = {worker: NodeId(draw(st.sampled_from("abc"))) for worker in there}
-    shards = draw(st.integers(1, len(there)))
-    layout = Layout(draw(st.integers(1, len(there) // shards)), shards)
+    together = draw(st.integers(1, min(2, len(there))))
+    shards = draw(st.integers(1, len(there) // together))
+    replicas = draw(st.integers(1, len(there) // together // shards))
+    layout = Layout(replicas, shards, (("together", together),) if together > 1 else ())
     cells = st.none() | st.integers(0, shards - 1).map(lambda index: cell(shards, index))
     return there, nodes, layout, {worker: found for worker in there if (found := draw(cells)) is not None}
 
@@ -77,12 +81,29 @@ def worse(choose: Seat, hall: tuple[list[WorkerId], Nodes, Layout, dict[WorkerId
     return ""
 
 
+@pytest.fixture(autouse=True, scope="module")
+def toys() -> Iterator[None]:
+    """Among them is an axis that cuts nothing: members along it have equal cells."""
+    with registered():
+        yield
+
+
 @given(halls())
 def test_no_seating_has_more_replicas_within_nodes_or_moves_fewer_cells(
     hall: tuple[list[WorkerId], Nodes, Layout, dict[WorkerId, Cell]],
 ) -> None:
     """N6."""
     assert worse(seat, hall) == ""
+
+
+@pytest.mark.parametrize("layout", [Layout(1, 1), Layout(2, 1), Layout(1, 2), Layout(2, 2)])
+def test_a_member_that_holds_a_part_is_no_worse_off_by_others_that_hold_the_same(layout: Layout) -> None:
+    """A spare comes first; all others hold parts of the state, each of them on two members of a replica."""
+    layout = Layout(layout.dp_replicate, layout.dp_shard, (("together", 2),))
+    there = [WorkerId("spare"), *(WorkerId(f"w{number}") for number in range(layout.world))]
+    holds = held(there[1:], layout)
+    members = seated(seat, (there, dict.fromkeys(there, NodeId("a")), layout, holds))
+    assert members == tuple(there[1:])
 
 
 def in_order(

@@ -1,9 +1,10 @@
-"""Four axes that the product does not have, each a row in its table; numpy computes what each leaves to a
+"""Five axes that the product does not have, each a row in its table; numpy computes what each leaves to a
 member, as a second opinion.
 
 ``columns`` cuts dimension 1, as a row-parallel matrix is cut.  ``stages`` puts half of the tensors on half of
 the members, as a pipeline does.  ``opt`` cuts the moments over members that hold the same parameters.
-``halves`` cuts a fused tensor, so that a member has a box of each half.
+``halves`` cuts a fused tensor, so that a member has a box of each half.  ``together`` cuts nothing: its
+members hold the same part, and run each microbatch together.
 """
 
 from __future__ import annotations
@@ -71,6 +72,7 @@ TOYS = {
     "stages": Axis(data=False, cut=_stages, key=_name, reports=lambda degree: degree - 1),
     "columns": Axis(data=False, cut=_columns, key=_name),
     "halves": Axis(data=False, cut=_halves, key=_name),
+    "together": Axis(data=False),
 }
 
 
@@ -99,13 +101,14 @@ LAYOUTS = (
     Layout(1, 1, (("halves", 3),)),
     Layout(1, 1, (("columns", 2), ("halves", 2))),
     Layout(1, 1, (("stages", 2), ("columns", 2))),
+    Layout(1, 2, (("together", 2),)),
 )
 """Layouts of at most four members."""
 
 
 def places(layout: Layout) -> list[dict[str, int]]:
     """Returns the place of each world rank, counted up like an odometer with the outermost axis first."""
-    order = ("dp_replicate", "dp_shard", "opt", "stages", "columns", "halves")
+    order = ("dp_replicate", "dp_shard", "opt", "stages", "columns", "halves", "together")
     degree = {"dp_replicate": layout.dp_replicate, "dp_shard": layout.dp_shard, **dict(layout.more)}
     found = [dict[str, int]()]
     for axis in order:

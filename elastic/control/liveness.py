@@ -19,7 +19,7 @@ answer the fence either, the node is given up.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from elastic.control.evolve import evolve
@@ -196,9 +196,17 @@ def patience_s(watch: Watch, stall_s: float) -> float:
     return max(stall_s, 3 * watch.step_s)
 
 
-def stall(watch: Watch, members: tuple[WorkerId, ...], now: float, stall_s: float) -> Stall | None:
+def stall(
+    watch: Watch,
+    members: tuple[WorkerId, ...],
+    now: float,
+    stall_s: float,
+    groups: Sequence[Sequence[int]] = (),
+) -> Stall | None:
     """Returns a stall, with the culprit if it is known, or None if the world moves.  A member whose keeper is
     silent is never blamed.
+
+    ``groups`` has the world ranks of each data group; without it, all members are one.
     """
     still_s = now - watch.moved_at
     if still_s < patience_s(watch, stall_s):
@@ -215,10 +223,24 @@ def stall(watch: Watch, members: tuple[WorkerId, ...], now: float, stall_s: floa
         and not any(seen[worker].operation == STOPPED for worker in members)
     ):
         return None
-    return _blame(seen, members, still)
+    found = [
+        _blame(seen, [members[rank] for rank in ranks], still) for ranks in groups or (range(len(members)),)
+    ]
+    blamed = [each for each in found if each.culprit]
+    if len(blamed) > 1:
+        first, second = blamed[0].culprit, blamed[1].culprit
+        return Stall(
+            None,
+            f"{still}; no member is blamed, because both {first} and {second} have completed less than the "
+            "members that compute the same part of the model",
+        )
+    return (blamed or found)[0]
 
 
-def _blame(seen: dict[WorkerId, Seen], members: tuple[WorkerId, ...], still: str) -> Stall:
+def _blame(seen: dict[WorkerId, Seen], members: Sequence[WorkerId], still: str) -> Stall:
+    """Blames one of ``members``, a data group.  Members of other groups compute other parts of the model, and
+    those of a pipeline have rightly completed more or less.
+    """
     least = min(seen[worker].completed for worker in members)
     behind = sorted((seen[worker].since, worker) for worker in members if seen[worker].completed == least)
     (first_s, first), (second_s, second) = behind[0], behind[1] if len(behind) > 1 else (float("inf"), "")

@@ -26,6 +26,7 @@ from elastic.control.run import (
     Waiting,
 )
 from elastic.ids import NodeId, WorkerId
+from elastic.plan.placement import data_groups
 from elastic.protocol.actions import Fence, Pause, Settle
 from elastic.protocol.events import DIFFER, Broken, Fenced, StopRequested
 from elastic.protocol.plan import Plan
@@ -173,7 +174,7 @@ def stands_still(decision: Decision, plan: Plan) -> Stall | None:
     """
     watch, rules, until = decision.run.watch, decision.rules, decision.heard_until
     return silence(watch, plan.nodes, until, rules.silence_s) or stall(
-        watch, plan.members, until, rules.stall_s
+        watch, plan.members, until, rules.stall_s, data_groups(plan.layout)
     )
 
 

@@ -276,6 +276,34 @@ def data_ranks(layout: Layout) -> int:
 
 
 @cache
+def model_group(layout: Layout, number: int) -> tuple[int, ...]:
+    """Returns the world ranks of the model group with data rank ``number``: they run its microbatches
+    together.
+
+    The first model group has the largest parts of the state, since along a data axis no member holds more
+    than the first.
+    """
+    return tuple(rank for rank in range(layout.world) if data_rank(layout, rank) == number)
+
+
+def largest_cells(layout: Layout) -> set[Cell]:
+    """Returns the cells among which are those with most of the state, in bytes and in boxes."""
+    return {cell_of(layout, rank) for rank in model_group(layout, 0)}
+
+
+@cache
+def data_groups(layout: Layout) -> tuple[tuple[int, ...], ...]:
+    """Returns the members, by world rank, that differ along data axes alone: those of a group compute the
+    same part of the model, so they begin the same collectives in the same order.
+    """
+    found: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    for rank in range(layout.world):
+        index = layout.coordinates(rank)
+        found[tuple(index[name] for name in index if not AXES[name].data)].append(rank)
+    return tuple(map(tuple, found.values()))
+
+
+@cache
 def reporters(layout: Layout) -> tuple[int, ...]:
     """Returns, by data rank, the world rank of the member that knows the losses of that model group."""
     found = {}

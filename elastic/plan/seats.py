@@ -135,8 +135,8 @@ class _Hall:
             if number is None:
                 others.append(worker)
             elif taken[number] < count * len(equal := self.alike[number]):
-                replica, place = divmod(taken[number], len(equal))
-                seats[replica][equal[place]] = worker
+                row, place = divmod(taken[number], len(equal))
+                seats[row][equal[place]] = worker
                 taken[number] += 1
             else:
                 surplus.append(worker)

@@ -29,7 +29,7 @@ from typing import NamedTuple
 from elastic.ids import Version
 from elastic.plan.batch import Deal, deal_of, resized
 from elastic.plan.layout import Layout
-from elastic.plan.placement import reporters
+from elastic.plan.placement import data_groups, reporters
 
 GO_ON, PAUSE, SAVE_AND_PAUSE, ENDS = 0, 1, 2, 3
 """The requests that a member may make for the boundary after this step; the greatest of all members' requests
@@ -411,8 +411,8 @@ class BadCount(ValueError):
 
 
 class Unlike(ValueError):
-    """Members have gathered and summed different blocks, or in different orders, so that weights or gradients
-    mix parts of several blocks.
+    """Members of a data group have gathered and summed different blocks, or in different orders, so that
+    weights or gradients mix parts of several blocks.
     """
 
 
@@ -426,7 +426,7 @@ def conclude(shape: CommitShape, step: int, gathered: bytes, validated: Validate
     records at once.
 
     Raises :class:`BadRecord` if any of them is garbage, :class:`BadCount` if a count is no number of terms,
-    and :class:`Unlike` if the members' orders differ.
+    and :class:`Unlike` if the orders of a data group's members differ.
     """
     size = shape.fields * 8
     if len(gathered) != size * shape.world:
@@ -454,8 +454,9 @@ def conclude(shape: CommitShape, step: int, gathered: bytes, validated: Validate
             f"the commit record of world rank {rank} says {said[rank][1:]} instead of "
             f"{(*expected.values(), float(rank))[1:]}"
         )
-    if heads["order"].count(heads["order"][0]) != shape.world:
-        raise Unlike
+    for ranks in data_groups(shape.layout):
+        if len(set(itemgetter(*ranks, ranks[0])(heads["order"]))) > 1:
+            raise Unlike
     speakers = reporters(shape.layout)
     losses, counts, samples = list[float](), list[float](), list[tuple[int, ...]]()
     for round_, ranks in enumerate(shape.speakers):

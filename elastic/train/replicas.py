@@ -2,7 +2,7 @@
 saved.
 
 In a reproducible job all replicas have the same bits, and every member computes the digest of its own part.
-They exchange one number each; only if replicas differ do they exchange one number for each tensor, which
+They exchange two numbers each; only if replicas differ do they exchange one number for each tensor, which
 tells where.  A single bit that flipped always shows (see ``state/digest.py``).  The comparison cannot find an
 error that all replicas share, such as one in a gradient that a single member summed for all.
 """
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from elastic.engine.world import World, all_gather
 from elastic.errors import ReplicasDiffer, StateDamaged
+from elastic.plan.placement import cell_of, number_of_cells
 from elastic.state.digest import digests
 from elastic.train.model import State
 
@@ -31,17 +32,23 @@ def compare(state: State, leave_if_over: Callable[[], None] = lambda: None) -> N
     raises if the world is over: the numbers that were gathered may then be garbage.
     """
     world, values = state.world, state.shard.values
-    if world.layout.dp_replicate == 1:
+    if number_of_cells(world.layout) == world.size:
         return
-    tensors = torch.stack([_weighed(digests(value).to(world.device)) for value in values.values()])
-    parts = [world.layout.coordinates(rank)["dp_shard"] for rank in range(world.size)]
-    found = {*zip(parts, _gathered(_weighed(tensors)[None], world), strict=True)}
+    nothing = torch.zeros(0, dtype=torch.int64, device=world.device)
+    tensors = torch.cat(
+        [nothing, *(_weighed(digests(value).to(world.device))[None] for value in values.values())]
+    )
+    cells = [cell_of(world.layout, rank) for rank in range(world.size)]
+    told = _gathered(torch.stack([_weighed(tensors), tensors.new_tensor(len(tensors))]), world)
     leave_if_over()
-    if len(found) == world.layout.dp_shard:
+    if len({*zip(cells, told, strict=True)}) == number_of_cells(world.layout):
         return
-    rows = _gathered(tensors, world)
+    most = max(count for _, count in told)  # other parts may have more tensors
+    rows = _gathered(torch.cat([tensors, tensors.new_zeros(most - len(tensors))]), world)
     leave_if_over()
-    replicas = {rank: rows[rank] for rank in range(world.size) if parts[rank] == parts[world.rank]}
+    replicas = {
+        rank: rows[rank][: len(tensors)] for rank in range(world.size) if cells[rank] == cells[world.rank]
+    }
     _judge(replicas, world.rank, [f"{kind} {name!r}" for kind, name in values], state.shard.version.step)
 
 

@@ -33,12 +33,12 @@ from elastic.errors import CodeError, DataError, ElasticError, JobError, NoRoomY
 from elastic.job import Job
 from elastic.plan.copy_budget import amount, no_room, slots_a_worker, slots_for
 from elastic.plan.layout import Layout, after_a_loss
-from elastic.plan.placement import cell_of, distinct_cells, number_of_cells
+from elastic.plan.placement import largest_cells, number_of_cells
 from elastic.protocol.builds import Build
 from elastic.protocol.copy_schedule import SaveRule
 from elastic.protocol.plan import Plan
 from elastic.state.node_memory import alone, copies_here, filesystem, free_disk, free_memory
-from elastic.state.region import Region, frame, slot_sizes
+from elastic.state.region import Region, slot_sizes
 from elastic.state.snapshot import Snapshots
 from elastic.train.context import Context, standard
 from elastic.train.faults import Faults, Seat
@@ -352,7 +352,7 @@ def make_snapshots(
     """
     layouts = job.layouts(least)
     rule = job.rules()
-    slot_bytes, slot_blocks = slot_sizes(tensors, distinct_cells(min(layouts, key=number_of_cells)))
+    slot_bytes, slot_blocks = slot_sizes(tensors, largest_cells(min(layouts, key=number_of_cells)))
     smallest = _shard_bytes(tensors, job.layouts(min(max(least, shared), job.workers.max))[-1])
     own, slots = (
         count(rule.copy_every, rule.buddy_every, offload=job.offloads)
@@ -411,10 +411,8 @@ def make_snapshots(
 
 
 def _shard_bytes(tensors: Sequence[Tensor], layout: Layout) -> int:
-    """Returns the bytes of a copy of the first member's part, as an estimate for every member: on the data
-    axes no member has more.
-    """
-    return frame(tensors, cell_of(layout, 0)).bytes
+    """Returns the bytes of a copy of the largest part, as an estimate for every member."""
+    return slot_sizes(tensors, largest_cells(layout))[0]
 
 
 def _named(job: Job, section: str = "data") -> str:

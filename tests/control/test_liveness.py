@@ -48,6 +48,42 @@ def test_who_has_completed_least_is_the_culprit_for_all_others_wait_for_it() -> 
     )
 
 
+STAGES = ((0, 2), (1, 3))
+"""World ranks of the data groups of two replicas of two stages."""
+W4 = WorkerId("w4")
+
+
+@pytest.mark.parametrize(
+    ("done", "culprit"),
+    [
+        # the last stage of a pipeline has completed more than the first, whoever of its members hangs
+        ({W1: (5, 1, 0), W2: (5, 2, 0), W3: (5, 1, 0), W4: (5, 3, 0)}, W2),
+        ({W1: (5, 1, 0), W2: (5, 2, 0), W3: (5, 2, 0), W4: (5, 2, 0)}, W1),
+        # each of two stages has one that is behind: the fence will tell which of them does not answer
+        ({W1: (5, 1, 0), W2: (5, 2, 0), W3: (5, 2, 0), W4: (5, 3, 0)}, None),
+    ],
+)
+def test_members_are_compared_with_those_that_compute_the_same_part_of_the_model(
+    done: dict[WorkerId, tuple[int, int, int]], culprit: WorkerId | None
+) -> None:
+    started = dict.fromkeys(done, (5, 0, 0))
+    watch, members = watched((0.5, started), (1.0, done), (10.0, done)), (*ALL, W4)
+    stalled = stall(watch, members, 31.0, 20.0, STAGES)
+    assert stalled is not None and stalled.culprit == culprit
+    if culprit is None:
+        assert stalled.sentence.endswith(
+            "no member is blamed, because both w1 and w2 have completed less than the members that compute "
+            "the same part of the model"
+        )
+
+
+def test_without_their_groups_the_first_stage_is_blamed_for_the_last() -> None:
+    """The control of the test above."""
+    done = {W1: (5, 1, 0), W2: (5, 2, 0), W3: (5, 2, 0), W4: (5, 3, 0)}
+    stalled = stall(watched((1.0, done), (10.0, done)), (*ALL, W4), 31.0, 20.0)
+    assert stalled is not None and stalled.culprit == W1
+
+
 def test_among_equals_the_one_that_has_stood_still_longest() -> None:
     before, after = (
         {W1: (5, 1, 0), W2: (5, 2, 0), W3: (5, 1, 0)},

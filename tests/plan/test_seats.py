@@ -83,7 +83,7 @@ def worse(choose: Seat, hall: tuple[list[WorkerId], Nodes, Layout, dict[WorkerId
 
 @pytest.fixture(autouse=True, scope="module")
 def toys() -> Iterator[None]:
-    """Among them is an axis that cuts nothing: members along it have equal cells."""
+    """The toys have an axis that cuts nothing: members along it have equal cells."""
     with registered():
         yield
 

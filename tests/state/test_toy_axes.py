@@ -22,6 +22,7 @@ import torch
 from safetensors.torch import load_file
 
 from elastic.engine.world import World
+from elastic.errors import ElasticError
 from elastic.ids import NodeId, Version, WorkerId
 from elastic.job import Job
 from elastic.plan import placement
@@ -39,6 +40,7 @@ from elastic.state.uploader import SavePart, upload
 from elastic.train.faults import Faults
 from elastic.train.gauges.counters import Counters
 from elastic.train.heal import from_bucket, from_members
+from elastic.train.replicas import compare
 from elastic.train.session import make_snapshots
 from storage.checkpoints import Checkpoints, ShardReceipt
 from storage.objects import ObjectStore
@@ -230,6 +232,65 @@ def test_a_slot_has_room_for_each_cell(tmp_path: Path, monkeypatch: pytest.Monke
         assert large.bytes > small.bytes and large.blocks < small.blocks == len(small_ones)
         region = make_snapshots(JOB, tensors, torch.device("cpu"), counters, Faults(())).region
     assert (region.slot_bytes, region.slot_blocks) == (large.bytes, small.blocks)
+
+
+def test_copies_are_sized_by_the_largest_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second stage has most bytes, for the copies of today and for those after a loss."""
+    layout, small_ones = (
+        Layout(1, 1, (("stages", 2),)),
+        [Tensor(f"bb{number:04d}", "parameter", "F32", (8,)) for number in range(100)],
+    )
+    tensors = (Tensor("eee", "parameter", "F32", (512, 1024)), *small_ones)
+    monkeypatch.setattr("elastic.job.table", lambda rule, most, least: [(2, layout)])
+    monkeypatch.setattr("elastic.train.session.after_a_loss", lambda *_: layout)
+    with toy_axes.registered():
+        small, large = (frame(tensors, placement.cell_of(layout, rank)) for rank in range(2))
+        assert large.bytes > 100 * small.bytes
+        counters = Counters(tmp_path / "counters", create=True)
+        made = make_snapshots(JOB, tensors, torch.device("cpu"), counters, Faults(()))
+        assert made.region["wanted"] == made.region.slots * large.bytes
+        assert made.foresee(plan_of(layout, [], "init")) == large.bytes
+
+
+def found_of_replicas(world: World, layouts: Sequence[tuple[Layout, int | None]]) -> list[str]:
+    """Returns, for each layout, what a comparison of the replicas finds here.  The member that goes with a
+    layout, if any, holds another number than it should.
+    """
+    found = []
+    with toy_axes.registered():
+        for layout, culprit in layouts:
+            shard = shard_of(layout, world.rank)
+            if world.rank == culprit:
+                next(iter(shard.values.values())).view(-1)[0] += 1
+            state = Bare(TENSORS, shard, replace(world, layout=layout), JOB)
+            try:
+                compare(state)
+            except ElasticError as error:
+                found.append(type(error).__name__)
+            else:
+                found.append("")
+    return found
+
+
+def test_replicas_are_the_members_with_equal_parts(ranks: Ranks) -> None:
+    """E6, along axes that cut columns, tensors, or nothing: sound members are alike, and one that holds
+    another bit than those with its part is found.
+    """
+    columns, stages, together = (
+        Layout(2, 1, (("columns", 2),)),
+        Layout(2, 1, (("stages", 2),)),
+        Layout(2, 1, (("together", 2),)),
+    )
+    layouts = [(each, culprit) for each in (columns, stages, together) for culprit in (None, 3)]
+    told = ranks.run(Layout(4), found_of_replicas, layouts)
+    assert [dict(enumerate(each)) for each in zip(*told, strict=True)] == [
+        {0: "", 1: "", 2: "", 3: ""},
+        {0: "", 1: "ReplicasDiffer", 2: "", 3: "ReplicasDiffer"},
+        {0: "", 1: "", 2: "", 3: ""},
+        {0: "", 1: "ReplicasDiffer", 2: "", 3: "ReplicasDiffer"},
+        {0: "", 1: "", 2: "", 3: ""},
+        {0: "", 1: "", 2: "", 3: "StateDamaged"},
+    ]
 
 
 @pytest.mark.parametrize("before", LAYOUTS, ids=str)

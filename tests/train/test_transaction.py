@@ -539,6 +539,28 @@ def test_members_that_ran_unlike_blocks_commit_nothing(orders: tuple[float, ...]
         conclude(shape, 7, records)
 
 
+@pytest.mark.parametrize(
+    ("orders", "alike"),
+    [((5.0, 6.0, 5.0, 6.0), True), ((5.0, 6.0, 6.0, 6.0), False), ((5.0, 6.0, 5.0, 5.0), False)],
+)
+def test_members_of_other_stages_begin_other_collectives(orders: tuple[float, ...], alike: bool) -> None:
+    """Two replicas of two stages: each stage agrees with itself, and a difference within one is still found."""
+    with registered():
+        shape = CommitShape(
+            incarnation=2,
+            generation=5,
+            microbatches=4,
+            microbatch=1,
+            layout=Layout(2, 1, (("stages", 2),)),
+        )
+        records = drawn_records(shape, 0, orders)
+        if alike:
+            assert conclude(shape, 7, records) == concluded_one_by_one(shape, 7, records)
+        else:
+            with pytest.raises(Unlike):
+                conclude(shape, 7, records)
+
+
 def test_what_concluding_costs_does_not_grow_with_the_members() -> None:
     """N9: it is counted in calls of functions, at four microbatches a member.  The control: one by one, it
     grows.

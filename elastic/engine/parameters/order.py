@@ -29,6 +29,7 @@ import torch.distributed as dist
 
 from elastic.engine.world import World
 from elastic.errors import WorldBroken
+from elastic.plan.placement import data_groups
 
 DIGEST = 6
 """Bytes of a digest: a commit record has float64, which are exact for integers of 6 bytes."""
@@ -148,9 +149,15 @@ class Order:
         self.world.store.set(f"{where}/{self.world.rank}", f"{commits} {_digest(begun)}")
 
     def _difference(self, where: str) -> str:
-        """Returns the first difference of the notes that are in the store; "" if there is none."""
+        """Returns the first difference of the notes that the members of a data group have in the store; "" if
+        there is none.
+        """
+        groups = (self._difference_in(where, ranks) for ranks in data_groups(self.world.layout))
+        return next(filter(None, groups), "")
+
+    def _difference_in(self, where: str, ranks: Sequence[int]) -> str:
         store, commits, alike = self.world.store, self._notes[0], dict[str, list[int]]()
-        there = [rank for rank in range(self.world.size) if store.check([f"{where}/{rank}"])]
+        there = [rank for rank in ranks if store.check([f"{where}/{rank}"])]
         for rank, said in zip(
             there, store.multi_get([f"{where}/{rank}" for rank in there]) if there else (), strict=True
         ):

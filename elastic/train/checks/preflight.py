@@ -39,7 +39,7 @@ from elastic.job import Job
 from elastic.kernels.attention import Kernel
 from elastic.models.flops import flops_of
 from elastic.plan.copy_budget import amount
-from elastic.plan.placement import cell_of, number_of_cells
+from elastic.plan.placement import largest_cells, number_of_cells
 from elastic.protocol.builds import Build
 from elastic.runs import branches, code, data, forks, harmed
 from elastic.runs.branches import Branches, Origin
@@ -403,9 +403,12 @@ def _check_buffer(job: Job, tensors: Sequence[Tensor]) -> None:
     """
     if not job.offload_folder:
         return
-    cell, units = cell_of(min(job.layouts(), key=number_of_cells), 0), Counter[str]()
-    for tensor, place in frame(tensors, cell).places.items():
-        units[tensor.name] += place.bytes
+    units = Counter[str]()
+    for cell in largest_cells(min(job.layouts(), key=number_of_cells)):
+        here = Counter[str]()
+        for tensor, place in frame(tensors, cell).places.items():
+            here[tensor.name] += place.bytes
+        units |= here
     name, largest = units.most_common(1)[0]
     if largest > group_bytes(job):
         raise JobError(

@@ -490,7 +490,7 @@ class Job(Section):
         where stage 3 is not possible.
         """
         chosen = self.parallel.zero
-        return 2 if chosen == "auto" and self.offloads and self.parallel.dp_shard != 1 else chosen
+        return 2 if chosen == "auto" and self.offloads and self.parallel.shards != 1 else chosen
 
     def stretches(self) -> Stretches:
         """Returns the rules by which all steps of the run draw their samples, also the steps before its
@@ -515,13 +515,7 @@ class Job(Section):
         return steps_of(self.profile)
 
     def layout_rule(self) -> LayoutRule:
-        degrees = (self.parallel.dp_replicate, self.parallel.dp_shard)
-        dp_replicate, dp_shard = (None if degree == "auto" else degree for degree in degrees)
-        if self.zero == 0:
-            dp_shard = 1
-        elif self.zero != "auto" and dp_replicate is None and dp_shard is None:
-            dp_replicate = 1
-        return LayoutRule(dp_replicate, dp_shard, self.parallel.min_shard, self.parallel.use)
+        return self.parallel.rule(self.zero)
 
     def layouts(self, least_shard: int = 1) -> list[Layout]:
         """Returns the layouts that the permitted numbers of workers form, from the fewest workers to

@@ -45,8 +45,8 @@ def disagreements(job: Job) -> Iterator[str]:
         yield from more(job)
     yield from _unused(job.optim)
     yield from _groups(job.optim)
-    if job.parallel.zero == 0 and (job.parallel.dp_shard not in (1, "auto") or job.parallel.min_shard > 1):
-        cut = "dp_shard" if job.parallel.dp_shard != "auto" else "min_shard"
+    if job.parallel.zero == 0 and (job.parallel.shards not in (1, None) or job.parallel.min_shard > 1):
+        cut = "min_shard" if job.parallel.shards is None else "dp_shard"
         yield (
             f"parallel.zero = 0 shares nothing, and parallel.{cut} = {getattr(job.parallel, cut)}; leave "
             "one of them out"
@@ -178,7 +178,7 @@ def _owed(job: Job) -> Iterator[str]:
 
 def _gathers_blocks(job: Job) -> bool:
     """Returns whether there may be worlds in which weights are gathered block by block (stage 3 of ZeRO)."""
-    return job.zero == 3 or (job.zero == "auto" and job.parallel.dp_shard != 1)
+    return job.zero == 3 or (job.zero == "auto" and job.parallel.shards != 1)
 
 
 def _offload(job: Job) -> Iterator[str]:

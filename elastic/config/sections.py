@@ -28,6 +28,7 @@ from elastic.config.values import (
     fault_word,
     interface_name,
 )
+from elastic.plan.layout import LayoutRule
 
 OLDEST = 4
 """The oldest ``numerics`` by whose rules this version computes."""
@@ -283,6 +284,19 @@ class Parallel(Section):
     use: Free[Literal["all", "fit"]] = "all"
     """``all`` takes a larger shard degree if that uses workers that would be left over, unless they are fewer
     than one in eight and replicas then fit into nodes.  ``fit`` keeps such workers as spares."""
+
+    @property
+    def shards(self) -> int | None:
+        """The number of workers over which one replica is cut, if the job fixes it."""
+        return None if self.dp_shard == "auto" else self.dp_shard
+
+    def rule(self, zero: int | Literal["auto"]) -> LayoutRule:
+        """Returns the layouts that are allowed with this stage of ZeRO."""
+        replicas = None if self.dp_replicate == "auto" else self.dp_replicate
+        shards = 1 if zero == 0 else self.shards
+        if zero not in (0, "auto") and replicas is None and shards is None:
+            replicas = 1
+        return LayoutRule(replicas, shards, self.min_shard, self.use)
 
     @property
     def elements(self) -> int:

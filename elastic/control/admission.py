@@ -136,7 +136,7 @@ def joined(decision: Decision, event: Joined) -> None:
         decision.open("cluster", "homes")[event.node] = Home(growth.host_of(newcomer), decision.now)
     decision.say(f"{event.worker} joined on node {event.node[:8]}")
     known = latest.least_shard if latest is not None else decision.rules.layout.min_shard
-    if event.least_shard > known and decision.rules.layout.dp_shard is None:
+    if event.least_shard > known and decision.rules.layout.shards is None:
         decision.say(f"by the memory of its device, {event.least_shard} workers or more must share the state")
     if (
         event.states

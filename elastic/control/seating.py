@@ -119,7 +119,7 @@ def _layout_of(members: Members, there: tuple[WorkerId, ...], rules: Rules) -> L
     nodes = Counter(members.workers[worker].node for worker in there)
     fits = cache(lambda shards: padding(members.classes, members.class_bytes, shards) <= PADDING)
     number = min(len(there), rules.max_workers)
-    copied = min(_least_copied(members, there, nodes), number // (rules.layout.dp_replicate or 1))
+    copied = min(_least_copied(members, there, nodes), number // (rules.layout.replicas or 1))
     rule = rules.layout.at_least(max(least_shard(members, there), copied))
     layout = choose(number, rule, tuple(nodes.values()), least=rules.min_workers, fits=fits)
     return layout if layout is not None and layout.world >= rules.min_workers else None
@@ -134,8 +134,8 @@ def _may_gather_once(members: Members, seated: Sequence[WorkerId], layout: Layou
     """Returns whether every member's device has room for whole weights to compute with: the weights are then
     gathered once a step, not for each microbatch.
     """
-    return layout.dp_shard > 1 and all(
-        0 < members.workers[worker].least_whole <= layout.dp_shard for worker in seated
+    return layout.shards > 1 and all(
+        0 < members.workers[worker].least_whole <= layout.shards for worker in seated
     )
 
 
@@ -256,7 +256,7 @@ def _without_loss(
     newest = newest_source(run, everyone, kept).version
     if newest_source(run, members, kept).version == newest:
         return layout, members
-    shards = min(len(everyone), rules.max_workers) // (rules.layout.dp_replicate or 1)
+    shards = min(len(everyone), rules.max_workers) // (rules.layout.replicas or 1)
     fitting = tuple(worker for worker in everyone if run.workers[worker].least_shard <= shards)
     widest = _layout_of(run.members, fitting, replace(rules, layout=rules.layout.at_least(shards)))
     if widest is None or widest.world < layout.world:

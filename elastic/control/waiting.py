@@ -136,7 +136,7 @@ def _have(decision: Decision, state: Waiting, there: tuple[WorkerId, ...]) -> st
     shards, layout = least_shard(run.members, there), decision.rules.layout
     if (
         shards > layout.min_shard
-        and layout.dp_shard is None
+        and layout.shards is None
         and layout_of(run, tuple(there), decision.rules) is None
     ):
         have += f", and the state fits the memory of {shards} or more"

@@ -160,7 +160,7 @@ class Statistics:
                 )
         after, shards = (
             self.scheme.deal.microbatches - 1 - (microbatch or 0),
-            self.scheme.world.layout.dp_shard,
+            self.scheme.world.layout.shards,
         )
         weights = [
             0.0 if microbatch is None else _kept(norm) ** after

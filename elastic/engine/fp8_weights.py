@@ -45,8 +45,8 @@ class Fp8Weights:
     """This member's parts of the weights in fp8, and the scales of the whole weights."""
 
     def __init__(self, layers: Mapping[str, nn.Linear], world: World, recipe: Recipe) -> None:
-        self.layers, self.world, self.recipe, shards = layers, world, recipe, world.layout.dp_shard
-        index = world.layout.coordinates(world.rank)["dp_shard"]
+        self.layers, self.world, self.recipe, shards = layers, world, recipe, world.layout.shards
+        index = world.layout.shard(world.rank)
         self.rows = {name: chunk(layer.out_features, shards, index) for name, layer in layers.items()}
         """The rows [first, last) of each weight that this member holds."""
         self.parts = {
@@ -102,6 +102,6 @@ class Fp8Weights:
             elif first < last:
                 into.copy_(torch.linalg.vector_norm(masters[name], math.inf))
         bits = torch.cat(found).float().view(torch.int32) & UNSIGNED
-        if self.world.layout.dp_shard > 1:
+        if self.world.layout.shards > 1:
             dist.all_reduce(bits, dist.ReduceOp.MAX, group=self.world.shard_group)
         return bits.view(torch.float32)

@@ -63,7 +63,7 @@ def squared_norms(grads: Sequence[Tensor], rows: Sequence[int], world: World) ->
     The elements are squared as float32, so those below 1e-23 count as zero.  ``grads[i]`` is this member's
     shard [its rows, ...] of a tensor that has ``rows[i]`` rows.
     """
-    shards, totals = world.layout.dp_shard, dict[int, Tensor]()
+    shards, totals = world.layout.shards, dict[int, Tensor]()
     sizes = [chunk_size(count, shards) for count in rows]
     for turn in _turns(rows, shards):
         mine: dict[int, Tensor] = {}
@@ -112,9 +112,9 @@ def _alike(turn: Iterable[int], key: Callable[[int], Hashable]) -> Iterable[list
 
 def _gathered(mine: Tensor, world: World) -> Tensor:
     """Returns ``mine`` [n] of every member of the shard group: [members, n]."""
-    if world.layout.dp_shard == 1:
+    if world.layout.shards == 1:
         return mine[None]
-    everyone = mine.new_empty(world.layout.dp_shard, mine.numel())
+    everyone = mine.new_empty(world.layout.shards, mine.numel())
     all_gather(everyone.view(-1), mine, world.shard_group)
     return everyone
 

@@ -72,7 +72,7 @@ def parallelize(
 
     # how parameters are held
     parameters: Parameters
-    if world.layout.dp_shard == 1 or job.zero in (1, 2):
+    if world.layout.shards == 1 or job.zero in (1, 2):
         parameters = apply_whole(
             blueprint, world, table, precision, scheme, job.parallel, offloads=job.offloads, visits=visits
         )

@@ -28,7 +28,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property, partial
 
 import torch
 import torch.distributed as dist
@@ -95,6 +95,8 @@ class World:
     """The members that hold one replica together."""
     replicate_group: dist.ProcessGroup | None
     """The members that hold the same shard, or None if no such group was asked for."""
+    data_group: dist.ProcessGroup
+    """The members that sum the gradients of the same parameters."""
     store: dist.Store
     listening: frozenset[int]
     """Ports on which this member's groups accept connections (gloo)."""
@@ -125,7 +127,9 @@ class World:
         assert everyone is not None
         self.groups = tuple(
             dict.fromkeys(
-                group for group in (everyone, self.shard_group, self.replicate_group) if group is not None
+                group
+                for group in (everyone, self.shard_group, self.replicate_group, self.data_group)
+                if group is not None
             )
         )
 
@@ -157,8 +161,10 @@ class World:
             undo.callback(_forget_groups, device)
             _init_default_group(store, rank, layout.world, device, form_s)
             met()
-            shard = _group(layout.ranks_along("dp_shard", rank), layout)
-            replicate = _group(layout.ranks_along("dp_replicate", rank), layout) if replicas else None
+            group = cache(partial(_group, layout=layout))  # the same members need one group only
+            shard = group(layout.shard_ranks(rank))
+            replicate = group(layout.replica_ranks(rank)) if replicas else None
+            data = group(layout.data_group(rank))
             listening = sockets.listening() - before
             peers = (
                 _exchange_endpoints(store, rank, layout.world, listening)
@@ -172,6 +178,7 @@ class World:
                 device,
                 shard,
                 replicate,
+                data,
                 store,
                 frozenset(p for _, p in listening),
                 peers,
@@ -202,8 +209,9 @@ class World:
             layout,
             0,
             device,
-            _group(layout.ranks_along("dp_shard", 0), layout),
+            _group(layout.shard_ranks(0), layout),
             None,
+            _group(layout.data_group(0), layout),
             FakeStore(),
             frozenset(),
             frozenset(),
@@ -213,6 +221,11 @@ class World:
     def size(self) -> int:
         """The number of members."""
         return self.layout.world
+
+    @cached_property
+    def data_ranks(self) -> tuple[int, ...]:
+        """The world ranks of the members that sum the gradients of the same parameters."""
+        return self.layout.data_group(self.rank)
 
     @property
     def data_rank(self) -> int:
@@ -294,18 +307,16 @@ class World:
     def all_to_all(
         self, mine: torch.Tensor, sent: Mapping[int, int], got: Mapping[int, int], size: int
     ) -> torch.Tensor:
-        """Sends the first elements of the flat ``mine``, ``sent[rank] × size`` to each member, and returns
-        what comes from each, flat.
+        """Sends the first elements of the flat ``mine``, ``sent[rank] × size`` to each member of the data
+        group, and returns what comes from each, flat.
 
-        Both are in order of world rank.  Every member must call it, but those that have nothing for each
-        other exchange no message (NCCL), so no smaller group is needed for an exchange among few.
+        Both are in order of world rank.  Every member of the group must call it, but those that have nothing
+        for each other exchange no message (NCCL), so no smaller group is needed for an exchange among few.
         """
         self._refuse_if_aborted()
-        received, given = (
-            [pieces.get(rank, 0) * size for rank in range(self.size)] for pieces in (got, sent)
-        )
+        received, given = ([pieces.get(rank, 0) * size for rank in self.data_ranks] for pieces in (got, sent))
         output = mine.new_empty(sum(received))
-        dist.all_to_all_single(output, mine[: sum(given)], received, given)
+        dist.all_to_all_single(output, mine[: sum(given)], received, given, group=self.data_group)
         return output
 
     def begin_all_gather(self, output: torch.Tensor, mine: torch.Tensor) -> Callable[[], None]:

@@ -16,12 +16,16 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from elastic.plan.axes import AXES
 
+REPLICAS, SHARDS = ("dp_replicate",), ("dp_shard",)
+"""The axes along which members hold the same part of the state, and those whose members, counted as one
+index, hold the parts into which rows are cut.
+"""
 USES = ("all", "fit")
 """Values of ``LayoutRule.use``."""
 SPARED = 8
@@ -69,15 +73,51 @@ class Layout:
             world_rank, found[name] = divmod(world_rank, degree)
         return dict(reversed(found.items()))
 
-    def ranks_along(self, axis: str, world_rank: int) -> range:
-        """Returns the world ranks that differ from ``world_rank`` along ``axis`` alone, and ``world_rank``
-        itself.
+    @property
+    def replicas(self) -> int:
+        """The number of replicas of the state."""
+        return self.dp_replicate
+
+    @property
+    def shards(self) -> int:
+        """The number of parts into which the rows of one replica are cut: the product of the degrees that
+        :data:`SHARDS` names.
         """
-        inner = math.prod(
-            degree for _, degree in self.degrees[[name for name, _ in self.degrees].index(axis) + 1 :]
-        )
-        first = world_rank - self.coordinates(world_rank)[axis] * inner
-        return range(first, first + inner * dict(self.degrees)[axis], inner)
+        return math.prod(degree for name, degree in self.degrees if name in SHARDS)
+
+    def shard(self, world_rank: int) -> int:
+        """Returns the number of the part of a member, among the :attr:`shards`."""
+        index, found = self.coordinates(world_rank), 0
+        for name, degree in self.degrees:
+            if name in SHARDS:
+                found = found * degree + index[name]
+        return found
+
+    def along(self, axes: Collection[str], world_rank: int) -> tuple[int, ...]:
+        """Returns the world ranks that differ from ``world_rank`` along ``axes`` alone, ``world_rank`` among
+        them, in order.
+        """
+        found, stride = [world_rank], 1
+        for name, degree in reversed(self.degrees):
+            if name in axes:
+                first = world_rank // stride % degree * stride
+                found = [rank - first + place * stride for place in range(degree) for rank in found]
+            stride *= degree
+        return tuple(found)
+
+    def shard_ranks(self, world_rank: int) -> tuple[int, ...]:
+        """Returns the members that hold one replica's rows together, in the order of their parts."""
+        return self.along(SHARDS, world_rank)
+
+    def replica_ranks(self, world_rank: int) -> tuple[int, ...]:
+        """Returns the members that hold the same part in other replicas."""
+        return self.along(REPLICAS, world_rank)
+
+    def data_group(self, world_rank: int) -> tuple[int, ...]:
+        """Returns the members that sum the gradients of the same parameters: all shards of all replicas, the
+        first replica's first.
+        """
+        return self.along((*REPLICAS, *SHARDS), world_rank)
 
     def __str__(self) -> str:
         return "×".join(
@@ -111,6 +151,16 @@ class LayoutRule:
                 f"parallel.dp_shard = {self.dp_shard} is less than parallel.min_shard = {self.min_shard}; "
                 f'set dp_shard = {self.min_shard} or "auto", or lower min_shard'
             )
+
+    @property
+    def replicas(self) -> int | None:
+        """The number of replicas, if the rule fixes it."""
+        return self.dp_replicate
+
+    @property
+    def shards(self) -> int | None:
+        """The shard degree, if the rule fixes it."""
+        return self.dp_shard
 
     def at_least(self, shards: int) -> LayoutRule:
         """Returns the rule without shard degrees below ``shards``, unless it fixes the degree."""

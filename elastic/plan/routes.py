@@ -18,6 +18,7 @@ from functools import cached_property
 
 from elastic.plan.batch import Unit
 from elastic.plan.layout import Layout
+from elastic.plan.placement import data_rank
 
 Pieces = dict[int, int]
 """Maps world ranks to numbers of pieces.  Members without pieces are left out."""
@@ -27,21 +28,26 @@ class Routes:
     """The routes of one member, ``rank``.  ``nodes[i]`` is the node of world rank i; without ``nodes`` all
     members are on one.
 
-    Every member runs microbatches by itself, so that its data rank is its world rank.
+    Routes lead between the members of one data group, and a member is named by its world rank.
     """
 
     def __init__(self, layout: Layout, nodes: Sequence[Hashable], rank: int) -> None:
         self.layout, self.rank = layout, rank
         self.node_of = tuple(nodes) or (None,) * layout.world
+        self.group = layout.data_group(rank)
+        """The data group, in the order of replicas and of the shards of each."""
+        self.running = {data_rank(layout, member): member for member in self.group}
+        """The member that has the gradient of the microbatches of each data rank."""
+        assert len(self.running) == len(self.group), "members of a data group share a microbatch"
         self.members: dict[Hashable, list[int]] = defaultdict(list)
         """The members of each node, in order of world rank.  Nodes are in the order of their first members.
         """
-        for member, node in enumerate(self.node_of):
-            self.members[node].append(member)
+        for member in self.group:
+            self.members[self.node_of[member]].append(member)
         self.mates = self.members[self.node_of[rank]]
         """The members of this member's node."""
         self.one_node = len(self.members) == 1
-        self.node_each = len(self.members) == layout.world
+        self.node_each = len(self.members) == len(self.group)
         self._number = {node: number for number, node in enumerate(self.members)}
         self._place = {member: place for mates in self.members.values() for place, member in enumerate(mates)}
 
@@ -55,7 +61,7 @@ class Routes:
     def handled(self) -> dict[int, list[int]]:
         """The owners whose pieces each member of this node handles, in order of world rank."""
         found: dict[int, list[int]] = {mate: [] for mate in self.mates}
-        for owner in range(self.layout.world):
+        for owner in self.group:
             found[self.handler(self.node_of[self.rank], owner)].append(owner)
         return found
 
@@ -86,7 +92,7 @@ class Routes:
         """
         by_node: dict[Hashable, list[int]] = defaultdict(list)
         for number, unit in enumerate(units):
-            by_node[self.node_of[unit.ranks[0]]].append(number)
+            by_node[self.node_of[self.running[unit.ranks[0]]]].append(number)
         sources = sorted((self.handler(node, self.rank), numbers) for node, numbers in by_node.items())
         places = [0] * len(units)
         for place, number in enumerate(number for _, numbers in sources for number in numbers):
@@ -99,16 +105,14 @@ class Routes:
     def _alike(self) -> dict[Hashable, list[int]]:
         """The members that hold the same shard as this one, by node."""
         found: dict[Hashable, list[int]] = defaultdict(list)
-        for member in self.layout.ranks_along("dp_replicate", self.rank):
+        for member in self.layout.replica_ranks(self.rank):
             found[self.node_of[member]].append(member)
         return found
 
     @cached_property
     def some_share(self) -> bool:
-        """True if anywhere in the world two members of one node hold the same shard."""
-        held = Counter(
-            (node, self.layout.coordinates(rank)["dp_shard"]) for rank, node in enumerate(self.node_of)
-        )
+        """True if anywhere in the data group two members of one node hold the same shard."""
+        held = Counter((self.node_of[member], self.layout.shard(member)) for member in self.group)
         return max(held.values()) > 1
 
     @property

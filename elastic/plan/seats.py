@@ -52,7 +52,7 @@ def seat(
         left.append(over)
     across, _ = hall.fill(
         [worker for over in sorted(left, key=len, reverse=True) for worker in over],
-        layout.dp_replicate - len(replicas),
+        layout.replicas - len(replicas),
     )
     replicas = sorted([*replicas, *across], key=lambda each: min(order[worker] for worker in each))
     return tuple(worker for replica in replicas for worker in replica)
@@ -68,7 +68,7 @@ class _Hall:
         layout: Layout,
         holders: Iterable[Holding],
     ) -> None:
-        self.replicas, self.size = layout.dp_replicate, layout.world // layout.dp_replicate
+        self.replicas, self.size = layout.replicas, layout.world // layout.replicas
         cells = [cell_of(layout, number) for number in range(self.size)]
         self.places = [middle_of(cell) for cell in cells]
         self.alike: dict[int, list[int]] = defaultdict(list)
@@ -86,13 +86,13 @@ class _Hall:
         """The place of each worker's rows, of whatever layout: see :func:`placement.middle_of`."""
         kept: dict[NodeId, list[int]] = defaultdict(list)
         for holding in sorted(holders, key=lambda each: (each.worker, each.cell)):
-            number = number_of.get(holding.cell)
-            if holding.keeper and number is not None:
-                kept[holding.keeper].append(number)
+            seat = number_of.get(holding.cell)
+            if holding.keeper and seat is not None:
+                kept[holding.keeper].append(seat)
             elif not holding.keeper and holding.worker in nodes:
                 self.middle.setdefault(holding.worker, middle_of(holding.cell))
-                if number is not None:
-                    self.own.setdefault(holding.worker, number)
+                if seat is not None:
+                    self.own.setdefault(holding.worker, seat)
         self._give_copies(there, nodes, kept)
 
     def _give_copies(

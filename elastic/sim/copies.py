@@ -133,7 +133,7 @@ class CopiesOracle:
         """Checks that nodes have room for their parts of the state under ``plan``.  With fewer replicas the
         parts are smaller.
         """
-        shards, fewest = plan.layout.dp_shard, self.sim.rules.layout.dp_replicate or 1
+        shards, fewest = plan.layout.shards, self.sim.rules.layout.replicas or 1
         there = [
             (node, count, room)
             for node, count in Counter(plan.nodes).items()

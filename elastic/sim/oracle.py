@@ -535,7 +535,7 @@ class Oracle:
         self.occasions["steps are abandoned"] += given_up
         self.occasions[f"a world starts from tier {plan.tier}"] += 1
         self.occasions["shards are cut anew"] += any(
-            shard_of(cell)[0] != plan.layout.dp_shard for cell in claimed
+            shard_of(cell)[0] != plan.layout.shards for cell in claimed
         )
 
     def _held_whole(self, before: RunState, keepers: tuple[NodeId, ...]) -> list[Version]:

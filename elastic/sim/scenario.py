@@ -19,10 +19,10 @@ shards.
 """
 
 LAYOUTS = (
-    LayoutRule(dp_replicate=None, dp_shard=None, min_shard=1, use="all"),
-    LayoutRule(dp_replicate=None, dp_shard=None, min_shard=2, use="all"),
-    LayoutRule(dp_replicate=None, dp_shard=None, min_shard=2, use="fit"),
-    LayoutRule(dp_replicate=1, dp_shard=None, min_shard=1, use="all"),
+    LayoutRule(None, None, 1, "all"),
+    LayoutRule(None, None, 2, "all"),
+    LayoutRule(None, None, 2, "fit"),
+    LayoutRule(1, None, 1, "all"),
 )
 
 

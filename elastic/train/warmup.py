@@ -133,7 +133,7 @@ def _with_whole_weights(
         least = fitting_shard(job, tensors, device, took)
     except JobError:  # the caller of the warm-up meets the same error
         return []
-    if least == 1 and any(layout.dp_shard == 1 for layout in job.layouts()):
+    if least == 1 and any(layout.shards == 1 for layout in job.layouts()):
         return [(Layout(1, 1), None)]
     return [(Layout(1, job.workers.max), 2)] if fitting_whole(job, tensors, device, took) else []
 

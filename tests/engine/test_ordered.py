@@ -22,9 +22,11 @@ from elastic.engine.sync.ordered import Ordered, OrderedReduction
 from elastic.engine.world import World
 from elastic.plan.batch import Deal, Unit, deal_of
 from elastic.plan.layout import Layout
+from elastic.plan.placement import data_rank
 from tests.support import model_world
 from tests.support.collectives import counting
 from tests.support.ranks import Ranks
+from tests.support.toy_axes import registered
 
 MAPS = ["aaaa", "aabb", "abbb", "abab"]
 SEEDS, MICROBATCHES = range(6), 7
@@ -70,9 +72,9 @@ def reduced(
     """Returns this member's shard of the sum.  An idle member brings NaN."""
     scheme = Ordered(world, deal_of(microbatches, block, world.layout, world.nodes))
     reduction, whole = scheme.reduction(), gradients(seed, elements, microbatches, dtype)
-    output = torch.full((elements // world.layout.dp_shard,), float("nan"), device=world.device)
+    output = torch.full((elements // world.layout.shards,), float("nan"), device=world.device)
     for number in range(scheme.deal.rounds):
-        index = scheme.deal.microbatch_of(number, world.rank)
+        index = scheme.deal.microbatch_of(number, data_rank(world.layout, world.rank))
         scheme.round.number, scheme.round.last = number, number == scheme.deal.rounds - 1
         grads = torch.full((elements,), float("nan"), dtype=dtype) if index is None else whole[index].clone()
         total = reduction.reduce(grads.to(world.device))
@@ -95,7 +97,42 @@ def assert_equal(members: Sequence[torch.Tensor], layout: Layout, expected: torc
     )
 
 
+def reduced_by_columns(world: Any, block: int, elements: int, seed: int, microbatches: int) -> torch.Tensor:
+    """Returns this member's shard of the sum of its columns: those with another index have other gradients."""
+    column = world.layout.coordinates(world.rank)["columns"]
+    return reduced(world, block, elements, seed + column, microbatches, torch.float32)
+
+
+def assert_columns(
+    found: Sequence[torch.Tensor], layout: Layout, seed: int, block: int, elements: int
+) -> None:
+    """Each member has its shard of the sum that a loop in Python makes of the gradients of its columns."""
+    for rank, mine in enumerate(found):
+        index = layout.coordinates(rank)
+        whole = dumb(gradients(seed + index["columns"], elements), block)
+        expected = whole.chunk(layout.dp_shard)[index["dp_shard"]]
+        assert mine.numpy().tobytes() == expected.numpy().tobytes(), (str(layout), rank)
+
+
+COLUMNS = [Layout(2, 1, (("columns", 2),)), Layout(1, 2, (("columns", 2),))]
+"""Two data groups of two members: world ranks 0 and 2, and 1 and 3."""
+
+
 # ---- in threads
+
+
+@pytest.mark.parametrize("nodes", ["aaaa", "aabb"])
+@pytest.mark.parametrize("layout", [*COLUMNS, Layout(2, 2, (("columns", 2),))], ids=str)
+def test_members_with_other_columns_have_sums_of_their_own(layout: Layout, nodes: str) -> None:
+    """A data rank is no world rank: members along an axis that cuts the model run one microbatch together."""
+    with registered():
+        each_node = "".join(node * (layout.world // 4) for node in nodes)
+        for block in (1, 3):
+            found, exchange = model_world.run(
+                layout, each_node, reduced_by_columns, block, 12, 5, MICROBATCHES
+            )
+            assert_columns(found, layout, 5, block, 12)
+            assert all((a - b) % 2 == 0 for a, b in exchange.bytes), "nothing travels between data groups"
 
 
 @st.composite
@@ -305,3 +342,11 @@ def test_the_order_shows() -> None:
     for order in orders:
         assert any(not torch.equal(order(each), dumb(each, 1)) for each in wholes)
     assert any(torch.signbit(total[total == 0]).any() for total in (dumb(each, 1) for each in wholes))
+
+
+def test_other_columns_have_groups_of_their_own(ranks: Ranks) -> None:
+    """Real processes over gloo, which make the groups of their data groups alone."""
+    with registered():
+        for layout in COLUMNS:
+            found = ranks.run(layout, reduced_by_columns, 3, 12, 5, MICROBATCHES)
+            assert_columns(found, layout, 5, 3, 12)

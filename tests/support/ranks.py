@@ -12,6 +12,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from multiprocessing.connection import Connection
 from types import MappingProxyType
 from typing import Any
@@ -132,6 +133,7 @@ def _serve(pipe: Connection, kind: str, number: int, environment: dict[str, str]
     from elastic.engine.world import World
     from elastic.job import Job
     from elastic.train.session import prepare_process
+    from tests.support.toy_axes import registered
 
     device = prepare_process(Job(name="ranks", bucket="/nowhere", workers={"gpus": int(kind == "cuda")}))
     # as a worker does after its warm-up: to look at all modules takes half a second, and no test measures
@@ -141,18 +143,19 @@ def _serve(pipe: Connection, kind: str, number: int, environment: dict[str, str]
         layout, rank, generation, port, nodes, function, arguments = task
         world = None
         try:
-            store = join_store("127.0.0.1", port, SECRET, PATIENCE_S)
-            world = World.form(
-                store,
-                generation=generation,
-                layout=layout,
-                rank=rank,
-                device=device,
-                form_s=PATIENCE_S,
-                nodes=nodes,
-            )
-            world.connect(PATIENCE_S, 60)
-            answer = False, function(world, *arguments)
+            with registered() if layout.more else nullcontext():
+                store = join_store("127.0.0.1", port, SECRET, PATIENCE_S)
+                world = World.form(
+                    store,
+                    generation=generation,
+                    layout=layout,
+                    rank=rank,
+                    device=device,
+                    form_s=PATIENCE_S,
+                    nodes=nodes,
+                )
+                world.connect(PATIENCE_S, 60)
+                answer = False, function(world, *arguments)
             pipe.send((*answer, taken()))
         except Exception:  # the process boundary: raised again in the test
             pipe.send((True, traceback.format_exc(), taken()))

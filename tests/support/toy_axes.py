@@ -78,12 +78,15 @@ TOYS = {
 
 @contextmanager
 def registered() -> Iterator[None]:
-    """Puts the toys into the product's table as the innermost axes, and takes them out at the end."""
+    """Puts the toys into the product's table as the innermost axes, and takes them out at the end, unless
+    they were there before.
+    """
+    new = TOYS.keys() - AXES.keys()
     AXES.update(TOYS)
     try:
         yield
     finally:
-        for name in TOYS:
+        for name in new:
             del AXES[name]
 
 

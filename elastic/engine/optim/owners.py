@@ -39,7 +39,7 @@ def by_owners(
     ``shapes`` are those of the whole matrices, and ``rows(number)`` returns this member's rows of one.  Every
     member must call it.
     """
-    mates = world.layout.ranks_along("dp_shard", world.rank)
+    mates = world.layout.shard_ranks(world.rank)
     if len(mates) == 1:
         return [compute(rows(number)) for number in range(len(shapes))]
     owners = owners_of(tuple(shapes), len(mates))

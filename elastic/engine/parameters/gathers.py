@@ -130,7 +130,7 @@ class Gathers:
         """Begins to gather weights of one dtype.  Returns a call that waits for them and writes them where
         the model has them.
         """
-        whole, shards = [weight.whole for weight in weights], self.world.layout.dp_shard
+        whole, shards = [weight.whole for weight in weights], self.world.layout.shards
         ends = ends_of(whole, shards)
         mine = torch.empty(ends[-1], dtype=whole[0].dtype, device=self.world.device)
         places = [mine[first:][: weight.part.numel()] for weight, first in zip(weights, ends, strict=False)]

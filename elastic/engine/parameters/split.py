@@ -1,4 +1,4 @@
-"""Parameters that are split over ``dp_shard`` members; gradients are summed over all data ranks.
+"""Parameters that are split over the shards of a replica; gradients are summed over all data ranks.
 
 That is stage 3 of ZeRO (Rajbhandari and others 2020, section 5).  FSDP2 gathers the parameters of each block
 before the block runs, and frees them afterwards; ``fsdp.py`` is the only module that knows how.  This module

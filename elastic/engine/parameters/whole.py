@@ -3,7 +3,7 @@ nothing is gathered for a block.
 
 The model computes with copies in the dtype of the precision policy, which are made once a step; weights of
 layers that multiply in fp8 are copied and gathered in fp8, unless the state is offloaded.  What a member
-holds and updates is its part: all of a parameter, or, where ``dp_shard`` cuts the state, some of its rows.
+holds and updates is its part: all of a parameter, or, where shards cut the state, some of its rows.
 Then the copies are gathered from the parts, those of a block while the blocks before it run (``gathers.py``).
 That is stage 2 of ZeRO, and with ``deferred`` sums stage 1 (Rajbhandari and others 2020, section 5).  Where
 the copies live on the host, they are gathered there, and visit the device (``visits.py``).
@@ -139,7 +139,7 @@ class Whole(Parameters):
         on the meta device until :meth:`live_in` sets them.  A bucket of joined blocks has at
         most ``bucket`` elements.  With ``visits`` the copies are in the host's memory, too.
         """
-        self.world, self.scheme, self.shards, self.offloads = world, scheme, world.layout.dp_shard, offloads
+        self.world, self.scheme, self.shards, self.offloads = world, scheme, world.layout.shards, offloads
         self._visits = visits
         self._fetch: Callable[[str], Tensor] | None = None
         """Returns a parameter's part on the device; None until the parts live in the host's memory."""
@@ -201,9 +201,7 @@ class Whole(Parameters):
 
     def _mine(self, whole: Tensor) -> Tensor:
         """Returns this member's rows of a whole tensor."""
-        first, last = chunk(
-            len(whole), self.shards, self.world.layout.coordinates(self.world.rank)["dp_shard"]
-        )
+        first, last = chunk(len(whole), self.shards, self.world.layout.shard(self.world.rank))
         return whole.detach()[first:last]
 
     def _copy(self, name: str, parameter: nn.Parameter, dtype: torch.dtype | None) -> nn.Parameter:

@@ -33,11 +33,11 @@ class CollectiveReduction(GradientReduction):
         self.scheme, self.world, self.wire = scheme, scheme.world, wire
         self.total: Tensor | None = None
         """The sum of this member's rounds, if members do not sum each round."""
-        if not self.scheme.deferred and self.world.layout.dp_replicate > 1 and self.world.layout.dp_shard > 1:
+        if not self.scheme.deferred and self.world.layout.replicas > 1 and self.world.layout.shards > 1:
             self.across_replicas = self._add_replicas
 
     def reduce(self, grads: Tensor) -> Tensor | None:
-        shards = self.world.layout.dp_shard
+        shards = self.world.layout.shards
         if self.scheme.round.idle:
             grads = torch.zeros_like(grads)
         if shards > 1 and not self.scheme.deferred:
@@ -48,14 +48,14 @@ class CollectiveReduction(GradientReduction):
         total, self.total = self.total, None
         if shards > 1:
             total = self._scattered(total)
-        if self.world.layout.dp_replicate > 1:
+        if self.world.layout.replicas > 1:
             self._add_replicas(total)
         return total
 
     def _scattered(self, grads: Tensor) -> Tensor:
         """Returns this member's shard of the sum over the members of its replica."""
         sent = grads.to(self.wire or grads.dtype)
-        total = sent.new_empty(sent.numel() // self.world.layout.dp_shard)
+        total = sent.new_empty(sent.numel() // self.world.layout.shards)
         reduce_scatter(total, sent, self.world.shard_group)
         return total.to(grads.dtype)
 

@@ -15,7 +15,7 @@ sends one sum in place of many gradients.  ``plan/routes.py`` says which member 
 and to whom it goes.  Nothing else is added on the way.  The owner adds the pieces of a round to the sum of
 the open block, or of all blocks before; it holds these two sums at most.
 
-With R replicas of S shards, world rank r·S + s owns sub-piece r of shard s while the sum runs (R·S distinct
+With R replicas of S shards, member r·S + s of a data group owns sub-piece r of shard s while the sum runs (R·S distinct
 pieces, so no element is added twice), and the replicas exchange the finished sub-pieces once, after the last
 round.
 """
@@ -46,13 +46,14 @@ class Ordered(Scheme):
         super().__init__(world, deal, deferred=deferred)
         self.routes = Routes(world.layout, world.nodes, world.rank)
         self._legs: dict[tuple[int, int], _Legs] = {}
-        order, shards = self.routes.order, world.layout.dp_shard
+        order, shards = self.routes.order, world.layout.shards
         self.order: tuple[Tensor, Tensor] | None = None
         """The shards, and the sub-pieces of each, in the order of the handlers; None if that is the order in
         which they are.
         """
-        if order != list(range(world.size)) or world.layout.dp_replicate > 1:
-            found = torch.tensor([divmod(owner, shards)[::-1] for owner in order], device=world.device)
+        if order != [*self.routes.group] or world.layout.replicas > 1:
+            places = {owner: divmod(place, shards)[::-1] for place, owner in enumerate(self.routes.group)}
+            found = torch.tensor([places[owner] for owner in order], device=world.device)
             self.order = found[:, 0], found[:, 1]
 
     def reduction(self, wire: torch.dtype | None = None) -> OrderedReduction:
@@ -84,7 +85,7 @@ class _Legs:
 
     def __init__(self, routes: Routes, units: Sequence[Unit]) -> None:
         self.routes, self.units = routes, units
-        busy = {rank for unit in units for rank in unit.ranks}
+        busy = {routes.running[rank] for unit in units for rank in unit.ranks}
         self.sent = routes.to_handlers() if routes.rank in busy else {}
         self.got = routes.from_mates(busy)
         self.row = {mate: row for row, mate in enumerate(mate for mate in routes.mates if mate in busy)}
@@ -101,7 +102,7 @@ class _Legs:
             [unit for unit in self.units if len(unit.ranks) == 1],
         ):
             if units:
-                here = [unit for unit in units if unit.ranks[0] in self.row]
+                here = [unit for unit in units if self.routes.running[unit.ranks[0]] in self.row]
                 legs.append(
                     _Leg(units, here, self.routes.to_owners(len(here)), *self.routes.from_handlers(units))
                 )
@@ -121,7 +122,7 @@ class OrderedReduction(GradientReduction):
     def reduce(self, grads: Tensor) -> Tensor | None:
         self.world.keep_up()
         grads, legs = grads.to(self.wire or grads.dtype), self.scheme.legs()
-        alone = self.world.size == 1  # nothing travels then
+        alone = len(self.routes.group) == 1  # nothing travels then
         pieces = [grads] if alone else self._to_owner(self._to_handler(self._by_owner(grads), legs), legs)
         for unit, piece in zip(legs.units, pieces, strict=True):
             self._add(unit, piece)
@@ -129,7 +130,7 @@ class OrderedReduction(GradientReduction):
             return None
         assert self.total is not None and self.open is None, "the last round ends the last block"
         total, self.total = self.total, None
-        return self._from_replicas(total, grads.numel() // self.world.layout.dp_shard)
+        return self._from_replicas(total, grads.numel() // self.world.layout.shards)
 
     def _add(self, unit: Unit, piece: Tensor) -> None:
         """Adds the unit to the sum that it continues.  A sum has memory of its own, because pieces lie in
@@ -150,13 +151,13 @@ class OrderedReduction(GradientReduction):
     def _by_owner(self, grads: Tensor) -> Tensor:
         """Turns the gradient of all shards into [owners, part], in the order of the handlers."""
         layout = self.world.layout
-        grads = grads.view(layout.dp_shard, -1)
-        part = -(-grads.shape[1] // layout.dp_replicate)
-        if padding := part * layout.dp_replicate - grads.shape[1]:
+        grads = grads.view(layout.shards, -1)
+        part = -(-grads.shape[1] // layout.replicas)
+        if padding := part * layout.replicas - grads.shape[1]:
             grads = torch.nn.functional.pad(grads, (0, padding))
         if self.scheme.order is None:
             return grads
-        return grads.reshape(layout.dp_shard, layout.dp_replicate, part)[self.scheme.order]
+        return grads.reshape(layout.shards, layout.replicas, part)[self.scheme.order]
 
     def _to_handler(self, grads: Tensor, legs: _Legs) -> Tensor:
         """Turns [owners, part] of this member into [members of this node with a gradient, owners that this
@@ -183,7 +184,7 @@ class OrderedReduction(GradientReduction):
 
     def _added(self, unit: Unit, grads: Tensor, legs: _Legs) -> Tensor:
         """Returns a unit of this node, [owners that this member handles, part]."""
-        first, *others = (grads[legs.row[rank]] for rank in unit.ranks)
+        first, *others = (grads[legs.row[self.routes.running[rank]]] for rank in unit.ranks)
         for number, other in enumerate(others):
             first = first.to(_wide(first)) + other if number == 0 else first.add_(other)
         return first
@@ -195,7 +196,7 @@ class OrderedReduction(GradientReduction):
         members, in which only few send each other anything.  That saves communicators for the replicas.
         """
         routes, part = self.routes, total.numel()
-        if self.world.layout.dp_replicate == 1:
+        if self.world.layout.replicas == 1:
             return total
         owners = routes.brought[routes.rank]
         if not routes.one_node:

@@ -40,7 +40,7 @@ def copying(job: Job, state_bytes: int) -> list[str]:
         return []
     text = taken_by_copies(job, state_bytes)
     if (
-        job.layout_rule().dp_shard is None
+        job.layout_rule().shards is None
         and number_of_cells(job.layouts()[-1]) < job.workers.max
         and state_bytes >= LARGE
     ):

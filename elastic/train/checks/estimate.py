@@ -136,7 +136,7 @@ def of_job(job: Job, tensors: Sequence[Tensor], found: Mapping[Policy, Need]) ->
         )
         transient = found[policy].transient if found else NOTHING
     layout = job.layouts(least)[-1]
-    shards = layout.dp_shard
+    shards = layout.shards
     whole = shards > 1 and 0 < least_whole(job, tensors, memory, transient) <= shards
     if whole:
         yield "zero = 2: there is room for all weights to compute with, so they are gathered once a step"

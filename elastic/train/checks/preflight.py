@@ -317,7 +317,7 @@ def _check_shared(job: Job, model: nn.Module) -> None:
     """Raises :class:`ModelError` if the job gathers weights block by block, and the model has weights for
     which that is not possible.
     """
-    if job.parallel.zero != 3 or all(layout.dp_shard == 1 for layout in job.layouts()):
+    if job.parallel.zero != 3 or all(layout.shards == 1 for layout in job.layouts()):
         return
     if names := shared_across(model):
         raise ModelError(

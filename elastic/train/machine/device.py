@@ -105,7 +105,7 @@ def measured_need(job: Job, tensors: Sequence[Tensor], took: int) -> Need:
 def most_shards(job: Job) -> int:
     """Returns the largest shard degree that the job allows."""
     rule = job.layout_rule()
-    return rule.dp_shard or job.workers.max // (rule.dp_replicate or 1)
+    return rule.shards or job.workers.max // (rule.replicas or 1)
 
 
 def policies_of(job: Job) -> tuple[str | float, ...]:
@@ -156,7 +156,7 @@ def least_whole(job: Job, tensors: Sequence[Tensor], memory: int, transient: Tra
     """Returns what :func:`fitting_whole` does, for a device with ``memory`` bytes, if ``transient`` bytes
     come and go in a step.
     """
-    if not memory or job.zero != "auto" or job.layout_rule().dp_shard is not None:
+    if not memory or job.zero != "auto" or job.layout_rule().shards is not None:
         return 0
     return least_roomy(replace(need_of(job, tensors, zero=2), transient=transient), memory, most_shards(job))
 
@@ -171,7 +171,7 @@ def fitting_shard(job: Job, tensors: Sequence[Tensor], device: torch.device, too
     if not memory:
         return 1
     most, need = most_shards(job), measured_need(job, tensors, took)
-    if job.layout_rule().dp_shard is not None and need.of_a_member(most) <= memory:
+    if job.layout_rule().shards is not None and need.of_a_member(most) <= memory:
         return 1  # the job has chosen
     if least := least_shard(need, memory, most):
         return least

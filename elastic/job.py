@@ -515,7 +515,7 @@ class Job(Section):
         return steps_of(self.profile)
 
     def layout_rule(self) -> LayoutRule:
-        return self.parallel.rule(self.zero)
+        return LayoutRule(*self.parallel.degrees(self.zero), self.parallel.min_shard, self.parallel.use)
 
     def layouts(self, least_shard: int = 1) -> list[Layout]:
         """Returns the layouts that the permitted numbers of workers form, from the fewest workers to

@@ -28,7 +28,6 @@ from elastic.config.values import (
     fault_word,
     interface_name,
 )
-from elastic.plan.layout import LayoutRule
 
 OLDEST = 4
 """The oldest ``numerics`` by whose rules this version computes."""
@@ -290,13 +289,13 @@ class Parallel(Section):
         """The number of workers over which one replica is cut, if the job fixes it."""
         return None if self.dp_shard == "auto" else self.dp_shard
 
-    def rule(self, zero: int | Literal["auto"]) -> LayoutRule:
-        """Returns the layouts that are allowed with this stage of ZeRO."""
+    def degrees(self, zero: int | Literal["auto"]) -> tuple[int | None, int | None]:
+        """Returns the number of replicas and of their shards with this stage of ZeRO; None is chosen later."""
         replicas = None if self.dp_replicate == "auto" else self.dp_replicate
         shards = 1 if zero == 0 else self.shards
         if zero not in (0, "auto") and replicas is None and shards is None:
             replicas = 1
-        return LayoutRule(replicas, shards, self.min_shard, self.use)
+        return replicas, shards
 
     @property
     def elements(self) -> int:

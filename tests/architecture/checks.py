@@ -134,6 +134,24 @@ def groups_made(file: Path, source: str) -> Iterator[str]:
             yield f"{file}:{node.lineno}: {name} makes or leaves a process group; only {table.SEAM} may"
 
 
+def axes_named(file: Path, source: str) -> Iterator[str]:
+    """Yields a sentence for each use of the name of an axis in code: texts for users may have them."""
+    if file.as_posix() in table.KNOW_AXES:
+        return
+    for node in nodes(source):
+        match node:
+            case (
+                ast.Attribute(attr=name) | ast.Name(id=name) | ast.keyword(arg=str(name)) | ast.arg(arg=name)
+            ):
+                pass
+            case ast.Constant(value=str(name)):
+                pass
+            case _:
+                continue
+        if name in table.AXES and not (isinstance(node, ast.Constant) and file.as_posix() in table.SAY_AXES):
+            yield f"{file}:{node.lineno}: {name} is the name of an axis; ask the layout or its rule instead"
+
+
 def too_long(file: Path, source: str) -> Iterator[str]:
     """Yields a sentence for each long file and function: a reminder to look whether something in it has no
     name yet.

@@ -446,6 +446,11 @@ GROUPS = frozenset(
 )
 """Names that make or leave process groups and meshes; only ``World`` uses them (``elastic/engine/world.py``).
 """
+AXES = frozenset({"dp_replicate", "dp_shard"})
+KNOW_AXES = frozenset({"elastic/plan/axes.py", "elastic/plan/layout.py", "elastic/config/sections.py"})
+"""The names of axes, and the files whose code may have them."""
+SAY_AXES = frozenset({"elastic/config/agreement.py"})
+"""Files that name a setting of axes to the user by a word of its own."""
 SEAM = "elastic/engine/world.py"
 
 ENVIRONMENT = {

@@ -49,6 +49,7 @@ def found() -> dict[str, list[str]]:
             said["imports"] += checks.wrong_imports(file, text, MODULES)
             said["calls"] += checks.wrong_calls(file, text)
             said["groups"] += checks.groups_made(file, text)
+            said["axes"] += checks.axes_named(file, text)
             said[f"elsewhere, {file.as_posix()}"] += checks.wrong_calls(Path("elsewhere.py"), text)
     return dict(said)
 
@@ -82,6 +83,20 @@ def test_only_the_world_makes_and_leaves_process_groups(found: dict[str, list[st
 def test_a_group_that_is_made_elsewhere_is_found(line: str) -> None:
     assert "only elastic/engine/world.py may" in next(checks.groups_made(Path("elastic/train/x.py"), line))
     assert list(checks.groups_made(Path(table.SEAM), line)) == []
+
+
+def test_few_files_know_the_axes_by_name(found: dict[str, list[str]]) -> None:
+    """All others ask a layout, so that an axis that is added is not left out of what they compute."""
+    none(found["axes"])
+
+
+@pytest.mark.parametrize(
+    "line", ["layout.dp_shard", 'index["dp_shard"]', "Layout(dp_replicate=2)", "def f(dp_shard): pass"]
+)
+def test_an_axis_that_is_named_elsewhere_is_found(line: str) -> None:
+    assert "is the name of an axis" in next(checks.axes_named(Path("elastic/train/x.py"), line))
+    assert not list(checks.axes_named(Path("elastic/plan/layout.py"), line))
+    assert not list(checks.axes_named(Path("elastic/train/x.py"), '"set parallel.dp_shard = 2"'))
 
 
 def test_docstrings_are_whole_sentences(found: dict[str, list[str]]) -> None:

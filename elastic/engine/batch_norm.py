@@ -88,11 +88,11 @@ def tracking(model: nn.Module, table: ShardingTable, job: Job) -> dict[str, _Bat
     return norms
 
 
-def about_one_value(error: Exception, job: Job) -> str:
+def about_one_value(error: Exception, microbatch: int) -> str:
     """Returns advice about the error of a norm that gets a single value because a microbatch is a single
-    sample; "" for any other error.
+    sample; "" for any other error.  ``microbatch`` is the number of samples of a microbatch.
     """
-    if ONE_VALUE not in str(error) or job.microbatch_size > 1:
+    if ONE_VALUE not in str(error) or microbatch > 1:
         return ""
     return (
         "microbatch = 1: a batch norm takes its mean and variance from one microbatch, and gets one value "

@@ -20,7 +20,7 @@ def apply_kernels(model: nn.Module, device: torch.device, job: Job) -> None:
     plain = flex if job.reproducible else Kernel.TORCH
     if job.attention == "flash-4" and device.type == "cuda":
         plain = Kernel.FLASH_4
-    fuses = not is_scaled(job)  # the fused loss computes its gradient before it knows the scale
+    fuses = not is_scaled(job.precision)  # the fused loss computes its gradient before it knows the scale
     for name, value in {"fuses_loss": fuses, "attends": plain, "attends_in_documents": flex}.items():
         if hasattr(model, name):
             setattr(model, name, value)

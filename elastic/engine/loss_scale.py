@@ -30,8 +30,9 @@ GROWS_AFTER = 2000
 """Number of applied steps in a row after which the scale is doubled."""
 
 
-def is_scaled(job: Job) -> bool:
-    return job.precision == "fp16"
+def is_scaled(precision: str) -> bool:
+    """Returns whether the setting ``precision`` needs a loss scale."""
+    return precision == "fp16"
 
 
 class LossScale:
@@ -39,7 +40,7 @@ class LossScale:
 
     def __init__(self, job: Job, scalars: Mapping[str, Tensor]) -> None:
         """``scalars`` are those of the state, by name."""
-        self._setting = job.loss_scale if is_scaled(job) else 1.0
+        self._setting = job.loss_scale if is_scaled(job.precision) else 1.0
         self._scalars = scalars
 
     @property

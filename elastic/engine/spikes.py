@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import torch
 
+from elastic.config.sections import Spikes
 from elastic.errors import DataError
 from elastic.job import Job
 from elastic.protocol import spikes
@@ -36,15 +37,15 @@ NEWEST = 1024
 """Number of microbatches with which one is compared."""
 
 
-def tensors_of(job: Job) -> tuple[Tensor, ...]:
-    """Returns the tensors that the job adds to the state."""
-    if job.spikes.off:
+def tensors_of(settings: Spikes) -> tuple[Tensor, ...]:
+    """Returns the tensors that the section ``spikes`` of a job adds to the state."""
+    if settings.off:
         return ()
     found = (
-        Tensor(HISTORY, "scalar", "F64", (job.spikes.window, 3)),
+        Tensor(HISTORY, "scalar", "F64", (settings.window, 3)),
         Tensor(QUARANTINE, "scalar", "I64", (MOST, 2)),
     )
-    return (*found, Tensor(HEIGHTS, "scalar", "F64", (NEWEST, 2))) if job.spikes.microbatch_z else found
+    return (*found, Tensor(HEIGHTS, "scalar", "F64", (NEWEST, 2))) if settings.microbatch_z else found
 
 
 class _Known(NamedTuple):

@@ -179,7 +179,7 @@ class Context:
             self._goes_through(loop)
         except Exception as error:
             broken = True
-            if said := about_one_value(error, self.job):
+            if said := about_one_value(error, self.job.microbatch_size):
                 error.add_note(said)
             raise
         finally:

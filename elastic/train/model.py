@@ -277,7 +277,7 @@ def begun_anew(job: Job, rule: Rule, tensors: Iterable[Tensor]) -> set[Tensor]:
     the weights, all others with zeros.  A loss scale of zero stands for the first loss scale.
     """
     averages = (tensor for tensor in tensors if tensor.kind == AVERAGE)
-    return {*rule.kept, *(_scalar(name) for name in SCALARS if is_scaled(job)), *averages}
+    return {*rule.kept, *(_scalar(name) for name in SCALARS if is_scaled(job.precision)), *averages}
 
 
 def _scalar(name: str) -> Tensor:

@@ -90,7 +90,7 @@ def test_f7_the_loss_of_each_microbatch_is_fused(tmp_path: Path, monkeypatch: py
     """F7: to the losses that are not fused, as where they are scaled.  The control: another seed."""
     job = small_job(tmp_path, model_args=SMALL, global_batch=4)
     (fused, many), (other, _) = losses(job), losses(job.replace(seed=1))
-    monkeypatch.setattr("elastic.engine.kernels.is_scaled", lambda job: True)
+    monkeypatch.setattr("elastic.engine.kernels.is_scaled", lambda precision: True)
     plain, none = losses(job)
     assert (many, none) == (3 * 2, 0)
     assert fused == pytest.approx(plain, rel=1e-5)

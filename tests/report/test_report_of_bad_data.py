@@ -191,7 +191,7 @@ def test_g1_a_checkpoint_lists_its_samples_in_quarantine(
     job, run = ended(tmp_path, {strange: math.nan, noisy: 1.3}, **JUDGED)
     newest = run.newest()
     assert newest is not None
-    memory = SpikeMemory(job, {each.name: kept(job, newest, each.name) for each in tensors_of(job)})
+    memory = SpikeMemory(job, {each.name: kept(job, newest, each.name) for each in tensors_of(job.spikes)})
     held = held_in(run.checkpoints.open(newest))
     assert held is not None and tuple(held) == memory.held
     assert {each.applied for each in held} == {True, False}
@@ -246,7 +246,7 @@ def test_samples_of_a_mixture_are_listed_by_their_ids(tmp_path: Path) -> None:
             self.rows = rows
 
         def tensors(self) -> Any:
-            return tensors_of(spiky(tmp_path, {}))
+            return tensors_of(spiky(tmp_path, {}).spikes)
 
         def read(self, wanted: Any) -> Any:
             return [(wanted[0], bytearray(self.rows.numpy().tobytes()))]

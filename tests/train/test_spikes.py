@@ -505,7 +505,9 @@ def test_g1_a_quarantine_of_an_earlier_version_is_replaced_as_then(tmp_path: Pat
     rows that it always had.
     """
     job = shared(tmp_path, {})
-    tensors = {each.name: torch.zeros(each.shape, dtype=DTYPES[each.dtype]) for each in tensors_of(job)}
+    tensors = {
+        each.name: torch.zeros(each.shape, dtype=DTYPES[each.dtype]) for each in tensors_of(job.spikes)
+    }
     tensors[QUARANTINE][0] = torch.tensor([5, 3])
     spikes = SpikeMemory(job, tensors)
     spikes.after(
@@ -515,7 +517,9 @@ def test_g1_a_quarantine_of_an_earlier_version_is_replaced_as_then(tmp_path: Pat
         assert (each.quarantined, set(each.anywhere)) == ({5: 3, 0: 5, 7: 5}, {5})
     assert tensors[QUARANTINE][:4].tolist() == [[5, 3], [0, -5], [7, -5], [0, 0]]
     plain = small(tmp_path, {})
-    tensors = {each.name: torch.zeros(each.shape, dtype=DTYPES[each.dtype]) for each in tensors_of(plain)}
+    tensors = {
+        each.name: torch.zeros(each.shape, dtype=DTYPES[each.dtype]) for each in tensors_of(plain.spikes)
+    }
     SpikeMemory(plain, tensors).after(
         Outcome(4, 1, math.nan, (math.nan,), (1,), ((0, 7),), False, quarantined=(0, 7))
     )
@@ -526,7 +530,7 @@ def test_more_than_half_of_a_part_may_not_be_in_quarantine(tmp_path: Path) -> No
     """Eight of its 16 documents may be.  The control: as many of the other part."""
     job = shared(tmp_path, {})
     spikes = SpikeMemory(
-        job, {each.name: torch.zeros(each.shape, dtype=DTYPES[each.dtype]) for each in tensors_of(job)}
+        job, {each.name: torch.zeros(each.shape, dtype=DTYPES[each.dtype]) for each in tensors_of(job.spikes)}
     )
 
     def commit(step: int, *bad: int) -> Outcome:
@@ -548,7 +552,7 @@ def test_more_than_half_of_the_data_may_not_be_in_quarantine(tmp_path: Path) -> 
     """Five of ten samples may be; the sixth ends the run, in a sentence.  A sample is listed once."""
     job = small(tmp_path, {})
     spikes = SpikeMemory(
-        job, {each.name: torch.zeros(each.shape, dtype=DTYPES[each.dtype]) for each in tensors_of(job)}
+        job, {each.name: torch.zeros(each.shape, dtype=DTYPES[each.dtype]) for each in tensors_of(job.spikes)}
     )
 
     def commit(step: int, *bad: int) -> Outcome:

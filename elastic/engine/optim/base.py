@@ -251,10 +251,10 @@ def rule_of(job: Job) -> Rule:
             "name"
         )
     counts = found.counts and job.numerics >= UNUSED_SINCE
-    found = replace(found, averages=job.optim.average > 0, kept=spikes.tensors_of(job), counts=counts)
+    found = replace(found, averages=job.optim.average > 0, kept=spikes.tensors_of(job.spikes), counts=counts)
     if job.optim.moments == "bf16":
         found = replace(found, moments_dtype=torch.bfloat16)
-    if not is_scaled(job):
+    if not is_scaled(job.precision):
         return found
     if taken := set(SCALARS).intersection(found.scalars):
         raise CodeError(

@@ -10,7 +10,6 @@ from torch import nn
 from elastic.code.imports import did_you_mean
 from elastic.config.sections import Optim, ParameterGroup
 from elastic.errors import JobError
-from elastic.job import Job
 
 REST = ParameterGroup(names=("*",))
 """The group of the parameters that no group of the job names."""
@@ -29,41 +28,39 @@ def decays(group: ParameterGroup, dimensions: int) -> bool:
     return dimensions >= 2 if group.weight_decay == "auto" else group.weight_decay > 0
 
 
-def check_groups(job: Job, model: nn.Module) -> list[str]:
-    """Returns the lines of a table of the groups; none if the job has no groups.
+def check_groups(optim: Optim, model: nn.Module, named: str) -> list[str]:
+    """Returns the lines of a table of the groups; none if ``optim`` has no groups.  ``named`` is the name of
+    the model in messages.
 
     Raises :class:`JobError` for a pattern that gives no parameter to its group.
     """
-    named, owners = _trained(model), parameter_groups(job.optim, model)
-    for number, group in enumerate(job.optim.groups):
+    trained, owners = _trained(model), parameter_groups(optim, model)
+    for number, group in enumerate(optim.groups):
         for pattern in group.names:
             what = f"optim.groups[{number}].names: {pattern!r} matches"
-            matched = [name for name, names in named.items() if _matches((pattern,), names)]
+            matched = [name for name, names in trained.items() if _matches((pattern,), names)]
             if not matched:
                 frozen = any(fnmatchcase(name, pattern) for name, _ in model.named_parameters())
-                meant = did_you_mean(pattern, named) or (
-                    f"; the first of them is {next(iter(named), 'none')!r}"
+                meant = did_you_mean(pattern, trained) or (
+                    f"; the first of them is {next(iter(trained), 'none')!r}"
                 )
                 raise JobError(
-                    (
-                        f"{what} only frozen parameters of {job.model!r}, which no optimizer changes; leave "
-                        "it out"
-                    )
+                    (f"{what} only frozen parameters of {named!r}, which no optimizer changes; leave it out")
                     if frozen
                     else (
-                        f"{what} no parameter of {job.model!r}{meant}, and * stands for any letters; "
+                        f"{what} no parameter of {named!r}{meant}, and * stands for any letters; "
                         "correct it or leave it out"
                     )
                 )
-            if all(owners[name] in job.optim.groups[:number] for name in matched):
+            if all(owners[name] in optim.groups[:number] for name in matched):
                 raise JobError(
                     f"{what} only parameters that an earlier group has, as {matched[0]!r}, and the first "
                     "match wins; leave it out, or move its group up"
                 )
-    if not job.optim.groups:
+    if not optim.groups:
         return []
     found = [(group, model.get_parameter(name)) for name, group in owners.items()]
-    return table_of(job.optim, ((group, decays(group, each.dim()), each.numel()) for group, each in found))
+    return table_of(optim, ((group, decays(group, each.dim()), each.numel()) for group, each in found))
 
 
 def table_of(optim: Optim, parameters: Iterable[tuple[ParameterGroup, bool, int]]) -> list[str]:

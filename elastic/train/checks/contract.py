@@ -166,7 +166,7 @@ def _try_with_gradients(session: Session, state: State, batch: dict[str, Any]) -
             for name, value in batch.items()
         )
         mend = (
-            about_one_value(error, job)
+            about_one_value(error, job.microbatch_size)
             or remedy(error, state.model)
             or ("mend the model, the loss or the dataset")
         )

@@ -132,7 +132,7 @@ def preflight(
     _check_dataset(job, model, session)
     _check_layers(job, model)
     _check_eps(job, model)
-    groups = check_groups(job, model)
+    groups = check_groups(job.optim, model, job.model)
     run = (run or Run.find(job)).agree(job, branch=branch or None)
     data.check(run, build.data, int(build.samples))
     job = run.job

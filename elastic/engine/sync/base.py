@@ -43,8 +43,9 @@ class GradientReduction(ABC):
     """Sums the gradients of one wrapped module over the data ranks, with one call for each round."""
 
     across_replicas: Callable[[Tensor], None] | None = None
-    """Adds a shard over the replicas, in place.  None if :meth:`reduce` has done so already.  FSDP2 calls it
-    on a stream of its own, if any."""
+    """Adds a shard over the replicas, in place.  None if :meth:`reduce` has done so already.  It may be called
+    on another stream than :meth:`reduce`.
+    """
 
     @abstractmethod
     def reduce(self, grads: Tensor) -> Tensor | None:

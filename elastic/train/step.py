@@ -334,8 +334,10 @@ class Step:
         try:
             (loss if isinstance(weight, float) and weight == 1 else loss * weight).backward()
         except RuntimeError as error:
-            tell_of_views(error)
-            tell_of_selective(error)
+            if state.world.layout.dp_shard > 1:
+                tell_of_views(error)
+            if state.job.recompute == "selective":
+                tell_of_selective(error)
             raise
         state.parameters.end_round()
         if index is not None:

@@ -27,35 +27,19 @@ HELD_OUT = "held-out"
 
 @dataclass(frozen=True)
 class Summary:
-    """Describes the dataset that :func:`prepare` made."""
+    """The dataset that :func:`prepare` ``made``, and its place."""
 
     url: str
-    documents: int
-    tokens: int
-    files: int
-    vocabulary: int
-    fingerprint: str
+    made: Description
     held_out: Summary | None = None
     """The dataset of the documents that are held out, if there is one."""
 
-    @classmethod
-    def of(cls, store: ObjectStore, made: Description, held_out: Summary | None = None) -> Summary:
-        return cls(
-            store.url,
-            made.documents,
-            made.tokens,
-            len(made.files),
-            made.vocabulary,
-            made.fingerprint,
-            held_out,
-        )
-
     def __str__(self) -> str:
+        made, files = self.made, len(self.made.files)
         said = (
-            f"{self.documents:,} {'document' if self.documents == 1 else 'documents'}, {self.tokens:,} "
-            f"{'token' if self.tokens == 1 else 'tokens'} in {self.files} "
-            f"{'file' if self.files == 1 else 'files'}, vocabulary {self.vocabulary:,}: {self.url} "
-            f"(fingerprint {self.fingerprint[:12]})"
+            f"{made.documents:,} {'document' if made.documents == 1 else 'documents'}, {made.tokens:,} "
+            f"{'token' if made.tokens == 1 else 'tokens'} in {files} {'file' if files == 1 else 'files'}, "
+            f"vocabulary {made.vocabulary:,}: {self.url} (fingerprint {made.fingerprint[:12]})"
         )
         return said if self.held_out is None else f"{said}\nheld out: {self.held_out}"
 
@@ -123,7 +107,7 @@ def _written(
     store: ObjectStore, encoder: Encoder, texts: Iterator[Document], held_out: Summary | None = None
 ) -> Summary:
     with _refused(store):
-        return Summary.of(store, write_dataset(store, encoder.encode(texts), encoder.coding), held_out)
+        return Summary(store.url, write_dataset(store, encoder.encode(texts), encoder.coding), held_out)
 
 
 @contextmanager

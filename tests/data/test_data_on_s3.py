@@ -40,9 +40,9 @@ def test_from_a_bucket_to_a_bucket_into_samples(
     """A real server, found by the node's own settings: the dataset is the one that a folder gives."""
     enter(monkeypatch, swift)
     source, out = below(swift_bucket), below(swift_bucket)
-    made = prepare(mixed(source).url, out.url, bpe=300)
+    made = prepare(mixed(source).url, out.url, bpe=300).made
     local = prepare(mixed(ObjectStore.open(str(tmp_path / "text"))).url, str(tmp_path / "data"), bpe=300)
-    assert (made.fingerprint, made.documents) == (local.fingerprint, len(MIXED_TEXTS))
+    assert (made.fingerprint, made.documents) == (local.made.fingerprint, len(MIXED_TEXTS))
     remote, folder = TokenDataset(out.url, 4), TokenDataset(str(tmp_path / "data"), 4)
     ids = tuple(np.random.default_rng(0).permutation(len(folder)).tolist())
     assert remote.read(ids)["tokens"].equal(folder.read(ids)["tokens"])

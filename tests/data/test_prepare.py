@@ -68,11 +68,10 @@ def test_every_byte_of_every_document_comes_back(folder: Path, store: ObjectStor
         tokens = row[each["first"] : each["first"] + each["length"]]
         assert bytes(tokens[:-1].astype(np.uint8)).decode() == TEXTS[each["path"]]
         assert blake3(tokens.tobytes()).hexdigest() == each["blake3"]
-    assert (summary.documents, summary.tokens, summary.files) == (len(TEXTS), len(row), 1)
+    assert (summary.made.documents, summary.made.tokens) == (len(TEXTS), len(row))
     assert str(summary).startswith(f"5 documents, {len(row)} tokens in 1 file, vocabulary 257: ")
-    assert (
-        str(replace(summary, documents=1, held_out=replace(summary, documents=1))).count("1 document, ") == 2
-    )
+    one = replace(summary, made=replace(summary.made, documents=1))
+    assert str(replace(one, held_out=one)).count("1 document, ") == 2
 
 
 MIXED = {
@@ -122,7 +121,7 @@ def test_a_bucket_gives_the_dataset_that_a_folder_gives(tmp_path: Path) -> None:
         for source in (local, remote)
         for to in (str(tmp_path / f"{source.local}"), out.url)
     ]
-    assert len({summary.fingerprint for summary in summaries}) == 1
+    assert len({summary.made.fingerprint for summary in summaries}) == 1
     assert (
         TokenDataset(out.url, 4)
         .read((0, 5))["tokens"]
@@ -492,7 +491,7 @@ def test_a14_held_out_documents_are_never_trained_on(tmp_path: Path) -> None:
     assert (
         10 < len(set(held_out)) < 55
         and summary.held_out is not None
-        and summary.held_out.documents == len(held_out)
+        and summary.held_out.made.documents == len(held_out)
     )
     assert "held out: " in str(summary)
     put(

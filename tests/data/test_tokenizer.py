@@ -116,7 +116,7 @@ def test_training_twice_gives_the_same_file(tmp_path: Path) -> None:
 def test_a_dataset_with_a_trained_bpe(store: ObjectStore, tmp_path: Path) -> None:
     source = write_texts(tmp_path / "text", {"a.txt": TEXT, "b.txt": f"Ä {END} 文"})
     summary = prepare(source, store.url, bpe=400)
-    assert summary.vocabulary == 400 and summary == prepare(source, store.url, bpe=400)
+    assert summary.made.vocabulary == 400 and summary == prepare(source, store.url, bpe=400)
     files = TokenFiles(store)
     about = files.description
     encoder = encoder_of(store, about)

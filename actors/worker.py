@@ -32,7 +32,7 @@ from elastic.job import Job
 from elastic.plan.copy_budget import amount
 from elastic.protocol.events import Event, Joined, NodeRefused, StartFailed, Starting
 from elastic.protocol.member import Lease, Member
-from elastic.runs import forks
+from elastic.runs.branches import Branches
 from elastic.threads import go_or_end, later
 from elastic.train.apply_fence import ApplyFence
 from elastic.train.gauges.counters import Counters, segment
@@ -150,7 +150,7 @@ class Worker:
             traceback.print_exc()
             self._cannot_start(error)
             return
-        checkpoints = forks.checkpoints(ObjectStore.open(self.job.bucket), self.job.name)
+        checkpoints = Branches(ObjectStore.open(self.job.bucket), self.job.name).checkpoints()
         self.trainer = Trainer(session, self.apply_fence, device, checkpoints, self.report)
         kind = kind_of(device, self.job.attention)
         compiled = compilers.place(self.job, build.code, kind, compiled_folder())

@@ -62,13 +62,6 @@ class Reference(NamedTuple):
         return seal({"format": 1, **Origin(self.run, self.version).to_json()})
 
 
-def checkpoints(store: ObjectStore, name: str) -> Checkpoints:
-    """Returns the checkpoints of a run.  In a fork, the first one is the checkpoint from which it was
-    forked.
-    """
-    return Branches(store, name).checkpoints()
-
-
 def references(store: ObjectStore, name: str) -> dict[Version, tuple[str, ...]]:
     """Returns the versions of a run that other runs need, or may need, each with the names of those runs."""
     # in this order: a note goes once the reference was put back
@@ -105,7 +98,7 @@ def refer(store: ObjectStore, origin: Origin, name: str) -> Origin:
 
 
 def _holder(store: ObjectStore, origin: Origin) -> Origin:
-    return Origin(checkpoints(store, origin.run).holder(origin.version), origin.version)
+    return Origin(Branches(store, origin.run).checkpoints().holder(origin.version), origin.version)
 
 
 def _hold(store: ObjectStore, holder: Origin, reference: Reference) -> None:

@@ -64,15 +64,6 @@ lost; 0 if no world can follow.
 """
 
 
-def nothing(plan: Plan, world_rank: int, step: int) -> None:
-    """Lets the save go on: no test ends this process."""
-
-
-def no_loss(plan: Plan) -> int:
-    """Foresees no smaller world."""
-    return 0
-
-
 class NoMemory(Exception):
     """The node has no memory for a copy."""
 
@@ -88,8 +79,8 @@ class Snapshots:
         rule: CopyRule,
         saves: SaveRule = NO_SAVES,
         patience_s: float = 0.0,
-        strike: Strike = nothing,
-        foresee: Foresee = no_loss,
+        strike: Strike = lambda plan, world_rank, step: None,
+        foresee: Foresee = lambda plan: 0,
     ) -> None:
         """``patience_s`` limits how long a due save waits for the previous save; after that, steps go on, and
         the due save is made later.

@@ -25,8 +25,7 @@ from elastic.plan.transfer import Move, missing, moves, reads_copies
 from elastic.protocol.copy_schedule import Copy
 from elastic.protocol.events import HEALS
 from elastic.protocol.plan import Plan
-from elastic.runs import forks
-from elastic.runs.branches import Origin
+from elastic.runs.branches import Branches, Origin
 from elastic.state.digest import digests
 from elastic.state.hosts import Access, read
 from elastic.state.shard import DTYPES, Key, Shard, ShardHome, place_of
@@ -378,7 +377,7 @@ def weights_of(state: State, checkpoints: Checkpoints, hook: Callable[[], None])
     read.  Raises as :func:`from_bucket`.
     """
     origin = Origin.of(state.job.init)
-    reader = forks.checkpoints(checkpoints.store, origin.run).open(origin.version)
+    reader = Branches(checkpoints.store, origin.run).checkpoints().open(origin.version)
     weights = [tensor for tensor in state.tensors if tensor.kind in WEIGHTS]
     if why := misfit(state.job, weights, reader.tensors(), origin.version, AS_IT_IS_THERE):
         raise StateMissing(f"init = {state.job.init!r}: {why}")

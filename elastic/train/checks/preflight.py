@@ -41,7 +41,7 @@ from elastic.models.flops import flops_of
 from elastic.plan.copy_budget import amount
 from elastic.plan.placement import largest_cells, number_of_cells
 from elastic.protocol.builds import Build
-from elastic.runs import branches, code, data, forks, harmed
+from elastic.runs import branches, code, data, harmed
 from elastic.runs.branches import Branches, Origin
 from elastic.runs.quarantine import held_in
 from elastic.runs.resume import StartPoint
@@ -234,7 +234,7 @@ def _check_origin(
     Raises :class:`JobError` unless the checkpoint fits the model and, if the run goes on from it and does not
     only take its weights, the samples.
     """
-    reader, weights = forks.checkpoints(store, origin.run).open(origin.version), bool(start.job.init)
+    reader, weights = Branches(store, origin.run).checkpoints().open(origin.version), bool(start.job.init)
     wanted = [each for each in tensors if not weights or each.kind in WEIGHTS]
     if why := misfit(start.job, wanted, reader.tensors(), origin.version, AS_IT_IS_THERE):
         raise JobError(f"{start.setting}: {why}")

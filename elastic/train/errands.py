@@ -167,8 +167,7 @@ def validate_by_spare(
             print(f"the validation of {version} begins again in {AGAIN_S:g} s: {error}", flush=True)
             again_at = time.monotonic() + AGAIN_S
         gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()
         while time.monotonic() < again_at and not interrupted():
             time.sleep(0.1)
         if not again_at or interrupted():

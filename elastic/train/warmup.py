@@ -66,8 +66,7 @@ def warm_up(session: Session, tensors: Sequence[Tensor], device: torch.device) -
         print(f"not warmed up:\n{traceback.format_exc()}", flush=True)
     gc.collect()
     gc.freeze()  # what is here by now stays: later collections need not look at it
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+    torch.cuda.empty_cache()
     print(
         f"the warm-up took {time.monotonic() - began:.3f} s{_compiled() if session.job.compile else ''}",
         flush=True,

@@ -86,8 +86,7 @@ def compare_with_torch(
             torch.cuda.set_rng_state(cuda, device)
         del trial
         gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()
     return f"{said} ({time.monotonic() - began:.1f} s)"
 
 

@@ -15,6 +15,7 @@ from functools import partial
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError
 from tempfile import TemporaryFile
+from typing import Any
 
 import torch
 from torch import nn
@@ -224,14 +225,8 @@ def make_session(job: Job, counters: Counters, *, prefetch: int | None = None) -
     check_schedule(job)
     lengths = lengths_of(job, dataset) if job.data.group_by_length else None
     cursor = Cursor.of(job.stretches(), len(dataset), lengths, _sizes_of(job, dataset))
-    ahead, reads = (
-        job.data.prefetch * max(job.data.readers, 1) if prefetch is None else prefetch,
-        partial(counters.reads, "data"),
-    )
-    loader = Loader(
-        dataset, cursor, job.microbatch_size, ahead, named=_named(job), reads=reads, readers=_readers_of(job)
-    )
-    loop = loop_of(job)
+    ahead = job.data.prefetch * max(job.data.readers, 1) if prefetch is None else prefetch
+    loader, loop = _loader(job, dataset, cursor, ahead, counters, "data"), loop_of(job)
     faults, held_out = Faults(job.faults), _held_out(job, loader, counters)
     return Session(
         job,
@@ -244,6 +239,21 @@ def make_session(job: Job, counters: Counters, *, prefetch: int | None = None) -
         faults,
         held_out=held_out,
         loop=loop,
+    )
+
+
+def _loader(
+    job: Job, dataset: Dataset, cursor: Cursor, ahead: int, counters: Counters, section: str
+) -> Loader:
+    """Returns the loader of the dataset of ``section``, which ``job`` has as that of ``[data]``."""
+    return Loader(
+        dataset,
+        cursor,
+        job.microbatch_size,
+        ahead,
+        named=_named(job, section),
+        reads=partial(counters.reads, section),
+        readers=_readers_of(job, section),
     )
 
 
@@ -264,7 +274,7 @@ def _sizes_of(job: Job, dataset: Dataset) -> tuple[int, ...]:
     return sizes
 
 
-def _readers_of(job: Job, section: str = "data") -> Readers | None:
+def _readers_of(job: Job, section: str) -> Readers | None:
     """Returns the processes that read the dataset, or None if the job asks for none.  Raises
     :class:`JobError` for a dataset that they cannot open.
     """
@@ -295,41 +305,28 @@ def _held_out(job: Job, loader: Loader, counters: Counters) -> Loader | None:
             f"validation.samples = {validation.samples}: the dataset of validation.args = {given} has "
             f"{len(dataset)} samples; give it more samples, or leave validation.samples out to take all"
         )
-    named_in, reads = _named(held, "validation"), partial(counters.reads, "validation")
-    readers = _readers_of(held, "validation")
-    return Loader(
-        dataset,
-        loader.cursor,
-        job.microbatch_size,
-        loader.prefetch,
-        named=named_in,
-        reads=reads,
-        readers=readers,
-    )
+    return _loader(held, dataset, loader.cursor, loader.prefetch, counters, "validation")
 
 
 def loss_of(job: Job) -> Loss:
     """Returns the loss that the job names.  Raises :class:`CodeError`."""
-    found: Loss = load(job.loss, "loss")
-    if isinstance(found, type) or not callable(found):
-        what = "a class" if isinstance(found, type) else f"a {type(found).__name__}"
-        raise CodeError(
-            f"loss = {job.loss!r} names {what}; name a function: loss(model, batch) returns (sum, count), "
-            "two scalars"
-        )
+    found: Loss = _function(job.loss, "loss", "loss(model, batch) returns (sum, count), two scalars")
     return found
 
 
 def loop_of(job: Job) -> Callable[[Context], object]:
     """Returns the loop that the job names, or our own.  Raises :class:`CodeError`."""
-    if not job.loop:
-        return standard
-    found: Callable[[Context], object] = load(job.loop, "loop")
+    return _function(job.loop, "loop", "loop(ctx) goes through ctx.steps()") if job.loop else standard
+
+
+def _function(path: str, setting: str, does: str) -> Any:
+    """Returns the function that ``setting`` names by ``path``.  ``does`` says how it is called and what it
+    does.  Raises :class:`CodeError`.
+    """
+    found = load(path, setting)
     if isinstance(found, type) or not callable(found):
         what = "a class" if isinstance(found, type) else f"a {type(found).__name__}"
-        raise CodeError(
-            f"loop = {job.loop!r} names {what}; name a function: loop(ctx) goes through ctx.steps()"
-        )
+        raise CodeError(f"{setting} = {path!r} names {what}; name a function: {does}")
     return found
 
 

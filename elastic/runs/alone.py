@@ -113,21 +113,14 @@ class EndWriter:
         self.write()
 
     def write(self) -> None:
-        """Writes how the process ends, if it is known by now."""
-        if self.claim and self.how is not None:
-            end(self.store, self.name, self.claim, self.how)
+        """Writes how the process ends, if it is known by now, unless its claim is gone with the run's folder.
 
-
-def end(store: ObjectStore, name: str, incarnation: int, how: Ended) -> None:
-    """Writes how this process, which claimed the run as ``incarnation``, ended, unless its claim is gone with
-    the run's folder.
-
-    Raises nothing if the bucket fails: the process then counts as one that died.
-    """
-    with suppress(StorageError, OSError):
-        if is_ours(owner_of(store, name, incarnation)):
-            about = {"format": 1, "state": type(how).__name__, "at": round(time.time(), 3), **vars(how)}
-            ends(store, name).add(incarnation, about)
+        Raises nothing if the bucket fails: the process then counts as one that died.
+        """
+        with suppress(StorageError, OSError):
+            if (how := self.how) and self.claim and is_ours(owner_of(self.store, self.name, self.claim)):
+                about = {"format": 1, "state": type(how).__name__, "at": round(time.time(), 3), **vars(how)}
+                ends(self.store, self.name).add(self.claim, about)
 
 
 def _failed(error: BaseException) -> Ended:

@@ -451,7 +451,7 @@ def test_l4_a_start_reads_no_more_claims_of_a_run_that_was_started_a_hundred_tim
     for each in range(60):
         claimed = run.claim_here()
         if not lives or each != 30:
-            alone.end(run.store, run.job.name, claimed, Stopped("Ctrl-C"))
+            alone.EndWriter(run.store, run.job.name, claimed, Stopped("Ctrl-C")).write()
     machine("host-b")
     last = run.last_recorded()
     assert last is not None and last.incarnation == 41, "of the first forty nobody knows anything"

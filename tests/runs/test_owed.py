@@ -100,7 +100,7 @@ def test_the_last_step_of_a_run_that_ended_early_owes_as_well() -> None:
     save(run, 6)
     save(run, 8)
     assert listed(Run.look(run.job)) == []
-    alone.end(run.store, run.job.name, claim, Finished(8, "the loop was left"))
+    alone.EndWriter(run.store, run.job.name, claim, Finished(8, "the loop was left")).write()
     assert listed(Run.look(run.job)) == ["export 8", "samples 8"]
     Run.look(run.job).claim_here()
     assert listed(Run.look(run.job)) == []

@@ -622,8 +622,13 @@ digest of an older run stays the same.
 """
 
 BEFORE: dict[str, Any] = {
-    **{"numerics": 1, "init": "", "loop": ""},
-    **{"recompute": "none", "attention": "auto", "activations": "keep", "loss_scale": "dynamic"},
+    "numerics": 1,
+    "init": "",
+    "loop": "",
+    "recompute": "none",
+    "attention": "auto",
+    "activations": "keep",
+    "loss_scale": "dynamic",
 }
 """The top-level settings, with their values, of a run whose ``job.json`` does not name them.  The digest
 leaves these values out, as it does with ``_LATER``.

@@ -173,13 +173,15 @@ class GPT2(nn.Module):
 
 
 TRANSFORMERS = {
-    **{
-        "layers": "transformer.h",
-        "norm": "transformer.ln_f",
-        "attention_norm": "ln_1",
-        "feed_forward_norm": "ln_2",
-    },
-    **{"attention": "attn", "qkv": "c_attn", "out": "c_proj", "w1": "mlp.c_fc", "w2": "mlp.c_proj"},
+    "layers": "transformer.h",
+    "norm": "transformer.ln_f",
+    "attention_norm": "ln_1",
+    "feed_forward_norm": "ln_2",
+    "attention": "attn",
+    "qkv": "c_attn",
+    "out": "c_proj",
+    "w1": "mlp.c_fc",
+    "w2": "mlp.c_proj",
 }
 """Our words in names of tensors, and those of transformers; both of its models have these."""
 

@@ -230,15 +230,21 @@ class Llama(nn.Module):
 
 
 TRANSFORMERS = {
-    **{
-        "embedding": "model.embed_tokens",
-        "layers": "model.layers",
-        "norm": "model.norm",
-        "output": "lm_head",
-    },
-    **{"attention_norm": "input_layernorm", "feed_forward_norm": "post_attention_layernorm"},
-    **{"attention": "self_attn", "wq": "q_proj", "wk": "k_proj", "wv": "v_proj", "wo": "o_proj"},
-    **{"feed_forward": "mlp", "w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"},
+    "embedding": "model.embed_tokens",
+    "layers": "model.layers",
+    "norm": "model.norm",
+    "output": "lm_head",
+    "attention_norm": "input_layernorm",
+    "feed_forward_norm": "post_attention_layernorm",
+    "attention": "self_attn",
+    "wq": "q_proj",
+    "wk": "k_proj",
+    "wv": "v_proj",
+    "wo": "o_proj",
+    "feed_forward": "mlp",
+    "w1": "gate_proj",
+    "w2": "down_proj",
+    "w3": "up_proj",
 }
 """Our words in names of tensors, and those of transformers."""
 

@@ -87,8 +87,24 @@ minute to give back the memory of a large process that was killed.
 IN_MEMORY = ("tmpfs", "ramfs")
 """Filesystems whose files are in memory."""
 OVER_A_NETWORK = (
-    *("nfs", "nfs4", "cifs", "smb3", "smbfs", "ceph", "lustre", "beegfs", "gpfs", "wekafs", "afs", "9p"),
-    *("fuse.sshfs", "fuse.ceph", "fuse.glusterfs", "fuse.s3fs", "fuse.gcsfuse", "fuse.juicefs"),
+    "nfs",
+    "nfs4",
+    "cifs",
+    "smb3",
+    "smbfs",
+    "ceph",
+    "lustre",
+    "beegfs",
+    "gpfs",
+    "wekafs",
+    "afs",
+    "9p",
+    "fuse.sshfs",
+    "fuse.ceph",
+    "fuse.glusterfs",
+    "fuse.s3fs",
+    "fuse.gcsfuse",
+    "fuse.juicefs",
 )
 """Filesystems whose files are on other machines."""
 

@@ -64,15 +64,22 @@ def buffer_gb(group: int) -> str:
 
 def groups_of(units: Sequence[Mapping[Key, torch.Tensor]], most: int) -> list[list[Key]]:
     """Returns the keys of all units in groups of at most ``most`` bytes, or of one unit if that is larger."""
-    groups: list[list[Key]] = []
+    groups = in_groups(units, lambda unit: sum(value.nbytes for value in unit.values()), most)
+    return [[key for unit in group for key in unit] for group in groups]
+
+
+def in_groups(items: Iterable[T], bytes_of: Callable[[T], int], most: int) -> list[list[T]]:
+    """Returns the items, in their order, in groups of at most ``most`` bytes, or of one item if that is
+    larger.
+    """
+    groups: list[list[T]] = []
     room = 0
-    for unit in units:
-        size = sum(value.nbytes for value in unit.values())
-        if size > room or not groups:
+    for item in items:
+        if bytes_of(item) > room or not groups:
             groups.append([])
             room = most
-        groups[-1] += unit
-        room -= size
+        groups[-1].append(item)
+        room -= bytes_of(item)
     return groups
 
 

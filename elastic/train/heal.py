@@ -30,7 +30,7 @@ from elastic.state.digest import digests
 from elastic.state.hosts import Access, read
 from elastic.state.shard import DTYPES, Key, Shard, ShardHome, place_of
 from elastic.state.staging import STREAMS, StagingStream
-from elastic.state.streaming import look_at
+from elastic.state.streaming import in_groups, look_at
 from elastic.train.gauges.counters import OPERATIONS
 from elastic.train.initialise import initialise
 from elastic.train.model import AS_IT_IS_THERE, BUFFERS, State, begun_anew, misfit
@@ -283,21 +283,16 @@ def _messages(parts: list[torch.Tensor]) -> list[list[torch.Tensor]]:
 
     The result depends on shapes alone, which sender and receiver both know.
     """
-    messages: list[list[torch.Tensor]] = []
-    room = 0
-    for part in parts:
-        rows = (
+    pieces = (
+        piece
+        for part in parts
+        for piece in (
             part.split(max(1, MESSAGE * len(part) // part.nbytes))
             if part.nbytes > MESSAGE and part.shape
             else (part,)
         )
-        for piece in rows:
-            if piece.nbytes > room or not messages:
-                messages.append([])
-                room = MESSAGE
-            messages[-1].append(piece)
-            room -= piece.nbytes
-    return messages
+    )
+    return in_groups(pieces, lambda piece: piece.nbytes, MESSAGE)
 
 
 def _exchange_at_once(

@@ -267,8 +267,8 @@ def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         else f"{os.cpu_count()} cores {platform.machine()}"
     )
     found = {
-        "text": f"{'Shakespeare' if not options.text else text.name}, {summary.tokens / 1e6:.1f} M bytes",
-        "fingerprint": summary.fingerprint,
+        "text": f"{'Shakespeare' if not options.text else text.name}, {summary.made.tokens / 1e6:.1f} M bytes",
+        "fingerprint": summary.made.fingerprint,
         "parameters": parameters,
         "options": vars(options),
         "torch": torch.__version__,

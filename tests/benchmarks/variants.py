@@ -200,7 +200,7 @@ def main() -> int:
         ).stdout.strip()
         card = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
         made = f"{card}, torch {torch.__version__}, {date.today()} {commit}"
-        about = f"Llama, 99.5 M parameters, {summary.tokens / 1e6:.1f} M bytes of text; {made}"
+        about = f"Llama, 99.5 M parameters, {summary.made.tokens / 1e6:.1f} M bytes of text; {made}"
         start(options.world)
         for name in options.names:
             rows[name] = train(job_of(folder, name, options))

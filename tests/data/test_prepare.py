@@ -211,7 +211,7 @@ def test_the_same_folder_gives_the_same_bytes_and_writing_it_again_changes_nothi
     before = {name: (tmp_path / "one" / name).stat().st_mtime_ns for name in names}
     assert prepare(folder, str(tmp_path / "one")) == first
     assert {name: (tmp_path / "one" / name).stat().st_mtime_ns for name in names} == before
-    assert first.fingerprint == second.fingerprint
+    assert first.made.fingerprint == second.made.fingerprint
 
 
 def test_another_dataset_is_never_overwritten(folder: Path, tmp_path: Path) -> None:

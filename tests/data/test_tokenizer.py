@@ -370,7 +370,7 @@ import sys
 sys.modules["tokenizers"] = None
 from elastic.data.prepare import prepare
 from elastic.errors import DataError
-print(prepare(sys.argv[1], sys.argv[1] + "-bytes").documents)
+print(prepare(sys.argv[1], sys.argv[1] + "-bytes").made.documents)
 try:
     prepare(sys.argv[1], sys.argv[1] + "-bpe", bpe=300)
 except DataError as error:

@@ -5,7 +5,7 @@ copies of its end.
 from storage.journal.claims import claim_owner, latest_claim, newest_owner, owner_of, owners
 from storage.journal.journal import CONTINUATIONS, RECORDS, SEGMENT_RECORDS, Journal
 from storage.journal.objects import Json, Segment, unpacked
-from storage.journal.reading import Newest, newest, objects, parse, read, records, since
+from storage.journal.reading import Newest, objects, parse, read, since
 
 __all__ = [
     "CONTINUATIONS",
@@ -17,14 +17,12 @@ __all__ = [
     "Segment",
     "claim_owner",
     "latest_claim",
-    "newest",
     "newest_owner",
     "objects",
     "owner_of",
     "owners",
     "parse",
     "read",
-    "records",
     "since",
     "unpacked",
 ]

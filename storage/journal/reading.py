@@ -129,11 +129,6 @@ class Newest:
         return [self._parsed[key] for key in keys]
 
 
-def newest(store: ObjectStore, run: str) -> Segment | None:
-    """Returns the last segment in the bucket, or None; see :meth:`Newest.segment`."""
-    return Newest(store, run).segment()
-
-
 def _last(store: ObjectStore, folder: str) -> str | None:
     """Returns the key of the newest object below ``folder``: it follows the last name of each folder, unless
     that is empty.
@@ -228,11 +223,6 @@ def _join(segments: list[Segment], head: Json, records: list[Json], where: str) 
 def _base(head: Json, records: Sequence[Json]) -> int | None:
     """Returns the number of the first record after a segment's snapshot."""
     return head["continues"] if "continues" in head else records[0]["n"] if records else None
-
-
-def records(store: ObjectStore, run: str) -> list[Json]:
-    """Returns all records in the bucket, in order."""
-    return [record for _, segment in read(store, run) for record in segment]
 
 
 def parse(lines: bytes, *, tail: bool = False) -> list[Segment]:

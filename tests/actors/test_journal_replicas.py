@@ -19,10 +19,10 @@ from elastic.journal import codec
 from elastic.protocol.authority import Authority
 from elastic.protocol.events import Tick
 from elastic.runs.run import Run
-from storage import journal
 from storage.errors import Deposed, Unavailable
 from storage.objects import Data, ObjectStore
 from tests.control.play import but
+from tests.support.journals import records
 from tests.support.patience import PATIENCE_S
 from tests.support.shelf import Shelf
 from tests.support.stores import Forwarding
@@ -97,7 +97,7 @@ class Desk:
     @property
     def shipped(self) -> int:
         """Number of records in the bucket."""
-        return len(journal.records(self.run.store, "copies"))
+        return len(records(self.run.store, "copies"))
 
 
 def test_a_majority_is_enough(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

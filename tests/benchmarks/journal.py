@@ -14,10 +14,11 @@ from pathlib import Path
 from elastic.journal import codec
 from elastic.plan.layout import LayoutRule
 from elastic.protocol.events import StepDone
-from storage.journal import Journal, newest, records
+from storage.journal import Journal
 from storage.objects import ObjectStore
 from tests.control.play import stepping
 from tests.control.test_journal_size import commit
+from tests.support.journals import newest, records
 
 WORKERS, SAMPLES, STEPS = 1024, 4096, 40
 

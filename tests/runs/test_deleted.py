@@ -14,9 +14,10 @@ from elastic.runs import resume
 from elastic.runs.deleted import put_back
 from elastic.runs.run import Run
 from storage.errors import Damaged, Deposed
-from storage.journal import Journal, newest
+from storage.journal import Journal
 from storage.objects import ObjectStore
 from tests.runs.test_forks import job_of, trained
+from tests.support.journals import newest
 from tests.support.stores import Forwarding
 
 pytestmark = pytest.mark.fast

@@ -19,10 +19,8 @@ from storage.journal import (
     SEGMENT_RECORDS,
     Journal,
     Newest,
-    newest,
     parse,
     read,
-    records,
     replicas,
     since,
 )
@@ -30,6 +28,7 @@ from storage.journal import objects as objects_of
 from storage.journal.objects import key_of, packed, unpacked
 from storage.objects import Data, ObjectStore
 from tests.support.full_disk import full_disk
+from tests.support.journals import newest, records
 from tests.support.patience import PATIENCE_S, until
 from tests.support.stores import Forwarding, Stale
 

@@ -27,11 +27,11 @@ from actors import cluster
 from actors.ends import signature
 from actors.errands import Errands
 from actors.journal_replicas import JournalReplicas
-from actors.objects import UsersCode
 from actors.perform import ActorGroup
 from actors.processes import end_on_sigterm, make_log_folder
 from actors.prometheus import Exported
 from actors.survivors import Left, look_back
+from actors.users_code import UsersCode
 from actors.view import View, best_of
 from elastic.control import copy_inventory
 from elastic.control.inbox import Inbox
@@ -120,7 +120,7 @@ class Coordinator:
     ) -> None:
         """``seen`` is the newest incarnation that ``driver`` has seen.  ``life`` is a random text that names
         this actor.  ``secret`` lets the processes of the run recognise each other on direct sockets.
-        ``objects`` are for workers (:mod:`actors.objects`).
+        ``objects`` are for workers (:mod:`actors.users_code`).
 
         Ray starts the actor again with the same arguments whenever its process dies.  Raises :class:`Refused`
         if a command on another cluster has begun the run since.

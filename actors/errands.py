@@ -38,7 +38,7 @@ from storage.errors import Damaged, StorageError, Unavailable
 from storage.objects import ObjectStore
 
 if TYPE_CHECKING:
-    from actors.objects import UsersCode
+    from actors.users_code import UsersCode
 
 POLL_S = 0.5
 """Seconds between two looks at the result of an attempt, each of which asks the bucket while a spare

@@ -35,13 +35,13 @@ from actors.living import (
     view_of,
     views,
 )
-from actors.objects import pack
 from actors.processes import life_of
 from actors.result import Result
 from actors.screen import screen_for
 from actors.signals import Requests
 from actors.submitted import check_place
 from actors.terminal import lasting
+from actors.users_code import pack
 from actors.view import View
 from elastic.code.imports import check_packages
 from elastic.errors import STOPPED, JobError, PlatformGaveUp, Refused
@@ -431,7 +431,7 @@ def start(run: Run, reference: Build, driver: str, seen: int, objects: Sequence[
 
     ``reference`` is the build that every worker must match.  ``driver`` starts it, and ``seen`` is the newest
     incarnation that it has seen; if another command has claimed the run since, the coordinator does not
-    start.  ``objects`` are those of the job (:func:`~actors.objects.pack`).  Raises as
+    start.  ``objects`` are those of the job (:func:`~actors.users_code.pack`).  Raises as
     :func:`elastic.runs.data.bind`.
     """
     data.bind(run, reference.data, int(reference.samples))

@@ -32,9 +32,9 @@ from actors.ends import (
 )
 from actors.keeper import GROUPS, Keeper
 from actors.logs import EXAMINE_S
-from actors.objects import UsersCode
 from actors.relay import Orders
 from actors.survivors import Left
+from actors.users_code import UsersCode
 from actors.worker import Worker
 from elastic.control.run import RunState
 from elastic.ids import NodeId, Version, WorkerId

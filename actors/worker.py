@@ -40,7 +40,7 @@ from elastic.train.machine.limits import no_segment, shared_memory
 from storage.errors import Unavailable
 
 if TYPE_CHECKING:
-    from actors.objects import UsersCode
+    from actors.users_code import UsersCode
     from elastic.train.loop import Trainer
     from elastic.train.step import Session
 
@@ -389,12 +389,12 @@ class Worker:
         Without a point, it performs the fault at once if any thread can, otherwise when the training thread
         next comes to any point.
         """
-        from elastic.train import faults
+        from elastic.train import own_faults
 
         if kind in AT_ONCE and not point:
-            threading.Thread(target=faults.perform, args=(kind, duration_s, amount)).start()
+            threading.Thread(target=own_faults.perform, args=(kind, duration_s, amount)).start()
         else:
-            self._trainer.session.faults.ask(faults.FaultOrder(kind, point, duration_s, amount))
+            self._trainer.session.faults.ask(own_faults.FaultOrder(kind, point, duration_s, amount))
 
 
 def _redirect_output(path: Path) -> None:

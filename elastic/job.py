@@ -28,7 +28,7 @@ from pydantic import (
     model_validator,
 )
 
-from elastic.code.objects import Given
+from elastic.code.given import Given
 from elastic.config.agreement import disagreements, idle
 from elastic.config.command_line import read_options
 from elastic.config.sections import (

@@ -19,9 +19,9 @@ import torch
 
 from actors.cli import main
 from actors.launch import launch
-from actors.objects import LARGEST, UsersCode, pack
+from actors.users_code import LARGEST, UsersCode, pack
+from elastic.code.given import Given, parts_of
 from elastic.code.imports import code_digest, load
-from elastic.code.objects import Given, parts_of
 from elastic.code.sources import sources_of
 from elastic.engine.optim.schedule import learning_rate_of
 from elastic.errors import CodeError, JobError, ModelError
@@ -113,7 +113,7 @@ def test_l11_an_object_is_its_name_if_that_can_be_imported(tmp_path: Path) -> No
     job = toy_job(tmp_path, name="run", data={"dataset": Sums}, model=parts_of)
     assert (job.data.dataset, job.model) == (
         "tests.support.toys:Sums",
-        "elastic.code.objects:parts_of",
+        "elastic.code.given:parts_of",
     ) and job.objects() == {}
     of = cell()
     job = job_of(tmp_path, of, loss=of["short"]).replace(seed=3)
@@ -210,7 +210,7 @@ def outer(power):
 build = outer(2)
 """
     program = (
-        f"{small}\nfrom elastic.code.objects import Given, "
+        f"{small}\nfrom elastic.code.given import Given, "
         "parts_of\nprint(sorted(parts_of([Given(build)])[0].items()))"
     )
     (tmp_path / "script.py").write_text(program)

@@ -13,7 +13,7 @@ from actors.cli.checkpoint_commands import at_rest
 from actors.cli.job_file import JobFile
 from actors.cli.parser import command
 from actors.terminal import say
-from elastic.code.objects import OBJECT
+from elastic.code.given import OBJECT
 from elastic.config.command_line import Options
 from elastic.config.settings import option_of
 from elastic.config.values import place, shown

@@ -10,7 +10,7 @@ from typing import Any
 from elastic.config.values import HIDDEN, is_secret
 from elastic.ids import Version
 from elastic.plan.retention import Keep
-from elastic.report.page.model import BranchRow, CheckpointRow, Facts
+from elastic.report.page.content import BranchRow, CheckpointRow, Facts
 from elastic.report.page.series import Columns
 from elastic.report.timeline import Timeline
 from elastic.runs import branches, owed, retention

@@ -36,7 +36,7 @@ def prepare(
     unique: leave out documents whose text came before
     """
     from elastic.data import prepare as shards
-    from elastic.data.sources import SUFFIXES
+    from elastic.data.text_sources import SUFFIXES
 
     if tokenizer and train_bpe:
         raise JobError(

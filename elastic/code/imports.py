@@ -24,7 +24,7 @@ from symtable import symtable
 from types import ModuleType
 from typing import Any
 
-from elastic.code.objects import OBJECT, Given
+from elastic.code.given import OBJECT, Given
 from elastic.errors import CodeError, JobError
 
 PACKAGES = ("elastic", "actors", "storage")

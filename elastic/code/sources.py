@@ -29,8 +29,8 @@ from importlib.metadata import distributions
 from importlib.util import resolve_name
 from pathlib import Path
 
+from elastic.code.given import Given, parts_of
 from elastic.code.imports import PACKAGES, ROOT, find, python_files, split
-from elastic.code.objects import Given, parts_of
 
 INSTALLED = {"site-packages", "dist-packages"}
 """Folders of installed packages."""

@@ -17,8 +17,8 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError, WrapValidator
 from pydantic.fields import FieldInfo
 
+from elastic.code.given import MAIN, Given, named
 from elastic.code.imports import VARIABLE, did_you_mean, split
-from elastic.code.objects import MAIN, Given, named
 from elastic.errors import CodeError
 from storage.objects.urls import folder_of
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from elastic.data.sources import SUFFIXES, Document, documents, text_files
+from elastic.data.text_sources import SUFFIXES, Document, documents, text_files
 from elastic.data.tokenizer import Bytes, Encoder, Trained, read_tokenizer, train_bpe
 from elastic.errors import DataError
 from storage.datasets import DESCRIPTION, Description, expect_room, write_dataset

@@ -2,10 +2,10 @@
 lock (GIL) in the process that trains.
 
 A worker has ``data.readers`` such processes.  Each is a new program that opens the dataset by itself
-(``reader.py``): nothing is forked, and no main module is imported again.  A reader gets ids and gives tensors
-over a socket.  Only the worker and the reader hold its ends, so the reader ends with its worker, however the
-worker ends.  Tensors travel as their bytes: that needs no shared memory, of which containers have little, and
-no open file for each tensor.
+(``reader_process.py``): nothing is forked, and no main module is imported again.  A reader gets ids and gives
+tensors over a socket.  Only the worker and the reader hold its ends, so the reader ends with its worker,
+however the worker ends.  Tensors travel as their bytes: that needs no shared memory, of which containers have
+little, and no open file for each tensor.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from elastic.errors import DataError
 PROGRAM = """
 import json, sys
 sys.path[:] = json.loads(sys.argv[1])
-from elastic.data.reader import serve
+from elastic.data.reader_process import serve
 serve(int(sys.argv[2]))
 """
 TRIES = 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 
-from elastic.data.sources import text_files
+from elastic.data.text_sources import text_files
 from elastic.data.tokenizer import Encoder, open_encoder
 from elastic.errors import DataError
 from storage.datasets import Coding, Description, TokenFiles

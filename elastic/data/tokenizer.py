@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from elastic.data.sources import Document
+from elastic.data.text_sources import Document
 from elastic.errors import DataError
 from storage.datasets import Coding, Tokens
 

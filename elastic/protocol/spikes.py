@@ -16,7 +16,7 @@ above it by 0.  All other microbatches count as if that one had not been there.
 
 Every member computes the same answer for itself, between the commit of a step and its update.  It needs
 nothing but the outcome, which is the same on every member, and the :class:`Past`, which is part of the state
-(``engine/spikes.py``).
+(``engine/spike_memory.py``).
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from elastic.code.imports import failure
-from elastic.data.sources import Document
+from elastic.data.text_sources import Document
 from elastic.data.tokenizer import Bytes, Encoder
 from elastic.errors import FencedOff, ModelError
 from elastic.ids import Version

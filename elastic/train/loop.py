@@ -37,7 +37,6 @@ from elastic.train.blame import classify, in_its_words, plainly, tell_where_all_
 from elastic.train.context import Context
 from elastic.train.effects import Effects
 from elastic.train.errands import validate_by_spare
-from elastic.train.faults import Seat
 from elastic.train.gauges.inventory import decay_line, memory_line
 from elastic.train.gauges.own_metrics import Metrics
 from elastic.train.gauges.profiler import Profiler
@@ -45,6 +44,7 @@ from elastic.train.heal import Healing, home_of, nothing
 from elastic.train.machine.interface import interface
 from elastic.train.model import State
 from elastic.train.orders import Controlled, Leave, Settled, Went
+from elastic.train.own_faults import Seat
 from elastic.train.step import Session, Step, update
 from elastic.train.validation import validate
 from storage.checkpoints import Checkpoints

@@ -30,7 +30,7 @@ from elastic.engine.optim.groups import decays, parameter_groups
 from elastic.engine.parallelize import parallelize
 from elastic.engine.parameters.base import shape_of
 from elastic.engine.parameters.split import shared_across, unlike_within, without_dimensions
-from elastic.engine.spikes import SpikeMemory
+from elastic.engine.spike_memory import SpikeMemory
 from elastic.engine.world import World
 from elastic.errors import ElasticError, ModelError
 from elastic.ids import Cell

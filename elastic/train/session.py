@@ -42,13 +42,13 @@ from elastic.state.node_memory import alone, copies_here, filesystem, free_disk,
 from elastic.state.region import Region, slot_sizes
 from elastic.state.snapshot import Snapshots
 from elastic.train.context import Context, standard
-from elastic.train.faults import Faults, Seat
 from elastic.train.gauges.counters import Counters
 from elastic.train.machine.device import need_of
 from elastic.train.machine.gpus import LAUNCHES
 from elastic.train.machine.interface import choose
 from elastic.train.machine.limits import little_lockable, little_shared, lockable_memory, shared_memory
 from elastic.train.model import build_model, builder_of, digest_of
+from elastic.train.own_faults import Faults, Seat
 from elastic.train.step import Loss, Session
 from storage.errors import Unavailable
 from storage.slices import Tensor

@@ -49,14 +49,14 @@ from elastic.state.snapshot import Snapshots
 from elastic.train.apply_fence import ApplyFence
 from elastic.train.blame import in_a_collective
 from elastic.train.checks.shapes import expect_shapes
-from elastic.train.faults import Faults
 from elastic.train.gauges.counters import Counters
 from elastic.train.gauges.inventory import memory_by_class
 from elastic.train.gauges.meter import Meter
 from elastic.train.gauges.own_metrics import Metrics, checked_metrics
 from elastic.train.model import Builder, State
+from elastic.train.own_faults import Faults
 from elastic.train.record import blank_record, fill_record
-from elastic.train.replicas import compare
+from elastic.train.replica_check import compare
 from elastic.train.terms import CONTRACT, expect_no_means, expect_sum, wrong_count
 
 Loss = Callable[[torch.nn.Module, dict[str, torch.Tensor]], tuple[torch.Tensor, torch.Tensor]]

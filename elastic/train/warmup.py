@@ -21,7 +21,7 @@ from elastic.engine.world import World
 from elastic.errors import JobError, LossError, StateChanged
 from elastic.ids import Version
 from elastic.plan.layout import Layout
-from elastic.plan.memory import first_roomy
+from elastic.plan.memory_need import first_roomy
 from elastic.plan.placement import cell_of
 from elastic.protocol.copy_schedule import Copy
 from elastic.state.staging import STREAMS, StagingStream

@@ -14,7 +14,7 @@ from storage.datasets.datasets import (
     read_description,
     write_dataset,
 )
-from storage.datasets.tokens import TokenFiles
+from storage.datasets.token_reader import TokenFiles
 
 __all__ = [
     "BLOCKS",

@@ -11,9 +11,9 @@ last.
 A dataset exists once its description does.  The mark dataset.begun tells the files of a killed writer from
 files of another program that have such names.  The next writer overwrites the former, and never the latter.
 
-Readers fetch and check whole blocks (``tokens.py``).  The size of a block is a trade-off.  A sample of 4,096
-tokens has 8 KiB, so larger blocks would mostly fetch bytes that nobody wants; smaller ones would spend more
-on digests and requests.  Format 1 had no blocks: there, each token file counts as one block.
+Readers fetch and check whole blocks (``token_reader.py``).  The size of a block is a trade-off.  A sample of
+4,096 tokens has 8 KiB, so larger blocks would mostly fetch bytes that nobody wants; smaller ones would spend
+more on digests and requests.  Format 1 had no blocks: there, each token file counts as one block.
 """
 
 from __future__ import annotations

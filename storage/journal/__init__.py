@@ -4,8 +4,8 @@ copies of its end.
 
 from storage.journal.claims import claim_owner, latest_claim, newest_owner, owner_of, owners
 from storage.journal.journal import CONTINUATIONS, RECORDS, SEGMENT_RECORDS, Journal
-from storage.journal.objects import Json, Segment, unpacked
 from storage.journal.reading import Newest, objects, parse, read, since
+from storage.journal.stored_segment import Json, Segment, unpacked
 
 __all__ = [
     "CONTINUATIONS",

@@ -8,7 +8,7 @@ changes it.
 from __future__ import annotations
 
 from storage.errors import Exists
-from storage.journal.objects import Json
+from storage.journal.stored_segment import Json
 from storage.numbered import Numbered
 from storage.objects import ObjectStore
 

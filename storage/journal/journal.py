@@ -41,7 +41,7 @@ from pathlib import Path
 
 from storage.documents import INFLATED_BYTES
 from storage.errors import Deposed, Exists, StorageError
-from storage.journal.objects import CONTINUED, Json, key_of, line, packed
+from storage.journal.stored_segment import CONTINUED, Json, key_of, line, packed
 from storage.objects import ObjectStore
 from storage.objects.folder import sync_folder
 

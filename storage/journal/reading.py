@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 from storage.errors import Damaged, Missing
-from storage.journal.objects import PER_FOLDER, Json, Segment, first_of, key_of, object_at
+from storage.journal.stored_segment import PER_FOLDER, Json, Segment, first_of, key_of, object_at
 from storage.objects import ObjectStore
 
 NAME = r"\d+[.]jsonl[.]gz"

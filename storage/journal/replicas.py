@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from storage.journal.objects import Segment
 from storage.journal.reading import parse
+from storage.journal.stored_segment import Segment
 
 WRITER = "journal-"
 """Beginning of the name of a writer's local folder; the incarnation follows."""

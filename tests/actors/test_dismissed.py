@@ -17,9 +17,9 @@ from actors.coordinator import Coordinator
 from actors.keeper import GROUPS, Keeper
 from actors.living import attach
 from actors.logs import Logs
-from actors.objects import UsersCode
 from actors.processes import clear, log_file, make_log_folder, remove_logs
 from actors.relay import Outbox, answered
+from actors.users_code import UsersCode
 from actors.worker import Worker
 from elastic.control.inbox import Inbox
 from elastic.ids import NodeId, WorkerId

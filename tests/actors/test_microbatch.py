@@ -15,7 +15,7 @@ from actors.launch import launch
 from actors.living import attach
 from elastic.config.sections import Workers
 from elastic.errors import JobError, PlatformGaveUp
-from elastic.plan.memory import USABLE
+from elastic.plan.memory_need import USABLE
 from elastic.report.story import Line, Sentence, StepLine
 from elastic.runs.run import Run
 from elastic.train.checks.estimate import by_recompute, tensors_of_job

@@ -23,9 +23,9 @@ import ray
 from actors import cluster
 from actors.coordinator import GRACE_S
 from actors.keeper import Keeper
-from actors.objects import UsersCode
 from actors.perform import ActorGroup
 from actors.processes import leave_nothing, log_folder, make_log_folder, remove_logs
+from actors.users_code import UsersCode
 from actors.view import View
 from actors.worker import Worker
 from elastic.data.cursor import Cursor

@@ -12,7 +12,7 @@ import pytest
 
 from actors.view import View
 from elastic.config.optimizers import OPTIMIZERS
-from elastic.plan.memory import USABLE
+from elastic.plan.memory_need import USABLE
 from elastic.protocol.lineage import tip
 from elastic.report.story import Line, Sentence, StepLine
 from elastic.runs.run import Run

@@ -19,9 +19,9 @@ import ray
 
 from actors import launch, living
 from actors.keeper import GROUPS
-from actors.objects import UsersCode
 from actors.processes import leave_nothing, make_log_folder
 from actors.relay import Orders
+from actors.users_code import UsersCode
 from actors.worker import Worker
 from elastic.ids import NodeId, WorkerId
 from elastic.protocol.events import Here, NodeRefused, StartFailed

@@ -15,7 +15,7 @@ import pytest
 
 from actors import errands as module
 from actors.errands import LOOKS, MANY, WAITING, Attempt, Errands, Outcome, Patience, PayingProcess
-from actors.objects import UsersCode
+from actors.users_code import UsersCode
 from elastic.control.inbox import Inbox
 from elastic.control.run import Finished
 from elastic.ids import NodeId, Version, WorkerId

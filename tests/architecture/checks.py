@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
 
@@ -173,18 +173,18 @@ def classes(file: Path, source: str) -> Iterator[tuple[str, str]]:
     )
 
 
-def doubles(found: Iterable[tuple[str, str]]) -> Iterator[str]:
-    """Yields a sentence for each name that classes of several modules share, without a line in the table that
-    allows it.
+def doubles(
+    found: Iterable[tuple[str, str]], allowed: Mapping[str, str], what: str = "a class"
+) -> Iterator[str]:
+    """Yields a sentence for each name that ``what`` has in several modules or folders, without a line of
+    ``allowed``, and for each line that nothing needs.
     """
-    modules: dict[str, set[str]] = {}
-    for name, module in found:
-        modules.setdefault(name, set()).add(module)
-    for name, homes in sorted(modules.items()):
-        if len(homes) > 1 and name not in table.DOUBLES:
-            yield (
-                f"{name} is a class in {' and in '.join(sorted(homes))}: one word means one thing; rename one"
-            )
-    for name in table.DOUBLES:
-        if len(modules.get(name, ())) < 2:
+    homes: dict[str, set[str]] = {}
+    for name, home in found:
+        homes.setdefault(name, set()).add(home)
+    for name, its in sorted(homes.items()):
+        if len(its) > 1 and name not in allowed:
+            yield f"{name} is {what} in {' and in '.join(sorted(its))}: one word means one thing; rename one"
+    for name in allowed:
+        if len(homes.get(name, ())) < 2:
             yield f"{name} is no double any more: take its line out of the table"

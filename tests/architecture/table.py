@@ -45,8 +45,8 @@ IMPORTS = {
     ),
     "elastic.ids": Row(("storage.slices",)),
     "elastic.errors": Row(),
-    "elastic.code.objects": Row(),
-    "elastic.code.imports": Row(("elastic.errors", "elastic.code.objects")),
+    "elastic.code.given": Row(),
+    "elastic.code.imports": Row(("elastic.errors", "elastic.code.given")),
     "elastic.threads": Row(),
     "elastic.plan": Row(("elastic.plan.*", "elastic.ids", "storage.slices")),
     "elastic.protocol": Row(
@@ -96,7 +96,7 @@ IMPORTS = {
             "elastic.config.*",
             "elastic.errors",
             "elastic.code.imports",
-            "elastic.code.objects",
+            "elastic.code.given",
             "elastic.protocol.faults",
             "storage.objects.urls",
         ),
@@ -110,7 +110,7 @@ IMPORTS = {
             "elastic.config.*",
             "elastic.control.rules",
             "elastic.errors",
-            "elastic.code.objects",
+            "elastic.code.given",
             "elastic.plan.*",
             "elastic.protocol.copy_schedule",
         ),
@@ -131,7 +131,7 @@ IMPORTS = {
     "elastic.runs.forks": Row(
         ("elastic.job", "elastic.runs.branches", "elastic.runs.notes", "storage.*", *NAMES)
     ),
-    "elastic.code.sources": Row(("elastic.code.objects", *NAMES)),
+    "elastic.code.sources": Row(("elastic.code.given", *NAMES)),
     "elastic.runs.alone": Row(("elastic.control.run", "elastic.runs.notes", "storage.*", *NAMES)),
     "elastic.runs.receipts": Row(("elastic.plan.layout", *NAMES)),
     "elastic.runs.run": Row(
@@ -352,7 +352,7 @@ IMPORTS = {
     ),
     "elastic.data": Row(("elastic.data.*", "storage.*", *NAMES), ("numpy", "pyarrow")),
     "elastic.data.apart": Row((), ("numpy", "torch")),
-    "elastic.data.reader": Row(("elastic.data.*", "storage.errors", *NAMES), ("torch",)),
+    "elastic.data.reader_process": Row(("elastic.data.*", "storage.errors", *NAMES), ("torch",)),
     "elastic.data.readers": Row(NAMES, ("torch",)),
     "elastic.data.cursor": Row(
         ("elastic.errors", "elastic.plan.mixture", "elastic.plan.ramp", "elastic.plan.stretches")
@@ -419,7 +419,9 @@ NO_MODULES = ("pickle", "cloudpickle", "dill", "marshal", "shelve")
 """Modules that can run code while they read data; they are never imported, and torch's own forms of them are
 never called.
 """
-PICKLES = {"actors/objects.py": "it brings functions of a script to workers, and reads nothing from storage"}
+PICKLES = {
+    "actors/users_code.py": "it brings functions of a script to workers, and reads nothing from storage"
+}
 """The only file that may import one of these, in any form, and why."""
 NO_CALLS = ("torch.save", "torch.load")
 
@@ -508,7 +510,9 @@ BOUNDARIES = {
     "elastic/data/loader.py": (
         "whatever the user's dataset raises in the reading thread is raised where its samples are used"
     ),
-    "elastic/data/reader.py": "whatever the user's dataset raises while a reader opens it becomes a sentence",
+    "elastic/data/reader_process.py": (
+        "whatever the user's dataset raises while a reader opens it becomes a sentence"
+    ),
     "elastic/train/model.py": "whatever the user's model raises while it is built becomes a sentence",
     "elastic/engine/optim/trial.py": "whatever the user's optimizer raises becomes a sentence",
     "elastic/engine/optim/schedule.py": "whatever the user's schedule raises becomes a sentence",
@@ -518,7 +522,7 @@ BOUNDARIES = {
         "whatever ends a thread's work is told, and the work begins anew or the process ends"
     ),
     "elastic/runs/metrics.py": "whatever a sink of the user's raises is told, and the run goes on",
-    "elastic/code/objects.py": (
+    "elastic/code/given.py": (
         "whatever an object of the user's raises while it is looked at, its type must do"
     ),
     "elastic/code/imports.py": "whatever the user's module raises while it is imported becomes a sentence",
@@ -543,3 +547,23 @@ DOUBLES = {
     "World": "the simulator's stand-in has the name of what it stands for",
 }
 """Names that classes of several modules share, and why they may."""
+
+FILE_DOUBLES = {
+    "base": "what all optimizers, all ways to hold parameters, and all schemes of synchronisation share",
+    "cluster": "the simulator's stand-in has the name of what it stands for",
+    "coordinator": "the simulator's stand-in has the name of what it stands for",
+    "errands": "a run's debts: what makes an export or a sample, and the thread that has it made",
+    "errors": "storage has its own, since it imports nothing of elastic",
+    "memory": "slots of the simulator's worker, and the store of `memory://`",
+    "metrics": "the rows, and the bucket that has them",
+    "mixture": "the dataset, and the plan of its positions",
+    "port": "each port has one: object stores and sinks",
+    "retention": "the rules, and the deletions that follow from them",
+    "run": "what the coordinator knows of a run, and the run in its bucket",
+    "spikes": "the rules, and the simulator's stand-in for the memory of spikes",
+    "trial": "what is tried before a run: the user's optimizer, and the engine beside plain torch",
+    "uploads": "the rules, the keeper that follows them, and the simulator's stand-in",
+    "worker": "the simulator's stand-in has the name of what it stands for",
+    "world": "the simulator's stand-in has the name of what it stands for",
+}
+"""Names that files of several folders share, and why they may."""

@@ -22,9 +22,9 @@ from blake3 import blake3
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.data import sources
+from elastic.data import text_sources
 from elastic.data.prepare import prepare
-from elastic.data.sources import documents, text_files
+from elastic.data.text_sources import documents, text_files
 from elastic.data.tokens import TokenDataset
 from elastic.errors import DataError
 from storage.datasets import DOCUMENTS, TokenFiles
@@ -176,8 +176,8 @@ def test_any_text_is_itself_from_any_format(
     put(root / "b.jsonl.zst", zstd(lines))
     put(root / "c.parquet", parquet(texts, kind=pa.string(), rows=rows))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sources, "BUFFER_BYTES", buffer)
-        patch.setattr(sources, "ROWS", rows)
+        patch.setattr(text_sources, "BUFFER_BYTES", buffer)
+        patch.setattr(text_sources, "ROWS", rows)
         assert [document.text.decode() for document in documents(text_files([root]))] == texts * 3
 
 
@@ -287,7 +287,7 @@ def test_only_the_files_of_a_dataset_are_no_text(tmp_path: Path) -> None:
         )
     prepare(tmp_path / "a.txt", str(tmp_path / "tokens"), bpe=257)
     assert {"documents.parquet", "tokenizer.json"} < {path.name for path in (tmp_path / "tokens").iterdir()}
-    for suffixes in (sources.SUFFIXES, (".json", ".parquet", ".txt", ".bin")):
+    for suffixes in (text_sources.SUFFIXES, (".json", ".parquet", ".txt", ".bin")):
         wanted = {name for name in names if name.endswith(tuple(suffixes))}
         assert {file.key for file in text_files([tmp_path], suffixes)} == wanted
     for raw in (b'{"format": "csv"}', b'{"format": 2}', b"[1]", b"no JSON"):

@@ -19,7 +19,7 @@ from actors.cli import main
 from elastic.data import tokenizer as module
 from elastic.data.prepare import prepare
 from elastic.data.show import encoder_of, show
-from elastic.data.sources import Document
+from elastic.data.text_sources import Document
 from elastic.data.tokenizer import END, Bytes, Encoder, Trained, train_bpe
 from elastic.errors import DataError
 from storage.datasets import TOKENIZER, Coding, TokenFiles
@@ -84,7 +84,7 @@ def test_batches_are_nobody_s_business(monkeypatch: pytest.MonkeyPatch) -> None:
 
 TRAIN = """
 import hashlib, sys
-from elastic.data.sources import documents, text_files
+from elastic.data.text_sources import documents, text_files
 from elastic.data.tokenizer import train_bpe
 print(hashlib.sha256(train_bpe(documents(text_files([sys.argv[1]])), 400)).hexdigest())
 """

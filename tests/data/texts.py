@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from elastic.data.sources import Document
+from elastic.data.text_sources import Document
 from elastic.data.tokenizer import Bytes
 from storage.datasets import Tokens
 from storage.objects import ObjectStore

@@ -19,7 +19,7 @@ from elastic.engine.world import World
 from elastic.ids import Version
 from elastic.job import Job
 from elastic.plan.layout import Layout
-from elastic.plan.memory import USABLE
+from elastic.plan.memory_need import USABLE
 from elastic.train import warmup
 from elastic.train.gauges.counters import Counters
 from elastic.train.model import build_model, builder_of, tensors_of

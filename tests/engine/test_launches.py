@@ -17,9 +17,9 @@ from elastic.engine.parameters.fsdp import FSDP_STREAMS
 from elastic.engine.world import World
 from elastic.ids import Version
 from elastic.plan.layout import Layout
-from elastic.train.faults import FaultOrder, Faults, InjectedError
 from elastic.train.machine.gpus import LAUNCHES
 from elastic.train.model import State, builder_of
+from elastic.train.own_faults import FaultOrder, Faults, InjectedError
 from tests.support.commands import ROOT
 from tests.support.patience import PATIENCE_S
 from tests.support.toys import toy_job

@@ -32,9 +32,9 @@ from elastic.state.snapshot import Snapshots
 from elastic.state.streaming import SHARES
 from elastic.train.alone.local import run_local
 from elastic.train.checks.preflight import preflight
-from elastic.train.faults import InjectedError
 from elastic.train.machine.device import need_of
 from elastic.train.model import build_model, builder_of, tensors_of
+from elastic.train.own_faults import InjectedError
 from tests.support.chaos import alone, exported_hash
 from tests.support.ranks import Ranks
 from tests.support.segments import (

@@ -31,10 +31,10 @@ from elastic.plan.copy_budget import slots_a_worker
 from elastic.plan.layout import Layout
 from elastic.train import session
 from elastic.train.checks.estimate import classes
-from elastic.train.faults import Faults
 from elastic.train.gauges.counters import Counters
 from elastic.train.machine.device import need_of
 from elastic.train.model import build_model, builder_of, bytes_of, tensors_of
+from elastic.train.own_faults import Faults
 from tests.engine.test_gathers import Sideways
 from tests.engine.test_gathers import loss as sideways
 from tests.engine.test_offload import LARGE, living

@@ -16,7 +16,7 @@ from elastic.engine.world import World
 from elastic.ids import Version
 from elastic.job import Job
 from elastic.plan.layout import Layout
-from elastic.plan.memory import NOTHING, USABLE, Need
+from elastic.plan.memory_need import NOTHING, USABLE, Need
 from elastic.train.checks.estimate import by_recompute
 from elastic.train.gauges.counters import Counters
 from elastic.train.machine.device import fitting_shard, measured_need, memory_of

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.plan.memory import USABLE, Need, Transient, first_roomy, least_roomy, least_shard
+from elastic.plan.memory_need import USABLE, Need, Transient, first_roomy, least_roomy, least_shard
 
 pytestmark = pytest.mark.fast
 GB = 10**9

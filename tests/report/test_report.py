@@ -22,9 +22,9 @@ from elastic.plan.retention import Keep, Rule, reasons
 from elastic.protocol import events as ev
 from elastic.protocol.commit_record import Outcome, Usage
 from elastic.report.page import page_of
+from elastic.report.page.content import BranchRow, Chart, CheckpointRow, Facts, Line
 from elastic.report.page.draw import png_of, svg_of
 from elastic.report.page.html import KEPT, html_of
-from elastic.report.page.model import BranchRow, Chart, CheckpointRow, Facts, Line
 from elastic.report.page.series import Columns, buckets, smoothed
 from elastic.report.recoveries import Recovery
 from elastic.report.story import StepLine

@@ -20,7 +20,7 @@ from actors.launch import launch, lines_of
 from actors.screen import Screen
 from actors.view import View
 from elastic.control.skips import Skips
-from elastic.engine.spikes import SpikeMemory, tensors_of
+from elastic.engine.spike_memory import SpikeMemory, tensors_of
 from elastic.job import Job
 from elastic.plan.layout import Layout
 from elastic.report.page import page_of

@@ -37,9 +37,9 @@ from elastic.state.shard import DTYPES, Shard
 from elastic.state.snapshot import Snapshots
 from elastic.state.staging import StagingStream
 from elastic.state.uploader import SavePart, upload
-from elastic.train.faults import Faults
 from elastic.train.gauges.counters import Counters
 from elastic.train.heal import from_bucket, from_members
+from elastic.train.own_faults import Faults
 from elastic.train.replicas import compare
 from elastic.train.session import make_snapshots
 from storage.checkpoints import Checkpoints, ShardReceipt

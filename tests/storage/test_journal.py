@@ -24,8 +24,8 @@ from storage.journal import (
     replicas,
     since,
 )
-from storage.journal import objects as objects_of
-from storage.journal.objects import key_of, packed, unpacked
+from storage.journal import stored_segment as objects_of
+from storage.journal.stored_segment import key_of, packed, unpacked
 from storage.objects import Data, ObjectStore
 from tests.support.full_disk import full_disk
 from tests.support.journals import newest, records

@@ -15,7 +15,7 @@ import pytest
 from storage.checkpoints import ShardReceipt
 from storage.errors import Damaged
 from storage.journal import Journal, Newest, parse
-from storage.journal.objects import key_of, packed
+from storage.journal.stored_segment import key_of, packed
 from storage.objects import ObjectStore
 from tests.storage.test_journal import KNOWN, Moody, lengths, objects, write
 from tests.support.journals import newest, records

@@ -32,8 +32,8 @@ from elastic.report.ledger import ledger
 from elastic.report.story import Line, Scored, Sentence, StepLine
 from elastic.runs.run import Run
 from elastic.train.alone.local import run_local
-from elastic.train.faults import EXIT_CODE
 from elastic.train.gauges.counters import FIELDS, Counters, segment
+from elastic.train.own_faults import EXIT_CODE
 from tests.support.left import GONE_S, left_of
 from tests.support.patience import PATIENCE_S
 from tests.support.processes import Ended, Watched

@@ -22,7 +22,7 @@ from elastic.protocol.member import Member
 from elastic.protocol.plan import Plan
 from elastic.state.shard import Shard
 from elastic.train.apply_fence import ApplyFence
-from elastic.train.faults import skew
+from elastic.train.own_faults import skew
 from tests.support.cells import cell
 
 pytestmark = pytest.mark.fast

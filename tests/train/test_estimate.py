@@ -24,7 +24,7 @@ from elastic.ids import Version
 from elastic.job import Job
 from elastic.models.llama import build
 from elastic.plan.layout import Layout
-from elastic.plan.memory import Transient
+from elastic.plan.memory_need import Transient
 from elastic.train.checks.estimate import (
     by_recompute,
     by_stage,

@@ -16,8 +16,8 @@ import torch
 
 from actors.worker import Worker
 from elastic.protocol.faults import OWN_KINDS, Kind
-from elastic.train import faults
-from elastic.train.faults import FaultOrder, Faults, InjectedError, Seat
+from elastic.train import own_faults
+from elastic.train.own_faults import FaultOrder, Faults, InjectedError, Seat
 
 pytestmark = pytest.mark.fast
 
@@ -55,7 +55,7 @@ def hooks(model: torch.nn.Module) -> int:
 
 
 @pytest.mark.parametrize("pairs", [False, True])
-@pytest.mark.parametrize("point", faults.INSIDE)
+@pytest.mark.parametrize("point", own_faults.INSIDE)
 def test_a_point_inside_the_model_is_reached_by_a_job_without_faults(point: str, pairs: bool) -> None:
     found, model = Faults(()), Model(pairs)
     found.aim(1, model, SEAT)
@@ -102,14 +102,14 @@ def test_nothing_waits_behind_a_fault_whose_point_does_not_come() -> None:
 
 
 def test_the_words_are_those_of_the_vocabulary() -> None:
-    assert set(faults.KINDS) == {*OWN_KINDS, Kind.CLOCK_SKEW}
+    assert set(own_faults.KINDS) == {*OWN_KINDS, Kind.CLOCK_SKEW}
 
 
 @pytest.mark.parametrize("kind", ["node_kill", "SIGUSR2", "earthquake"])
 def test_what_a_worker_cannot_do_to_itself_is_said(kind: str) -> None:
     wrong = f"kind = '{kind}' is not a fault that a worker can perform itself; these are SIGKILL, "
     with pytest.raises(ValueError, match=wrong):
-        faults.perform(kind)
+        own_faults.perform(kind)
     with pytest.raises(ValueError, match=wrong):
         Faults(()).ask(FaultOrder(kind, ""))
 
@@ -133,12 +133,12 @@ def test_what_befalls_the_whole_process_is_performed_with_its_figures(
 ) -> None:
     monkeypatch.setattr(time, "monotonic", time.monotonic)  # given back at the end
     true, done = time.monotonic, []
-    monkeypatch.setattr(faults, "hold_the_gil", done.append)
+    monkeypatch.setattr(own_faults, "hold_the_gil", done.append)
     found = Faults(())
     for duration_s in (0.5, 0.0):
         found.ask(FaultOrder("held_gil", "save", duration_s))
         found.strike("save", 1, SEAT)
-    assert done == [0.5, faults.HELD_S]
+    assert done == [0.5, own_faults.HELD_S]
     found.ask(FaultOrder("clock_skew", "", amount=100.0))
     found.strike("save", 1, SEAT)
     began, skewed = true(), time.monotonic()
@@ -164,7 +164,7 @@ def test_no_other_thread_runs_while_the_interpreter_is_held() -> None:
 
     noting = threading.Thread(target=note)
     noting.start()
-    held, slept = longest_gap(faults.hold_the_gil), min(longest_gap(time.sleep) for _ in range(3))
+    held, slept = longest_gap(own_faults.hold_the_gil), min(longest_gap(time.sleep) for _ in range(3))
     over.set()
     noting.join()
     assert held >= HELD_S > slept

@@ -27,7 +27,6 @@ from elastic.state.node_memory import alone, copies_here, free_memory
 from elastic.state.region import PAGE
 from elastic.state.snapshot import Snapshots
 from elastic.train import session
-from elastic.train.faults import Faults
 from elastic.train.gauges.counters import Counters
 from elastic.train.machine import device as machine_device
 from elastic.train.machine.device import fitting_shard, fitting_whole, need_of, states_fitting
@@ -41,6 +40,7 @@ from elastic.train.machine.limits import (
     shared_memory,
 )
 from elastic.train.model import build_model, builder_of, bytes_of, tensors_of
+from elastic.train.own_faults import Faults
 from elastic.train.session import make_snapshots
 from storage.slices import Tensor
 from tests.support.patience import PATIENCE_S

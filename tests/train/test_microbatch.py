@@ -20,7 +20,7 @@ from elastic.errors import JobError
 from elastic.job import Job
 from elastic.models.llama import build
 from elastic.plan.layout import Layout
-from elastic.plan.memory import USABLE
+from elastic.plan.memory_need import USABLE
 from elastic.report.story import Line, Sentence, StepLine
 from elastic.runs.run import Run
 from elastic.train.alone.local import run_local

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from actors.cli.checkpoint_commands import export
 from elastic.data.prepare import prepare
-from elastic.data.sources import Document
+from elastic.data.text_sources import Document
 from elastic.data.tokenizer import Bytes, files_of, read_tokenizer
 from elastic.errors import ElasticError, JobError
 from elastic.job import Job

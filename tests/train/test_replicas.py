@@ -13,7 +13,7 @@ from elastic.ids import Version
 from elastic.job import Job
 from elastic.plan.layout import Layout
 from elastic.state.shard import Key
-from elastic.train.replicas import compare
+from elastic.train.replica_check import compare
 from tests.support.ranks import Ranks
 from tests.support.segments import member, shard_hash
 from tests.support.toys import small_job, toy_job

@@ -20,7 +20,7 @@ from torch import nn
 from actors.launch import launch
 from elastic.data.cursor import Cursor
 from elastic.engine.loss import next_token
-from elastic.engine.spikes import DTYPES, HEIGHTS, HISTORY, SpikeMemory, tensors_of
+from elastic.engine.spike_memory import DTYPES, HEIGHTS, HISTORY, SpikeMemory, tensors_of
 from elastic.engine.world import World
 from elastic.errors import DataError, JobError
 from elastic.ids import Version

@@ -23,10 +23,10 @@ from elastic.protocol.events import Attached, Broken, Fenced, Here, Ready, StepD
 from elastic.protocol.member import Member
 from elastic.protocol.plan import Plan
 from elastic.train.apply_fence import ApplyFence
-from elastic.train.faults import InjectedError
 from elastic.train.gauges.counters import Counters
 from elastic.train.loop import Trainer
 from elastic.train.orders import Enter
+from elastic.train.own_faults import InjectedError
 from elastic.train.session import make_session
 from storage.checkpoints import Checkpoints
 from storage.objects import ObjectStore

@@ -47,7 +47,7 @@ from elastic.protocol.commit_record import (
     torn_records,
 )
 from elastic.train.apply_fence import ApplyFence
-from elastic.train.faults import Faults
+from elastic.train.own_faults import Faults
 from elastic.train.record import blank_record, fill_record
 from elastic.train.step import Share, update
 from tests.support.calls import calls

@@ -24,7 +24,7 @@ from torch import Tensor
 from elastic.code.imports import arguments, load
 from elastic.config.optimizers import OPTIMIZERS
 from elastic.config.sections import UNUSED_SINCE, Optim, ParameterGroup
-from elastic.engine import spikes
+from elastic.engine import spike_memory
 from elastic.engine.loss_scale import SCALARS, LossScale, is_scaled
 from elastic.engine.optim.groups import REST
 from elastic.engine.optim.schedule import learning_rate_of
@@ -251,7 +251,9 @@ def rule_of(job: Job) -> Rule:
             "name"
         )
     counts = found.counts and job.numerics >= UNUSED_SINCE
-    found = replace(found, averages=job.optim.average > 0, kept=spikes.tensors_of(job.spikes), counts=counts)
+    found = replace(
+        found, averages=job.optim.average > 0, kept=spike_memory.tensors_of(job.spikes), counts=counts
+    )
     if job.optim.moments == "bf16":
         found = replace(found, moments_dtype=torch.bfloat16)
     if not is_scaled(job.precision):
@@ -305,7 +307,7 @@ class Optimizer:
         self.scalars = {name: torch.zeros((), dtype=torch.float32) for name in self.rule.scalars}
         self.loss_scale = LossScale(job, self.scalars)
         self.kept = {
-            each.name: torch.zeros(each.shape, dtype=spikes.DTYPES[each.dtype]) for each in rule.kept
+            each.name: torch.zeros(each.shape, dtype=spike_memory.DTYPES[each.dtype]) for each in rule.kept
         }
         self.parts = {
             name: Part(

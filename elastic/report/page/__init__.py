@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from elastic.plan.copy_budget import amount
-from elastic.report.page.model import Facts, Page, Tile, TimeShare
+from elastic.report.page.content import Facts, Page, Tile, TimeShare
 from elastic.report.page.plots import best_validation, charts_of, throughput, unit_of
 from elastic.report.page.series import GRADIENT, LOSS, SPIKE
 from elastic.report.page.spent import shares_of

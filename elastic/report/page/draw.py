@@ -20,7 +20,7 @@ from matplotlib.figure import Figure, FigureBase
 from matplotlib.ticker import LogLocator, MaxNLocator
 from numpy.typing import NDArray
 
-from elastic.report.page.model import Chart, Line, Page
+from elastic.report.page.content import Chart, Line, Page
 from elastic.report.words import shown
 
 COLORS = {

@@ -13,8 +13,8 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from elastic.plan.copy_budget import amount
+from elastic.report.page.content import Chart, Page
 from elastic.report.page.draw import edges, svg_of
-from elastic.report.page.model import Chart, Page
 from elastic.report.words import clipped, counted, duration, percent, when
 
 ROWS = 200

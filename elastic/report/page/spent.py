@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from elastic.report.page.model import TimeShare
+from elastic.report.page.content import TimeShare
 from elastic.report.page.series import Columns
 from elastic.report.timeline import AWAY, ENDED, Timeline
 from elastic.report.words import duration

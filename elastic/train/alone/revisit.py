@@ -30,11 +30,11 @@ from elastic.train.alone.only_member import WORKER, go
 from elastic.train.apply_fence import ApplyFence
 from elastic.train.context import Context
 from elastic.train.effects import Effects
-from elastic.train.faults import Faults
 from elastic.train.gauges.counters import Counters
 from elastic.train.gauges.meter import Meter
 from elastic.train.heal import Healing
 from elastic.train.model import State
+from elastic.train.own_faults import Faults
 from elastic.train.session import held_out_of, make_session, prepare_process, unlike_held_out
 from elastic.train.step import Session, Step
 from elastic.train.validation import validate

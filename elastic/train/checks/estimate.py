@@ -20,7 +20,7 @@ from elastic.engine.peak import peak_bytes
 from elastic.errors import JobError
 from elastic.job import Job
 from elastic.plan.copy_budget import amount
-from elastic.plan.memory import NOTHING, Need, Transient, first_roomy, least_shard
+from elastic.plan.memory_need import NOTHING, Need, Transient, first_roomy, least_shard
 from elastic.train.checks.demands import taken_by_copies
 from elastic.train.gauges.inventory import off_device
 from elastic.train.machine.device import (

@@ -17,7 +17,7 @@ from elastic.code.imports import failure
 from elastic.errors import ElasticError, JobError
 from elastic.job import ROUNDS, Job
 from elastic.plan.copy_budget import amount
-from elastic.plan.memory import USABLE, Need, enough
+from elastic.plan.memory_need import USABLE, Need, enough
 from elastic.runs.run import Run
 from elastic.train.checks.estimate import Policy, needs
 from elastic.train.machine.device import most_shards, must_name_policy, policies_of

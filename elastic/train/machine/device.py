@@ -17,7 +17,7 @@ from elastic.engine.precision import PRECISIONS
 from elastic.errors import JobError
 from elastic.job import Job
 from elastic.plan.copy_budget import amount, slots_a_worker
-from elastic.plan.memory import COPIED, USABLE, Need, Transient, least_roomy, least_shard
+from elastic.plan.memory_need import COPIED, USABLE, Need, Transient, least_roomy, least_shard
 from elastic.state.node_memory import whole_disk, whole_memory
 from elastic.state.streaming import GROUPS, group_bytes
 from elastic.train.model import bytes_of

@@ -15,8 +15,8 @@ from typing import Any
 
 from ray import cloudpickle
 
+from elastic.code.given import Given
 from elastic.code.imports import failure
-from elastic.code.objects import Given
 from elastic.errors import CodeError, JobError
 from elastic.job import Job
 from elastic.plan.copy_budget import amount

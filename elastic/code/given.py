@@ -2,7 +2,7 @@
 
 ``Job(model=build)`` takes the object itself.  If it can be imported by a name, it is just that name.  Else it
 belongs to a script or to a cell of a notebook, and the job has a :class:`Given`: the text ``object:build``,
-which is all that ``job.json`` and other processes see, with the object beside it.  ``actors/objects.py``
+which is all that ``job.json`` and other processes see, with the object beside it.  ``actors/users_code.py``
 brings the object to workers.
 
 A fingerprint is the same wherever the same code runs in the same version of Python.  It is made of what the

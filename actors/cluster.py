@@ -237,7 +237,7 @@ def _known(node: NodeId) -> Mapping[str, Any] | None:
     return next((each for each in ray.nodes() if each["NodeID"] == node), None)
 
 
-def place(node: NodeId) -> str:
+def node_name(node: NodeId) -> str:
     """Returns the name of a node in messages: the beginning of its id, and its host."""
     found = _known(node)
     return (
@@ -435,7 +435,7 @@ def _no_room(workers: Workers, room: int, free_by_node: Mapping[str, Mapping[str
     wanted = ["CPU"] + ["GPU"] * bool(workers.gpus)
     total = {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
     have = "; ".join(
-        f"{place(NodeId(node))}: "
+        f"{node_name(NodeId(node))}: "
         + ", ".join(
             f"{free.get(r, 0):g} of {total.get(node, {}).get('Resources', {}).get(r, 0):g} {r}s free"
             for r in wanted

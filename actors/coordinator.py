@@ -63,7 +63,7 @@ from elastic.protocol.events import (
     parts,
 )
 from elastic.protocol.member import Lease
-from elastic.report.best import best, comparable, enough, mark
+from elastic.report.best import best, comparable, enough, newest_improvement
 from elastic.report.story import Story
 from elastic.runs import restarts
 from elastic.runs.deleted import put_back
@@ -237,7 +237,7 @@ class Coordinator:
         if top := best(found):
             score = Score(top.version, Validated(top.loss, 1), reference.held_out)
             state = replace(state, history=replace(state.history, best=score))
-        if self.rules.patience and (last := mark(found, self.rules.min_delta)):
+        if self.rules.patience and (last := newest_improvement(found, self.rules.min_delta)):
             worse = tuple(sorted(each for each in comparable(found) if each > last.version)) or None
             state = replace(
                 state, mark=Score(last.version, Validated(last.loss, 1), reference.held_out), worse=worse

@@ -97,4 +97,4 @@ def leave_nothing_on(nodes: Iterable[NodeId], run: str, until: float) -> list[st
             task = ray.remote(num_cpus=0, max_retries=0, scheduling_strategy=there)(leave_nothing)
             tasks[node] = task.remote(run)
     wait_for_all(list(tasks.values()), until)
-    return [cluster.place(node) for node, task in tasks.items() if not succeeded(task)]
+    return [cluster.node_name(node) for node, task in tasks.items() if not succeeded(task)]

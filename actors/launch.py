@@ -319,7 +319,7 @@ class _Command:
         claimed = begin(begins, self.show, self.may_branch, lambda run, _: claim(run, seen))
         run = Run.open(job)
         self.tell(code.note(run, checked.sources, time.time()))
-        build = replace(checked.build, host=cluster.place(cluster.here()))
+        build = replace(checked.build, host=cluster.node_name(cluster.here()))
         return start(run, build, self.driver, claimed or seen, objects)
 
     def _attached(self, coordinator: Any) -> Result:

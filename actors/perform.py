@@ -322,7 +322,9 @@ class ActorGroup:
         """
         if (node := cluster.node_of(self.workers[worker])) is not None:
             self.post(
-                NodeRefused(node, f"{worker} cannot start on {cluster.place(node)}: {why_not_made(error)}")
+                NodeRefused(
+                    node, f"{worker} cannot start on {cluster.node_name(node)}: {why_not_made(error)}"
+                )
             )
         self.post(StartFailed(worker, why_not_made(error)))
 
@@ -502,7 +504,7 @@ class ActorGroup:
                 self._refuse(
                     node,
                     cluster.split(
-                        self.job.bucket, cluster.place(cluster.here()), self.probe.key(COORDINATOR)
+                        self.job.bucket, cluster.node_name(cluster.here()), self.probe.key(COORDINATOR)
                     ),
                     True,
                 )
@@ -513,7 +515,7 @@ class ActorGroup:
         Its keeper stays in ``keepers``: so the node gets no other keeper, and this keeper removes what
         workers have left there.
         """
-        self.post(NodeRefused(node, f"{cluster.place(node)} {why}", shared))
+        self.post(NodeRefused(node, f"{cluster.node_name(node)} {why}", shared))
 
     def _keeper_up(self, node: NodeId, address: str) -> None:
         self._addresses[node] = address

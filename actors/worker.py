@@ -254,7 +254,7 @@ class Worker:
         """
         node, by_job = cluster.here(), isinstance(error, JobError)
         why = (
-            f"{self.worker} cannot start on {cluster.place(node)}: "
+            f"{self.worker} cannot start on {cluster.node_name(node)}: "
             f"{error if by_job else f'{type(error).__name__}: {error}'}"
         )
         self.report(NodeRefused(node, why, isinstance(error, DataError), by_job))

@@ -83,7 +83,7 @@ from elastic.config.values import (
 from elastic.control.rules import Rules, WatchRule
 from elastic.errors import JobError
 from elastic.plan.copy_budget import CopyRule
-from elastic.plan.layout import Layout, LayoutRule, table
+from elastic.plan.layout import Layout, LayoutRule, layouts_by_size
 from elastic.plan.ramp import Batches
 from elastic.plan.retention import Keep
 from elastic.plan.stretches import Stretch, Stretches, batches, followed
@@ -525,7 +525,9 @@ class Job(Section):
         """
         least, rule = self.workers.min, self.layout_rule().at_least(least_shard)
         found = [
-            layout for n, layout in table(rule, self.workers.max, least) if layout is not None and n >= least
+            layout
+            for n, layout in layouts_by_size(rule, self.workers.max, least)
+            if layout is not None and n >= least
         ]
         return found if found or least_shard == 1 else self.layouts()
 

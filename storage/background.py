@@ -12,7 +12,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-def begin(call: Callable[[], T], name: str) -> Future[T]:
+def in_background(call: Callable[[], T], name: str) -> Future[T]:
     """Runs ``call()`` on a daemon thread of this name and returns a future, whose ``result()`` raises what
     the call raised.
     """

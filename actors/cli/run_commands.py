@@ -270,7 +270,7 @@ def clean(job: Job, /, force: bool = False) -> int:
     tasks = {
         ray.remote(num_cpus=0, scheduling_strategy=cluster.only_on(node))(clear).remote(
             job.name, lives, CLEAR_S
-        ): cluster.place(node)
+        ): cluster.node_name(node)
         for node in cluster.nodes()
     }
     done, silent = ray.wait(list(tasks), num_returns=len(tasks), timeout=2 * CLEAR_S)

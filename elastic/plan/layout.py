@@ -172,7 +172,11 @@ class LayoutRule:
         """Raises ValueError if no number of workers from min to max forms a world of at least ``min_workers``
         members.
         """
-        worlds = [layout.world for _, layout in table(self, max_workers, min_workers) if layout is not None]
+        worlds = [
+            layout.world
+            for _, layout in layouts_by_size(self, max_workers, min_workers)
+            if layout is not None
+        ]
         if any(world >= min_workers for world in worlds):
             return
         enough = self._smallest(max(min_workers, max_workers + 1))
@@ -293,7 +297,7 @@ def _most_replicas(degrees: range, workers: int, enough: Test, fits: Test) -> La
     )
 
 
-def table(rule: LayoutRule, n_max: int, least: int = 1) -> tuple[tuple[int, Layout | None], ...]:
+def layouts_by_size(rule: LayoutRule, n_max: int, least: int = 1) -> tuple[tuple[int, Layout | None], ...]:
     """Returns (n, the layout that n workers form) for n = 1 … n_max; nothing is known of their nodes."""
     return tuple((n, choose(n, rule, least=least)) for n in range(1, n_max + 1))
 

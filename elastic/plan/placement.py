@@ -153,7 +153,7 @@ def written_by(tensors: Sequence[Tensor], layout: Layout, world_rank: int) -> It
         )
 
     for number, tensor in enumerate(tensors):
-        ranks = sharing(key_of(tensor))
+        ranks = sharing(class_of(tensor))
         if ranks[number % len(ranks)] == world_rank:
             yield from ((tensor, box) for box in held(tensor, own).boxes)
 
@@ -169,20 +169,20 @@ def classes_of(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
     """Returns one tensor of each class.  Every axis cuts the tensors of a class alike, so all are covered if
     one is.
     """
-    return tuple({key_of(tensor): tensor for tensor in reversed(list(tensors))}.values())[::-1]
+    return tuple({class_of(tensor): tensor for tensor in reversed(list(tensors))}.values())[::-1]
 
 
 def same_classes(some: Iterable[Tensor], others: Iterable[Tensor]) -> bool:
     """Returns whether both collections have tensors of the same classes."""
-    return set(map(key_of, some)) == set(map(key_of, others))
+    return set(map(class_of, some)) == set(map(class_of, others))
 
 
 def bytes_by_class(tensors: Iterable[Tensor]) -> tuple[int, ...]:
     """Returns the bytes of all tensors of each class, in the order of :func:`classes_of`."""
     everything, found = list(tensors), defaultdict[Hashable, int](int)
     for tensor in everything:
-        found[key_of(tensor)] += nbytes(tensor, tensor.whole())
-    return tuple(found[key_of(tensor)] for tensor in classes_of(everything))
+        found[class_of(tensor)] += nbytes(tensor, tensor.whole())
+    return tuple(found[class_of(tensor)] for tensor in classes_of(everything))
 
 
 def padding(classes: Sequence[Tensor], class_bytes: Sequence[int], shards: int) -> float:
@@ -201,7 +201,7 @@ def padding(classes: Sequence[Tensor], class_bytes: Sequence[int], shards: int) 
     return padded / sum(size for _, size in cut) if cut else 0.0
 
 
-def key_of(tensor: Tensor) -> Hashable:
+def class_of(tensor: Tensor) -> Hashable:
     """Returns the class of ``tensor``: all that the axes' cuts use of it, and whether it has no elements.
 
     Every member holds the same of a tensor without elements, namely nothing, so it cannot stand for others

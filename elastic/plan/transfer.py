@@ -191,7 +191,7 @@ class _Geometry:
 
 def _geometry_of(tensor: Tensor) -> Hashable:
     """Returns a value that is equal for tensors with equal boxes in every cell."""
-    return placement.key_of(tensor), tensor.shape
+    return placement.class_of(tensor), tensor.shape
 
 
 def _cut_at_edges(whole: Corners, held: Sequence[tuple[Cell, Corners]], dim: int = 0) -> Iterator[Piece]:

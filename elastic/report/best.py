@@ -77,7 +77,7 @@ def best(found: Mapping[Version, Loss]) -> Best | None:
     return None if version is None else Best(version, losses[version], len(found) - len(counted))
 
 
-def mark(found: Mapping[Version, Loss], min_delta: float) -> Best | None:
+def newest_improvement(found: Mapping[Version, Loss], min_delta: float) -> Best | None:
     """Returns the newest improvement among the :func:`comparable` losses: one that is smaller than the
     improvement before it by more than ``min_delta``.
     """
@@ -90,9 +90,9 @@ def mark(found: Mapping[Version, Loss], min_delta: float) -> Best | None:
 
 def enough(found: Mapping[Version, Loss], patience: int, min_delta: float) -> int:
     """Returns the step of the newest validation if at least ``patience`` validations have come after the
-    :func:`mark`; else 0.
+    :func:`newest_improvement`; else 0.
     """
-    top, counted = mark(found, min_delta), sorted(comparable(found))
+    top, counted = newest_improvement(found, min_delta), sorted(comparable(found))
     worse = sum(version > top.version for version in counted) if top is not None else 0
     return counted[-1].step if 0 < patience <= worse else 0
 

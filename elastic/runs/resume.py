@@ -20,7 +20,7 @@ from elastic.job import Job
 from elastic.plan.stretches import ended
 from elastic.protocol import lineage
 from elastic.protocol.lineage import Lineage
-from elastic.report.best import Best, Loss, best, enough, mark, number_of, over_fit
+from elastic.report.best import Best, Loss, best, enough, newest_improvement, number_of, over_fit
 from elastic.runs import branches, forks, metrics
 from elastic.runs.branches import Branch, Branches, Origin
 from elastic.runs.notes import abandoned
@@ -282,7 +282,7 @@ def impatient(run: Run, line: Lineage, held_out: str) -> tuple[int, int] | None:
     ran out; None if it has not run out.
     """
     found, rule = measured(run, line, held_out), run.job.validation
-    step, top = enough(found, rule.patience, rule.min_delta), mark(found, rule.min_delta)
+    step, top = enough(found, rule.patience, rule.min_delta), newest_improvement(found, rule.min_delta)
     return (top.version.step, step) if step and top is not None else None
 
 

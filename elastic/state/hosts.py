@@ -29,7 +29,7 @@ from elastic.state.region import BLOCK, WORD, Frame, Region, frame
 from elastic.state.shard import Shard, place_of
 from elastic.state.staging import STAGE, Coming, StagedBlocks, StagingStream
 from elastic.state.wire import Wire
-from storage.background import begin
+from storage.background import in_background
 from storage.slices import Slice, Tensor, nbytes
 
 TURN = 2**30
@@ -115,7 +115,7 @@ def read(
     readers: list[Future[int]] = []
     try:
         for staging_stream in streams:
-            readers.append(begin(partial(drain, staging_stream), "copies"))
+            readers.append(in_background(partial(drain, staging_stream), "copies"))
     except RuntimeError:  # the system gives no more threads
         failed.set()
         raise

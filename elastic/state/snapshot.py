@@ -40,7 +40,7 @@ from elastic.state.node_memory import SPARE, free_for, reserve
 from elastic.state.pins import Pins
 from elastic.state.region import Frame, Region, frame
 from elastic.state.shard import DTYPES, Key, Shard, ShardHome
-from storage.background import begin
+from storage.background import in_background
 from storage.slices import Tensor
 
 NEVER = -1
@@ -206,7 +206,7 @@ class Snapshots:
             self._wait()
             self.region.begin(slot)
             copying = partial(self._copy, slot, copies.begun, shard, saves)
-            self._under_way = begin(copying, "copies"), copying
+            self._under_way = in_background(copying, "copies"), copying
             self.made = shard.version
 
     def make_room(self, give_up: Callable[[], bool]) -> None:

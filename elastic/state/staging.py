@@ -19,7 +19,7 @@ import torch
 from elastic.engine.streams import stream
 from elastic.state.digest import digests
 from elastic.state.wire import Wire
-from storage.background import begin
+from storage.background import in_background
 
 STAGE = 2**24
 """Bytes of one piece, and of the stage that holds it."""
@@ -123,7 +123,7 @@ class StagingStream(AbstractContextManager["StagingStream"]):
         ready = (
             partial(stage.pass_by, raw)
             if raw.is_pinned()
-            else begin(partial(stage.take, raw), "staging").result
+            else in_background(partial(stage.take, raw), "staging").result
         )
         self._waiting.append((piece, stage, ready))
         self._launch(STAGES - 1)  # so the piece in the stage that is used next has been launched

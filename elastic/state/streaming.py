@@ -36,7 +36,7 @@ from elastic.errors import StateDamaged
 from elastic.job import Job
 from elastic.state.digest import digests
 from elastic.state.shard import Key, ShardHome
-from storage.background import begin
+from storage.background import in_background
 
 T = TypeVar("T")
 GROUP = 2**28
@@ -248,7 +248,7 @@ class _Threads:
             raise errors[0]
 
     def _begin(self, call: Callable[[], T], name: str) -> Callable[[], T]:
-        future = begin(call, name)
+        future = in_background(call, name)
         self._under_way.add(future)
 
         def ended() -> T:

@@ -35,7 +35,7 @@ from elastic.train.gauges.counters import OPERATIONS
 from elastic.train.initialise import initialise
 from elastic.train.model import AS_IT_IS_THERE, BUFFERS, State, begun_anew, misfit
 from elastic.train.step import Session
-from storage.background import begin
+from storage.background import in_background
 from storage.checkpoints import Checkpoints, Reader
 from storage.slices import AVERAGE, Slice, Tensor
 
@@ -103,7 +103,7 @@ class Healing:
         if reads_copies(self.moves, worker) and not self._there:
             # taken before any collective is launched: taking pinned memory would wait behind it
             streams = [StagingStream(state.world.device, i) for i in range(STREAMS)]
-            self._reading = begin(partial(self._read, streams), "copies")
+            self._reading = in_background(partial(self._read, streams), "copies")
 
     def _read(self, streams: list[StagingStream]) -> int:
         snapshots, state = self.session.snapshots, self.state

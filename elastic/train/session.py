@@ -248,7 +248,7 @@ def make_session(job: Job, counters: Counters, *, prefetch: int | None = None) -
         job,
         builder_of(job),
         rule,
-        loss_of(job),
+        loss_function(job),
         cursor,
         loader,
         counters,
@@ -324,7 +324,7 @@ def _held_out(job: Job, loader: Loader, counters: Counters) -> Loader | None:
     return _loader(held, dataset, loader.cursor, loader.prefetch, counters, "validation")
 
 
-def loss_of(job: Job) -> Loss:
+def loss_function(job: Job) -> Loss:
     """Returns the loss that the job names.  Raises :class:`CodeError`."""
     found: Loss = _function(job.loss, "loss", "loss(model, batch) returns (sum, count), two scalars")
     return found

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from blake3 import blake3
 
-from storage.background import begin
+from storage.background import in_background
 from storage.checkpoints.cover import describe
 from storage.checkpoints.index import Index
 from storage.checkpoints.manifest import Manifest, Stored
@@ -161,7 +161,7 @@ class Reader:
                 self.bytes_read += len(data)
                 yield from ((row, data[row.first - done[0].first : row.last - done[0].first]) for row in done)
             if group is not None:
-                waiting.append((group, begin(partial(self._checked, group), "fetch")))
+                waiting.append((group, in_background(partial(self._checked, group), "fetch")))
                 ahead += _bytes(group)
 
     def _checked(self, group: Sequence[Stored]) -> memoryview:

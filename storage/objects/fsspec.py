@@ -22,7 +22,7 @@ from typing import Any
 
 import fsspec
 
-from storage.background import begin
+from storage.background import in_background
 from storage.errors import Exists, Full, Missing, Unavailable
 from storage.objects.port import NO_ROOM, Data, ObjectStore, below, pieces_of
 from storage.objects.remote import RemotePolicy, Retryable
@@ -150,7 +150,7 @@ def _attempt(call: Any, seconds: float) -> Any:
     """Returns the result of ``call()``.  Raises :class:`Retryable` if another attempt may help, or if there
     is no answer within ``seconds``.
     """
-    future = begin(call, "fsspec")
+    future = in_background(call, "fsspec")
     try:
         error = future.exception(seconds)
     except TimeoutError:

@@ -38,7 +38,7 @@ from elastic.state.snapshot import Snapshots
 from elastic.state.staging import StagingStream
 from elastic.train.heal import nothing
 from elastic.train.model import tensors_of
-from storage.background import begin
+from storage.background import in_background
 from tests.support.cells import cell, shard_slice
 
 SIZES = {
@@ -122,7 +122,7 @@ def main() -> None:
     taken = statistics.median(alone() for _ in range(5))
     print(f"a copy alone takes {1e3 * taken:.1f} ms: {gigabytes / taken:.1f} GB/s", flush=True)
     before, beside, after = (
-        products(work) for work in (lambda: None, lambda: begin(copy, "copies"), lambda: None)
+        products(work) for work in (lambda: None, lambda: in_background(copy, "copies"), lambda: None)
     )
     print(f"products alone {before:.1f} ms, beside a copy {beside:.1f}, alone {after:.1f}", flush=True)
     alone()

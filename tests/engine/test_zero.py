@@ -16,7 +16,7 @@ from elastic.engine.world import World
 from elastic.errors import JobError
 from elastic.ids import Version
 from elastic.job import Job
-from elastic.plan.layout import Layout, table
+from elastic.plan.layout import Layout, layouts_by_size
 from elastic.train.model import build_model, builder_of
 from tests.support.collectives import Calls, counting
 from tests.support.ranks import Ranks
@@ -176,7 +176,7 @@ def test_stage_3_keeps_one_sum_of_gradients_from_round_to_round(ranks: Ranks, tm
 )
 def test_a_stage_says_what_is_cut(parallel: dict[str, Any], worlds: list[str]) -> None:
     rule = small_job("/nowhere", parallel=parallel, workers={"max": 4}).layout_rule()
-    assert [str(layout or "") for _, layout in table(rule, 4, 1)] == worlds
+    assert [str(layout or "") for _, layout in layouts_by_size(rule, 4, 1)] == worlds
 
 
 @pytest.mark.fast

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.plan.layout import Layout, LayoutRule, after_a_loss, choose, table
+from elastic.plan.layout import Layout, LayoutRule, after_a_loss, choose, layouts_by_size
 from elastic.plan.placement import padding
 from storage.slices import Tensor
 
@@ -43,8 +43,8 @@ def rules(draw: st.DrawFn) -> LayoutRule:
     ids=str,
 )
 def test_table_of_what_n_workers_become(rule: LayoutRule, becomes: str) -> None:
-    assert " ".join(str(layout or "wait") for _, layout in table(rule, 8)) == becomes
-    assert [n for n, _ in table(rule, 8)] == list(range(1, 9))
+    assert " ".join(str(layout or "wait") for _, layout in layouts_by_size(rule, 8)) == becomes
+    assert [n for n, _ in layouts_by_size(rule, 8)] == list(range(1, 9))
 
 
 def dumb_choose(

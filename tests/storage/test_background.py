@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 
-from storage.background import begin
+from storage.background import in_background
 from tests.support.patience import PATIENCE_S
 
 
@@ -22,9 +22,9 @@ def fail(big: Big) -> None:
 
 
 def test_what_is_raised_is_raised_where_it_is_waited_for() -> None:
-    assert begin(lambda: 3, "three").result() == 3
+    assert in_background(lambda: 3, "three").result() == 3
     with pytest.raises(ValueError, match="no"):
-        begin(partial(fail, Big()), "fails").result()
+        in_background(partial(fail, Big()), "fails").result()
 
 
 def test_a_call_that_failed_is_forgotten_with_its_future() -> None:
@@ -32,7 +32,7 @@ def test_a_call_that_failed_is_forgotten_with_its_future() -> None:
     gc.disable()
     try:
         big = Big()
-        future = begin(partial(fail, big), "fails")
+        future = in_background(partial(fail, big), "fails")
         assert isinstance(future.exception(), ValueError)
         gone = weakref.ref(big)
         del big, future
@@ -49,7 +49,7 @@ class Panic(BaseException):
 
 
 def test_a_panic_reaches_whoever_waits() -> None:
-    future = begin(panic, "panics")
+    future = in_background(panic, "panics")
     with pytest.raises(Panic):
         future.result(PATIENCE_S)
 

@@ -11,7 +11,7 @@ import torch
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from elastic.train.machine import compilers
-from elastic.train.machine.compilers import INDUCTOR_DIR, TRITON_DIR, key_of, place
+from elastic.train.machine.compilers import INDUCTOR_DIR, TRITON_DIR, compiled_key, place
 from tests.support.toys import toy_job
 
 KIND, CODE = "cpu, torch 2, 1 threads", "mine 012345678901"
@@ -33,11 +33,11 @@ def test_the_key_tells_apart_what_cannot_share_code(
     """Neither the run's name, its length, its workers nor the clock of the CPU make another key."""
     job = toy_job(tmp_path, compile=True)
     same = [
-        key_of(other, CODE, KIND)
+        compiled_key(other, CODE, KIND)
         for other in (job, job.replace(name="other", steps=77, workers={"max": 3}, seed=5))
     ]
     cpu("processor\t: 0\nmodel name\t: A\nflags\t\t: avx2 avx512f\ncpu MHz\t\t: 3000\n\nprocessor\t: 1\n")
-    same.append(key_of(job, CODE, KIND))
+    same.append(compiled_key(job, CODE, KIND))
     assert len(set(same)) == 1 and len(same[0]) == 32
     changes = (
         {"precision": "bf16"},
@@ -46,19 +46,22 @@ def test_the_key_tells_apart_what_cannot_share_code(
         {"recompute": "block"},
         {"numerics": 4},
     )
-    others = [key_of(job.replace(**change), CODE, KIND) for change in changes]
-    others += [key_of(job, "mine 999999999999", KIND), key_of(job, CODE, "NVIDIA H200, torch 2, 1 threads")]
+    others = [compiled_key(job.replace(**change), CODE, KIND) for change in changes]
+    others += [
+        compiled_key(job, "mine 999999999999", KIND),
+        compiled_key(job, CODE, "NVIDIA H200, torch 2, 1 threads"),
+    ]
     for text in ("model name\t: B\nflags\t\t: avx2 avx512f\n", "model name\t: A\nflags\t\t: avx2\n"):
         cpu(text)
-        others.append(key_of(job, CODE, KIND))
+        others.append(compiled_key(job, CODE, KIND))
     cpu("processor\t: 0\nmodel name\t: A\nflags\t\t: avx2 avx512f\n")
     for owner, name in ((torch, "__version__"), (torch.version, "git_version"), (compilers.sys, "version")):
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, "another")
-            others.append(key_of(job, CODE, KIND))
+            others.append(compiled_key(job, CODE, KIND))
     with monkeypatch.context() as patch:
         patch.setattr(compilers, "version", lambda package: f"another {package}")
-        others.append(key_of(job, CODE, KIND))
+        others.append(compiled_key(job, CODE, KIND))
     assert len({*same, *others}) == 1 + len(others)
 
 
@@ -82,6 +85,6 @@ def test_a_place_that_the_user_has_chosen_stays(tmp_path: Path, monkeypatch: pyt
     )
     found = place(job, CODE, KIND, tmp_path)
     assert found is not None and os.environ[INDUCTOR_DIR] == str(found.folder) == str(
-        tmp_path / key_of(job, CODE, KIND)
+        tmp_path / compiled_key(job, CODE, KIND)
     )
     assert os.environ[TRITON_DIR] == f"{found.folder}/triton"

@@ -47,7 +47,7 @@ from elastic.protocol.copy_schedule import due
 from elastic.protocol.events import Work
 from elastic.protocol.member import Member
 from elastic.protocol.plan import Plan
-from elastic.report.best import Loss, enough, mark, number_of
+from elastic.report.best import Loss, enough, newest_improvement, number_of
 from elastic.report.metrics import Row, row_of, with_validation
 from elastic.report.story import Scored, Show, Story, tell
 from elastic.runs import alone, data, owed, validations
@@ -327,7 +327,7 @@ class _Local:
             self._validated(state, self.step)
         rule = job.validation
         top, why = (
-            mark(self.measured, rule.min_delta) if self._ends() else None,
+            newest_improvement(self.measured, rule.min_delta) if self._ends() else None,
             self.why or f"all {job.steps} steps are done",
         )
         return (

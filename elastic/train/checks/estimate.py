@@ -33,7 +33,7 @@ from elastic.train.machine.device import (
     policies_of,
 )
 from elastic.train.model import BUFFERS, build_model, builder_of, bytes_of, in_its_stage, tensors_of
-from elastic.train.session import lengths_of, loss_of, opened
+from elastic.train.session import lengths_of, loss_function, opened
 from storage.slices import Tensor
 
 Policy = str | float
@@ -200,7 +200,7 @@ def needs(job: Job, policies: Sequence[Policy]) -> dict[Policy, Need]:
 
     Raises the errors of opening the data, of the model and of the loss.
     """
-    batch, builder, loss = _longest(job), builder_of(job), loss_of(job)
+    batch, builder, loss = _longest(job), builder_of(job), loss_function(job)
     model = build_model(job, builder)
     job = in_its_stage(job, model)
     need, found = need_of(job, tensors_of(model, rule_of(job))), dict[Policy, Need]()

@@ -23,7 +23,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from elastic.engine.world import World
 from elastic.job import Job
 from elastic.report.overlap import events_of, summary
-from storage.background import begin
+from storage.background import in_background
 from storage.objects import ObjectStore
 
 CLOSE_S = 30.0
@@ -82,7 +82,7 @@ class Profiler:
         if not self._done:
             return folder.cleanup()
         name = f"steps-{self._done[0]}-{self._done[-1]}-g{self._generation}"
-        self._writing.append(begin(lambda: self._write(running, folder, name), "profile"))
+        self._writing.append(in_background(lambda: self._write(running, folder, name), "profile"))
 
     def close(self) -> None:
         """Waits a while for what is being written."""

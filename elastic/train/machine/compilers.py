@@ -46,7 +46,7 @@ def place(job: Job, code: str, kind: str, root: Path) -> Compiled | None:
     """
     if not job.compile or os.environ.get(INDUCTOR_DIR, _usual()) != _usual():
         return None
-    found = Compiled(root, key_of(job, code, kind), lambda sentence: print(sentence, flush=True))
+    found = Compiled(root, compiled_key(job, code, kind), lambda sentence: print(sentence, flush=True))
     os.environ |= {INDUCTOR_DIR: str(found.folder), TRITON_DIR: str(found.folder / "triton")}
     return found
 
@@ -60,7 +60,7 @@ def _usual() -> str:
     return default_cache_dir()
 
 
-def key_of(job: Job, code: str, kind: str) -> str:
+def compiled_key(job: Job, code: str, kind: str) -> str:
     """Returns a digest of all that compiled code depends on.  If two nodes have the same digest, the compiled
     code of one runs on the other.
     """

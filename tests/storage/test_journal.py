@@ -24,7 +24,7 @@ from storage.journal import (
     replicas,
     since,
 )
-from storage.journal import stored_segment as objects_of
+from storage.journal import objects as objects_of
 from storage.journal.stored_segment import key_of, packed, unpacked
 from storage.objects import Data, ObjectStore
 from tests.support.full_disk import full_disk

@@ -57,9 +57,13 @@ def inflated(raw: bytes, object: str, wbits: int = zlib.MAX_WBITS) -> bytes:
     except zlib.error as error:
         raise Damaged(object, "compressed data", str(error)) from None
     if len(found) > INFLATED_BYTES:
-        raise Damaged(object, f"at most {INFLATED_BYTES} bytes in {len(raw)} compressed ones", "more")
+        raise Damaged(
+            object,
+            f"at most {INFLATED_BYTES} bytes once it is decompressed (it has {len(raw)} bytes)",
+            "more",
+        )
     if not unpacker.eof:
-        raise Damaged(object, "compressed data", "only its beginning")
+        raise Damaged(object, "compressed data", "only the beginning of the compressed data")
     return found
 
 
@@ -94,7 +98,9 @@ def unseal(raw: bytes, object: str, newest_known: int, oldest_known: int = 1) ->
         intact = seal(content) == raw
         format = int(content["format"]) if intact else 0
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
-        raise Damaged(object, "a sealed JSON document", f"{len(raw)} bytes that are not one") from None
+        raise Damaged(
+            object, "a sealed JSON document", f"{len(raw)} bytes that are no such document"
+        ) from None
     if not intact:
         raise Damaged(object, f"content with blake3 {found}", digest_of(_text(content)))
     if not 1 <= format <= newest_known:
@@ -104,8 +110,8 @@ def unseal(raw: bytes, object: str, newest_known: int, oldest_known: int = 1) ->
         )
     if format < oldest_known:
         raise BadFormat(
-            f"{object} has format {format}, and this release reads formats from {oldest_known} on: read it "
-            "by an older release"
+            f"{object} has format {format}, but this release reads formats from {oldest_known} on: use "
+            "an older release"
         )
     return dict(content)
 

@@ -50,7 +50,11 @@ class Damaged(StorageError):
     """``fix`` says what to do."""
 
     def __init__(
-        self, object: str, expected: str, found: str, fix: str = "use an older one, or restore it"
+        self,
+        object: str,
+        expected: str,
+        found: str,
+        fix: str = "use an older checkpoint, or restore this object from a copy",
     ) -> None:
         super().__init__(object, expected, found, fix)
         self.expected, self.found, self.fix = expected, found, fix
@@ -75,7 +79,7 @@ class BadFormat(StorageError):
 
 class Deposed(StorageError):
     def __str__(self) -> str:
-        return f"{self.object} was written by another coordinator: this one is deposed and must stop"
+        return f"{self.object} was written by another coordinator: this coordinator is deposed and must stop"
 
 
 class Unavailable(StorageError):

@@ -30,7 +30,7 @@ class Numbered(Generic[T]):
     folder: str
     newest_known: int
     first: int = 1
-    fix: str = "put it back from a copy, or remove it"
+    fix: str = "put this file back from a copy, or remove it"
     """The words that say what to do about a damaged document."""
     of: Callable[[dict[str, Any]], T] = dict  # type: ignore[assignment]
     """Converts the content of a document to what readers get; by default they get the content."""

@@ -162,7 +162,8 @@ class Checkpoints:
         for entry, (_, _, data) in ordered:
             if data.nbytes != entry.size:
                 raise ValueError(
-                    f"{entry.key} as {entry.dtype} has {entry.size} bytes; {data.nbytes} were given"
+                    f"{entry.key} as {entry.dtype} has {entry.size} bytes, but {data.nbytes} bytes "
+                    "were passed"
                 )
         slices = [part for _, part in ordered]
         digests = [digest_of(data) for data in _bytes_of(slices, done)]
@@ -221,7 +222,7 @@ class Checkpoints:
         """
         if version in self.inherited:
             raise ValueError(
-                f"{version} is a checkpoint of {self.holder(version)}, so {self.run} does not delete it"
+                f"{version} belongs to the run {self.holder(version)}, so {self.run} does not delete it"
             )
         try:
             self._note(version, DELETED, reason)
@@ -345,7 +346,7 @@ class Checkpoints:
             raise Damaged(
                 error.object,
                 "a manifest",
-                "none: the checkpoint was never complete, or its manifest was deleted",
+                "no manifest: the checkpoint was never complete, or its manifest was deleted",
             ) from None
         return Reader(self.store, self.folder(version), manifest)
 
@@ -470,7 +471,7 @@ class Checkpoints:
         for key, receipt in zip(keys, receipts, strict=True):
             if receipt.version != version:
                 raise Incomplete(
-                    self.store.full_name(key), f"it was written for {receipt.version}, not for {version}"
+                    self.store.full_name(key), f"a receipt is for {receipt.version}, not for {version}"
                 )
         for key, receipt, size in zip(keys, receipts, self._at_once(self._size, keys), strict=True):
             if size != receipt.file.size:
@@ -486,7 +487,7 @@ class Checkpoints:
         if not index.tensors or (states and states != {_state_digest(index.tensors.values())}):
             raise Incomplete(
                 self.folder(version),
-                f"{len(receipts)} receipts with {len(index.tensors)} tensors are not the whole state",
+                f"{len(receipts)} receipts with {len(index.tensors)} tensors do not cover the whole state",
             )
         return index
 

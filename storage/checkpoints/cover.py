@@ -24,16 +24,16 @@ def check_exact_cover(pieces: Sequence[tuple[Tensor, Slice]]) -> None:
         tensor = group[0][0]
         if others := {other for other, _ in group if other != tensor}:
             raise Incomplete(
-                describe(tensor.whole()), f"its writers describe it differently: {tensor} and {min(others)}"
+                describe(tensor.whole()), f"two writers describe it differently: {tensor} and {min(others)}"
             )
         parts = sorted(part for _, part in group)
         if outside := [part for part in parts if not _within(part, tensor)]:
-            raise Incomplete(describe(tensor.whole()), f"{describe(outside[0])} lies outside of it")
+            raise Incomplete(describe(tensor.whole()), f"the slice {describe(outside[0])} lies outside of it")
         if twice := _overlap(parts):
-            raise Incomplete(describe(tensor.whole()), f"{describe(twice)} is stored twice")
+            raise Incomplete(describe(tensor.whole()), f"the slice {describe(twice)} is stored twice")
         found, needed = sum(part.count for part in parts), math.prod(tensor.shape)
         if found != needed:
-            raise Incomplete(describe(tensor.whole()), f"{found} of {needed} elements are there")
+            raise Incomplete(describe(tensor.whole()), f"only {found} of {needed} elements are there")
 
 
 def describe(part: Slice) -> str:

@@ -130,7 +130,7 @@ class Index:
                 if (other := seen.setdefault((tensor.name, tensor.kind), tensor)) != tensor:
                     raise Incomplete(
                         describe(tensor.whole()),
-                        f"its writers describe it differently: {other} and {tensor}",
+                        f"two writers describe it differently: {other} and {tensor}",
                     )
             first = group.tensors[0]
             check_exact_cover(
@@ -169,7 +169,7 @@ class Index:
                 boxes = tuple((files[number].name, (start, stop)) for number, start, stop in corners)
                 groups.append(TensorGroup(tensors, boxes))
         except (ValueError, KeyError, TypeError, IndexError, AttributeError):
-            raise Damaged(object, "an index of slices", f"{len(raw)} bytes that are not one") from None
+            raise Damaged(object, "an index of slices", f"{len(raw)} bytes that are no index") from None
         return cls(tuple(groups), {file.name: file for file in files})
 
 

@@ -118,7 +118,7 @@ class Manifest:
                 sum((*manifest.layout.values(), manifest.written_at or 0.0)),
             )
         except (ValueError, KeyError, TypeError, AttributeError, StopIteration):
-            raise Damaged(object, "a manifest", f"{len(raw)} bytes that say something else") from None
+            raise Damaged(object, "a manifest", f"{len(raw)} bytes that are no manifest") from None
         if found != version:
-            raise Damaged(object, f"the manifest of {version}", f"that of {found}")
+            raise Damaged(object, f"the manifest of {version}", f"the manifest of {found}")
         return manifest

@@ -54,7 +54,9 @@ class Reader:
         self.index = self._index()
         named = {*self.index.headers, *(file for group in self.index.groups for file, _ in group.boxes)}
         for file in sorted(named - self._sizes.keys()):
-            raise Damaged(self.name_of(file), "a file that the manifest lists", "one that it does not")
+            raise Damaged(
+                self.name_of(file), "a file that the manifest lists", "a file that the manifest does not list"
+            )
 
     def _index(self) -> Index:
         file = self.manifest.index

@@ -65,7 +65,8 @@ class TokenFiles:
         for first in firsts:
             if not 0 <= first <= first + length <= self.description.tokens:
                 raise IndexError(
-                    f"tokens {first} to {first + length} of a dataset of {self.description.tokens}"
+                    f"there are no tokens {first} to {first + length} in a dataset of "
+                    f"{self.description.tokens} tokens"
                 )
         spans = [list(self._spans(first, first + length)) for first in firsts]
         blocks = self._get(list(dict.fromkeys(block for row in spans for block, _, _ in row)))

@@ -144,7 +144,9 @@ class Journal:
             if self.deposed:
                 raise Deposed(self.deposed)
             if record["n"] != self.next:
-                raise ValueError(f"record {record['n']} was appended where {self.next} comes next")
+                raise ValueError(
+                    f"record {record['n']} was appended, but the next record must be {self.next}"
+                )
             part, snapshot, lines = self._open, self._snapshot, line(record)
             if part is None:
                 part = self._begin()

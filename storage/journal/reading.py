@@ -75,8 +75,8 @@ class Newest:
             head, records = self._objects([key])[0]
         except Damaged as error:
             fix = (
-                "put it back from a copy, or remove it: the run goes on from its newest checkpoint with "
-                "what was recorded before"
+                "put this object back from a copy, or remove it: the run then goes on from its newest "
+                "checkpoint, with the records before this object"
             )
             raise Damaged(error.object, error.expected, error.found, fix) from None
         found = self.rejoined([(head, records)])[0]
@@ -214,8 +214,10 @@ def _join(segments: list[Segment], head: Json, records: list[Json], where: str) 
         return segments.append((head, list(records)))
     base = _base(*segments[-1]) if segments else None
     if base != head["continues"]:
-        there = "there is no snapshot" if base is None else f"the snapshot is that of record {base}"
-        raise Damaged(where, f"the object of record {head['continues']} before it, which it continues", there)
+        there = (
+            "no snapshot before it" if base is None else f"the snapshot before it begins with record {base}"
+        )
+        raise Damaged(where, f"a snapshot before it that begins with record {head['continues']}", there)
     segments[-1][1].extend(records)
     return None
 
@@ -251,5 +253,7 @@ def _parts(lines: bytes) -> list[tuple[int, Segment]]:
             elif "n" in line:
                 parts[-1][1][1].append(line)
         except (ValueError, TypeError, IndexError):
-            raise Damaged(f"line {number}", "a snapshot, or a record after one", repr(text[:40])) from None
+            raise Damaged(
+                f"line {number}", "a snapshot, or a record after a snapshot", repr(text[:40])
+            ) from None
     return parts

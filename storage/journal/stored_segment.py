@@ -35,7 +35,7 @@ def object_at(store: ObjectStore, key: str) -> Segment:
         head, *records = map(json.loads, lines)
         numbers = [record["n"] for record in records]
     except (ValueError, TypeError, KeyError, RecursionError):
-        raise Damaged(object, "a head and its records, one a line", "lines that are something else") from None
+        raise Damaged(object, "a head and its records, one a line", "lines that are no records") from None
     if not numbers or numbers != list(range(first, first + len(numbers))):
         raise Damaged(object, f"records from {first} on", f"records {numbers[:1]} to {numbers[-1:]}")
     return head, records
@@ -62,7 +62,9 @@ def sealed(lines: bytes) -> bytes:
 def unsealed(raw: bytes, object: str) -> bytes:
     lines = raw[: -len(sealed(b""))]
     if sealed(lines) != raw:
-        raise Damaged(object, "an object that ends with its digest", f"{len(raw)} bytes that do not")
+        raise Damaged(
+            object, "an object that ends with its digest", f"{len(raw)} bytes without a digest at the end"
+        )
     return lines
 
 

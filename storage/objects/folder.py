@@ -24,7 +24,10 @@ NO_LINKS = (EMLINK, ENOSYS, EOPNOTSUPP, EPERM)
 """Errors of file systems without hard links."""
 NO_SYNC = (EINVAL, ENOSYS, EOPNOTSUPP)
 """Errors of file systems that cannot sync a folder."""
-MOUNTED = "of a mounted bucket give the URL (s3://bucket/prefix), or name a folder of a local disk or of NFS"
+MOUNTED = (
+    "if the folder is a mounted bucket, give the bucket's URL (s3://bucket/prefix); otherwise name a "
+    "folder on a local disk or on NFS"
+)
 
 
 def sync_folder(folder: str) -> bool:
@@ -66,7 +69,7 @@ class Folder(ObjectStore):
     def put_if_absent(self, key: str, data: Data) -> None:
         path = self._path(key)
         if os.path.isdir(path):
-            raise Unavailable(self.full_name(key), "a folder is in its place; remove it")
+            raise Unavailable(self.full_name(key), "there is a folder of this name; remove the folder")
         if os.path.lexists(path):  # saves writing what would be refused; the link decides
             raise Exists(key, self.url)
         with self._written_aside(key, data) as aside, self._writing(key):

@@ -159,7 +159,7 @@ class S3(ObjectStore):
         if ranged and not str(answer.get("ContentRange", "")).startswith(f"bytes {first}-"):
             raise Unavailable(
                 self.full_name(key),
-                "the store answers a range with other bytes; use one that honours Range",
+                "the store ignores the Range header and sends other bytes; use a store that honours Range",
             )
         return bytes(answer["Body"])
 
@@ -254,8 +254,8 @@ class S3(ObjectStore):
             for number, block in enumerate(blocks, 1):
                 if number > PARTS:
                     why = (
-                        f"it has more bytes than {PARTS} parts can hold, and S3 allows an object 5 TiB; use "
-                        "more shards"
+                        f"it is too large for {PARTS} parts, or larger than 5 TiB, the limit of S3; "
+                        "use more shards"
                     )
                     raise Unavailable(self.full_name(key), why)
                 sent.append(pool.submit(send, number, block))

@@ -69,19 +69,19 @@ _MEANING = {
         "itself"
     ),
     "RequestTimeTooSkewed": "the node's clock is wrong: set it (NTP)",
-    "AccessDenied": f"the node's credentials may not do this: {_RIGHTS}",
-    "403": f"the node's credentials are refused or may not do this: check them, and {_RIGHTS}",
+    "AccessDenied": f"the node's credentials do not permit this operation: {_RIGHTS}",
+    "403": f"the node's credentials are wrong or do not permit this operation: check them, and {_RIGHTS}",
     "AuthorizationHeaderMalformed": _REGION,
     "IllegalLocationConstraintException": _REGION,
     "PermanentRedirect": _REGION,
     "301": _REGION,
     "NotImplemented": (
-        "the store cannot do what is needed: use one with create-only writes (If-None-Match) and multipart "
-        "uploads"
+        "the store lacks a feature that Elastic needs: use a store with create-only writes (If-None-Match) "
+        "and multipart uploads"
     ),
     "501": (
-        "the store cannot do what is needed: use one with create-only writes (If-None-Match) and multipart "
-        "uploads"
+        "the store lacks a feature that Elastic needs: use a store with create-only writes (If-None-Match) "
+        "and multipart uploads"
     ),
 }
 _UNUSABLE: tuple[tuple[type[Exception], str], ...] = (

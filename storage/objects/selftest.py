@@ -56,21 +56,27 @@ def _check(store: ObjectStore, key: str, what: str) -> None:
     store.put_if_absent(key, BYTES)
     found = store.get(key)
     if found != BYTES:
-        framing = "; it saves the frame of a checksum trailer inside the object" if BYTES in found else ""
+        framing = (
+            "; the store has saved the frame of a checksum trailer inside the object"
+            if BYTES in found
+            else ""
+        )
         raise _broken(
             store,
-            f"{len(BYTES)} bytes were written and {len(found)} others came back{framing}",
-            "upgrade it, or use another",
+            f"{len(BYTES)} bytes were written, but {len(found)} other bytes were read back{framing}",
+            "upgrade the store, or use another store",
         )
     if store.get(key, FIRST, LAST) != BYTES[FIRST:LAST]:
         raise _broken(
-            store, f"asked for bytes {FIRST} to {LAST} it answers with others", "use one that honours Range"
+            store,
+            f"a read of bytes {FIRST} to {LAST} returned other bytes",
+            "use a store that honours the Range header",
         )
     if _created(store, key):
         raise _broken(
             store,
-            f"{what} (If-None-Match: *) replaced what was there",
-            "use one that honours it: writers would overwrite each other",
+            f"{what} (If-None-Match: *) replaced an object that existed",
+            "use a store that honours If-None-Match, since writers would overwrite each other",
         )
 
 
@@ -81,11 +87,14 @@ def _race(store: ObjectStore, key: str) -> None:
     with ThreadPoolExecutor(RIVALS) as pool:
         winners = sum(pool.map(lambda _: _created(store, key), range(RIVALS)))
     if winners != 1:
-        wrong = f"{winners} of {RIVALS} create-only writes (If-None-Match: *) at once were told that they won"
+        wrong = (
+            f"of {RIVALS} create-only writes (If-None-Match: *) at the same time, {winners} succeeded, "
+            "and exactly 1 may"
+        )
         raise _broken(
             store,
             wrong,
-            "use one that decides them one by one: two coordinators would both take a run for theirs",
+            "use a store that lets exactly one succeed, since two coordinators would both own the same run",
         )
 
 
@@ -95,8 +104,12 @@ def _listed_late_s(store: ObjectStore, key: str) -> float:
     written, looks = time.monotonic(), 1
     while key not in store.list(key):
         if time.monotonic() - written > LISTED_S:
-            wrong = f"an object that was written is not listed {LISTED_S:g} s later"
-            raise _broken(store, wrong, "let nothing in between cache its listings, or use another")
+            wrong = f"a new object is not listed {LISTED_S:g} s after it was written"
+            raise _broken(
+                store,
+                wrong,
+                "turn off every cache of listings between here and the store, or use another store",
+            )
         looks += 1
         time.sleep(LOOK_S)
     return time.monotonic() - written if looks > 1 else 0.0
@@ -111,4 +124,4 @@ def _created(store: ObjectStore, key: str) -> bool:
 
 
 def _broken(store: ObjectStore, wrong: str, advice: str) -> Unavailable:
-    return Unavailable(store.url, f"the bucket does not keep what a run relies on: {wrong}; {advice}")
+    return Unavailable(store.url, f"the bucket lacks a property that every run relies on: {wrong}; {advice}")

@@ -238,7 +238,7 @@ def test_replay_names_the_file_with_a_damaged_line(tmp_path: Path, capsys: Shown
     (tmp_path / "one.jsonl").write_text('{"run":{}}\n{"n":0}\nno JSON\n')
     assert main(["replay", f"{tmp_path}/one.jsonl"]) == 1
     assert sentence(capsys).startswith(
-        f"elastic: {tmp_path}/one.jsonl, line 3 is damaged: expected a snapshot, or a record after one"
+        f"elastic: {tmp_path}/one.jsonl, line 3 is damaged: expected a snapshot, or a record after a snapshot"
     )
 
 

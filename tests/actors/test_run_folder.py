@@ -111,7 +111,11 @@ def test_files_of_others_change_nothing(commands: Commands, tmp_path: Path) -> N
 def test_a_folder_in_the_place_of_a_document_is_named(commands: Commands) -> None:
     (commands.run / "owner" / "000003.json").mkdir()
     code, said = commands.train()
-    assert code == 2 and "small/owner/000003.json" in said and "a folder is in its place; remove it" in said
+    assert (
+        code == 2
+        and "small/owner/000003.json" in said
+        and "there is a folder of this name; remove the folder" in said
+    )
     (commands.run / "owner" / "000003.json").rmdir()
     assert commands.train()[0] == 0, "the control"
 

@@ -266,9 +266,9 @@ def test_no_manifest_with_a_tensor_missing_altogether(checkpoints: Checkpoints) 
     state = state_of(TENSORS, seed=1)
     shares = [[part_of(state, tensor, tensor.whole()) for tensor in TENSORS[n::2]] for n in (0, 1)]
     receipts = [checkpoints.write_shard(V, f"{n}", share, state=TENSORS) for n, share in enumerate(shares)]
-    with pytest.raises(Incomplete, match="not the whole state"):
+    with pytest.raises(Incomplete, match="do not cover the whole state"):
         checkpoints.commit(V, receipts[:1], {})
-    with pytest.raises(Incomplete, match="not the whole state"):
+    with pytest.raises(Incomplete, match="do not cover the whole state"):
         checkpoints.commit(V, [], {})
     checkpoints.commit(V, receipts, {})
 
@@ -283,7 +283,7 @@ def test_no_manifest_for_what_is_not_in_the_bucket(checkpoints: Checkpoints) -> 
             checkpoints.store.put(key, there)
         with pytest.raises(Incomplete, match=receipts[1].file.name):
             checkpoints.commit(V, receipts, {})
-    with pytest.raises(Incomplete, match="written for step 10"):
+    with pytest.raises(Incomplete, match="a receipt is for step 10"):
         checkpoints.commit(Version(11, 2), receipts, {})
     assert checkpoints.latest_good() is None
 

@@ -169,7 +169,7 @@ def test_a_checkpoint_of_an_older_format_is_refused() -> None:
     checkpoints.store.put(key, seal(content | {"format": 1}))
     with pytest.raises(
         BadFormat,
-        match="has format 1, and this release reads formats from 2 on: read it by an older release",
+        match="has format 1, but this release reads formats from 2 on: use an older release",
     ):
         checkpoints.manifest(V)
 

@@ -250,13 +250,12 @@ def test_where_the_oldest_objects_are_gone_the_journal_begins_with_the_first_sna
 def test_copies_of_objects_are_joined_as_the_bucket_joins_them(store: Moody, continued: list[str]) -> None:
     copies = [unpacked(store.get(key), key) for key in continued]
     assert parse(b"".join(copies)) == read(store, "run")[-1:]
-    with pytest.raises(Damaged, match=r"line 1 .* the object of record 34 before it, which it continues"):
+    with pytest.raises(Damaged, match=r"line 1 .* a snapshot before it that begins with record 34"):
         parse(copies[1])
     with pytest.raises(
         Damaged,
         match=(
-            r"the object of record 34 before it, which it continues.* the "
-            r"snapshot is that of record 1"
+            r"a snapshot before it that begins with record 34.* the snapshot before it begins with record 1"
         ),
     ):
         parse(unpacked(store.get(key_of("run", 1)), "") + copies[1])
@@ -428,7 +427,7 @@ def test_who_loses_a_create_is_deposed(store: Moody, start: Callable[..., Journa
 def test_records_are_numbered_by_the_journal(start: Callable[..., Journal]) -> None:
     journal = start(first=7)
     for wrong in (6, 8):
-        with pytest.raises(ValueError, match=f"record {wrong} was appended where 7 comes next"):
+        with pytest.raises(ValueError, match=f"record {wrong} was appended, but the next record must be 7"):
             journal.append({"n": wrong}, dict, durable=False)
     write(journal, 1)
     assert journal.next == 8
@@ -533,7 +532,7 @@ def test_the_newest_object_without_content_says_what_to_do(store: Moody, three_s
     with pytest.raises(
         Damaged,
         match=(
-            r"000000000004.* found 0 bytes that do not; .*remove it: the run goes "
+            r"000000000004.* found 0 bytes without a digest at the end; .*remove it: the run then goes "
             r"on from its newest checkpoint"
         ),
     ):

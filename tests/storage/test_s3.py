@@ -332,7 +332,7 @@ def test_an_object_of_more_parts_than_are_allowed_goes_up_in_larger_ones(
     *first, last = (sent[number] for number in sorted(sent))
     assert ({*first} == {-(-len(data) // 4)} and last <= first[0]) is (kind != "pieces")
     monkeypatch.setattr("storage.objects.s3.sizes_of", lambda part_bytes, _: repeat(part_bytes))
-    with pytest.raises(Unavailable, match="more bytes than 4 parts can hold"):
+    with pytest.raises(Unavailable, match="too large for 4 parts"):
         large.put_if_absent("b", data)  # the control
     assert large.list() == ["a"] and uploads(large) == []
 

@@ -49,20 +49,17 @@ def test_memory_passes_and_a_folder_is_believed(tmp_path: Path) -> None:
         (
             r"PUT .*-\w+\?$|PUT .*selftest-\w+\?$",
             without("HTTP_IF_NONE_MATCH"),
-            r"a create-only PUT .* replaced what was there; .* honours it",
+            r"a create-only PUT .* replaced an object that existed; .* honours If-None-Match",
         ),
         (
             "POST .*uploadId",
             without("HTTP_IF_NONE_MATCH"),
-            (
-                r"a create-only upload in parts .* replaced what "
-                r"was there"
-            ),
+            (r"a create-only upload in parts .* replaced an object that existed"),
         ),
         ("GET .*selftest", without("HTTP_RANGE"), "Range"),
         ("PUT", framed, "frame of a checksum trailer inside the object"),
-        ("PUT", flipped_upload, "256 bytes were written and 256 others came back"),
-        ("GET .*selftest", flipped, "256 bytes were written and 256 others came back"),
+        ("PUT", flipped_upload, "256 bytes were written, but 256 other bytes were read back"),
+        ("GET .*selftest", flipped, "256 bytes were written, but 256 other bytes were read back"),
     ],
 )
 def test_a_store_that_misbehaves_is_refused_by_name(
@@ -85,8 +82,8 @@ def test_a_store_that_looks_first_and_writes_then_is_refused(swift_bucket: S3) -
     with pytest.raises(
         Unavailable,
         match=(
-            r"\d of 8 create-only writes .* were told that they won; use one "
-            r"that decides them one by one"
+            r"of 8 create-only writes .* at the same time, \d succeeded, and exactly 1 may; use a "
+            r"store that lets exactly one succeed"
         ),
     ):
         for _ in range(20):
@@ -108,7 +105,7 @@ def test_a_job_is_checked_before_anything_starts(
     unruly.when("POST .*uploadId", without("HTTP_IF_NONE_MATCH"), times=99)
     store = below(moto_bucket)
     job = toy_job(store.url, name="checked")
-    with pytest.raises(Unavailable, match="does not keep what a run relies on"):
+    with pytest.raises(Unavailable, match="lacks a property that every run relies on"):
         check_bucket(job)
     assert store.list() == []
     unruly.behave()
@@ -205,7 +202,7 @@ def test_a_dataset_is_not_prepared_for_a_folder_that_cannot_hold_it(
     with pytest.raises(
         Unavailable,
         match=(
-            r"has no hard links .* of a mounted bucket give the URL "
+            r"has no hard links .* if the folder is a mounted bucket, give the bucket's URL "
             r"\(s3://bucket/prefix\)"
         ),
     ):

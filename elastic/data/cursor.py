@@ -147,9 +147,10 @@ class Cursor:
         whole, rest = divmod(self.batches.of(step), microbatch)
         if rest:
             raise JobError(
-                f"microbatch = {microbatch}: step {step} is done again, from before this branch, and has "
-                f"{self.batches.of(step)} samples, which cannot be cut into such microbatches; set "
-                f"microbatch to a number that divides them, too, until step {self.batches.since} is past"
+                f"microbatch = {microbatch}: step {step} is before this branch and is done again, and "
+                f"its {self.batches.of(step)} samples cannot be cut into microbatches of {microbatch}; "
+                f"until step {self.batches.since} is past, set microbatch to a number that divides "
+                f"{self.batches.of(step)}, too"
             )
         return whole
 

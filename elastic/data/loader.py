@@ -225,10 +225,10 @@ class Loader:
             if self._readers is not None:  # this process reads only to check the job
                 return
             print(
-                f"{self.named}: {_maker(self.dataset)[0]} draws from the default generators of torch, "
-                "Python or numpy, or seeds them, as the model does: it is called when samples are needed, "
-                "and not ahead; a generator of its own (torch.Generator().manual_seed(id)) is faster, and "
-                "so is data.readers",
+                f"{self.named}: {_maker(self.dataset)[0]} uses the default random generators of torch, "
+                "Python or numpy, which the model uses, too, so samples are not read ahead; to read "
+                "faster, give the dataset its own generator (torch.Generator().manual_seed(id)), or "
+                "set data.readers",
                 flush=True,
             )
 
@@ -289,9 +289,9 @@ class Loader:
         if (largest := int(tokens.numpy().max())) < self.vocab:
             return batch
         raise DataError(
-            f"{self.named}: samples {list(ids)} have the token {largest}, and the model knows those below "
-            f"{self.vocab}; set its vocabulary in model_args to {largest + 1} or more, or let the dataset "
-            "give other tokens"
+            f"{self.named}: samples {list(ids)} have the token {largest}, but the model has only the "
+            f"tokens 0 to {self.vocab - 1}; set the vocabulary in model_args to {largest + 1} or more, "
+            "or correct the dataset"
         )
 
 

@@ -41,7 +41,7 @@ class Mixture:
         """Number of samples of each part."""
         if 0 in self.sizes:
             raise DataError(
-                f"data.args.parts[{self.sizes.index(0)}] has no samples; give it some, or leave it out"
+                f"data.args.parts[{self.sizes.index(0)}] has no samples; add samples, or remove this part"
             )
         self._firsts = list(accumulate(self.sizes, initial=0))
         vocabularies = [part.vocabulary for part in self.parts if hasattr(part, "vocabulary")]
@@ -67,8 +67,8 @@ class Mixture:
         ]
         if other := next((shape for shape in shapes if shape != shapes[0]), None):
             raise DataError(
-                f"data.args.parts: a sample of one part has {shapes[0]}, and one of another has {other}; "
-                "make them alike"
+                f"data.args.parts: a sample of one part has {shapes[0]}, but a sample of another part "
+                f"has {other}; give all parts the same shapes"
             )
         order = torch.tensor([row for rows, _ in found for row in rows]).argsort()
         return {name: torch.cat([batch[name] for _, batch in found])[order] for name in shapes[0]}
@@ -81,8 +81,8 @@ class Mixture:
             number for number, part in enumerate(self.parts) if not callable(getattr(part, "lengths", None))
         ]:
             raise DataError(
-                f"data.group_by_length = true, and data.args.parts[{silent[0]}] has no lengths(); give it "
-                "one, or leave it out"
+                f"data.group_by_length = true, and data.args.parts[{silent[0]}] has no lengths(); add "
+                "this method, or remove this part"
             )
         found = [0] * len(ids)
         for part, rows, own in self._by_part(ids):
@@ -102,7 +102,7 @@ class Mixture:
         found: dict[int, list[int]] = {}
         for row, sample in enumerate(ids):
             if not 0 <= sample < len(self):
-                raise IndexError(f"sample {sample} of a mixture of {len(self)}")
+                raise IndexError(f"there is no sample {sample} in a mixture of {len(self)} samples")
             found.setdefault(bisect_right(self._firsts, sample) - 1, []).append(row)
         return [
             (part, rows, tuple(ids[row] - self._firsts[part] for row in rows))
@@ -114,7 +114,7 @@ def _opened(number: int, part: object) -> Dataset:
     if not isinstance(part, Mapping) or (unknown := sorted(part.keys() - PART.keys())):
         what = f"has {unknown[0]!r}" if isinstance(part, Mapping) else f"is {part!r}"
         hint = (
-            "; weights are in data.weights, a number for each part"
+            "; the weights belong in data.weights, one number for each part"
             if isinstance(part, Mapping) and "weight" in part
             else ""
         )

@@ -72,7 +72,7 @@ def prepare(
     """
     if not 0 <= held_out < 1:
         raise DataError(
-            f"--held-out {held_out:g} must be a part of the documents: at least 0, and less than 1"
+            f"--held-out {held_out:g} must be a share of the documents: at least 0, and less than 1"
         )
     sources = [source] if isinstance(source, str | Path) else list(source)
     files = text_files(sources, suffixes)
@@ -118,11 +118,11 @@ def _refused(store: ObjectStore) -> Iterator[None]:
     except Exists as error:
         if error.args[0] == DESCRIPTION:
             raise DataError(
-                f"{store.url} holds another dataset already; give another destination, or delete it first"
+                f"{store.url} already holds a dataset; give another destination, or delete this dataset first"
             ) from None
         raise DataError(
-            f"{error.object} is there already, and would be overwritten although no {DESCRIPTION} says that "
-            "it is of a dataset; give another destination"
+            f"{error.object} exists, and without a {DESCRIPTION} beside it Elastic does not overwrite "
+            "it; give another destination"
         ) from None
 
 
@@ -149,14 +149,14 @@ def _nothing(sources: Sequence[str | Path], suffixes: Sequence[str], files: int)
             f"{shown} is a folder without a file whose name ends in {ends}; give another source, or --suffix"
         )
     return (
-        f"{shown}: no such file, nor a folder with one whose name ends in {ends}; give another source, or "
-        "--suffix"
+        f"{shown}: neither a file nor a folder with a file whose name ends in {ends}; give another "
+        "source, or --suffix"
     )
 
 
 def _one_sided(held_out: float, out: bool) -> str:
     side = "would be held out" if out else "would be left to train on"
     return (
-        f"--held-out {held_out:g}: no document {side}; give another part, or more documents (a file is one, "
-        "and so is a line of JSON)"
+        f"--held-out {held_out:g}: no document {side}; give another share, or more documents (each "
+        "file is one document, and so is each line of JSON)"
     )

@@ -72,9 +72,9 @@ class Readers:
                 if not how:
                     self._idle.append(reader)
         raise DataError(
-            f"{self._named}: samples {[*ids]} cannot be read: {TRIES} readers died of them, the last one "
-            f"{how}; read these alone to see why, or lower data.readers = {self.count} if the node has too "
-            "little memory"
+            f"{self._named}: samples {[*ids]} cannot be read: {TRIES} reader processes died while they "
+            f"read them (the last one {how}); read these samples by themselves to see why, or lower "
+            f"data.readers = {self.count} if the node has too little memory"
         )
 
     def close(self) -> None:

@@ -80,8 +80,8 @@ class SelectedRows:
     def note(self) -> str:
         """The sentence that says how samples are made, and by which fingerprint the run knows them again."""
         return (
-            f"{self._named}: samples are its rows, made a batch by {self._by}, and the run knows them again "
-            f"by {self._known_by[1]}"
+            f"{self._named}: each sample is a row of this dataset; {self._by} makes batches of them, "
+            f"and a later start recognises the samples by {self._known_by[1]}"
         )
 
     @property
@@ -106,7 +106,9 @@ class SelectedRows:
         rest = (
             ""
             if len(some) == count
-            else (f" of its {count}: give it a fingerprint(), or a change of the others is not noticed")
+            else (
+                f" of {count}: a change of other rows is not noticed, unless the dataset has a fingerprint()"
+            )
         )
         return f"rows-{digest.hexdigest()}", f"a digest of {len(some)} rows{rest}"
 
@@ -141,17 +143,18 @@ def dataset_of(code: Any, args: Mapping[str, Any], named: str) -> Dataset:
     kind = type(made).__name__
     if isinstance(made, DataLoader):
         raise DataError(
-            f"{named} gives a {kind}; give its dataset, with the collate_fn as an attribute, since the "
-            "order of samples and the size of a batch are settings of the job"
+            f"{named} gives a {kind}; give its dataset instead, with collate_fn as an attribute of the "
+            "dataset: the job sets the order of samples and the size of a batch"
         )
     if isinstance(made, Mapping):
         raise DataError(f"{named} gives a {kind} of {[*made]}; give one dataset of it, as by split='train'")
     by_index = hasattr(made, "__getitem__")
     if isinstance(made, IterableDataset) or (hasattr(made, "__iter__") and not by_index):
         raise DataError(
-            f"{named}: the samples of {kind} come one after the other, and a worker reads any sample by its "
-            "number: prepare text with `elastic data prepare`, give list(...) of samples that fit into "
-            "memory, or write them to files with datasets.Dataset.from_generator(...)"
+            f"{named}: {kind} gives its samples only one after the other, but a worker must read any "
+            "sample by its number: prepare text with `elastic data prepare`, give list(...) of "
+            "samples that fit into memory, or write them to files with "
+            "datasets.Dataset.from_generator(...)"
         )
     if not by_index or "read" not in lacks or "__len__" in lacks:
         raise DataError(

@@ -63,8 +63,8 @@ def _not_prepared(path: str) -> str:
     if texts:
         command = f"elastic data prepare {shlex.quote(path)} {shlex.quote(os.path.abspath(path) + '-tokens')}"
         return (
-            f"data.args.path = {path!r} is a folder of text ({texts} files), no dataset; run `{command}` "
-            "and set path to that"
+            f"data.args.path = {path!r} is a folder of text ({texts} files), not a dataset; run "
+            f"`{command}`, and set data.args.path to the new folder"
         )
     return (
         f"data.args.path = {path!r} holds no dataset; run `elastic data prepare FOLDER_OF_TEXT "

@@ -88,8 +88,8 @@ class Trained:
         end = end or next((known for known in ENDS if known in ids), None)
         if end is None or end not in ids:
             raise DataError(
-                f"{place} has no token {end or ' or '.join(ENDS)} to end documents with; name one with "
-                "--end-of-document"
+                f"{place} has no token {end or ' or '.join(ENDS)} to end documents with; name a token "
+                "with --end-of-document"
             )
         self.coding, self.end = Coding("tokenizer.json", max(ids.values()) + 1, ids[end], definition), end
 
@@ -164,8 +164,8 @@ def train_bpe(documents: Iterable[Document], vocabulary: int) -> bytes:
     """
     if vocabulary < SMALLEST:
         raise DataError(
-            f"--train-bpe {vocabulary} is too small: the 256 bytes and the end of a document are {SMALLEST} "
-            "tokens already"
+            f"--train-bpe {vocabulary} is too small: 256 bytes and the end of a document already need "
+            f"{SMALLEST} tokens; give {SMALLEST} or more"
         )
     _library()
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -195,8 +195,9 @@ def read_tokenizer(path: str | Path, end: str | None = None) -> Trained:
     if not place.exists():
         there = ", ".join(sorted(each.name for each in path.iterdir())[:8]) or "nothing"
         raise DataError(
-            f"--tokenizer {str(path)!r} is a folder without {DEFINITION} ({there}); an older form becomes "
-            f"one by AutoTokenizer.from_pretrained({str(path)!r}).save_pretrained(FOLDER) of transformers"
+            f"--tokenizer {str(path)!r} is a folder without {DEFINITION} ({there}); convert an older "
+            f"tokenizer by AutoTokenizer.from_pretrained({str(path)!r}).save_pretrained(FOLDER) of "
+            "transformers"
         )
     return Trained(_read(place, "give another folder"), str(place), end or _told_end(path))
 
@@ -206,16 +207,16 @@ def _told_end(folder: Path) -> str | None:
     for name in CONFIGURATIONS:
         if (folder / name).exists():
             try:
-                told = json.loads(_read(folder / name, "mend it, or give the tokenizer.json alone"))[
-                    "eos_token"
-                ]
+                told = json.loads(
+                    _read(folder / name, "correct this file, or give the tokenizer.json alone")
+                )["eos_token"]
                 return str(told["content"] if isinstance(told, dict) else told) if told is not None else None
             except KeyError:
                 continue
             except (ValueError, TypeError) as error:
                 raise DataError(
-                    f"{folder / name} is no description of a tokenizer: {error}; mend it, or give "
-                    f"{DEFINITION} alone"
+                    f"{folder / name} is no description of a tokenizer: {error}; correct this file, or "
+                    f"give {DEFINITION} alone"
                 ) from None
     return None
 

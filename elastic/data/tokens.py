@@ -58,7 +58,7 @@ class TokenDataset:
         """
         for sample in ids:
             if not 0 <= sample < self._samples:
-                raise IndexError(f"sample {sample} of a dataset of {self._samples}")
+                raise IndexError(f"there is no sample {sample} in a dataset of {self._samples} samples")
         rows = self._files.rows([sample * self.seq_len for sample in ids], self.seq_len + 1)
         batch = {"tokens": torch.from_numpy(rows.astype(np.int64))}
         if self.documents:

@@ -153,7 +153,7 @@ def test_data_prepare(tmp_path: Path, capsys: Shown) -> None:
     assert main(command) == 0, "again is no error"
     capsys.readouterr()
     assert main(["data", "prepare", str(tmp_path / "nowhere"), str(tmp_path / "tokens")]) == 1
-    assert "no such file" in sentence(capsys)
+    assert ": neither a file nor a folder" in sentence(capsys)
 
 
 def test_a_cluster_that_does_not_start_is_said_in_a_sentence(tmp_path: Path) -> None:

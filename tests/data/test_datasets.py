@@ -118,7 +118,9 @@ def test_any_rows_of_any_dataset_equal_the_array(
         assert rows.dtype == coding.dtype and rows.shape == (len(firsts), length)
         assert rows.tolist() == [array[first : first + length].tolist() for first in firsts]
     for first, last in ((-1, 0), (0, len(array) + 1), (2, 1)):
-        with pytest.raises(IndexError, match=rf"tokens {first} to {last} of a dataset of {len(array)}"):
+        with pytest.raises(
+            IndexError, match=rf"there are no tokens {first} to {last} in a dataset of {len(array)} tokens"
+        ):
             files.read(first, last)
 
 

@@ -59,7 +59,7 @@ def test_samples_come_from_their_parts_in_the_order_asked() -> None:
         ]
         assert mixture.lengths(ids) == [10 * every[sample][0] + every[sample][1] for sample in ids]
     for sample in (-1, 9):
-        with pytest.raises(IndexError, match=f"sample {sample} of a mixture of 9"):
+        with pytest.raises(IndexError, match=f"there is no sample {sample} in a mixture of 9 samples"):
             mixture.read((sample,))
 
 
@@ -98,7 +98,10 @@ def test_prepared_tokens_are_mixed_with_their_documents(tmp_path: Path) -> None:
         ([], "data.args.parts is empty"),
         (
             [{"dataset": SUMS}, {"weight": 2}],
-            r"parts\[1\] has 'weight'; a part is a table with dataset and args; weights are in data.weights",
+            (
+                r"parts\[1\] has 'weight'; a part is a table with dataset and args; the weights belong "
+                r"in data.weights"
+            ),
         ),
         (["x"], r"data.args.parts\[0\] is 'x'; a part is a table with dataset and args"),
         ([part(3, 0), part(0, 1)], r"data.args.parts\[1\] has no samples"),
@@ -129,8 +132,8 @@ def test_parts_that_do_not_fit_are_named() -> None:
     with pytest.raises(
         DataError,
         match=(
-            r"a sample of one part has {'tokens': \(\[3\], .*another has "
-            r"{'tokens': \(\[5\].*make them alike"
+            r"a sample of one part has "
+            r"{'tokens': \(\[3\], .*another part has {'tokens': \(\[5\].*give all parts the same shapes"
         ),
     ):
         Mixture([part(3, 0), part(3, 1, width=5)]).read((0, 4))

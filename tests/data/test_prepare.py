@@ -220,10 +220,7 @@ def test_another_dataset_is_never_overwritten(folder: Path, tmp_path: Path) -> N
     (folder / "b.txt").write_text("changed")
     with pytest.raises(
         DataError,
-        match=(
-            r"tokens holds another dataset already; give another destination, "
-            r"or delete it first"
-        ),
+        match=(r"tokens already holds a dataset; give another destination, or delete this dataset first"),
     ):
         prepare(folder, str(tmp_path / "tokens"))
     assert {path.name: path.read_bytes() for path in (tmp_path / "tokens").iterdir()} == before
@@ -370,8 +367,8 @@ def test_what_prepare_refuses(tmp_path: Path) -> None:
         (
             tmp_path / "absent",
             (
-                r"absent': no such file, nor a folder with one whose name ends in \.txt or .* "
-                r"or \.parquet; give another"
+                r"absent': neither a file nor a folder with a file whose name ends in \.txt or .* or "
+                r"\.parquet; give another"
             ),
         ),
         (
@@ -381,7 +378,10 @@ def test_what_prepare_refuses(tmp_path: Path) -> None:
                 r"\.parquet; give another"
             ),
         ),
-        (["memory://nowhere", tmp_path / "nothing"], r"^'memory://nowhere' and '.*nothing': no such file"),
+        (
+            ["memory://nowhere", tmp_path / "nothing"],
+            r"^'memory://nowhere' and '.*nothing': neither a file nor a folder",
+        ),
         (empty, r"^the 2 text files in '.*empty' are all empty$"),
     ):
         with pytest.raises(DataError, match=sentence):
@@ -398,10 +398,7 @@ def test_a_file_of_the_user_at_the_destination_is_kept(tmp_path: Path, name: str
     """
     put(tmp_path / "a.jsonl", jsonl(*({"text": f"text {number}"} for number in range(50))))
     put(tmp_path / name, data := parquet(["mine"]))
-    refusal = (
-        rf"{name} is there already, and would be overwritten although no dataset\.json says .*; give "
-        r"another destination$"
-    )
+    refusal = rf"{name} exists, and without a dataset\.json beside it .*; give another destination$"
     for source in (tmp_path, tmp_path / "a.jsonl"):
         with pytest.raises(DataError, match=refusal):
             prepare(source, str(tmp_path), held_out=0.2)
@@ -421,8 +418,8 @@ def test_what_the_dataset_refuses(folder: Path, tmp_path: Path) -> None:
             folder,
             8,
             (
-                rf"text' is a folder of text \(5 files\), no dataset; run `elastic data prepare {folder} "
-                rf"{folder}-tokens` and set path"
+                r"text' is a folder of text \(5 files\), not a dataset; run `elastic data prepare "
+                rf"{folder} {folder}-tokens`, and set data.args.path"
             ),
         ),
         (
@@ -458,7 +455,9 @@ def test_samples_are_windows_that_share_one_token(folder: Path, store: ObjectSto
     some = (len(dataset) - 1, 0, 0)
     assert torch.equal(dataset.read(some)["tokens"], every[list(some)])
     for beyond in (-1, len(dataset)):
-        with pytest.raises(IndexError, match=rf"sample {beyond} of a dataset of {len(dataset)}"):
+        with pytest.raises(
+            IndexError, match=rf"there is no sample {beyond} in a dataset of {len(dataset)} samples"
+        ):
             dataset.read((beyond,))
 
 
@@ -518,9 +517,9 @@ def test_documents_that_came_before_are_left_out(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("part", "says"),
     [
-        (1.0, "--held-out 1 must be a part of the documents: at least 0, and less than 1"),
-        (-0.1, "--held-out -0.1 must be a part"),
-        (1e-9, "--held-out 1e-09: no document would be held out; give another part, or more documents"),
+        (1.0, "--held-out 1 must be a share of the documents: at least 0, and less than 1"),
+        (-0.1, "--held-out -0.1 must be a share"),
+        (1e-9, "--held-out 1e-09: no document would be held out; give another share, or more documents"),
     ],
 )
 def test_a_part_that_cannot_be_held_out_is_refused(tmp_path: Path, part: float, says: str) -> None:

@@ -171,17 +171,20 @@ def test_a_dataset_is_known_again_by_its_own_fingerprint_or_by_rows() -> None:
     assert known(Named()) == (
         "named-48",
         (
-            "data.dataset = 'mine': samples are its rows, made a batch by default_collate, and the run "
-            "knows them again by its fingerprint()"
+            "data.dataset = 'mine': each sample is a row of this dataset; default_collate makes "
+            "batches of them, and a later start recognises the samples by its fingerprint()"
         ),
     )
     assert known(Columns())[0] == "5c1f0d4a8f6b2e97" and known(Columns())[1].endswith(
         "by its _fingerprint 5c1f0d4a8f6b2e97"
     )
-    assert "its rows, made a batch by its collate_fn, and" in known(Padded())[1] and known(Classes())[
-        1
-    ].endswith("by a digest of 48 rows")
-    assert f"by a digest of {SAMPLED} rows of its 1000: give it a fingerprint()" in known(Classes(1000))[1]
+    assert "a row of this dataset; its collate_fn makes batches of them, and" in known(Padded())[1] and known(
+        Classes()
+    )[1].endswith("by a digest of 48 rows")
+    assert (
+        f"by a digest of {SAMPLED} rows of 1000: a change of other rows is not noticed, unless the "
+        "dataset has a fingerprint()"
+    ) in known(Classes(1000))[1]
     before = torch.get_rng_state()
     assert known(Drawing()) == known(Drawing()), "rows that draw are the same in each process"
     assert torch.equal(before, torch.get_rng_state())
@@ -197,9 +200,12 @@ def test_a_dataset_is_known_again_by_its_own_fingerprint_or_by_rows() -> None:
     [
         (
             "Stream",
-            ": the samples of Stream come one after the other, .* prepare text with `elastic data prepare`",
+            (
+                ": Stream gives its samples only one after the other, .* prepare text with `elastic "
+                "data prepare`"
+            ),
         ),
-        ("stream", r": the samples of generator come .* list\(...\) .* datasets.Dataset.from_generator"),
+        ("stream", r": generator gives its samples .* list\(...\) .* datasets.Dataset.from_generator"),
         ("loader", "gives a DataLoader; give its dataset"),
         ("splits", r"gives a dict of \['train', 'test'\]; give one dataset of it, as by split='train'"),
         (
@@ -263,7 +269,7 @@ def test_the_first_lines_say_how_samples_are_known_and_the_bits_are_one(tmp_path
     assert (
         preflight(job, local=True)
         .notes[0]
-        .startswith(f"data.dataset = '{HERE}:{dataset}': samples are its rows, made")
+        .startswith(f"data.dataset = '{HERE}:{dataset}': each sample is a row of this dataset; ")
     )
     assert train_here(job, STEPS).hash == train_here(job_of(tmp_path / "read", Net), STEPS).hash
 
@@ -483,8 +489,8 @@ def test_a_reader_that_is_killed_is_replaced_and_samples_that_kill_two_are_named
         with pytest.raises(
             DataError,
             match=(
-                r"samples \[8, 9\] cannot be read: 2 readers died of them, the "
-                r"last one was killed by SIGKILL"
+                r"samples \[8, 9\] cannot be read: 2 reader processes died while they read them \(the "
+                r"last one was killed by SIGKILL\)"
             ),
         ):
             loader.read((8, 9))

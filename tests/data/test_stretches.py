@@ -266,8 +266,8 @@ def test_a_step_before_the_branch_that_cannot_be_cut_is_named() -> None:
     with pytest.raises(
         JobError,
         match=(
-            r"microbatch = 4: step 5 is done again, from before this branch, and "
-            r"has 6 samples.*until step 5"
+            r"microbatch = 4: step 5 is before this branch and is done again, and its 6 samples.*until "
+            r"step 5"
         ),
     ):
         cursor.microbatches(5, 4)

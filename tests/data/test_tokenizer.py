@@ -125,7 +125,7 @@ def test_a_dataset_with_a_trained_bpe(store: ObjectStore, tmp_path: Path) -> Non
     assert [encoder.decode(part).decode() for part in np.split(row, ends)] == [TEXT, f"Ä {END} 文", ""]
     assert store.get(TOKENIZER) == encoder.coding.definition
     assert Tokenizer.from_buffer(store.get(TOKENIZER)).get_vocab_size() == 400
-    with pytest.raises(DataError, match="holds another dataset already"):
+    with pytest.raises(DataError, match="already holds a dataset"):
         prepare(source, store.url, bpe=401)
 
 
@@ -279,8 +279,8 @@ def test_text_that_is_not_utf8_is_named_and_nothing_is_left(tmp_path: Path, how:
         (
             {"bpe": 256},
             (
-                r"^--train-bpe 256 is too small: the 256 bytes and the end of a document are 257 "
-                r"tokens already$"
+                r"^--train-bpe 256 is too small: 256 bytes and the end of a document already need 257 "
+                r"tokens; give 257 or more$"
             ),
         ),
         (
@@ -294,29 +294,29 @@ def test_text_that_is_not_utf8_is_named_and_nothing_is_left(tmp_path: Path, how:
         (
             {"tokenizer": "endless.json"},
             (
-                r"^endless\.json has no token <\|endoftext\|> or .* to end "
-                r"documents with; name one with --end"
+                r"^endless\.json has no token <\|endoftext\|> or .* to end documents with; name a "
+                r"token with --end"
             ),
         ),
         (
             {"tokenizer": "slow"},
             (
-                r"^--tokenizer 'slow' is a folder without tokenizer\.json \(vocab\.txt\); an older form becomes "
-                r"one by Auto"
+                r"^--tokenizer 'slow' is a folder without tokenizer\.json \(vocab\.txt\); convert an "
+                r"older tokenizer by Auto"
             ),
         ),
         (
             {"tokenizer": "broken"},
             (
-                r"^broken/tokenizer_config\.json is no description of a tokenizer: .*; "
-                r"mend it, or give tokenizer\.json"
+                r"^broken/tokenizer_config\.json is no description of a tokenizer: .*; correct this "
+                r"file, or give tokenizer\.json"
             ),
         ),
         (
             {"tokenizer": "other"},
             (
-                r"^other/tokenizer\.json has no token stop to end documents with; name one "
-                r"with --end-of-document"
+                r"^other/tokenizer\.json has no token stop to end documents with; name a token with "
+                r"--end-of-document"
             ),
         ),
         (

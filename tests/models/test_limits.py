@@ -114,8 +114,8 @@ def test_a_token_that_the_model_does_not_know_is_named(tmp_path: Path) -> None:
     with pytest.raises(
         JobError,
         match=(
-            r"samples \[.*\] have the token 29, and the model knows those below "
-            r"29; set .* to 30 or more"
+            r"samples \[.*\] have the token 29, but the model has only the tokens 0 to 28; set .* to "
+            r"30 or more"
         ),
     ):
         trained(29)
@@ -142,8 +142,8 @@ def test_so_is_one_that_is_held_out(tmp_path: Path) -> None:
     with pytest.raises(
         JobError,
         match=(
-            r"^validation\.dataset = .*: samples \[.*\] have the token 29, and "
-            r"the model knows those below 29"
+            r"^validation\.dataset = .*: samples \[.*\] have the token 29, but the model has only the "
+            r"tokens 0 to 28"
         ),
     ):
         trained(29)

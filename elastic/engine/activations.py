@@ -313,8 +313,8 @@ class _Copy:
         assert self.source is not None
         if self.source._version != self.version:
             raise RuntimeError(
-                f"a tensor of shape {list(self.source.shape)} is needed for the gradient, and was changed "
-                "in place"
+                f"a tensor of shape {list(self.source.shape)} was changed in place, but the backward "
+                "pass needs its old values; write x = x + y in place of x += y"
             )
         return _flat(self.source, torch.uint8)
 

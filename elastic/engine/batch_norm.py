@@ -75,15 +75,15 @@ def tracking(model: nn.Module, table: ShardingTable, job: Job) -> dict[str, _Bat
     for name in norms:
         if job.spikes.leaves_out:
             raise ModelError(
-                f"{name!r} of {job.model!r} keeps running statistics, which would count a microbatch that "
-                f"is left out of its step: spikes.microbatch_z = {job.spikes.microbatch_z:g}; set it to 0, "
-                "or give the norm track_running_stats=False"
+                f"{name!r} of {job.model!r} keeps running statistics, and with spikes.microbatch_z = "
+                f"{job.spikes.microbatch_z:g} they would count microbatches that are left out; set "
+                "spikes.microbatch_z to 0, or give the norm track_running_stats=False"
             )
         if job.compile and job.recompute not in ("none", "auto") and table.block_of(name):
             raise ModelError(
-                f"{name!r} of {job.model!r} keeps running statistics, which a compiled block cannot do if "
-                f"it is also computed again: compile = true, recompute = {job.recompute!r}; set recompute = "
-                "'none' or compile = false"
+                f"{name!r} of {job.model!r} keeps running statistics, which is not possible with both "
+                f"compile = true and recompute = {job.recompute!r}; set recompute = 'none' or compile "
+                "= false"
             )
     return norms
 
@@ -95,9 +95,8 @@ def about_one_value(error: Exception, microbatch: int) -> str:
     if ONE_VALUE not in str(error) or microbatch > 1:
         return ""
     return (
-        "microbatch = 1: a batch norm takes its mean and variance from one microbatch, and gets one value "
-        "here; set microbatch to 2 or more, or take a norm that needs no other samples, such as LayerNorm "
-        "or GroupNorm"
+        "microbatch = 1: a batch norm takes its mean and variance from the samples of one microbatch, "
+        "and one value is too few; set microbatch to 2 or more, or use LayerNorm or GroupNorm"
     )
 
 

@@ -39,8 +39,8 @@ LEAST = 2.0**-100
 EXPONENT = 0x7F800000
 """The bits of a float32 that hold its exponent."""
 ONCE = (
-    "a product in fp8 has no second derivative, as of torch.autograd.grad(…, create_graph=True); take "
-    "precision = 'bf16' for that"
+    "a product in fp8 has no second derivative, as torch.autograd.grad(…, create_graph=True) needs; "
+    "set precision = 'bf16'"
 )
 Recipe = Literal["tensor", "row"]
 """The names of the recipes."""

@@ -58,9 +58,9 @@ def _logits(returned: Any, inputs: Tensor) -> Tensor:
     else:
         came = type(returned).__name__
     raise ModelError(
-        f"the model returned a {came}, and the loss elastic.engine.loss:next_token wants a tensor of "
-        "logits, [batch, seq, vocabulary]; return that, or name a loss of yours; a model of transformers "
-        "is built by elastic.models.transformers_lm:build"
+        f"the model returned a {came}, but loss = 'elastic.engine.loss:next_token' needs a tensor of "
+        "logits, [batch, seq, vocabulary]; return logits, or set loss to a function of yours; for a "
+        "model of transformers set model = 'elastic.models.transformers_lm:build'"
     )
 
 
@@ -70,7 +70,7 @@ def expect_documents(model: Any) -> None:
     known = inspect.signature(model.forward).parameters.values()
     if not any(each.name == "documents" or each.kind is each.VAR_KEYWORD for each in known):
         raise ModelError(
-            f"the dataset tells the documents of its samples, and forward() of {model.__name__} has no "
-            "argument 'documents'; add one and let tokens attend to their own document only, take a model "
-            "of elastic.models.llama or gpt2, or set data.args.documents = false"
+            f"data.args.documents = true, but forward() of {model.__name__} has no argument "
+            "'documents'; set data.args.documents = false, use a model of elastic.models.llama or "
+            "gpt2, or add the argument and let tokens attend to their own document only"
         )

@@ -182,22 +182,22 @@ def refuse_other_than_values(before: Mapping[str, Fact], built: Collection[str],
     after = facts_of(model)
     if more := next((name for name in built if name not in before), ""):
         raise ModelError(
-            f"the constructor makes {more!r} on a device, and does not where the model has no values (the "
-            "meta device); make the same tensors on every device: nn.utils.parametrizations.orthogonal "
-            "needs use_trivialization=False"
+            f"the constructor makes {more!r} on a real device, but not on the meta device, where "
+            "tensors have no values; make the same tensors on every device: "
+            "nn.utils.parametrizations.orthogonal needs use_trivialization=False"
         )
     if more := next((name for name in after if name not in before), ""):
         raise ModelError(
-            f"init_weights() added {more!r} to the model, or put it in the place of a tied or empty one; "
-            "register it in the constructor, since each worker builds the model again and calls "
-            "init_weights() in a new run only"
+            f"init_weights() added {more!r} to the model, or put it in the place of a tied or empty "
+            "tensor; register it in the constructor: every worker calls the constructor, but "
+            "init_weights() only in a new run"
         )
     for name, fact in before.items():
         if (now := after.get(name, fact)).trained != fact.trained:
             done, word = ("froze", "freeze") if fact.trained else ("unfroze", "unfreeze")
             raise ModelError(
-                f"init_weights() {done} {name!r}; {word} it where the model is built, in the constructor or "
-                "in build(), since each worker builds it again and calls init_weights() in a new run only"
+                f"init_weights() {done} {name!r}; {word} it in the constructor or in build(): every "
+                "worker calls these, but init_weights() only in a new run"
             )
         if now[1:] != fact[1:]:
             what = (
@@ -205,14 +205,11 @@ def refuse_other_than_values(before: Mapping[str, Fact], built: Collection[str],
                 if now.kind != fact.kind
                 else f"changed the hooks on the gradient of {name!r}"
             )
-            raise ModelError(
-                f"init_weights() {what}; do that where the model is built, in the constructor or in build()"
-            )
+            raise ModelError(f"init_weights() {what}; do this in the constructor or in build()")
     if names := sharing(model):
         raise ModelError(
-            f"after init_weights() {names[0]!r} and {names[1]!r} are in the same memory; make them one "
-            "parameter where the model is built, as self.head.weight = self.embed.weight does, or copy the "
-            "values"
+            f"after init_weights() {names[0]!r} and {names[1]!r} share memory; make them one parameter "
+            "in the constructor, as self.head.weight = self.embed.weight does, or copy the values"
         )
 
 
@@ -375,7 +372,7 @@ class Pages(TorchDispatchMode):
         for name in self.facts:
             if name not in final:
                 raise ModelError(
-                    f"init_weights() removed {name!r} from the model; leave it, since a checkpoint has it"
+                    f"init_weights() removed {name!r} from the model; keep it, since checkpoints contain it"
                 )
             self._add(name, final[name])
         refuse_other_than_values(self.facts, built, model)

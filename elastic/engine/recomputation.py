@@ -60,9 +60,9 @@ SELECTIVE = "selective activation checkpoint"
 """Words of torch's errors about a result that was kept by choice, and then changed in place, or needed twice.
 """
 CANNOT_SELECT = (
-    "recompute = 'selective' keeps the results of matrix products, convolutions and attention: nothing may "
-    "change one in place, as nn.ReLU(inplace=True) does, and the loss may take no second derivative; set "
-    "recompute = 'block' or 'none', or inplace=False"
+    "recompute = 'selective' keeps the results of matrix products, convolutions and attention: the "
+    "model may not change them in place, as nn.ReLU(inplace=True) does, and the loss may take no "
+    "second derivative; set recompute = 'block' or 'none', or inplace=False"
 )
 
 CHOOSES = "torch._higher_order_ops.wrap"
@@ -144,9 +144,9 @@ def _again(block: Any, args: tuple[Any, ...], kwargs: dict[str, Any], **how: Any
     out = checkpoint(type(block).forward, block, *args, use_reentrant=False, **how, **kwargs)
     if before != [each._version for each in given]:
         raise ModelError(
-            f"forward() of a block, {type(getattr(block, 'block', block)).__name__}, changes a tensor in "
-            "place that it gets, and would get another one when it runs again in the backward pass; write "
-            "x = x + y in place of x += y, or set recompute = 'none'"
+            f"forward() of the block {type(getattr(block, 'block', block)).__name__} changes an "
+            "argument in place, so with recompute it would get other values when it runs again in the "
+            "backward pass; write x = x + y in place of x += y, or set recompute = 'none'"
         )
     return out
 

@@ -133,9 +133,9 @@ class SpikeMemory:
         for count, most, whole in counts:
             if count > most:
                 raise DataError(
-                    f"spikes.action = 'quarantine': with step {outcome.step} {count} samples would be in "
-                    f"quarantine, and at most {most} of {whole} may be; clean the data, raise spikes.z = "
-                    f"{self.rule.z:g}, or go on with --spikes.action skip --branch"
+                    f"spikes.action = 'quarantine': after step {outcome.step} {count} samples would be "
+                    f"in quarantine, but at most {most} of {whole} may be; clean the data, raise "
+                    f"spikes.z = {self.rule.z:g}, or go on with --spikes.action skip --branch"
                 )
 
     def after(self, outcome: Outcome) -> None:

@@ -83,8 +83,8 @@ class SealedStore(dist.Store):
         nonce, hidden, proof = found[:NONCE], found[NONCE:-PROOF], found[-PROOF:]
         if not hmac.compare_digest(proof, self._proof(key, nonce, hidden)):
             raise WorldBroken(
-                f"the value of {key!r} in the store of this world was written by a process that is no part "
-                "of the run"
+                f"the value of {key!r} in the store of this world was written by a process that does "
+                "not belong to this run"
             )
         return self._hide(nonce, hidden)
 

@@ -18,8 +18,8 @@ from elastic.kernels.once import once
 CHUNK = 2048
 """Number of tokens of a chunk."""
 ONCE = (
-    "the loss that is fused with the head has no second derivative, as of torch.autograd.grad(…, "
-    "create_graph=True); call the model without targets, and compute the loss from its logits"
+    "the loss that the model computes itself has no second derivative, as torch.autograd.grad(…, "
+    "create_graph=True) needs; call the model without targets, and compute the loss from its logits"
 )
 
 

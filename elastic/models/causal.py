@@ -115,7 +115,7 @@ def remedy(config: Any, make: Callable[[Any], nn.Module]) -> str:
                     f"{name} = {'true' if value is True else repr(value)}" for name, value in settings.items()
                 )
                 return f"set {' and '.join(words)} in config"
-    return "take another model_type, such as 'llama'"
+    return "use another model_type, such as 'llama'"
 
 
 def _try(

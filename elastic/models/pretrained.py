@@ -33,8 +33,9 @@ def _files(folder: str) -> Mapping[str, Path]:
             found |= dict.fromkeys(file.keys(), path)
     if not found:
         raise ValueError(
-            f"there are no weights in {folder!r}: it is no folder with *.safetensors; download one to every "
-            "node, as by `hf download <repository> --local-dir <folder>`, and name that"
+            f"{folder!r} has no *.safetensors files, so there are no weights to read; download the "
+            "model to every node (`hf download <repository> --local-dir <folder>`), and set path to "
+            "its folder"
         )
     return found
 

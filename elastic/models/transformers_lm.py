@@ -96,8 +96,8 @@ def build(
     found = config_of(config or {}, path)
     if getattr(found, "output_router_logits", False):
         raise ValueError(
-            "output_router_logits = true asks for the loss of a router, which the loss of a job does not "
-            "add; set it to false"
+            "output_router_logits = true asks for a router's loss, but a job does not add this loss; "
+            "set output_router_logits to false"
         )
     model = _made(found)
     ahead = looks_ahead(found, _made)
@@ -107,8 +107,7 @@ def build(
     if ahead or (ahead is None and blind):
         fix = remedy(found, _made) if ahead else "set is_decoder = true in config"
         raise ValueError(
-            f"this {found.model_type!r} attends to later tokens, so there is nothing to learn but to copy "
-            f"them; {fix}"
+            f"this {found.model_type!r} attends to later tokens, so it would only learn to copy them; {fix}"
         )
     if model._supports_flex_attn and model.config._attn_implementation == TORCH:
         model.attends = Kernel.TORCH
@@ -117,8 +116,8 @@ def build(
     model.__class__ = _fitted(model.__class__)
     if ahead is None:
         model.doubt = (
-            f"whether {found.model_type!r} of transformers attends to later tokens is not known: no small "
-            "one of its kind runs"
+            f"whether {found.model_type!r} of transformers attends to later tokens could not be "
+            "tested: a small model of this type does not run"
         )
     if not model.sharding().blocks:
         model.sharding = None  # then the engine looks for blocks by itself
@@ -160,8 +159,8 @@ def config_of(config: Mapping[str, Any], path: str | None) -> PreTrainedConfig:
     if kind not in KINDS:
         near = difflib.get_close_matches(kind or "", KINDS, 1) or ["qwen3"]
         raise ValueError(
-            f"config.model_type = {kind!r} is no causal language model of transformers; name one, such as "
-            f"{near[0]!r}"
+            f"config.model_type = {kind!r} is no causal language model of transformers; name another "
+            f"model_type, such as {near[0]!r}"
         )
     usual = file or AutoConfig.for_model(kind)
     # the library's code may look for more than its configs have, but from a file all of it has become
@@ -199,7 +198,7 @@ def _read(path: str) -> PreTrainedConfig:
         raise ValueError(
             f"{absent}, and it is no name of the Hugging Face hub either; name a folder with a config.json"
         )
-    print(f"{absent}, so the Hugging Face hub is asked for it", file=sys.stderr, flush=True)
+    print(f"{absent}, so it is read from the Hugging Face hub", file=sys.stderr, flush=True)
     try:
         return AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as error:
@@ -272,8 +271,8 @@ class Fitted:
         if _is_plain(self) and keeps_apart(self.config, _made):
             return ""
         return (
-            f"the documents of a sample cannot be kept apart in this {self.config.model_type!r} of "
-            "transformers, which has windows, or masks, positions or layers of its own"
+            f"this {self.config.model_type!r} of transformers has windows, or its own masks, positions "
+            "or layers, so the documents of a sample cannot be kept apart"
         )
 
     @property
@@ -436,7 +435,7 @@ def attend(
     own = mask is not None or not causal or query.shape[2] != key.shape[2] or bool(others)
     if isinstance(attention_mask, BlockMask) and module.config._attn_implementation == TORCH:
         assert not own and not dropout and query.shape[3] >= SMALLEST, (
-            "FlexAttention keeps documents apart only where it serves all layers"
+            "FlexAttention keeps documents apart only if all layers use it"
         )
     if own:
         return sdpa_attention_forward(module, query, key, value, mask, dropout, scaling, is_causal, **more)

@@ -143,7 +143,7 @@ def test_a_run_whose_nodes_are_all_refused_fails_by_name() -> None:
         "no node has room for a worker that can be a member: 1 worker of at least 2; w2 on node n2 (b, "
         "10.0.0.2) cannot be"
     )
-    assert "Ray is 2.59.0 there" in reason and isinstance(play.run.state, Failed)
+    assert "Ray is 2.59.0 on this node" in reason and isinstance(play.run.state, Failed)
 
 
 @pytest.mark.parametrize("faults", [(True, True), (True, False), (False,)], ids=str)
@@ -237,7 +237,7 @@ def test_data_that_is_not_shared_ends_a_run_that_has_not_begun() -> None:
     joins(play, "w1", "n1", build=replace(THERE, data="other"))
     assert (
         isinstance(play.run.state, Failed)
-        and "the data's fingerprint is other there" in play.run.state.reason
+        and "the data's fingerprint is other on this node" in play.run.state.reason
     )
     assert play.run.state.job_error and play.run.state.reason.startswith(play.run.state.job_error), (
         "who repeats the command changes nothing"

@@ -337,9 +337,15 @@ def test_a_norm_may_be_frozen(tmp_path: Path, precision: str) -> None:
             {"compile": True, "recompute": "block"},
             "recompute = 'block'; set recompute = 'none' or compile = false$",
         ),
-        ({"spikes": {"action": "skip", "microbatch_z": 6}}, "spikes.microbatch_z = 6; set it to 0, or "),
+        (
+            {"spikes": {"action": "skip", "microbatch_z": 6}},
+            (
+                "spikes.microbatch_z = 6 they would count microbatches that are left out; set "
+                "spikes.microbatch_z to 0, or "
+            ),
+        ),
     ],
-    ids=["computed again", "left out"],
+    ids=["compile = true and recompute", "left out"],
 )
 def test_statistics_that_would_be_wrong_are_refused_before_anything_begins(
     tmp_path: Path, settings: dict[str, Any], says: str
@@ -372,8 +378,8 @@ def test_a_norm_that_gets_a_single_sample_is_told_of_its_microbatch(tmp_path: Pa
         run_local(job.replace(microbatch=1), lambda line: None)
     told = "".join(traceback.format_exception_only(wrong.value))
     assert (
-        "microbatch = 1: a batch norm takes its mean and variance from one microbatch, and gets one value "
-        "here; set"
+        "microbatch = 1: a batch norm takes its mean and variance from the samples of one microbatch, "
+        "and one value is too few; set"
     ) in told
     assert run_local(job.replace(name="two"), lambda line: None)[0] == "Finished"
 

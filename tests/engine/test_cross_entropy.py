@@ -121,8 +121,7 @@ def test_a_second_derivative_is_refused(scale: float | None) -> None:
     with pytest.raises(
         RuntimeError,
         match=(
-            r"^the loss that is fused with the head has no second "
-            r"derivative, .*; call the model without"
+            r"^the loss that the model computes itself has no second derivative, .*; call the model without"
         ),
     ):
         found.square().sum().backward()  # type: ignore[no-untyped-call]

@@ -146,8 +146,8 @@ def test_a_number_that_microbatches_do_not_divide_is_refused(tmp_path: Path) -> 
     with pytest.raises(
         JobError,
         match=(
-            r"^global_batch = 'all': the dataset has 24 samples, .* microbatches of 5 .*; set "
-            r"microbatch to 6, 8, 12, 24, or"
+            r"^global_batch = 'all': the dataset has 24 samples, which is not a multiple of microbatch "
+            r"= 5; set microbatch to 6, 8, 12, 24, or"
         ),
     ):
         launch(job_of(tmp_path, microbatch=5), local=True)

@@ -44,9 +44,6 @@ def test_a_model_that_returns_no_tensor_is_refused_in_a_sentence() -> None:
     """
     with pytest.raises(
         ModelError,
-        match=(
-            r"the model returned a dict, and the loss .*:next_token wants a "
-            r"tensor of logits"
-        ),
+        match=(r"the model returned a dict, but loss = .*:next_token' needs a tensor of logits"),
     ):
         next_token(Wrapped(), {"tokens": torch.tensor([[1, 2, 3]])})

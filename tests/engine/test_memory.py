@@ -412,10 +412,7 @@ def test_a_block_that_changes_what_it_gets_is_refused(policy: str | float, named
     assert same(plain, new) and same(again, new)
     with pytest.raises(
         ModelError,
-        match=(
-            r"AddingBlock, changes a tensor in place that it gets.* set "
-            r"recompute = 'none'"
-        ),
+        match=(r"AddingBlock changes an argument in place.* set recompute = 'none'"),
     ):
         trained(wrapped(policy, 4, Adding, where_it_is=True, named=named))
 

@@ -114,7 +114,10 @@ def test_a_gradient_that_comes_after_its_sum_is_an_error(kind: str, named: str) 
     """
     with pytest.raises(
         ModelError,
-        match=f"^a gradient of '{named}' came in two parts, .*; give the checkpoint use_reentrant=False",
+        match=(
+            f"^the model uses '{named}' more than once, and a part of its gradient came after .*; give "
+            r"checkpoint\(\) use_reentrant=False"
+        ),
     ):
         rounds(kind, True, Whole.end_round)
     found, judge = rounds(kind, True, without_looking)
@@ -157,6 +160,6 @@ def test_every_member_says_so_and_the_remedy_gives_the_bits_of_one_worker(
         job(tmp_path / f"{reentrant}", reentrant, parallel={"zero": zero}) for reentrant in (True, False)
     )
     assert all(
-        sentence.startswith("a gradient of 'layers.1.") for sentence in ranks.run(layout, said, nested)
+        sentence.startswith("the model uses 'layers.1.") for sentence in ranks.run(layout, said, nested)
     )
     assert train(ranks, mended, layout, 2).hash == one.hash

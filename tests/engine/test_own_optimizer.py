@@ -133,10 +133,10 @@ BAD = "tests.support.own_optimizers"
             "NORMALISED",
             (
                 r"gives values of matrix other bits if the tensor is cut in two \(they differ by .*: "
-                r"it must be elementwise"
+                r"make the rule elementwise"
             ),
         ),
-        ("NAN", "makes 'momentum' of a matrix that are not finite from gradients that are"),
+        ("NAN", "makes 'momentum' of a matrix that are not finite, from finite gradients"),
         (
             "MIS_SHAPED",
             (
@@ -148,8 +148,8 @@ BAD = "tests.support.own_optimizers"
         (
             "Torchs",
             (
-                r"names a torch.optim.Optimizer, which wants whole tensors .* as update\(parts, grads, "
-                r"hyper\)"
+                r"names a torch.optim.Optimizer, which needs whole tensors, .* as update\(parts, "
+                r"grads, hyper\)"
             ),
         ),
     ],
@@ -180,10 +180,7 @@ def test_groups_of_parameters_have_no_place_for_a_scalar(tmp_path: Path) -> None
     groups = [{"names": ["*norm*"], "lr_scale": 2.0}]
     with pytest.raises(
         CodeError,
-        match=(
-            r"optim\.groups have their own learning rates, and optim\.kind = .* "
-            r"has one scalar 'decay'"
-        ),
+        match=(r"optim\.groups have different learning rates, but optim\.kind = .* has one scalar 'decay'"),
     ):
         rule_of(small_job(tmp_path, optim={"kind": f"{__name__}:MOMENTUM", "groups": groups}))
     rule_of(small_job(tmp_path, precision="fp16", optim={"kind": f"{BAD}:LION", "groups": groups}))

@@ -173,12 +173,12 @@ def test_a_branch_goes_on_without_the_schedule_of_before(
         (
             "counting",
             {},
-            "for step 0, and .* when it was asked again; it must be a function of its arguments alone",
+            "for step 0, and .* at the next call for the same step; it must depend on its arguments alone",
         ),
         (
             "late_nan",
             {},
-            "returned nan for step 9 of 9; it must return a part of optim.lr: a finite number, 0 or more",
+            "returned nan for step 9 of 9; it must return a factor of optim.lr: a finite number, 0 or more",
         ),
         ("negative", {}, r"returned -0\.0\d* for step 5 of 9"),
         ("text", {}, "returned '0.1' for step 0 of 9"),

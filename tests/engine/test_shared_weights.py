@@ -177,7 +177,7 @@ def test_a_weight_that_is_read_outside_its_block_is_told_of(ranks: Ranks, tmp_pa
     for cause, words in ranks.run(Layout(1, 2), told, job):
         assert cause == "job"
         assert (
-            "with parallel.zero = 3 a weight is whole only while the block that has it runs" in words
+            "with parallel.zero = 3 a weight can be read only while its block runs" in words
             and "parallel.zero = 2" in words
         )
     one = train_here(job.replace(bucket=str(tmp_path / "one")), 2)

@@ -73,7 +73,8 @@ def test_what_a_stranger_writes_is_refused() -> None:
     for written in (ID, b"", stranger.get("other"), ours[:40], ours[:-1] + bytes([ours[-1] ^ 1])):
         stranger.set("key", written)  # type: ignore[arg-type]
         with pytest.raises(
-            WorldBroken, match="'key' in the store of this world was written by a process that is no part"
+            WorldBroken,
+            match="'key' in the store of this world was written by a process that does not belong",
         ) as raised:
             member.get("key")
         assert classify(raised.value, lambda: None, forming=True)[0] == "peer"

@@ -185,11 +185,11 @@ def test_several_parts_of_a_block_are_all_summed_where_sums_have_no_fixed_order(
 @pytest.mark.parametrize(
     ("kind", "begins"),
     [
-        ("twice", "layers.1 has two parts"),
-        ("again", "layers.1 has two parts"),
-        ("then", "layers.1 has two parts"),
-        ("first", "layers.1 has two parts"),
-        ("skip", "parallel.zero = 3 needs every member to run"),
+        ("twice", "layers.1 is used twice"),
+        ("again", "layers.1 is used twice"),
+        ("then", "layers.1 is used twice"),
+        ("first", "layers.1 is used twice"),
+        ("skip", "with parallel.zero = 3 every member must run"),
     ],
 )
 def test_a_block_that_runs_twice_or_not_at_all_ends_a_step_of_stage_3(
@@ -255,7 +255,7 @@ def test_a_pass_without_gradients_has_no_part_in_stage_3(
             tmp_path / "2", **changes | {"loss": f"{HERE}:learning"}, parallel={"dp_shard": 2, "zero": 3}
         )
         assert any(
-            "has two parts in one microbatch" in sentence
+            "is used twice in one microbatch" in sentence
             for sentence in ranks.run(Layout(1, 2), said, refused)
         )
 
@@ -285,7 +285,7 @@ def test_a_backward_pass_within_the_loss_is_named_by_stage_3(ranks: Ranks, tmp_p
     stage_3 = small_job(tmp_path / "3", **changes, parallel={"dp_shard": 2, "zero": 3})
     found = [sentence for sentence in ranks.run(Layout(1, 2), said, stage_3) if sentence]
     assert found and all(
-        sentence.startswith("a backward pass ran within the loss (torch.autograd.grad") for sentence in found
+        sentence.startswith("the loss runs a backward pass itself (torch.autograd.grad") for sentence in found
     ), found
     assert all(sentence.endswith("set parallel.zero = 2") for sentence in found)
     one = train_here(small_job(tmp_path / "1", **changes), 2)

@@ -84,6 +84,6 @@ def test_a_view_that_is_left_alone_is_no_reason_to_warn(ranks: Ranks, tmp_path: 
 def test_a_view_that_is_changed_in_place_ends_the_step_with_what_to_do(ranks: Ranks, tmp_path: Path) -> None:
     """Its control is the test above: the same sum, not in place."""
     for _, said in ranks.run(Layout(1, 2), stepped, job(tmp_path, in_place=True), False):
-        assert said.startswith(
-            "the weights of a block are not there in the backward pass: "
-        ) and said.endswith("; write x = x + y")
+        assert said.startswith("the weights of a block are missing in the backward pass: ") and said.endswith(
+            "; write x = x + y"
+        )

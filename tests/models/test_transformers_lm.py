@@ -274,8 +274,8 @@ def test_a_file_gives_the_config_and_arguments_replace_its_values(tmp_path: Path
         (
             {**SMALL},
             (
-                r"model_type = None is no causal language model of transformers; name one, such as "
-                r"'qwen3'"
+                r"model_type = None is no causal language model of transformers; name another "
+                r"model_type, such as 'qwen3'"
             ),
         ),
         ({**SMALL, "model_type": "qwen33"}, r"model_type = 'qwen33' is no .*; name one, such as 'qwen3'"),
@@ -288,10 +288,7 @@ def test_a_file_gives_the_config_and_arguments_replace_its_values(tmp_path: Path
         ),
         (
             {"model_type": "mixtral", **GATED, "output_router_logits": True},
-            (
-                r"output_router_logits = true "
-                r"asks for .*; set it to false"
-            ),
+            (r"output_router_logits = true asks for .*; set output_router_logits to false"),
         ),
     ],
 )
@@ -353,10 +350,7 @@ def test_a_model_that_looks_at_later_tokens_is_refused(kind: str, more: dict[str
     assert judged(kind), "the judge"
     with pytest.raises(
         ValueError,
-        match=(
-            rf"^this '{kind}' attends to later tokens, so there is nothing to "
-            rf"learn but .*; {fix}$"
-        ),
+        match=(rf"^this '{kind}' attends to later tokens, so it would only learn to copy them; {fix}$"),
     ):
         transformers_lm.build({"model_type": kind, **TINY[kind]})
     assert not judged(kind, **more), "the judge"
@@ -366,7 +360,7 @@ def test_a_model_that_looks_at_later_tokens_is_refused(kind: str, more: dict[str
 @pytest.mark.fast
 def test_a_setting_that_does_not_help_is_not_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("elastic.models.causal.REMEDIES", ({"is_decoder": True},))
-    with pytest.raises(ValueError, match=r"take another model_type, such as 'llama'$"):
+    with pytest.raises(ValueError, match=r"use another model_type, such as 'llama'$"):
         transformers_lm.build({"model_type": "xlm", **TINY["xlm"]})
 
 
@@ -472,7 +466,7 @@ def test_where_no_small_model_runs_its_layers_decide_and_the_user_is_told(
     ):
         transformers_lm.build({"model_type": "bart", **TINY["bart"]})
     args = {"config": {"model_type": "llama", **GATED}}
-    doubts = "whether 'llama' of transformers attends to later tokens is not known"
+    doubts = "whether 'llama' of transformers attends to later tokens could not be tested"
     job = toy_job(tmp_path, model="elastic.models.transformers_lm:build", model_args=args)
     assert any(doubts in note for note in preflight(job).notes)
     monkeypatch.undo()
@@ -507,7 +501,7 @@ def test_a_folder_that_is_not_there_is_told_of_before_the_hub_is_asked(tmp_path:
         f"{each}, and it is no name of the Hugging Face hub either; name a folder with a config.json"
         for each in absent[:3]
     ]
-    assert asked == f"{absent[3]}, so the Hugging Face hub is asked for it"
+    assert asked == f"{absent[3]}, so it is read from the Hugging Face hub"
     assert given.startswith(
         f"{absent[3]}, and the Hugging Face hub did not give it; name a folder with a config.json (OSError: "
     )

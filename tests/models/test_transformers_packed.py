@@ -120,8 +120,8 @@ def test_a_model_that_cannot_keep_them_apart_is_refused_before_a_worker_starts(
     """The control: without documents it is not."""
     config = {"model_type": kind, **REFUSED[kind]}
     said = (
-        rf"^data\.args\.documents = true: the documents .* apart in this '{kind}' of transformers, .*; "
-        r"set it to false, or take a model"
+        rf"^data\.args\.documents = true: this '{kind}' of transformers .* the documents of a sample "
+        r"cannot be kept apart; set data\.args\.documents to false, or use a model"
     )
     with pytest.raises(ModelError, match=said):
         preflight(job_on(tokens, tmp_path, config))

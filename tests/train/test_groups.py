@@ -146,16 +146,16 @@ class Shared(Net):
         (
             [["*"], ["head.*"]],
             (
-                r"optim\.groups\[1\]\.names: 'head\.\*' matches only parameters that an earlier group has, as "
-                r"'head\.weight'"
+                r"optim\.groups\[1\]\.names: 'head\.\*' matches only parameters of earlier groups, "
+                r"such as 'head\.weight'"
             ),
         ),
         ([["layers.0.0.*"]], r"'layers\.0\.0\.\*' matches only frozen parameters"),
         (
             [["layers.0.2.bias"], ["layers.1.2.bias"]],
             (
-                r"'layers\.1\.2\.bias' matches only .* an earlier "
-                r"group has, as 'layers\.0\.2\.bias'"
+                r"'layers\.1\.2\.bias' matches only parameters of earlier groups, such as "
+                r"'layers\.0\.2\.bias'"
             ),
         ),
     ],

@@ -304,8 +304,8 @@ MISTAKES = {
     "model returns the sequence first": (
         {"model": "turned"},
         (
-            r"the model returned a tensor of shape \[16, 2, \d+\] and float32 for tokens \[2, 16\], and the "
-            r"loss .* wants a tensor of logits"
+            r"the model returned a tensor of shape \[16, 2, \d+\] and float32 for tokens \[2, 16\], "
+            r"but loss = .* needs a tensor of logits"
         ),
     ),
     "model raises": ({"model": "raising"}, rf"ValueError: a mistake of my own {FRAME}"),

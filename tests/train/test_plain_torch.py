@@ -336,13 +336,10 @@ class Reading(Net):
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        (Freezing, r"init_weights\(\) froze 'embed\.weight'; freeze it where the model is built"),
+        (Freezing, r"init_weights\(\) froze 'embed\.weight'; freeze it in the constructor or in build\(\)"),
         (
             Tying,
-            (
-                r"after init_weights\(\) 'layers\.0\.0\.weight' and 'layers\.1\.0\.weight' are in the same "
-                r"memory"
-            ),
+            (r"after init_weights\(\) 'layers\.0\.0\.weight' and 'layers\.1\.0\.weight' share memory"),
         ),
         (Adding, r"init_weights\(\) added 'table' to the model"),
         (Hooking, r"init_weights\(\) changed the hooks on the gradient of 'embed\.weight'"),

@@ -540,8 +540,8 @@ def test_more_than_half_of_a_part_may_not_be_in_quarantine(tmp_path: Path) -> No
     with pytest.raises(
         DataError,
         match=(
-            r"step 2 9 samples would be in quarantine, and at most 8 of the 16 "
-            r"of data.args.parts\[0\] may be"
+            r"step 2 9 samples would be in quarantine, but at most 8 of the 16 of data.args.parts\[0\] "
+            r"may be"
         ),
     ):
         spikes.judged(commit(2, 8), (16, 64))
@@ -565,8 +565,7 @@ def test_more_than_half_of_the_data_may_not_be_in_quarantine(tmp_path: Path) -> 
     with pytest.raises(
         DataError,
         match=(
-            r"with step 3 6 samples would be in quarantine, and at most 5 of "
-            r"the 10 may be; clean the data"
+            r"after step 3 6 samples would be in quarantine, but at most 5 of the 10 may be; clean the data"
         ),
     ):
         spikes.judged(commit(3, 5), [10])

@@ -231,9 +231,9 @@ def rule_of(job: Job) -> Rule:
     found = load(OPTIMIZERS[kind].rule if kind in OPTIMIZERS else kind, "optim.kind")
     if isinstance(found, type) and issubclass(found, torch.optim.Optimizer):
         raise CodeError(
-            f"optim.kind = {kind!r} names a torch.optim.Optimizer, which wants whole tensors and a state of "
-            "its own; write its step() as update(parts, grads, hyper), which changes slices in place, and "
-            "name Rule(('moment',), update) of elastic.engine.optim.base"
+            f"optim.kind = {kind!r} names a torch.optim.Optimizer, which needs whole tensors, and "
+            "keeps its own state; write its step() as update(parts, grads, hyper), which changes "
+            "slices in place, and name Rule(('moment',), update) of elastic.engine.optim.base"
         )
     if not isinstance(found, Rule):
         raise CodeError(
@@ -242,13 +242,13 @@ def rule_of(job: Job) -> Rule:
         )
     if found.scalars and job.optim.groups:
         raise CodeError(
-            f"optim.groups have their own learning rates, and optim.kind = {kind!r} has one scalar "
-            f"{found.scalars[0]!r} for all; leave optim.groups out, or keep a moment in place of the scalar"
+            f"optim.groups have different learning rates, but optim.kind = {kind!r} has one scalar "
+            f"{found.scalars[0]!r} for all groups; leave optim.groups out, or use a moment in place of "
+            "the scalar"
         )
     if job.optim.average and AVERAGE in (f"moment.{each}" for each in found.moments):
         raise CodeError(
-            f"optim.kind = {kind!r} has a moment 'average', as optim.average does; give the moment another "
-            "name"
+            f"optim.kind = {kind!r} has a moment 'average', a name that optim.average uses; rename the moment"
         )
     counts = found.counts and job.numerics >= UNUSED_SINCE
     found = replace(
@@ -260,8 +260,8 @@ def rule_of(job: Job) -> Rule:
         return found
     if taken := set(SCALARS).intersection(found.scalars):
         raise CodeError(
-            f"optim.kind = {kind!r} has a scalar {min(taken)!r}, which precision = 'fp16' keeps itself; "
-            "give it another name"
+            f"optim.kind = {kind!r} has a scalar {min(taken)!r}, a name that precision = 'fp16' uses; "
+            "rename the scalar"
         )
     return replace(found, scalars=(*found.scalars, *SCALARS))
 

@@ -42,20 +42,23 @@ def check_groups(optim: Optim, model: nn.Module, named: str) -> list[str]:
             if not matched:
                 frozen = any(fnmatchcase(name, pattern) for name, _ in model.named_parameters())
                 meant = did_you_mean(pattern, trained) or (
-                    f"; the first of them is {next(iter(trained), 'none')!r}"
+                    f"; its first parameter is {next(iter(trained), 'none')!r}"
                 )
                 raise JobError(
-                    (f"{what} only frozen parameters of {named!r}, which no optimizer changes; leave it out")
+                    (
+                        f"{what} only frozen parameters of {named!r}, which no optimizer changes; "
+                        "leave this pattern out"
+                    )
                     if frozen
                     else (
-                        f"{what} no parameter of {named!r}{meant}, and * stands for any letters; "
-                        "correct it or leave it out"
+                        f"{what} no parameter of {named!r}{meant}; correct this pattern (* stands "
+                        "for any letters), or leave it out"
                     )
                 )
             if all(owners[name] in optim.groups[:number] for name in matched):
                 raise JobError(
-                    f"{what} only parameters that an earlier group has, as {matched[0]!r}, and the first "
-                    "match wins; leave it out, or move its group up"
+                    f"{what} only parameters of earlier groups, such as {matched[0]!r}, and the first "
+                    "group that matches counts; leave this pattern out, or move its group up"
                 )
     if not optim.groups:
         return []

@@ -99,9 +99,9 @@ def check_schedule(job: Job) -> None:
     for step, part, again in zip(steps, first, map(_own, [job] * len(steps), steps), strict=True):
         if part != again:
             raise CodeError(
-                f"schedule.kind = {job.schedule.kind!r} returned {part!r} for step {step}, and {again!r} "
-                "when it was asked again; it must be a function of its arguments alone, without a memory, "
-                "clock or random numbers"
+                f"schedule.kind = {job.schedule.kind!r} returned {part!r} for step {step}, and "
+                f"{again!r} at the next call for the same step; it must depend on its arguments alone, "
+                "without a memory, clock or random numbers"
             )
 
 
@@ -123,7 +123,7 @@ def _own(job: Job, step: int) -> float:
         ) from error
     if isinstance(part, bool) or not isinstance(part, Real) or not math.isfinite(part) or part < 0:
         raise CodeError(
-            f"{named} returned {part!r:.60} for {asked}; it must return a part of optim.lr: a finite "
+            f"{named} returned {part!r:.60} for {asked}; it must return a factor of optim.lr: a finite "
             "number, 0 or more"
         )
     return float(part)

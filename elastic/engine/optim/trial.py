@@ -45,8 +45,8 @@ def check_rule(job: Job, rule: Rule) -> None:
                 tried.update(step)
     except Exception as error:  # the user's code may raise anything
         raise CodeError(
-            f"{named} failed with {failure(error)} on parameters of shapes {[*SHAPES.values()]}; mend its "
-            "update()"
+            f"{named} failed with {failure(error)} on parameters of shapes {[*SHAPES.values()]}; "
+            "correct its update()"
         ) from error
     if wrong := next((wrong for each in (whole, *parts) if (wrong := each.wrong)), ""):
         raise CodeError(
@@ -56,17 +56,17 @@ def check_rule(job: Job, rule: Rule) -> None:
         if not torch.isfinite(value).all():
             kind, _, of = name.partition(" of ")
             raise CodeError(
-                f"{named} makes {kind} of a {of} that are not finite from gradients that are; mend its "
-                "update()"
+                f"{named} makes {kind} of a {of} that are not finite, from finite gradients; correct "
+                "its update()"
             )
         halves = [each.values[name] for each in parts]
         cut = torch.cat(halves) if value.dim() else halves[0]
         if not torch.equal(value, cut):
             apart = float((value.double() - cut.double()).abs().max())
             raise CodeError(
-                f"{named} gives {name} other bits if the tensor is cut in two (they differ by {apart:.2g}): "
-                "it must be elementwise, or use part.boxes; one that needs whole matrices exchanges them "
-                "in Rule.prepare"
+                f"{named} gives {name} other bits if the tensor is cut in two (they differ by "
+                f"{apart:.2g}): make the rule elementwise, or use part.boxes; a rule that needs whole "
+                "matrices exchanges them in Rule.prepare"
             )
 
 

@@ -47,9 +47,9 @@ STANDING, COMMITTING, SAID = "order/standing", "order/committing", "order/said"
 follows the first two; the third has the sentence for the user.
 """
 UNLIKE = (
-    "with parallel.zero = 3 the weights of a block are gathered from all members when it runs, so all must "
-    "run the same blocks in the same order; {}; set parallel.zero = 2, with which each microbatch may run "
-    "blocks as it likes, or let what runs depend neither on samples nor on random numbers"
+    "with parallel.zero = 3 the weights of a block are gathered from all members when the block runs, "
+    "so all members must run the same blocks in the same order; {}; set parallel.zero = 2, which has "
+    "no such rule, or let the choice of blocks depend neither on samples nor on random numbers"
 )
 ROUND, COMMIT = 0, 1
 """The notes that a microbatch begins, and that this member has come to the commit."""

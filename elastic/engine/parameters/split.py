@@ -40,27 +40,28 @@ from elastic.models.spec import ShardingTable
 FREED = "out of bounds for storage of size 0"
 """Words of torch's error of an operation on weights that are not gathered."""
 CHANGED_VIEW = (
-    "the weights of a block are not there in the backward pass: the model or the loss may change the output "
-    "of a block, or of the model, in place (x += y); write x = x + y"
+    "the weights of a block are missing in the backward pass: probably the model or the loss changes "
+    "an output of a block, or of the model, in place (x += y); write x = x + y"
 )
 MIXED = "mixed torch.Tensor and DTensor"
 """Words of torch's error of an operation on a weight that is not gathered, and on a plain tensor."""
 OUTSIDE = (
-    "with parallel.zero = 3 a weight is whole only while the block that has it runs, and one was read at "
-    "another time, as by a penalty on weights in the loss, or where the parts of a block are called and "
-    "never the block; set parallel.zero = 2, which gathers all weights once a step"
+    "with parallel.zero = 3 a weight can be read only while its block runs, and a weight was read at "
+    "another time (by a penalty on weights in the loss, or by code that calls a part of a block by "
+    "itself); set parallel.zero = 2, which gathers all weights once a step"
 )
 ABSENT = (
-    "parallel.zero = 3 needs every member to run each block in each microbatch, and {name} had no part in "
-    "this one; set parallel.zero = 2, or freeze what is never used"
+    "with parallel.zero = 3 every member must run each block in each microbatch, and {name} was not "
+    "used in this microbatch; set parallel.zero = 2, or freeze parameters that are never used"
 )
 TWICE = (
-    "{name} has two parts in one microbatch, so with parallel.zero = 3 its gradients have no fixed order; "
-    "set parallel.zero = 2, or reproducible = false if it has two on every member, always"
+    "{name} is used twice in one microbatch, and with parallel.zero = 3 the two gradients are added "
+    "in no fixed order; set parallel.zero = 2, or, if every member always uses it twice, reproducible "
+    "= false"
 )
 INNER = (
-    "a backward pass ran within the loss (torch.autograd.grad or backward()), and with parallel.zero = 3 "
-    "that sums the gradients of {name} at once; set parallel.zero = 2"
+    "the loss runs a backward pass itself (torch.autograd.grad or backward()), which with "
+    "parallel.zero = 3 sums the gradients of {name} too early; set parallel.zero = 2"
 )
 
 

@@ -48,10 +48,10 @@ from elastic.models.spec import ShardingTable
 from elastic.plan.axes import chunk
 
 TWICE = (
-    "a gradient of {!r} came in two parts, the second one after the first was summed: the model uses it "
-    "more than once, and a backward pass runs within another one, as that of torch's checkpoint with "
-    "use_reentrant=True does, or within the forward pass; give the checkpoint use_reentrant=False, or leave "
-    "it out and set recompute = 'block'"
+    "the model uses {!r} more than once, and a part of its gradient came after the gradient was "
+    "summed over workers: a backward pass runs within the forward pass or within another backward "
+    "pass, as torch's checkpoint does with use_reentrant=True; give checkpoint() use_reentrant=False, "
+    "or leave it out and set recompute = 'block'"
 )
 
 SPARSE = (

@@ -103,7 +103,7 @@ class Compiled:
         try:
             lock = _opened(self.root, self.key, "fetch")
         except OSError as error:
-            self._say(f"compiled code is not fetched: {error}")
+            self._say(f"compiled code of other nodes is not fetched: {error}")
             return
         try:
             asked = os.fstat(lock).st_mtime_ns
@@ -127,8 +127,8 @@ class Compiled:
                 files = self._take(peer, secret)
             except (WireError, OSError) as error:
                 self._say(
-                    f"compiled code at {peer} is not used, and this worker compiles unless another node has "
-                    f"it: {error}"
+                    f"compiled code of the node at {peer} is not used, and this worker compiles by "
+                    f"itself unless another node has the code: {error}"
                 )
                 continue
             if files:
@@ -154,9 +154,9 @@ class Compiled:
                 for name, size, digest in files:
                     data = wire.receive(size)
                     if sha256(data).hexdigest() != digest:
-                        raise WireError(f"{name} does not match its sum")
+                        raise WireError(f"the file {name} does not match its SHA-256")
                     if time.monotonic() > until:
-                        raise WireError(f"it did not come within {FETCH_S:g} s")
+                        raise WireError(f"the files did not arrive within {FETCH_S:g} s")
                     (coming / name).parent.mkdir(parents=True, exist_ok=True)
                     (coming / name).write_bytes(data)
                 self._merge(coming, files)
@@ -193,8 +193,8 @@ class Compiled:
             files: list[File] = []
             if (size := sum(stat.st_size for stat in stats.values())) > LIMIT:
                 self._say(
-                    f"compiled code in {self.folder} stays here: {size / 1e6:.0f} MB, and {LIMIT / 1e6:.0f} "
-                    "MB may go to other nodes"
+                    f"compiled code in {self.folder} is not sent to other nodes: it has "
+                    f"{size / 1e6:.0f} MB, and the limit is {LIMIT / 1e6:.0f} MB"
                 )
             else:
                 known, written_ns = self._known()
@@ -243,7 +243,7 @@ def serve(wire: Wire, root: Path | None, head: dict[str, Any], secret: bytes) ->
         for name, size, _ in files:
             data = (root / key / name).read_bytes()
             if len(data) != size:
-                raise WireError(f"{name} has changed")
+                raise WireError(f"the file {name} has changed since it was listed")
             yield data
 
     wire.send({"files": files, "proof": proof(secret, key, files)})
@@ -305,7 +305,7 @@ def _proven(head: Any, key: str, secret: bytes) -> Any:
         files, found = None, None
     # ``compare_digest`` takes no text but ASCII
     if not hmac.compare_digest(ascii(found), ascii(proof(secret, key, files))):
-        raise WireError("its index is not proven by the secret of this run")
+        raise WireError("the list of files does not come from a process of this run")
     return files
 
 
@@ -314,12 +314,12 @@ def _checked(files: Any) -> list[File]:
     try:
         found = [(str(name), int(size), str(digest)) for name, size, digest in files]
     except (TypeError, ValueError) as error:
-        raise WireError(f"its index cannot be read: {error}") from error
+        raise WireError(f"the list of files cannot be read: {error}") from error
     for name, size, _ in found:
         if not _safe(name) or size < 0:
-            raise WireError(f"its index has a file {name!r} of {size} bytes")
+            raise WireError(f"the list of files has an unsafe entry: {name!r} of {size} bytes")
     if (size := sum(size for _, size, _ in found)) > LIMIT:
-        raise WireError(f"it has {size} bytes, more than the {LIMIT} that are taken")
+        raise WireError(f"the files have {size} bytes, more than the allowed {LIMIT}")
     return found
 
 

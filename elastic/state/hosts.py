@@ -202,12 +202,14 @@ def _read_one(
         chunks, still = _local(wire, holding, ranges, own) if near else _remote(wire, holding, ranges)
         used, right = _fill(shard, chunks, staging_stream, hook)
         if not still():
-            raise StateMissing("it was overwritten meanwhile")
+            raise StateMissing("a newer copy has overwritten it during the transfer")
         if not right:
-            raise _DamagedCopy(f"{where} at {holding.version} is damaged: its digests differ", holding)
+            raise _DamagedCopy(
+                f"{where}, of {holding.version}, is damaged: its bytes do not match their digests", holding
+            )
         return used
     except (WireError, StateMissing, OSError) as error:
-        raise CopyLost(f"{where} was lost: {error}", holding.keeper) from error
+        raise CopyLost(f"{where} cannot be read: {error}", holding.keeper) from error
     finally:
         wire.close()
 
@@ -284,7 +286,7 @@ def _local(wire: Wire, holding: Holding, ranges: Sequence[Range], own: Region | 
     region = own or Region.of_process(answer["pid"], answer["descriptor"])
     slot = region.find(_copy(holding))
     if slot is None:
-        raise StateMissing("it was overwritten")
+        raise StateMissing("a newer copy has overwritten it")
     data = torch.frombuffer(region.data(slot), dtype=torch.uint8)
     sums = torch.frombuffer(region.digests(slot), dtype=torch.int64)
 
@@ -331,7 +333,9 @@ def _holding(copies: Sequence[Holding], move: Move, tensor: Tensor) -> Holding:
     for holding in copies:
         if place_of(tensor, holding.cell, move.slice) is not None:
             return holding
-    raise StateMissing(f"the plan takes {move.slice} from the copy of {move.source}, which does not hold it")
+    raise StateMissing(
+        f"the plan takes {move.slice} from the copy of {move.source}, which does not hold this slice"
+    )
 
 
 def _range(tensor: Tensor, part: Slice, holding: Holding, shape: Frame) -> Range:

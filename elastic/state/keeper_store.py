@@ -130,8 +130,8 @@ class KeeperStore:
             if lacking and worker not in self._lacking:
                 self._lacking.add(worker)
                 self.say(
-                    f"this node has no memory for a copy of {worker} ({amount(lacking)}): training goes on "
-                    "without copies"
+                    f"this node lacks {amount(lacking)} of memory for a copy of {worker}: training "
+                    "goes on without copies"
                 )
             elif not lacking and worker in self._lacking:
                 self._lacking.discard(worker)
@@ -257,9 +257,7 @@ class KeeperStore:
             region.begin(slot)
             region.give_back(slot, head["bytes"])
             if why := reserve(region, slot, head["bytes"]):
-                self.say(
-                    f"this node has no memory for a copy of {worker}, which lives on another node: {why}"
-                )
+                self.say(f"this node has no memory for a copy of {worker} of another node: {why}")
                 raise WireError(f"no memory for a copy of {worker}")
             wire.receive_into(region.digests(slot)[: head["blocks"]].cast("B"))
             for piece in region.pieces(slot, 0, head["bytes"]):
@@ -293,9 +291,14 @@ class KeeperStore:
             ]
             of_another_size = (region.slot_bytes, region.slot_blocks) != sizes
             if of_another_size or not free:
-                what = f"this node has no slot for another copy of {worker}, which lives on another node"
-                sized = f"its slots here have {region.slot_bytes} bytes, and those there {sizes[0]}"
-                why = f"{what}: {sized if of_another_size else f'{len(coming)} of its copies arrive now'}"
+                sized = f"its slots here have {region.slot_bytes} bytes, and {sizes[0]} are asked for"
+                arrive = (
+                    f"{len(coming)} other copies of this worker are arriving; the sender tries again later"
+                )
+                why = (
+                    f"this node has no free slot for a copy of {worker} of another node: "
+                    f"{sized if of_another_size else arrive}"
+                )
                 self.say(why)
                 raise WireError(why)
             slot = min(free, key=lambda each: _worth(held[each]))
@@ -317,7 +320,7 @@ class KeeperStore:
                     while self._buddy == buddy and (due := self._due()):
                         self._send(wire, buddy, *due)
             except WireError as error:
-                self.say(f"no copy reaches the buddy at {buddy}: {error}")
+                self.say(f"copies cannot be sent to the buddy at {buddy}: {error}; this keeper tries again")
                 self._closed.wait(RETRY_S)
 
     def _due(self) -> tuple[WorkerId, Region, int] | None:

@@ -202,13 +202,13 @@ def take(region: Region, slot: int, size: int) -> str:
     (free, where), lacking = free_for(region), region.lacks(slot, size)
     if lacking and lacking + SPARE > free:
         return (
-            f"it needs {amount(lacking)} more, and {where} leaves {amount(free)}, of which {amount(SPARE)} "
-            "stay free"
+            f"{amount(lacking)} more are needed, but {where} has {amount(free)} left, of which "
+            f"{amount(SPARE)} must stay free"
         )
     try:
         region.reserve(slot, size)
     except OSError as error:  # somebody else filled the disk just now
-        return f"it needs {amount(lacking)} more, and {where} gives none: {error.strerror}"
+        return f"{amount(lacking)} more are needed, but {where} gives no memory: {error.strerror}"
     return ""
 
 

@@ -36,8 +36,8 @@ def register(memory: torch.Tensor) -> Callable[[], object] | None:
         forget_error()
         print(
             (
-                f"{amount(len(memory))} of host memory are not pinned, copies there are slow: "
-                f"cudaHostRegister said {code}"
+                f"{amount(len(memory))} of host memory are not pinned, so copies to it are slow: "
+                f"cudaHostRegister returned {code}"
             ),
             flush=True,
         )

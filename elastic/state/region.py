@@ -198,7 +198,9 @@ class Region:
         self._words = self.memory[:PAGE].cast("q")
         sizes = (self["slots"], self["slot_bytes"], self["slot_blocks"], self["tensors_bytes"])
         if self["magic"] != MAGIC or size != _size(*sizes):
-            raise StateMissing("this is no region of host copies, or one of another version of Elastic")
+            raise StateMissing(
+                "this file is no region of host copies, or belongs to another version of Elastic"
+            )
         self.slots, self.slot_bytes, self.slot_blocks, self._tensors_bytes = sizes
         self._digests_at = PAGE + _pages(self._tensors_bytes)
         link = os.readlink(f"/proc/self/fd/{descriptor}")

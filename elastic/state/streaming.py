@@ -118,9 +118,10 @@ def through(
 def _told(folder: str, wrong: Sequence[Key]) -> str:
     kind, name = wrong[0]
     return (
-        f"state in files of {folder} on {platform.node()}: the bytes are not those that were written (first "
-        f"in {kind} {name!r}); this worker ends, and its state comes from elsewhere; look for errors of "
-        "that disk in the kernel's log, and name another offload_folder if this happens again"
+        f"state in files of {folder} on {platform.node()}: the bytes that were read differ from those "
+        f"that were written (first in {kind} {name!r}); this worker ends, and its state is restored "
+        "from copies or the bucket; look for errors of this disk in the kernel's log, and set "
+        "offload_folder to another disk if this happens again"
     )
 
 

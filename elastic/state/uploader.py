@@ -188,7 +188,7 @@ class Uploader:
             slices = count()
             receipt = upload(self.checkpoints, region, part, lambda: self._goes_on(part.number, next(slices)))
         except GivenUp:
-            self._say(part.number, failed="it was given up")
+            self._say(part.number, failed="this save was given up")
         except Unavailable as error:
             self._say(part.number, refused=str(error), full=isinstance(error, Full))
         except (StateMissing, StorageError, OSError) as error:

@@ -219,7 +219,11 @@ class Uploads:
         region, ended = self.store.region(task.worker)
         region = task.region or region
         if region is None:
-            return "its keeper has not opened its memory" if time.monotonic() - task.since > UNKNOWN_S else ""
+            return (
+                "its keeper has not opened the worker's memory yet"
+                if time.monotonic() - task.since > UNKNOWN_S
+                else ""
+            )
         # both are read before the slot: the copy may become complete just before either changes
         generation = region["generation"]
         if region.find_save(copy) is not None:
@@ -299,7 +303,10 @@ class Uploads:
             )
         if process is not None and has_parts and time.monotonic() - self._heard_at > HUNG_S:
             self._heard_at = time.monotonic()
-            self.say(f"its uploader made no progress for {HUNG_S:g} s and is killed")
+            self.say(
+                f"the uploader of this keeper made no progress for {HUNG_S:g} s and is killed; a new "
+                "uploader writes its parts again"
+            )
             process.kill()
 
     # ---- what the uploader says
@@ -336,7 +343,10 @@ class Uploads:
             self._begin_again(process)
 
     def _begin_again(self, died: subprocess.Popen[str]) -> None:
-        self.say(f"its uploader died (exit code {died.returncode}); another one begins its parts again")
+        self.say(
+            f"the uploader of this keeper died (exit code {died.returncode}); a new uploader writes "
+            "its parts again"
+        )
         with self._lock:
             self._process = None
             left = [task for task in self._tasks.values() if task.number and not task.told]
@@ -344,7 +354,7 @@ class Uploads:
             for task in left:
                 task.number = 0 if task not in hopeless else task.number
         for task in hopeless:
-            self._fail(task, f"{ATTEMPTS} uploaders died while they wrote it")
+            self._fail(task, f"{ATTEMPTS} uploaders died while they wrote this part")
 
 
 def _failed(task: Task, why: str, *, again: bool, full: bool = False) -> SaveFailed:

@@ -91,7 +91,7 @@ class Wire:
                 while left:  # not ``sendall``: its timeout limits the whole transfer, not a silence
                     left = left[self._socket.send(left) :]
         except OSError as error:
-            raise WireError(f"the other side is gone: {error}") from error
+            raise WireError(f"the other process is gone: {error}") from error
 
     def head(self) -> dict[str, Any]:
         """Returns the head of the next message.  Raises :class:`WireError` if there is none, or if the
@@ -121,10 +121,10 @@ class Wire:
             while done < len(data):
                 got = self._socket.recv_into(data[done:])
                 if got == 0:
-                    raise WireError("the other side hung up")
+                    raise WireError("the other process closed the connection")
                 done += got
         except OSError as error:
-            raise WireError(f"the other side is gone: {error}") from error
+            raise WireError(f"the other process is gone: {error}") from error
 
     def close(self) -> None:
         self._socket.close()

@@ -100,7 +100,11 @@ def test_copies_that_are_bent_are_not_taken(tmp_path: Path, script_reference: An
     assert (chaos.result.state, chaos.hash) == ("Finished", script_reference.hash)
     assert samples(ledger(Run.open(chaos.job).segments())) == samples(script_reference.ledger)
     assert [world.tier for world in worlds[1:3]] == (["host", "bucket"] if bent else ["host"]), worlds
-    told = [line.text for line in chaos.lines if isinstance(line, Sentence) and "digests differ" in line.text]
+    told = [
+        line.text
+        for line in chaos.lines
+        if isinstance(line, Sentence) and "bytes do not match their digests" in line.text
+    ]
     assert bool(told) == bent
     assert found[0] in (2, 3) if bent else found == [0], "three slots, of which one may be under way"
     host, bucket = chaos.witness.total("healed_host_bytes"), chaos.witness.total("healed_bucket_bytes")

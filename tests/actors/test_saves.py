@@ -153,6 +153,9 @@ def test_who_dies_during_a_save_ends_it_only_if_its_keeper_dies(tmp_path: Path) 
     )
     said = "\n".join(line.text for line in chaos.lines if isinstance(line, Sentence))
     assert f"the checkpoint of {FIRST} failed" not in said and f"the checkpoint of {THIRD} failed" not in said
-    assert f"the checkpoint of {SECOND} failed (the keeper of node" in said and "its uploader died" in said
+    assert (
+        f"the checkpoint of {SECOND} failed (the keeper of node" in said
+        and "the uploader of this keeper died" in said
+    )
     assert_nothing_left(chaos)
     assert not list(uploaders(tmp_path))

@@ -153,7 +153,7 @@ def main() -> None:
                 plainly(found, chunks)
             else:
                 with StagingStream(device) as way:
-                    assert _fill(found, iter(chunks), way, nothing)[1], "digests differ"
+                    assert _fill(found, iter(chunks), way, nothing)[1], "bytes do not match their digests"
             torch.cuda.synchronize()
             times.append(time.monotonic() - began)
             assert all(torch.equal(found.values[key], values[key]) for key in values)

@@ -268,7 +268,10 @@ def alone_in_files(folder: Path, **changes: Any) -> Iterator[Member]:
 
 
 def says(folder: Path, kind: str) -> str:
-    return rf"state in files of {folder} on .*: the bytes are not those that were written \(first in {kind} '"
+    return (
+        rf"state in files of {folder} on .*: the bytes that were read differ from those that were "
+        rf"written \(first in {kind} '"
+    )
 
 
 @pytest.mark.parametrize("kind", ["parameter", "moment.exp_avg_sq"])

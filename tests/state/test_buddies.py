@@ -247,7 +247,7 @@ def test_two_copies_that_come_at_once_take_two_slots_and_a_third_is_refused() ->
         assert {region.held(slot): bytes(region.data(slot)[:1000]) for slot in range(2)} == dict(
             zip(copies[:2], data[:2], strict=True)
         )
-        assert any("has no slot for" in sentence for sentence in said)
+        assert any("has no free slot for" in sentence for sentence in said)
 
 
 def test_a_second_copy_never_takes_the_slot_of_the_one_that_is_safe() -> None:

@@ -170,22 +170,22 @@ def damage(root: Path) -> str:
     changed = bytearray(CODE["ab/one.so"])
     changed[100] ^= 1
     (root / KEY / "ab/one.so").write_bytes(changed)
-    return "ab/one.so does not match its sum"
+    return "ab/one.so does not match its SHA-256"
 
 
 def cut(root: Path) -> str:
     (root / KEY / "fxgraph/x/two").write_bytes(b"2" * 4999)
-    return "hung up"
+    return "closed the connection"
 
 
 def remove(root: Path) -> str:
     (root / KEY / "four.py").unlink()
-    return "hung up"
+    return "closed the connection"
 
 
 def lead_out(root: Path) -> str:
     (root / f"{KEY}.json").write_text(json.dumps([["../../evil.py", 5, "00"]]))
-    return "hung up"
+    return "closed the connection"
 
 
 @pytest.mark.parametrize("harm", [damage, cut, remove, lead_out])
@@ -199,7 +199,8 @@ def test_damaged_code_is_refused_in_one_sentence(
     assert new.start(there[1]) == {}
     (sentence,) = new.told
     assert sentence.startswith(
-        f"compiled code at {there[1]} is not used, and this worker compiles unless another node has it: "
+        f"compiled code of the node at {there[1]} is not used, and this worker compiles by itself "
+        "unless another node has the code: "
     )
     assert why in sentence and tree(new.code.folder) == {}
     with node(tmp_path / "sound") as sound:
@@ -212,12 +213,12 @@ def test_damaged_code_is_refused_in_one_sentence(
 @pytest.mark.parametrize(
     ("files", "why"),
     [
-        ([["../evil.py", 4, "00"]], "has a file '../evil.py'"),
-        ([["/evil.py", 4, "00"]], "has a file '/evil.py'"),
-        ([["evil.py", 2**40, "00"]], "more than the 268435456 that are taken"),
+        ([["../evil.py", 4, "00"]], "has an unsafe entry: '../evil.py'"),
+        ([["/evil.py", 4, "00"]], "has an unsafe entry: '/evil.py'"),
+        ([["evil.py", 2**40, "00"]], "more than the allowed 268435456"),
         ([["evil.py", -1, "00"]], "of -1 bytes"),
-        ([["evil.py\0", 4, "00"]], "has a file 'evil.py"),
-        ([["evil\ud800.py", 4, "00"]], "has a file 'evil"),
+        ([["evil.py\0", 4, "00"]], "has an unsafe entry: 'evil.py"),
+        ([["evil\ud800.py", 4, "00"]], "has an unsafe entry: 'evil"),
         ([["evil.py"]], "cannot be read"),
         (7, "cannot be read"),
     ],
@@ -294,7 +295,7 @@ def test_nobody_on_the_way_can_put_code_in(tmp_path: Path, there: tuple[Path, st
         way.join(PATIENCE_S)
     assert found == (CODE if change is nothing else {})
     assert len(new.told) == 1 and new.told[0].endswith(
-        "its index is not proven by the secret of this run"
+        "the list of files does not come from a process of this run"
     ) == (change is not nothing)
 
 

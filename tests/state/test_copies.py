@@ -327,7 +327,7 @@ def test_a_bent_byte_is_noticed_and_the_copy_counts_no_more(
         slot = region.find(Copy(AT, cell(2, 1)))
         assert slot is not None
         region.data(slot)[BLOCK + 100] ^= 1
-        with pytest.raises(CopyLost, match="digests differ") as lost:
+        with pytest.raises(CopyLost, match="bytes do not match their digests") as lost:
             heal(there, WorkerId("n"))
         assert (
             lost.value.keeper == nodes[1].name
@@ -392,7 +392,7 @@ def test_a_copy_that_is_overwritten_while_it_is_read_is_lost(
         if not overwritten:
             assert equal(heal(there, WorkerId("n"), hook=hook)[0], shard_of(AT, 1, 0))
             return
-        with pytest.raises(CopyLost, match="it was overwritten meanwhile"):
+        with pytest.raises(CopyLost, match="a newer copy has overwritten it during the transfer"):
             heal(there, WorkerId("n"), hook=hook)
         assert not steps and {copy.version.step for copy in snapshots.region.all_held() if copy} == {5, 6}
 

@@ -266,7 +266,7 @@ def test_only_the_version_of_the_plan_is_taken(tmp_path: Path, there: tuple[int,
             )
             todo = moves(state.tensors, plan.holders, plan.layout, plan.members, plan.nodes)
             if BROKE_AT not in there:
-                with pytest.raises(StateMissing, match="which does not hold it"):
+                with pytest.raises(StateMissing, match="which does not hold this slice"):
                     heal.from_members(state, plan, worker, held, todo)
                 return
             heal.from_members(state, plan, worker, held, todo)

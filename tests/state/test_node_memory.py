@@ -167,7 +167,7 @@ def test_a_buddy_without_memory_refuses_the_copy_and_says_so(monkeypatch: pytest
                 )
         snapshots = nodes[0].workers[WorkerId("w0")]
         until = patiently()
-        while not any("no memory for a copy of w0, which lives on another node" in each for each in said):
+        while not any("no memory for a copy of w0 of another node" in each for each in said):
             until()
         assert snapshots.settle().buddied_through == -1
         monkeypatch.undo()

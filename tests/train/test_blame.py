@@ -216,6 +216,6 @@ def test_state_in_files_that_is_not_what_was_written_ends_the_process() -> None:
     """Another process has other files.  The control: an error of the disk that says so itself may be the
     user's.
     """
-    wrong = "state in files of /disk on host: the bytes are not those that were written"
+    wrong = "state in files of /disk on host: the bytes that were read differ from those that were written"
     assert classify(raised(StateDamaged(wrong)), fine) == ("device", wrong)
     assert classify(raised(OSError(5, "Input/output error")), fine)[0] == "job"

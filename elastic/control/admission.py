@@ -98,12 +98,12 @@ def joined(decision: Decision, event: Joined) -> None:
     if event.worker not in run.members.starting:
         decision.do(Kill((event.worker,), "nobody waits for it"))
         if membership.number_of(event.worker) < run.members.next_worker:
-            return decision.refuse(f"{event.worker} was not asked for, or came too late")
+            return decision.refuse(f"{event.worker} was not started by this run, or joined too late")
         # another coordinator has given this name to the worker
         decision.know("members", next_worker=membership.number_of(event.worker) + 1)
         return decision.say(
-            f"{event.worker} was started by another coordinator; it is ended, and no other worker gets its "
-            "name"
+            f"{event.worker} was started by an earlier coordinator; it is ended, and its name is not "
+            "used again"
         )
     membership.no_longer_starting(decision, event.worker)
     if (misfit := _misfit(decision, event)) is not None:
@@ -137,15 +137,17 @@ def joined(decision: Decision, event: Joined) -> None:
     decision.say(f"{event.worker} joined on node {event.node[:8]}")
     known = latest.least_shard if latest is not None else decision.rules.layout.min_shard
     if event.least_shard > known and decision.rules.layout.shards is None:
-        decision.say(f"by the memory of its device, {event.least_shard} workers or more must share the state")
+        decision.say(
+            f"the memory of its device requires that {event.least_shard} or more workers share the state"
+        )
     if (
         event.states
         and event.states < decision.rules.max_workers
         and (latest is None or latest.states != event.states)
     ):
         decision.say(
-            f"its node has room for copies of {event.states:.3g} states, and more workers than that share "
-            "some there"
+            f"its node has memory for the copies of {event.states:.3g} workers; if it has more "
+            "workers, they share the state"
         )
 
 
@@ -173,7 +175,8 @@ def _misfit(decision: Decision, event: Joined) -> tuple[str, bool] | None:
         return _of_another_kind(event.kind, run.members.kind), False
     if run.members.classes and not same_classes(event.classes, run.members.classes):
         return (
-            "its model has other sizes than the others'; the model must be a function of model_args alone",
+            "its model has other sizes than the models of other workers; the model must depend on "
+            "model_args alone",
             False,
         )
     return None
@@ -181,8 +184,8 @@ def _misfit(decision: Decision, event: Joined) -> tuple[str, bool] | None:
 
 def _of_another_kind(kind: str, others: str) -> str:
     return (
-        f"it is {kind}, and only {others} gives equal bits; use machines of one kind, or set reproducible = "
-        "false"
+        f"it is {kind}, but the run began on {others}, and only that kind gives equal bits; use "
+        "machines of one kind, or set reproducible = false"
     )
 
 

@@ -38,7 +38,7 @@ from elastic.protocol.copy_schedule import due
 from elastic.protocol.events import Ends, Evaluated, StepDone
 from elastic.protocol.plan import Plan
 
-LEFT, ASKED = "the loop was left", "the loop asks for it"
+LEFT, ASKED = "the loop was left", "the loop asked to stop"
 """The reasons recorded for a loop that ends the run without telling one; ``ASKED`` stands until the loop's
 own reason comes, which may be lost.
 """
@@ -66,7 +66,7 @@ def _complete_the_quarantine(decision: Decision, event: StepDone) -> None:
     if more := len(skips.quarantined) - len(decision.run.skips.quarantined):
         decision.know(skips=skips)
         decision.say(
-            f"the state has {more} sample{'s' * (more > 1)} in quarantine that the journal did not know of"
+            f"the state has {more} sample{'s' * (more > 1)} in quarantine that the journal had not recorded"
         )
 
 
@@ -109,8 +109,8 @@ def committed(decision: Decision, outcome: Outcome) -> None:
         saves.begin(decision, outcome)
     elif outcome.behind and due(outcome.step, decision.rules.save_every, decision.rules.target_step):
         decision.say(
-            "a save is due, but the one before is not in the bucket yet, or a member's newest copy is not "
-            "complete: training goes on, and the save follows as soon as there is room"
+            "a save is due, but the save before it is not in the bucket yet, or a worker's newest "
+            "copy is not complete: training goes on, and the save follows as soon as possible"
         )
         saves.tell(decision)  # in case a member waits for a save that nobody knows of any more
 
@@ -130,7 +130,7 @@ def ends(decision: Decision, event: Ends) -> None:
         decision.know(left=tuple(dict.fromkeys((*(decision.run.left or ()), event.worker))))
         if isinstance(decision.run.state, Forming):
             edges.stop(
-                decision, f"the loop of {event.worker} left step {event.step} behind when its world broke"
+                decision, f"the loop of {event.worker} had passed step {event.step} when its world broke"
             )
 
 
@@ -150,7 +150,7 @@ def _know_the_end(decision: Decision, step: int, *, asked: bool) -> None:
 def evaluated(decision: Decision, event: Evaluated) -> None:
     """Takes note of a validation that no member has made."""
     if not decision.run.history.contains(event.version):
-        return decision.refuse(f"{event.version}, which was validated, is not on the lineage")
+        return decision.refuse(f"{event.version}, which was validated, was given up")
     known = decision.run.history.validated
     _validated(decision, event.version, event.found)
     if known is not None and known.version > event.version and decision.run.history.contains(known.version):

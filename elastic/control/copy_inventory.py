@@ -159,8 +159,8 @@ def committed(decision: Decision, outcome: Outcome, before: RunState) -> None:
     if _overdue(decision.run) and not _overdue(before):
         since = unprotected_since(decision.run)
         decision.say(
-            f"unprotected since step {since}: not every member of generation {plan.generation} has a later "
-            "copy in host memory"
+            f"unprotected since step {since}: not every worker of generation {plan.generation} has a "
+            "later copy in host memory"
         )
     elif _overdue_at_buddies(decision.run) and not _overdue_at_buddies(before):
         since = unbuddied_since(decision.run)
@@ -273,8 +273,8 @@ def pair(decision: Decision, plan: Plan) -> None:
         other = ", or set copies.cross_zone = true" if len({host.zone for host in hosts.values()}) > 1 else ""
         names = ", ".join(node[:8] for node in alone)
         decision.say(
-            f"no other node of the zone can hold copies of node {names}, so no member's copies go to other "
-            f"nodes: add a node there{other}"
+            f"no second node in the zone of node {names} can hold copies, so they have no copies on "
+            f"other nodes: add a node to the zone{other}"
         )
     if alone != decision.run.copies.alone:
         decision.know("copies", alone=alone)

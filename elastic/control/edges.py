@@ -92,10 +92,10 @@ def missing(decision: Decision, plan: Plan | None) -> str:
         return _shortage(decision)
     if keepers := copy_inventory.awaited(decision, plan):
         silent = (
-            f"{len(keepers)} of {count(len(decision.run.cluster.keepers), 'keeper')} have not said yet "
-            "which copies they hold"
+            f"{len(keepers)} of {count(len(decision.run.cluster.keepers), 'keeper')} have not reported "
+            "their copies yet"
         )
-        return f"{silent}; those may be newer than step {plan.version.step}"
+        return f"{silent}, which may be newer than step {plan.version.step}"
     return ""
 
 
@@ -150,12 +150,11 @@ def _announcement(plan: Plan, before: int, given_up: tuple[tuple[int, int, int],
 def _shortage(decision: Decision) -> str:
     workers, low = candidates(decision.run, decision.rules), decision.rules.min_workers
     if layout_of(decision.run, workers, decision.rules) is not None:
-        return "no keeper is there to host the store"
+        return "there is no keeper to host the store of the world"
     there, shards = len(workers), least_shard(decision.run.members, workers)
     if there >= low and shards > decision.rules.layout.min_shard:
         return (
-            f"{count(there, 'worker')} cannot share the state: its part fits the memory of one only among "
-            f"{shards} or more"
+            f"{count(there, 'worker')} cannot share the state: it fits the memory of {shards} or more workers"
         )
     return f"{count(there, 'worker')} {'is' if there == 1 else 'are'} too few for any layout (at least {low})"
 

@@ -15,15 +15,15 @@ def go_on(decision: Decision, state: Finishing) -> None:
         edges.stop(
             decision,
             (
-                f"the last checkpoint is in the bucket; what step {run.history.untold[0]} consumed is still "
-                "to be told"
+                "the last checkpoint is in the bucket, but the samples of step "
+                f"{run.history.untold[0]} are not recorded yet"
             ),
         )
     elif saved and _is_validating(decision, state):
         return  # the world still measures what its last step has made
     elif saved:
         owed = decision.rules.validates_last and not _is_validated(decision)
-        lost = "; the validation after it was cut off, and `elastic evaluate` can make it" if owed else ""
+        lost = "; the last validation was cut off; `elastic evaluate` measures it" if owed else ""
         edges.finished(decision, f"finished at step {run.step}", lost)
     elif run.saves.find(run.version) is None:
         edges.stop(decision, "the last checkpoint cannot become complete")

@@ -72,7 +72,7 @@ def get_further(decision: Decision, moved_at: float, node: NodeId, progress: Ite
     first = state.plan.members[0]
     before = decision.run.watch.counters.get(node, {}).get(first)
     if at_it.get(first) == INITIALISES and (before is None or before.operation != INITIALISES):
-        decision.say(f"{first} initialises the model, as the other members do")
+        decision.say(f"{first} initialises the model, as all other workers do")
     deadline = min(decision.now, state.ready_at + (LAST - 1) * decision.rules.form_s) + decision.rules.form_s
     if deadline - state.deadline >= decision.rules.form_s / LATER:
         decision.amend(deadline=deadline)
@@ -97,9 +97,9 @@ def go_on(decision: Decision, state: Forming) -> None:
     if there == len(plan.members) and all(state.there.values()):
         edges.go(decision, plan)
     elif run.stop and (plan.tier == "init" or plan.version in run.history.saved):
-        edges.stop(decision, f"stop asked for ({run.stop}) with nothing to save")
+        edges.stop(decision, f"a stop was asked for ({run.stop}), and there is nothing to save")
     elif there < len(plan.members) and decision.due(state.here_at + decision.rules.leave_s):
-        _expel_the_absent(decision, state, f"within {decision.rules.leave_s:g} s of the others")
+        _expel_the_absent(decision, state, f"within {decision.rules.leave_s:g} s after the other workers")
     elif decision.due(state.deadline) and there < len(plan.members):
         _expel_the_absent(decision, state, f"within {decision.rules.form_s:g} s")
     elif decision.due(state.deadline) and (slow := _initialising(decision, state)):
@@ -132,11 +132,13 @@ def _expel_the_slow(decision: Decision, state: Forming, slow: tuple[WorkerId, ..
     """Expels the members whose initialisation stands still.  If all members stand still, other workers would
     do no better.
     """
-    cause = f"the initialisation in {names(slow)} did not get further for {decision.rules.form_s:g} s"
+    cause = f"the initialisation in {names(slow)} made no progress for {decision.rules.form_s:g} s"
     if len(slow) < len(state.plan.members):
         stopping.expel(decision, slow, cause)
     else:
-        edges.stop(decision, f"{cause}; if it has an operation that takes longer, raise deadlines.form_s")
+        edges.stop(
+            decision, f"{cause}; if a single operation of init_weights() takes longer, raise deadlines.form_s"
+        )
 
 
 def _blame_the_store(decision: Decision, state: Forming) -> None:
@@ -154,4 +156,6 @@ def _blame_the_store(decision: Decision, state: Forming) -> None:
     if again and any(state.there.values()):
         stopping.expel(decision, stuck, cause)
     else:
-        edges.stop(decision, f"{cause}; blame the store on {plan.store_node} or the network")
+        edges.stop(
+            decision, f"{cause}; probably the network is at fault, or the store on node {plan.store_node}"
+        )

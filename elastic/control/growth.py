@@ -60,7 +60,8 @@ def judge(
         pays = brings_s >= costs_s
         sorts[pays] += group
         why[pays] = why[pays] or (
-            f"a stay of {stay_s:.0f} s saves {brings_s:.1f} s, joining and leaving cost {costs_s:.1f} s"
+            f"an expected stay of {stay_s:.0f} s saves {brings_s:.1f} s, and joining and leaving "
+            f"cost {costs_s:.1f} s"
         )
     return GrowthVerdict(tuple(sorts[True]), tuple(sorts[False]), why[True], why[False])
 

@@ -28,15 +28,17 @@ SHOWN = 12
 EMPTY = "no terms"
 """The condition of a step without terms, as it stands in :attr:`Health.said`."""
 ADVICE: dict[str, str] = {
-    "dead": "the loss does not depend on it: look for a product with zero, a detach() or an activation that "
-    "is zero everywhere; if that is "
-    "meant, freeze it with requires_grad = False",
-    "vanishing": "it hardly learns: put norms before the parts of a block (pre-norm), add residual "
-    "connections, or change the "
-    "initialisation",
+    "dead": (
+        "the loss does not depend on this layer: look for a product with zero, a detach() or an "
+        "activation that is zero everywhere; if this is intended, freeze the layer with requires_grad "
+        "= False"
+    ),
+    "vanishing": (
+        "this layer hardly learns: put norms before the parts of a block (pre-norm), add residual "
+        "connections, or change the initialisation"
+    ),
     "exploding": (
-        "lower optim.lr, or lengthen schedule.warmup_steps; an earlier checkpoint may be the better one to "
-        "go on from"
+        "lower optim.lr, or raise schedule.warmup_steps; an earlier checkpoint may be better to go on from"
     ),
 }
 """The meaning of each condition, and what can be done."""
@@ -181,9 +183,9 @@ def _with_loss(
     half = wanted // 2
     before, now = (math.fsum(some) / half for some in (means[:half], means[-half:]))
     sentence = (
-        f"the loss has not become lower in {wanted * WINDOW} records, the last of step {outcome.step}: its "
-        f"mean was {before:.4g} in the first half of them and is {now:.4g} in the second; lower optim.lr, "
-        "or end the run here; if the schedule lowers the rate later, that may be enough"
+        f"the loss has not become lower in {wanted * WINDOW} records, the last of step {outcome.step}: "
+        f"its mean was {before:.4g} in the first half of them and is {now:.4g} in the second; lower "
+        "optim.lr, or end the run here; it may be enough that the schedule lowers the rate later"
     )
     return replace(health, said=(*health.said, "stationary")), [*warnings, sentence]
 

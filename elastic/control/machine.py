@@ -201,7 +201,7 @@ def _lost(decision: Decision, event: Lost) -> None:
         return membership.start_failed(decision, StartFailed(event.worker, event.reason))
     expelled = isinstance(state, Stopping) and event.worker in state.expelled
     if event.worker not in run.workers and not expelled:
-        return decision.refuse(f"{event.worker} is no worker of the run any more")
+        return decision.refuse(f"{event.worker} is no longer a worker of the run")
     membership.remove(decision, (event.worker,))
     stopping.members_lost(
         decision, (event.worker,), f"{event.worker} is lost ({event.reason})", certain=event.certain
@@ -225,9 +225,9 @@ def _keeper_lost(decision: Decision, event: KeeperLost) -> None:
     decision.say(f"the keeper of node {event.node[:8]} is lost ({event.reason})")
     state = decision.run.state
     if isinstance(state, Forming) and state.plan.store_node == event.node:
-        edges.stop(decision, "it hosts the store of the world that forms")
+        edges.stop(decision, "this keeper hosts the store of the world that is forming")
     elif isinstance(state, Forming) and any(event.node == node for node, _ in state.plan.hosts):
-        edges.stop(decision, "the world that forms takes copies from it")
+        edges.stop(decision, "the world that is forming reads copies from this keeper")
     elif isinstance(state, Running):
         copy_inventory.pair(decision, state.plan)
 

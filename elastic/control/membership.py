@@ -39,7 +39,7 @@ def starting(decision: Decision, event: Starting) -> None:
     if event.worker not in asked:
         return decision.refuse(f"{event.worker} is not being started")
     if not starts:
-        decision.say(f"{event.worker} takes its time to start, as others may: it {event.doing}")
+        decision.say(f"{event.worker} is still starting: it {event.doing}")
     decision.know("watch", starts={**starts, event.worker: Start(decision.now, event.doing)})
 
 
@@ -108,8 +108,8 @@ def _forget_the_late(decision: Decision) -> None:
         no_longer_starting(decision, worker)
     if late:
         did = next((f"; {worker} {starts[worker].doing}" for worker in late if worker in starts), "")
-        decision.do(Kill(late, f"it neither joined nor got further for {form_s:g} s"))
-        decision.say(f"{names(late)} neither joined nor got further for {form_s:g} s{did}")
+        decision.do(Kill(late, f"it neither joined nor made progress for {form_s:g} s"))
+        decision.say(f"{names(late)} neither joined nor made progress for {form_s:g} s{did}")
 
 
 def number_of(worker: WorkerId) -> int:

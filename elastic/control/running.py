@@ -32,12 +32,15 @@ def _all_end_or(decision: Decision, stalled: Stall) -> None:
     run = decision.run
     if not run.left or not run.enough:
         return stopping.unblock(decision, stalled)
-    fix = "all end there; `ctx.stop(reason)` before `step.commit()` ends all loops at once"
+    fix = (
+        "the run ends after this step; call `ctx.stop(reason)` before `step.commit()` to end all "
+        "loops together"
+    )
     edges.stop(
         decision,
         (
-            f"the loop of {names(run.left)} ended the run after step {run.enough} and the others wait for "
-            f"it: {fix}"
+            f"the loop of {names(run.left)} ended the run after step {run.enough} and the loops of "
+            f"other workers wait for it: {fix}"
         ),
     )
 

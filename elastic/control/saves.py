@@ -81,7 +81,7 @@ def without_keepers(decision: Decision, nodes: Iterable[NodeId]) -> None:
         lacking = next((node for node in nodes if each.needs(node)), None)
         if lacking is not None and not each.asked:
             _forget(
-                decision, each.version, f"the keeper of node {lacking[:8]} had still to report a part of it"
+                decision, each.version, f"the keeper of node {lacking[:8]} is gone and had not saved its part"
             )
 
 
@@ -92,7 +92,7 @@ def _put(decision: Decision, saving: Saving) -> None:
 def shard_saved(decision: Decision, event: ShardSaved) -> None:
     known = decision.run.saves.find(event.version)
     if known is None or event.worker not in known.members or not known.is_of(event.by):
-        return decision.refuse(f"nobody waits for a part of {event.version} from {event.worker}")
+        return decision.refuse(f"a part of {event.version} from {event.worker} is not expected")
     _put(decision, known.report(event.worker, decision.now))
     _wait_on(decision)
 
@@ -139,7 +139,7 @@ def give_up_the_silent(decision: Decision) -> None:
             each.version == run.version or each.refused_at is not None
         )
         if decision.due(until) and not waited_for:
-            _forget(decision, each.version, f"nothing was heard of it for {decision.now - heard_at:.0f} s")
+            _forget(decision, each.version, f"its save made no progress for {decision.now - heard_at:.0f} s")
 
 
 def patient_until(decision: Decision, deadline: float) -> float:
@@ -178,9 +178,9 @@ def saved(decision: Decision, event: Saved) -> None:
     run, version = decision.run, event.version
     known = run.saves.find(version)
     if not run.history.contains(version):
-        return decision.refuse(f"the checkpoint of {version} is not on the lineage")
+        return decision.refuse(f"the checkpoint of {version} was given up")
     if known is None or not known.asked:
-        return decision.refuse(f"nobody asked for the manifest of {version}")
+        return decision.refuse(f"the manifest of {version} is not expected")
     others = tuple(each for each in run.saves.pending if each.asked or each.version > version)
     decision.know(saves=Saves(others).without(version))
     decision.know("history", saved=tuple(sorted({*run.history.saved, version})))
@@ -199,7 +199,7 @@ def save_failed(decision: Decision, event: SaveFailed) -> None:
     """
     known, committed = decision.run.saves.find(event.version), decision.run.history.contains(event.version)
     if known is None or not known.is_of(event.by):
-        return decision.refuse(f"nobody saves {event.version}")
+        return decision.refuse(f"{event.version} is not being saved")
     what = (
         f"{'the manifest' if event.manifest else 'a part'} of {event.version} was not written "
         f"({event.reason})"
@@ -213,7 +213,7 @@ def save_failed(decision: Decision, event: SaveFailed) -> None:
         if event.full:
             retain(decision, at_once=True)
         if event.manifest:
-            decision.say(f"{what}; again in {decision.rules.fence_s:g} s{_until(decision)}")
+            decision.say(f"{what}; the run tries again in {decision.rules.fence_s:g} s{_until(decision)}")
         # while a bucket stays full, the first report of each worker is enough
         elif event.worker not in known.refused or not event.worker:
             decision.say(f"{what}; its keeper tries again until the bucket takes it{_until(decision)}")
@@ -302,5 +302,5 @@ def damaged(decision: Decision, version: Version, detail: str) -> None:
         left = tuple(each for each in decision.run.history.saved if each != version)
         decision.know("history", saved=left)
         decision.do(Quarantine(version, detail))
-        before = f"the one of {left[-1]} takes its place" if left else "there is none before it"
+        before = f"the checkpoint of {left[-1]} is used instead" if left else "there is no earlier checkpoint"
         decision.say(f"the checkpoint of {version} is damaged ({detail}): {before}")

@@ -209,7 +209,8 @@ def _cause(outcome: Outcome, strange: list[int]) -> str:
     if len(strange) == len(outcome.losses) > 1:
         whole = f"no loss of its {len(strange)} microbatches is finite"
         return (
-            f"{whole}; that of microbatch 0 is {outcome.losses[0]:g} (samples {_listed(outcome.samples[0])})"
+            f"{whole}; the loss of microbatch 0 is {outcome.losses[0]:g} (samples "
+            f"{_listed(outcome.samples[0])})"
         )
     named = [
         f"microbatch {index} is {outcome.losses[index]:g} (samples {_listed(outcome.samples[index])})"
@@ -246,9 +247,9 @@ def _height(outcome: Outcome, spike: Spike) -> str:
 def _failure(first: int, last: int, most: int) -> str:
     good = f"the last good step is {first - 1}" if first > 1 else "no step was good"
     return (
-        f"{_number(last - first + 1)} skipped in a row, {_steps(first, last)}, and watch.max_skipped is "
-        f"{most}: {good}, and no weight has changed since; look at the samples that the sentences about "
-        "these steps name, or lower optim.lr and go on with --branch"
+        f"{_number(last - first + 1)} skipped in a row, {_steps(first, last)}, and watch.max_skipped "
+        f"is {most}: {good}, and no weight has changed since; look at the samples named in the "
+        "sentences about these steps, or lower optim.lr and go on with --branch"
     )
 
 

@@ -250,7 +250,7 @@ def fenced(decision: Decision, event: Fenced) -> None:
     if event.heeds is not None and event.heeds < decision.run.incarnation:
         return commits.all_committed(decision, event.outcomes)
     if isinstance(state, Forming | Running):
-        edges.stop(decision, f"{event.worker} takes no more part")
+        edges.stop(decision, f"{event.worker} has left generation {event.generation}")
         return fenced(decision, event)
     assert isinstance(state, Stopping)
     if event.generation < state.plan.generation:  # this generation left the worker out
@@ -337,7 +337,9 @@ def _expel_the_silent(decision: Decision, state: Stopping) -> Stopping:
     if not _certain(decision, state):
         decision.amend(deadline=decision.now + decision.rules.fence_s)
         decision.do(Fence(generation, pending))
-        decision.say(f"nobody of generation {generation} answers: ask again until the leases have run out")
+        decision.say(
+            f"no worker of generation {generation} answers: ask again until their leases have run out"
+        )
     else:
         why = f"no answer to the fence of generation {generation} within {decision.rules.fence_s:g} s"
         membership.expel(decision, pending, why, examine=True)

@@ -53,7 +53,9 @@ more.
 def recovered(decision: Decision, event: Recovered) -> None:
     run = decision.run
     if event.incarnation <= run.incarnation:
-        return decision.refuse(f"incarnation {event.incarnation} comes after {run.incarnation} in name only")
+        return decision.refuse(
+            f"coordinator {event.incarnation} is not newer than coordinator {run.incarnation}"
+        )
     decision.know(incarnation=event.incarnation)
     decision.know("takeover", startups=run.takeover.startups + 1)
     decision.know("cluster", slots=0)
@@ -69,7 +71,7 @@ def recovered(decision: Decision, event: Recovered) -> None:
     if decision.run.history.last is not None or decision.run.saves.pending:
         saves.tell(decision)
     if decision.run.takeover.startups > MAX_DEATHS:
-        give_up(decision, f"{MAX_DEATHS} coordinators in a row died before anything came of their start")
+        give_up(decision, f"{MAX_DEATHS} coordinators in a row died before the run made progress")
 
 
 def _later(save: Saving, by_s: float) -> Saving:
@@ -84,7 +86,10 @@ def stood(decision: Decision, event: Tick) -> None:
     run, later_s = decision.run, event.stood_s
     if later_s <= STOOD_S:
         return
-    decision.say(f"stood still for {later_s:.1f} s: nobody else would have known what was decided")
+    decision.say(
+        f"the coordinator waited {later_s:.1f} s until its decision was stored in the journal; "
+        "deadlines are moved"
+    )
     # leases that were granted meanwhile are not known yet
     granted_until = decision.now + decision.rules.lease_over_s if run.grants_lease(run.generation) else 0.0
     decision.know(
@@ -122,7 +127,7 @@ def _forgive_the_silence(decision: Decision) -> None:
         if run.plan is not None
         else run.watch.lease_until
     )
-    starts = {worker: Start(now, "was not heard yet by this coordinator") for worker in run.members.starting}
+    starts = {worker: Start(now, "has not answered this coordinator yet") for worker in run.members.starting}
     watch = Watch(
         moved_at=now,
         stepped_at=now,
@@ -160,7 +165,7 @@ def _forget_who_is_gone(decision: Decision, event: Recovered) -> None:
     run = decision.run
     found = frozenset(event.workers)
     for worker in [worker for worker in run.members.starting if worker not in found]:
-        membership.start_failed(decision, StartFailed(worker, "there is no such actor"))
+        membership.start_failed(decision, StartFailed(worker, "its actor does not exist any more"))
     gone, nodes = tuple(worker for worker in run.workers if worker not in found), frozenset(event.keepers)
     membership.remove(decision, gone)
     # if the node lives, the process has certainly ended; otherwise the node may only look dead
@@ -193,13 +198,13 @@ def _expect_the_unread(decision: Decision) -> None:
     blind_until, skipped = decision.now + decision.rules.lease_over_s, UNREAD * run.incarnation
     decision.know("takeover", blind_until=blind_until, unread=run.next_generation - 1 + skipped)
     decision.know("members", next_worker=run.members.next_worker + skipped)
-    why = "what other coordinators began may be nowhere to be read"
+    why = "the journal of an earlier coordinator may be incomplete, and its workers may still act"
     match run.state:
         case Forming() | Running() | Finishing():
             edges.stop(decision, why)
         case Stopping(planned=True):
             stopping.give_up_the_boundary(decision)
-    decision.say(f"{why}: no world is begun for {decision.rules.lease_over_s:g} s")
+    decision.say(f"{why}: no world is formed for {decision.rules.lease_over_s:g} s")
 
 
 def _settle_again(decision: Decision, there: Collection[WorkerId]) -> None:
@@ -233,7 +238,7 @@ def _say_again(decision: Decision) -> None:
 def attached(decision: Decision, event: Attached) -> None:
     run, plan = decision.run, event.plan
     if event.worker not in run.workers:
-        return decision.refuse(f"{event.worker} is no worker of the run")
+        return decision.refuse(f"{event.worker} does not belong to this run")
     if plan is None:
         return
     if plan.generation > run.generation:

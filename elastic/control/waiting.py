@@ -39,7 +39,7 @@ def go_on(decision: Decision, state: Waiting) -> None:
         edges.end(decision, Failed(f"waited {rules.wait_s:g} s for workers: {_have(decision, state, there)}"))
     elif (not begun or _never_formed(decision)) and _only_refused_are_left(decision, state):
         none, fault = (
-            "no node has room for a worker that can be a member",
+            "no node has room for another worker that the run can use",
             _of_job([*run.cluster.refused.values()]),
         )
         edges.end(
@@ -143,8 +143,8 @@ def _have(decision: Decision, state: Waiting, there: tuple[WorkerId, ...]) -> st
     elif len(there) >= decision.rules.min_workers and _waits_for_others(decision, state, there, waited=True):
         open_ = _unchecked(decision)
         have += (
-            f", but {count(len(open_), 'node')} {'is' if len(open_) == 1 else 'are'} not checked yet, and "
-            "the first world waits for that"
+            f", but {count(len(open_), 'node')} {'is' if len(open_) == 1 else 'are'} not checked yet, "
+            "and the first world waits for their checks"
         )
     elif len(there) >= decision.rules.min_workers and (
         why := edges.missing(decision, make_plan(run, decision.rules))

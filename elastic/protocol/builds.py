@@ -51,8 +51,8 @@ _PARTS = {
     "samples": (
         "the dataset's length is",
         (
-            "let every node see all samples, and let fingerprint() change with them: a folder that is not "
-            "complete yet has fewer"
+            "let every node see all samples, and let fingerprint() change with the samples: a folder "
+            "that is still being filled has fewer"
         ),
     ),
     "model": (
@@ -91,6 +91,6 @@ def difference(build: Build, reference: Build, reproducible: bool) -> Difference
         if here and there and here != there and (reproducible or part != "torch"):
             where = f" on {reference.host}" if reference.host else ""
             return Difference(
-                part, f"{subject} {there} there and {here}{where}, where the job was checked; {fix}"
+                part, f"{subject} {there} on this node and {here}{where}, where the job was checked; {fix}"
             )
     return None

@@ -219,8 +219,8 @@ def out_of_patience(patience: int, min_delta: float, best: int, step: int) -> st
     """
     by = f" by more than validation.min_delta = {min_delta:g}" if min_delta else ""
     return (
-        f"validation.patience = {patience}: no validation is better{by} than that after step {best}, so "
-        f"step {step} is the last"
+        f"validation.patience = {patience}: no validation is better{by} than the one after step "
+        f"{best}, so step {step} is the last"
     )
 
 

@@ -263,9 +263,9 @@ class Progress:
 DIFFER = "replicas of the state differ"
 """Signature of a member that is :class:`Broken` with the cause "replicas"."""
 ASKED_EARLY = (
-    "most probably a process asked CUDA's driver too early: it keeps the GPUs that it saw then, so nothing "
-    "may ask before Ray has set CUDA_VISIBLE_DEVICES; remove the import that does (sitecustomize.py, "
-    "RAY_preload_python_modules), and unset RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
+    "most probably an import initialised CUDA before Ray had set CUDA_VISIBLE_DEVICES, so the process "
+    "saw all GPUs; remove this import (look in sitecustomize.py and RAY_preload_python_modules), and "
+    "unset RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
 )
 """The advice about a worker that computes on a GPU that Ray has not given it."""
 STOPPED = "is stopped"

@@ -54,7 +54,7 @@ def hopeless(save: Save, generation: int, *, ended: bool, failed: bool = False) 
     tried to make this copy in vain.
     """
     if ended:
-        return "it ended before its copy was complete"
+        return "the worker ended before its copy was complete"
     if generation > save.by:
-        return "it went on without a copy"
+        return "the worker went on without a copy"
     return "the copy failed" if failed else ""

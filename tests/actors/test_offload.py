@@ -92,7 +92,7 @@ def test_a_folder_that_a_node_has_not_is_said_once(tmp_path: Path) -> None:
     texts = [line.text for line in lines if isinstance(line, Sentence) and "offload_folder" in line.text]
     told = [text for text in texts if "is refused" in text]
     assert len(told) == 1 and all(
-        "no node has room for a worker" in text for text in texts if text not in told
+        "no node has room for another worker" in text for text in texts if text not in told
     ), texts
     said = (
         rf"cannot start on node \w{{8}} \(.*\): offload_folder = '{tmp_path}/gone' is not a folder in "

@@ -132,10 +132,10 @@ def test_u4_a_loop_ends_the_run_for_all_workers(tmp_path: Path, how: str, place:
         and why in chaos.result.reason
     )
     assert len(chaos.witness.killed()) >= bool(place) and {*steps_in(bucket / "after")} == {3}
-    assert ("and the others wait for it" in reasons) is (how == "one breaks")
+    assert ("and the loops of other workers wait for it" in reasons) is (how == "one breaks")
     cut_off = "break" in how or place == "committed"  # who dies after the commit does not validate
     assert ("no member moved" in reasons) is False and (
-        "the validation after it was cut off" in reasons
+        "the last validation was cut off" in reasons
     ) is cut_off
     assert [*bucket.glob("toy/exports/*3")], "what the last step owes is done"
     again = launch(job, show=lambda line: None)

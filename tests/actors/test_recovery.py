@@ -212,7 +212,7 @@ def test_the_state_is_cut_as_the_devices_need_it(tmp_path: Path, room: float, ze
         (2, (1, 2)),
     ]
     said = [line.text for line in chaos.lines if isinstance(line, Sentence)]
-    assert any("2 workers or more must share the state" in text for text in said)
+    assert any("requires that 2 or more workers share the state" in text for text in said)
     told = [text for text in said if "form generation" in text]
     assert len(told) == 2 and all(f"(1×2{zero}) at step" in each for each in told), told
     logs = [log.read_text().splitlines() for log in Path(job.bucket).glob(f"{job.name}/logs/*/*.log")]

@@ -67,9 +67,9 @@ def test_form_s_limits_only_a_start_that_stands_still(tmp_path: Path, stuck: boo
     began = time.monotonic()
     done = trial(job, hash_it=False)
     told = [line.text for line in done.lines if isinstance(line, Sentence)]
-    ended = [text for text in told if "neither joined nor got further" in text]
+    ended = [text for text in told if "neither joined nor made progress" in text]
     assert done.result.state == "Finished" and time.monotonic() - began > 2 * LONG_S > FORM_S
-    assert any("takes its time to start" in text for text in told), told
-    first = "w1 neither joined nor got further for 8 s; w1 imports the job's code and opens its data"
+    assert any("is still starting" in text for text in told), told
+    first = "w1 neither joined nor made progress for 8 s; w1 imports the job's code and opens its data"
     assert [text[: len(first)] for text in ended] == ([first] if stuck else []), told
     assert_nothing_left(done)

@@ -109,14 +109,14 @@ def test_without_copies_for_long_it_is_said_and_shown() -> None:
     play = stepping(3, layout=SHARDS, copy_every=1)
     reasons = [play.tell(ev.StepDone(WorkerId("w1"), 1, copied(step, -1))) for step in range(1, 12)]
     assert [reason for reason in reasons if reason] == [
-        "unprotected since step 0: not every member of generation 1 has a later copy in host memory"
+        "unprotected since step 0: not every worker of generation 1 has a later copy in host memory"
     ]
     assert unprotected_since(play.run) == 0
     play.tell(ev.StepDone(WorkerId("w1"), 1, copied(12, 11)))
     assert unprotected_since(play.run) is None
     later = [play.tell(ev.StepDone(WorkerId("w1"), 1, copied(step, 11))) for step in range(13, 22)]
     assert [reason for reason in later if reason] == [
-        "unprotected since step 11: not every member of generation 1 has a later copy in host memory"
+        "unprotected since step 11: not every worker of generation 1 has a later copy in host memory"
     ]
     assert unprotected_since(play.run) == 11, "they came to an end"
     assert unprotected_since(stepping(3, layout=SHARDS).run) is None, "the job wants none"
@@ -184,13 +184,13 @@ def test_who_has_no_buddy_any_more_is_told_so() -> None:
     (lost,) = play.did(Pair)
     assert (NodeId("n1"), NodeId(""), "") in lost.buddies
     assert (
-        "no other node of the zone can hold copies of node n1" in reason
-        and "add a node there" in reason
+        "no second node in the zone of node n1 can hold copies" in reason
+        and "add a node to the zone" in reason
         and "cross_zone" not in reason
     )
     play.tell(ev.KeeperUp(NodeId("n2")))
     reason = play.tell(ev.KeeperLost(NodeId("n2"), "its process died"))
-    assert "can hold copies of node n1" in reason, "again, since it had one meanwhile"
+    assert "in the zone of node n1 can hold copies" in reason, "again, since it had one meanwhile"
     assert "can hold copies" not in play.tell(ev.KeeperLost(NodeId("n2"), "its process died")), (
         "but not again and again"
     )

@@ -217,7 +217,7 @@ def test_a_save_whose_manifest_is_never_answered_does_not_keep_the_next_ones_awa
     assert play.did(CommitManifest)
     said = [play.later(1.0) for _ in range(599)]
     assert not any("failed" in each for each in said) and play.run.saves.pending
-    assert "nothing was heard of it for 600 s" in play.later(1.0) and not play.run.saves.pending
+    assert "its save made no progress for 600 s" in play.later(1.0) and not play.run.saves.pending
 
 
 def test_a_refusal_that_comes_after_its_part_counts_no_more() -> None:
@@ -325,7 +325,7 @@ def test_a_stop_while_waiting_or_forming_with_nothing_to_save_is_immediate() -> 
     waiting = Play()
     assert waiting.tell(ev.StopRequested("Ctrl-C")).endswith("stopped (Ctrl-C), resumes from step 0")
     forming = started(1)
-    assert "with nothing to save: stop generation 1" in forming.tell(ev.StopRequested("Ctrl-C"))
+    assert "and there is nothing to save: stop generation 1" in forming.tell(ev.StopRequested("Ctrl-C"))
     assert forming.answer("w1", None).endswith("stopped (Ctrl-C), resumes from step 0")
 
 

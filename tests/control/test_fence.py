@@ -136,9 +136,9 @@ def test_when_nobody_answers_the_leases_are_waited_for() -> None:
     play.steps(1, 4)
     reason = play.later(25.0)
     assert reason.startswith("no member moved for 25.0 s; no member is blamed")
-    assert play.later(6.0) == "nobody of generation 1 answers: ask again until the leases have run out"
+    assert play.later(6.0) == "no worker of generation 1 answers: ask again until their leases have run out"
     assert play.deeds == ["Fence"]
-    assert play.later(31.0).startswith("nobody of generation 1 answers"), (
+    assert play.later(31.0).startswith("no worker of generation 1 answers"), (
         "61 s: a member's clock may be a twentieth slower"
     )
     assert isinstance(play.run.state, Stopping) and play.run.workers
@@ -289,7 +289,7 @@ def test_a_second_answer_changes_nothing() -> None:
 def test_a_fenced_member_ends_the_generation_whoever_fenced_it() -> None:
     play = stepping(2)
     play.steps(1, 4)
-    assert play.answer("w2", Version(4, 1)) == "w2 takes no more part: stop generation 1 of 2 workers"
+    assert play.answer("w2", Version(4, 1)) == "w2 has left generation 1: stop generation 1 of 2 workers"
     assert isinstance(play.run.state, Stopping) and play.run.state.pending == ("w1",)
 
 

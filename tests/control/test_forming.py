@@ -82,10 +82,11 @@ def test_whoever_does_not_take_the_plan_is_expelled() -> None:
     play.here("w1", "w3")
     assert play.later(9.9) == ""
     assert play.later(0.1).startswith(
-        "w2 did not take the plan within 10 s of the others: expel w2: stop generation 1 of 3 workers"
+        "w2 did not take the plan within 10 s after the other workers: expel w2: stop generation "
+        "1 of 3 workers"
     )
     assert play.last.actions == (
-        Kill((WorkerId("w2"),), "w2 did not take the plan within 10 s of the others", examine=True),
+        Kill((WorkerId("w2"),), "w2 did not take the plan within 10 s after the other workers", examine=True),
         Fence(1, (WorkerId("w1"), WorkerId("w3"))),
     )
 
@@ -105,7 +106,8 @@ def test_if_all_were_there_the_store_is_blamed_and_nobody_killed() -> None:
     play.here("w1", "w2")
     reason = play.later(30.0)
     assert (
-        "all 2 were there, but w1 and w2 did not get ready within 30 s; blame the store on n1 or the network"
+        "all 2 were there, but w1 and w2 did not get ready within 30 s; probably the network is "
+        "at fault, or the store on node n1"
     ) in reason
     assert not play.did(Kill)
     play.answer("w1", None)
@@ -130,8 +132,8 @@ def test_losing_the_store_while_forming_does_not_wait_for_the_deadline() -> None
     play.here("w1", "w2")
     reason = play.tell(ev.KeeperLost(NodeId("n1"), "its node died"))
     assert reason.startswith(
-        "the keeper of node n1 is lost (its node died); it hosts the store of the world that forms: stop "
-        "generation 1"
+        "the keeper of node n1 is lost (its node died); this keeper hosts the store of the world that "
+        "is forming: stop generation 1"
     )
     play.answer("w1", None)
     play.answer("w2", None)
@@ -170,8 +172,8 @@ def test_growth_is_at_a_boundary_and_loses_nothing() -> None:
     assert play.tell(ev.Capacity(1)) == "start w2: 1 worker of at most 2"
     reason = play.join("w2")
     assert reason.startswith(
-        "w2 joined on node n1; grow from 1×1 to 2×1 (a stay of 3600 s saves 1800.0 s, joining and leaving "
-        "cost 0.0 s): generation 1 "
+        "w2 joined on node n1; grow from 1×1 to 2×1 (an expected stay of 3600 s saves 1800.0 s, and "
+        "joining and leaving cost 0.0 s): generation 1 "
     )
     assert play.deeds == ["Pause"]
     play.step(4)
@@ -227,7 +229,7 @@ def test_a_worker_nobody_asked_for_is_sent_away() -> None:
     play.lose("w2")
     before = play.run
     assert play.tell(ev.Joined(WorkerId("w2"), NodeId("n1"), "cpu", CLASSES)) == (
-        "refused: w2 was not asked for, or came too late"
+        "refused: w2 was not started by this run, or joined too late"
     )
     assert play.last.actions == (Kill((WorkerId("w2"),), "nobody waits for it"),)
     assert play.run is before
@@ -239,7 +241,7 @@ def test_a_worker_that_another_coordinator_asked_for_keeps_its_name() -> None:
     """
     play = stepping(1)
     assert play.tell(ev.Joined(WorkerId("w9"), NodeId("n1"), "cpu", CLASSES)).startswith(
-        "w9 was started by another coordinator"
+        "w9 was started by an earlier coordinator"
     )
     assert play.last.actions == (Kill((WorkerId("w9"),), "nobody waits for it"),)
     play.rules = rules(max_workers=2)
@@ -278,9 +280,9 @@ def test_one_that_never_comes_is_given_up_and_another_asked_for() -> None:
     play.tell(ev.Capacity(1))
     play.now = 30.0
     assert play.tell(ev.Capacity(1)) == (
-        "w1 neither joined nor got further for 30 s; start w2: 0 workers of at most 1"
+        "w1 neither joined nor made progress for 30 s; start w2: 0 workers of at most 1"
     )
-    assert play.did(Kill) == [Kill((WorkerId("w1"),), "it neither joined nor got further for 30 s")]
+    assert play.did(Kill) == [Kill((WorkerId("w1"),), "it neither joined nor made progress for 30 s")]
 
 
 def test_waiting_has_a_budget() -> None:
@@ -303,8 +305,8 @@ def test_if_the_workers_are_enough_it_is_said_what_else_is_waited_for() -> None:
     play.tell(ev.Capacity(1))
     play.join("w1")  # the keeper of n2 does not come up
     said = (
-        "waited 10 s for workers: 1 worker of at least 1, but 1 node is not checked yet, and the first "
-        "world waits for that"
+        "waited 10 s for workers: 1 worker of at least 1, but 1 node is not checked yet, and the "
+        "first world waits for their checks"
     )
     assert play.later(10.0) == said and isinstance(play.run.state, Failed)
 
@@ -313,7 +315,8 @@ def test_if_the_workers_are_enough_it_is_said_what_else_is_waited_for() -> None:
     play.tell(ev.Joined(WorkerId("w1"), NodeId("n1"), "cpu", CLASSES))
     play.tell(ev.Capacity(0))
     assert play.later(10.0) == (
-        "waited 10 s for workers: 1 worker of at least 1, but no keeper is there to host the store"
+        "waited 10 s for workers: 1 worker of at least 1, but there is no keeper to host the "
+        "store of the world"
     )
 
 
@@ -462,12 +465,12 @@ def initialises(play: Play, worker: str, at: int, operation: str = ev.INITIALISE
 def test_form_s_does_not_limit_an_initialisation_that_gets_further() -> None:
     play = started(2)
     play.here("w1", "w2")
-    assert initialises(play, "w1", 1) == "w1 initialises the model, as the other members do"
+    assert initialises(play, "w1", 1) == "w1 initialises the model, as all other workers do"
     for at in range(2, 12):
         assert play.later(20.0) == "" and initialises(play, "w1", at) == ""
     assert isinstance(play.run.state, Forming) and play.later(29.9) == ""
     initialises(play, "w1", 11)  # nothing new
-    assert "the initialisation in w1 did not get further for 30 s: expel w1" in play.later(0.1)
+    assert "the initialisation in w1 made no progress for 30 s: expel w1" in play.later(0.1)
 
 
 def test_if_all_stand_still_nobody_is_killed() -> None:
@@ -477,8 +480,8 @@ def test_if_all_stand_still_nobody_is_killed() -> None:
     initialises(play, "w2", 1)
     reason = play.later(30.0)
     assert (
-        "the initialisation in w1 and w2 did not get further for 30 s; if it has an operation that takes "
-        "longer, raise"
+        "the initialisation in w1 and w2 made no progress for 30 s; if a single operation of "
+        "init_weights() takes longer, raise"
     ) in reason
     assert not play.did(Kill)
 
@@ -493,7 +496,7 @@ def test_form_s_does_not_limit_a_healing_that_gets_further() -> None:
         assert initialises(play, "w1", at, ev.HEALS) == "" == play.later(20.0)
     assert isinstance(play.run.state, Forming) and play.later(9.9) == ""
     initialises(play, "w1", 11, ev.HEALS)  # nothing new
-    assert "did not get ready within 30 s; blame the store" in play.later(0.1)
+    assert "did not get ready within 30 s; probably the network is at fault, or the store" in play.later(0.1)
 
     play = started(2)
     play.here("w1", "w2")
@@ -528,4 +531,4 @@ def test_other_operations_do_not_move_the_deadline() -> None:
     for at in range(1, 3):
         initialises(play, "w1", at, "forms")
         play.later(14.9)
-    assert "did not get ready within 30 s; blame the store" in play.later(0.3)
+    assert "did not get ready within 30 s; probably the network is at fault, or the store" in play.later(0.3)

@@ -103,7 +103,7 @@ def test_what_only_a_dead_coordinator_was_told_is_asked_for_before_the_end() -> 
         "whoever has seen the commit of 2 must keep it"
     )
     reason = play.save(Version(4, 1), "w1", "w2")
-    assert reason.endswith("what step 2 consumed is still to be told: stop generation 1 of 2 workers")
+    assert reason.endswith("the samples of step 2 are not recorded yet: stop generation 1 of 2 workers")
     assert play.deeds == ["Fence"]
     for worker, seen in (("w1", ()), ("w2", (2, 3, 4))):
         held = (play.shard(worker, Version(4, 1)),)

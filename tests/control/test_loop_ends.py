@@ -77,7 +77,7 @@ def test_what_was_asked_in_a_world_that_broke_before_its_commit_is_no_reason() -
         play.step(3, ENDS if asks else GO_ON)
         if asks:
             play.tell(ev.Ends(W1, 2, 3, asked=True))
-            assert play.run.why == "the loop asks for it"
+            assert play.run.why == "the loop asked to stop"
             play.tell(ev.Ends(W1, 2, 0, "bad enough"))
         else:
             left(play, "w1")
@@ -112,9 +112,10 @@ def test_a_loop_that_ends_alone_ends_all_of_them() -> None:
     play.beat("n1", ("w1", 3, 0, 0))
     play.beat("n2", ("w2", 3, 1, 1))
     play.now += 100
-    assert "the loop of w1 ended the run after step 3 and the others wait for it" in play.beat(
-        "n2", ("w2", 3, 1, 1)
-    ) + play.later(0)
+    assert (
+        "the loop of w1 ended the run after step 3 and the loops of other workers wait for it"
+        in play.beat("n2", ("w2", 3, 1, 1)) + play.later(0)
+    )
     play.answer("w1", Version(3, 1))
     play.answer("w2", Version(3, 1))
     assert (play.plan.ends, play.plan.version, len(play.plan.members)) == (3, Version(3, 1), 2)

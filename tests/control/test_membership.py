@@ -140,8 +140,8 @@ def test_a_run_whose_nodes_are_all_refused_fails_by_name() -> None:
     assert play.later(9.0) == "" and isinstance(play.run.state, Waiting)
     reason = play.later(1.0)
     assert reason.startswith(
-        "no node has room for a worker that can be a member: 1 worker of at least 2; w2 on node n2 (b, "
-        "10.0.0.2) cannot be"
+        "no node has room for another worker that the run can use: 1 worker of at least 2; w2 on node "
+        "n2 (b, 10.0.0.2) cannot be"
     )
     assert "Ray is 2.59.0 on this node" in reason and isinstance(play.run.state, Failed)
 
@@ -169,7 +169,7 @@ def test_a_run_that_no_node_can_do_ends_with_an_error_of_the_job(faults: tuple[b
     assert isinstance(play.run.state, Failed)
     assert "n1 lacks it" in play.run.state.reason
     assert play.run.state.reason.startswith(
-        "n1 lacks it" if all(faults) else "no node has room for a worker"
+        "n1 lacks it" if all(faults) else "no node has room for another worker"
     ), "its own come first"
     assert play.run.state.job_error == (f"n1 lacks it{CHECKED}; n2 lacks it{CHECKED}" if all(faults) else "")
 
@@ -331,8 +331,9 @@ def test_another_kind_is_refused_by_a_reproducible_run() -> None:
     assert isinstance(play.run.state, Forming)
     reason = joins(play, "w2", "n2", kind=OLD)
     assert reason == (
-        "node n2 is refused: w2 on node n2 (b, 10.0.0.2) cannot be a member: it is cpu torch-2.11, and only "
-        "cpu torch-2.13 gives equal bits; use machines of one kind, or set reproducible = false"
+        "node n2 is refused: w2 on node n2 (b, 10.0.0.2) cannot be a member: it is cpu torch-2.11, "
+        "but the run began on cpu torch-2.13, and only that kind gives equal bits; use machines of "
+        "one kind, or set reproducible = false"
     )
     assert play.did(Kill) and list(play.run.workers) == ["w1"]
     play.lose("w1")
@@ -360,8 +361,8 @@ def test_two_kinds_and_too_few_of_each_fail_by_name() -> None:
     joins(play, "w2", "n2", kind=OLD)
     reason = play.later(10.0)
     assert reason == (
-        "no node has room for a worker that can be a member: 1 worker of at least 2; w2 on node n2 is cpu "
-        "torch-2.11"
+        "no node has room for another worker that the run can use: 1 worker of at least 2; w2 on node "
+        "n2 is cpu torch-2.11"
     )
 
 
@@ -394,7 +395,8 @@ def test_a_model_of_other_sizes_is_refused() -> None:
     play.tell(ev.Capacity(1))
     reason = play.tell(ev.Joined(WorkerId("w2"), NodeId("n2"), "cpu", classes((9,))))
     assert reason.startswith(
-        "node n2 is refused: w2 on node n2 cannot be a member: its model has other sizes than the others'; "
+        "node n2 is refused: w2 on node n2 cannot be a member: its model has other sizes than the "
+        "models of other workers; "
     )
     assert play.did(Kill) and "w2" not in play.run.workers
 
@@ -441,20 +443,18 @@ def test_form_s_does_not_limit_a_start_that_gets_further() -> None:
     play = begun()
     assert list(play.run.members.starting) == ["w1", "w2"]
     play.later(8.0)
-    assert play.tell(ev.Starting(WorkerId("w1"), "takes memory")) == (
-        "w1 takes its time to start, as others may: it takes memory"
-    )
-    assert play.later(22.0) == "w2 neither joined nor got further for 30 s" and list(
+    assert play.tell(ev.Starting(WorkerId("w1"), "takes memory")) == ("w1 is still starting: it takes memory")
+    assert play.later(22.0) == "w2 neither joined nor made progress for 30 s" and list(
         play.run.members.starting
     ) == ["w1"]
     for _ in range(5):
         assert play.tell(ev.Starting(WorkerId("w1"), "compiles")) == ""
         assert play.later(29.0) == "" and "w1" in play.run.members.starting
     assert (
-        play.later(1.0) == "w1 neither joined nor got further for 30 s; w1 compiles"
+        play.later(1.0) == "w1 neither joined nor made progress for 30 s; w1 compiles"
         and play.run.watch.starts == {}
     )
-    assert play.did(Kill) == [Kill((WorkerId("w1"),), "it neither joined nor got further for 30 s")]
+    assert play.did(Kill) == [Kill((WorkerId("w1"),), "it neither joined nor made progress for 30 s")]
     assert "is not being started" in str(
         play.tell(ev.Starting(WorkerId("w1"), "compiles")) or play.last.refusals
     )
@@ -492,7 +492,7 @@ def test_the_next_coordinator_gives_a_slow_start_its_time_anew() -> None:
     play.tell(ev.Recovered(play.run.incarnation + 1, (WorkerId("w1"),), (NodeId("n1"), NodeId("n2"))))
     play.later(29.0)
     assert "w1" in play.run.members.starting
-    assert "w1 neither joined nor got further for 30 s" in play.later(1.0)
+    assert "w1 neither joined nor made progress for 30 s" in play.later(1.0)
 
 
 def test_a_slow_start_is_no_sign_that_a_coordinator_got_anywhere() -> None:

@@ -36,7 +36,7 @@ def test_no_save_begins_while_the_one_before_is_on_its_way() -> None:
     play = stepping(2, save_every=5)
     play.steps(1, 9)
     said = play.step(10, behind=True)
-    assert said.startswith("a save is due, but the one before is not in the bucket yet, or ")
+    assert said.startswith("a save is due, but the save before it is not in the bucket yet, or ")
     assert [each.version.step for each in play.run.saves.pending] == [5]
     play.steps(11, 15)
     assert [each.version.step for each in play.run.saves.pending] == [5, 15]
@@ -105,9 +105,9 @@ def test_a_zombies_manifest_counts_for_nothing() -> None:
     assert play.plan.version == Version(0, 0) and play.run.history.lineage == ()
     before = play.run
     assert play.tell(ev.Saved(Version(7, 1), "digest")) == (
-        "refused: the checkpoint of step 7 of generation 1 is not on the lineage"
+        "refused: the checkpoint of step 7 of generation 1 was given up"
     )
-    assert play.tell(ev.ShardSaved(W1, Version(7, 1))).startswith("refused: nobody waits for a part")
+    assert play.tell(ev.ShardSaved(W1, Version(7, 1))).startswith("refused: a part of ")
     assert play.run is before and play.run.history.saved == ()
 
 
@@ -115,10 +115,10 @@ def test_a_manifest_nobody_asked_for_counts_for_nothing() -> None:
     play = stepping(2, save_every=5)
     play.steps(1, 6)
     assert play.tell(ev.Saved(Version(6, 1), "digest")) == (
-        "refused: nobody asked for the manifest of step 6 of generation 1"
+        "refused: the manifest of step 6 of generation 1 is not expected"
     )
     assert play.tell(ev.Saved(Version(5, 1), "digest")) == (
-        "refused: nobody asked for the manifest of step 5 of generation 1"
+        "refused: the manifest of step 5 of generation 1 is not expected"
     )
 
 
@@ -140,10 +140,12 @@ def test_a_worker_that_dies_before_its_copy_is_complete_ends_the_save() -> None:
     play = stepping(2, save_every=5)
     play.steps(1, 5)
     play.lose("w2")
-    said = play.tell(ev.SaveFailed(Version(5, 1), "no part of w2: it ended before its copy was complete", 1))
+    said = play.tell(
+        ev.SaveFailed(Version(5, 1), "no part of w2: the worker ended before its copy was complete", 1)
+    )
     assert said == (
-        "the checkpoint of step 5 of generation 1 failed (no part of w2: it ended before its copy was "
-        "complete)"
+        "the checkpoint of step 5 of generation 1 failed (no part of w2: the worker ended before its "
+        "copy was complete)"
     )
     assert play.run.saves.pending == ()
 
@@ -154,7 +156,7 @@ def test_a_keeper_that_dies_ends_the_saves_that_it_had_to_upload(written: bool) 
     play.steps(1, 5)
     play.tell(ev.ShardSaved(W2 if written else W1, Version(5, 1)))
     said = play.tell(ev.KeeperLost(NodeId("n2"), "its process died"))
-    assert ("the keeper of node n2 had still to report a part of it" in said) != written
+    assert ("the keeper of node n2 is gone and had not saved its part" in said) != written
     assert [each.version.step for each in play.run.saves.pending] == ([5] if written else [])
 
 
@@ -185,7 +187,8 @@ def test_a_manifest_that_fails_is_asked_for_again_and_a_part_is_not() -> None:
         play.tell(ev.ShardSaved(worker, Version(5, 1)))
     reason = play.tell(ev.SaveFailed(Version(5, 1), "store unavailable", 1, again=True, manifest=True))
     assert reason == (
-        "the manifest of step 5 of generation 1 was not written (store unavailable); again in 5 s"
+        "the manifest of step 5 of generation 1 was not written (store unavailable); the run "
+        "tries again in 5 s"
     )
     assert play.last.actions == ()
     play.step(6)
@@ -256,7 +259,7 @@ def test_a_save_of_which_nothing_is_heard_is_given_up() -> None:
     play.step(9)
     play.now += 1.0
     assert play.step(10, behind=True).startswith(
-        "a save is due, but the one before is not in the bucket yet, or "
+        "a save is due, but the save before it is not in the bucket yet, or "
     )
     assert play.run.saves.pending == ()
 
@@ -283,7 +286,7 @@ def test_a_save_whose_receipts_died_with_a_coordinator_and_a_keeper_is_given_up(
     any more.
     """
     play = taken_over(asked=False)
-    assert "the keeper of node n2 had still to report a part of it" in play.last.reason
+    assert "the keeper of node n2 is gone and had not saved its part" in play.last.reason
     assert play.run.saves.pending == () and play.last.durable
 
 
@@ -319,12 +322,16 @@ def test_a_part_that_is_gone_does_not_end_a_save_whose_manifest_may_exist(exists
     play.now += 1.0
     play.tell(ev.Recovered(2, (W1, W2), (NodeId("n1"), NodeId("n2"))))
     play.tell(
-        ev.SaveFailed(Version(5, 1), "no part of w1: it ended before its copy was complete", 1, again=False)
+        ev.SaveFailed(
+            Version(5, 1), "no part of w1: the worker ended before its copy was complete", 1, again=False
+        )
     )
     assert [each.version for each in play.did(CommitManifest)] == [Version(5, 1)]
     assert play.did(Upload)[0].saves == () and play.last.durable, "nobody looks for the copies any more"
     play.tell(
-        ev.SaveFailed(Version(5, 1), "no part of w2: it ended before its copy was complete", 1, again=False)
+        ev.SaveFailed(
+            Version(5, 1), "no part of w2: the worker ended before its copy was complete", 1, again=False
+        )
     )
     assert not play.did(CommitManifest) and play.run.saves.find(Version(5, 1)) is not None
     if exists:

@@ -201,7 +201,9 @@ def test_the_state_is_cut_as_the_devices_need_it(fixed: int | None, becomes: Lay
     play = Play(rules(min_workers=1, layout=LayoutRule(None, fixed)))
     play.tell(ev.Capacity(2))
     said = joined(play, "w1", 2)
-    assert ("by the memory of its device, 2 workers or more must share the state" in said) is (fixed is None)
+    assert ("the memory of its device requires that 2 or more workers share the state" in said) is (
+        fixed is None
+    )
     assert "must share" not in joined(play, "w2", 2)
     play.later(3.0)
     assert play.plan.layout == becomes

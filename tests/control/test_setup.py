@@ -233,8 +233,8 @@ def test_of_two_workers_on_one_gpu_the_newcomer_is_replaced() -> None:
     play.tell(of("w1", "n1", "GPU-a"))
     said = play.tell(of("w2", "n1", "GPU-a"))
     assert said.startswith(
-        "w2 on node n1 and w1 compute on one device (GPU-a); most probably a process asked CUDA's driver "
-        "too early"
+        "w2 on node n1 and w1 compute on one device (GPU-a); most probably an import initialised CUDA "
+        "before Ray had set CUDA_VISIBLE_DEVICES"
     )
     assert said.endswith("; w2 is replaced")
     assert play.did(Kill) == [

@@ -64,7 +64,7 @@ def test_l3_the_sentence_names_the_step_the_microbatches_and_their_samples() -> 
     assert said(commit(7, 1.0, -math.inf)).endswith("the loss of microbatch 1 is -inf (samples 72, 73)")
     all_of_them = said(commit(7, math.nan, math.inf))
     assert all_of_them.endswith(
-        "no loss of its 2 microbatches is finite; that of microbatch 0 is nan (samples 70, 71)"
+        "no loss of its 2 microbatches is finite; the loss of microbatch 0 is nan (samples 70, 71)"
     )
     assert said(commit(7)).endswith("every loss is finite, but the gradient is not (its norm is nan)")
     assert note(Skips(), commit(7, finite=True), RULE, ends=False) == (Skips(), "")
@@ -408,7 +408,7 @@ def test_g1_a_coordinator_learns_what_is_in_quarantine_from_the_state() -> None:
         said = play.tell(StepDone(play.plan.members[0], 1, play.commit(5), quarantined=listed))
         assert (play.run.skips.quarantined, play.run.skips.total) == (known, total)
         assert said == (
-            "the state has 3 samples in quarantine that the journal did not know of" if listed else ""
+            "the state has 3 samples in quarantine that the journal had not recorded" if listed else ""
         )
         before, event = play.run, StepDone(play.plan.members[0], 1, play.commit(6), quarantined=listed)
         assert play.tell(event) == "" and play.run.skips is before.skips

@@ -24,7 +24,7 @@ def test_while_a_coordinator_stood_still_nobody_was_silent() -> None:
         assert isinstance(play.run.state, Stopping) and play.run.state.pending == ("w1",)
         play.now += 6.0
         reason = play.tell(ev.Tick(stood_s))
-        assert ("stood still for 6.0 s" in reason) is (stood_s > 0)
+        assert ("the coordinator waited 6.0 s" in reason) is (stood_s > 0)
         assert isinstance(play.run.state, Stopping) is (stood_s > 0), "who was not asked yet is not expelled"
     play.later(play.rules.fence_s)
     assert not isinstance(play.run.state, Stopping)

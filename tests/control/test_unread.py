@@ -44,7 +44,7 @@ def test_the_world_that_is_known_of_goes_on_no_more(play: Callable[[], Play]) ->
     assert isinstance(again.run.state, Stopping) and not again.run.state.planned
     (fence,) = again.did(Fence)
     assert fence.members == ("w1", "w2")
-    assert "no world is begun for 63 s" in again.last.reason
+    assert "no world is formed for 63 s" in again.last.reason
 
 
 def test_nothing_is_settled_or_begun_before_unknown_leases_have_run_out() -> None:

@@ -141,7 +141,7 @@ def test_the_end_does_not_wait_for_a_world_that_cannot_tell() -> None:
     reason = play.lose("w2")
     assert isinstance(play.run.state, Finished)
     assert reason.endswith(
-        "finished at step 2; the validation after it was cut off, and `elastic evaluate` can make it"
+        "finished at step 2; the last validation was cut off; `elastic evaluate` measures it"
     )
 
 
@@ -187,8 +187,8 @@ def test_what_is_better_by_less_than_min_delta_does_not_count_for_patience() -> 
         assert play.run.enough == (6 if min_delta else 0) and play.run.history.best is not None
         assert play.run.history.best.version.step == 6
         why = (
-            "no validation is better by more than validation.min_delta = 0.1 than that after step 2, so "
-            "step 6 is the last"
+            "no validation is better by more than validation.min_delta = 0.1 than the one after step "
+            "2, so step 6 is the last"
         )
         assert said.endswith(why) is bool(min_delta)
         found = {Version(at, 1): Loss(loss) for at, loss in losses.items()}
@@ -211,7 +211,7 @@ def test_patience_counts_the_validations_that_there_are() -> None:
     ] == [True, True]
     reformed(play)
     assert (
-        step(play, 9, losses[8]).endswith("than that after step 2, so step 8 is the last")
+        step(play, 9, losses[8]).endswith("than the one after step 2, so step 8 is the last")
         and play.run.enough == 8
     )
     assert enough({Version(at, 1): Loss(loss) for at, loss in losses.items()}, 3, 0.0) == 8, (
@@ -240,7 +240,8 @@ def test_a_run_without_patience_ends_with_the_checkpoint_of_the_validation() -> 
         said = step(play, 7, 2.0)
         assert (play.run.enough, isinstance(play.run.state, Running)) == (6 if patience == 2 else 0, True)
         why = (
-            "; validation.patience = 2: no validation is better than that after step 2, so step 6 is the last"
+            "; validation.patience = 2: no validation is better than the one after step 2, so "
+            "step 6 is the last"
         )
         assert said.endswith(why if patience == 2 else "the best is 2 after step 2")
         run = codec.decode(type(play.run), json.loads(json.dumps(codec.encode(play.run))))

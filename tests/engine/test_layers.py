@@ -212,8 +212,8 @@ def test_a13_a_layer_without_a_gradient_is_named_within_the_patience(tmp_path: P
     found = warnings_of(told(tmp_path / "idle", model="tests.engine.test_layers:multiplied_by_zero", **own))
     assert [*found] == [3]
     assert found[3].startswith(
-        "the gradient of layers.1 (0) is zero in 3 records in a row, the last of step 3: the loss does not "
-        "depend on it"
+        "the gradient of layers.1 (0) is zero in 3 records in a row, the last of step 3: the loss "
+        "does not depend on this layer"
     )
     assert warnings_of(told(tmp_path / "own", model="tests.support.toys:own", **own)) == {}
 

@@ -50,8 +50,8 @@ def test_a_save_is_over_once_it_is_not_named_by_who_knows_its_commit(
     [
         (2, False, False, ""),
         (1, False, False, ""),  # the worker has not entered the world of the save yet
-        (2, True, False, "it ended before its copy was complete"),
-        (3, False, False, "it went on without a copy"),
+        (2, True, False, "the worker ended before its copy was complete"),
+        (3, False, False, "the worker went on without a copy"),
         (2, False, True, "the copy failed"),
     ],
 )

@@ -144,10 +144,7 @@ def test_a_run_goes_on_from_what_another_has_left_behind_and_not_from_its_own(tm
     for word in ("6.1", "run@6.1"):
         with pytest.raises(
             JobError,
-            match=(
-                r"run has left step 6 of generation 1 behind, .* --name OTHER "
-                r"--resume run@6.1"
-            ),
+            match=(r"run has abandoned step 6 of generation 1, .* --name OTHER --resume run@6.1"),
         ):
             start_of(job, word)
     assert start_of(job, "6.2").at == start_of(job, "run@6").at == Version(6, 2)

@@ -257,7 +257,11 @@ def test_a_copy_that_a_later_world_begins_is_waited_for(
     if knows and version == Version(6, 2):
         assert event == ShardSaved(WorkerId("w0"), Version(6, 2), by=2) and stays, "the save is not over yet"
     else:
-        assert isinstance(event, SaveFailed) and "it went on without a copy" in event.reason and not stays
+        assert (
+            isinstance(event, SaveFailed)
+            and "the worker went on without a copy" in event.reason
+            and not stays
+        )
 
 
 def test_the_last_save_gets_the_slot_of_the_one_before_after_a_settled_step(tmp_path: Path) -> None:

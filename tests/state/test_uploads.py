@@ -183,7 +183,7 @@ def test_a_worker_that_dies_after_its_copy_does_not_end_the_save(tmp_path: Path,
     if how == "torn":
         assert (
             isinstance(event, SaveFailed)
-            and ("w0 (shard-00000-of-00001): it ended before its copy was complete") in event.reason
+            and ("w0 (shard-00000-of-00001): the worker ended before its copy was complete") in event.reason
         )
         return
     assert event == ShardSaved(WORKER, SAVED, by=SAVED.generation) and receipt is not None

@@ -48,7 +48,7 @@ def told(folder: Path, *, early: bool, driver: bool = True) -> str:
 def test_a_process_that_asked_early_computes_on_the_gpu_of_another(tmp_path: Path) -> None:
     """The control is a process that asked late."""
     assert told(tmp_path, early=True).startswith(
-        f"it computes on {ZERO}, and Ray gave it {ONE}; most probably a process asked"
+        f"the worker computes on {ZERO}, but Ray gave it {ONE}; most probably an import initialised"
     )
     assert told(tmp_path, early=False) == ONE
 

@@ -311,9 +311,8 @@ def test_l10_changed_code_is_refused_by_name_and_accepted_by_a_word(code: Path, 
     edit(code / "mine/layers.py", RELU, GELU)
     refused = (
         r"^the code of the run 'run' in bucket = '.*' has changed since step 3: mine/layers\.py "
-        r"\(changed\); undo the change, or go "
-        r"on with it by --accept-code \(launch\(\.\.\., accept_code=True\)\), or begin at step 0 under "
-        r"another name$"
+        r"\(changed\); undo the change, or go on with today's code by --accept-code \(launch\(\.\.\., "
+        r"accept_code=True\)\), or begin at step 0 under another name$"
     )
     with pytest.raises(JobError, match=refused):
         trained(job)
@@ -354,11 +353,11 @@ def test_l10_code_matters_only_where_a_run_goes_on(code: Path, tmp_path: Path) -
     assert not any("the code of" in text for text in [*trained(job), *trained(job)])
     edit(code / "mine/layers.py", RELU, GELU)
     note = (
-        "the code of run is not that with which it was trained (mine/layers.py (changed)); nothing is "
-        "trained now"
+        "the code has changed since run was trained (mine/layers.py (changed)); this does not matter "
+        "now, since no step is left to train"
     )
     assert note in trained(job)
-    with pytest.raises(JobError, match=r"steps = 6 there and 9 here"):
+    with pytest.raises(JobError, match=r"steps = 6 in the run and 9 now"):
         trained(job.replace(steps=9))
     with pytest.raises(JobError, match=r"has changed since step 6: mine/layers\.py \(changed\)"):
         launch(job.replace(steps=9), local=True, branch=True)
@@ -388,7 +387,7 @@ def test_l10_a_step_is_looked_at_with_the_code_that_made_it(
     """
     changed = (
         r"code of the run 'run' .* has changed since step {}: mine/layers\.py \(changed\); undo the "
-        r"change, or use the code of now"
+        r"change, or use today's code"
     )
     told = {int(row["step"]): row for row in rows_of(Run.find(of_two))}
     assert rerun_here(of_two, 1).now.loss == told[1]["loss"] and evaluate_here(of_two, 3)[0].step == 3

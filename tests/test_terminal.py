@@ -316,7 +316,7 @@ def test_l12_quiet_prints_the_end_only(
     assert main(["train", job, "--local", "-q"]) == 0
     assert capsys.readouterr().out == "Finished at step 8 of 8: all 8 steps are done\n"
     assert main(["train", job, "--local", "--quiet", "--seed", "7"]) == 1
-    assert "seed = 0 there and 7 here" in capsys.readouterr().out
+    assert "seed = 0 in the run and 7 now" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

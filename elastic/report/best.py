@@ -129,6 +129,6 @@ def over_fit(
     if not (then and lately and fmean(lately) < fmean(then)):
         return ""
     return (
-        f"the validation loss has risen since step {since} ({top.loss:.4g} there, {now:.4g} now) while the "
-        f"training loss fell: the run over-fits; `{again}` goes on from there"
+        f"the validation loss has risen since step {since} ({top.loss:.4g} then, {now:.4g} now) while "
+        f"the training loss fell: the run over-fits; `{again}` goes back to the best step"
     )

@@ -215,8 +215,8 @@ def differences(segments: Sequence[Segment], code: str, rules: Rules | None = No
         by = codec.decode(Rules, recorded) if recorded else rules
         if by is None:
             raise ValueError(
-                "the journal does not have the rules by which it was decided: name the job file instead of "
-                "the journal"
+                "the journal does not contain the rules of its decisions: name the job file instead "
+                "of the journal"
             )
         yield from _of_segment(snapshot, records, by, sentences=bool(recorded) and snapshot["code"] == code)
 

@@ -193,7 +193,7 @@ class Timeline:
             self._incarnation = max(self._incarnation, told["incarnation"])
             self._add(at, COORDINATOR, record["reason"] or "another coordinator took over")
             for worker in sorted(self._members - {*told["workers"]}) if goes_on else ():
-                self._add(at, LOST, f"{worker} is lost: coordinator {told['incarnation']} does not find it")
+                self._add(at, LOST, f"{worker} is lost: coordinator {told['incarnation']} did not find it")
             self._members &= {*told["workers"]}
         elif kind == "Ready" and (world := self.worlds.get(told["generation"])) is not None:
             self.worlds[told["generation"]] = replace(

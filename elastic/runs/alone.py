@@ -125,7 +125,7 @@ class EndWriter:
 
 def _failed(error: BaseException) -> Ended:
     if isinstance(error, KeyboardInterrupt):
-        return Stopped(f"{str(error) or 'Ctrl-C'}; the last save counts")
+        return Stopped(f"{str(error) or 'Ctrl-C'}; a later start goes on from the last save")
     return Failed(str(error) or type(error).__name__, str(error) if isinstance(error, JobError) else "")
 
 

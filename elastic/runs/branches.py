@@ -112,8 +112,8 @@ class Branches(Numbered[Branch]):
 
     def __init__(self, store: ObjectStore, name: str) -> None:
         fix = (
-            "put it back from a copy; or remove it, and begin the branch anew: `elastic train --branch` "
-            "with its settings"
+            "put the file back from a copy; or remove the file, and begin the branch again: `elastic "
+            "train --branch` with the settings of the branch"
         )
         super().__init__(store, f"{name}/branches", FORMAT, 2, fix, Branch.of)
         self.name = name
@@ -191,8 +191,8 @@ class Branches(Numbered[Branch]):
                 else ("missing", lost_fix(self.name, ""))
             )
             raise JobError(
-                f"{self.store.full_name(self._first_key)} is {state}, although the run has checkpoints, so "
-                f"nobody knows with which settings they were made; {fix}"
+                f"{self.store.full_name(self._first_key)} is {state}, so the settings with which the "
+                f"run made its checkpoints are not known; {fix}"
             )
 
 
@@ -213,14 +213,16 @@ def document(job: Job, origin: Origin | None = None, changed: Mapping[str, Any] 
 
 def lost_fix(
     name: str,
-    anew: str = ", or give `elastic train` the settings with which the run began, which writes it anew",
+    anew: str = (
+        ", or run `elastic train` with the settings with which the run began, which writes the file again"
+    ),
 ) -> str:
     """Returns the advice for a run whose ``job.json`` is damaged; with ``anew`` = "", for a run whose
     ``job.json`` is gone.
     """
     return (
-        f"put the file back from a copy{anew}, or begin a run of another name with its weights: init = "
-        f"'{name}@latest'"
+        f"put the file back from a copy{anew}, or begin a run of another name with the weights of this "
+        f"run: init = '{name}@latest'"
     )
 
 
@@ -229,7 +231,7 @@ def no_run(job: Job, of_the_file: bool = True) -> JobError:
 
     Without ``of_the_file`` the run is not that of the job file, so the error does not say how to begin it.
     """
-    what = ", which is a file and not a folder" if os.path.isfile(job.bucket) else ""
+    what = ", which is a file, not a folder" if os.path.isfile(job.bucket) else ""
     fix = "correct the name or the bucket" + (
         ", or begin the run with `elastic train`" if of_the_file else ""
     )
@@ -264,21 +266,22 @@ def check(job: Job, found: Job, *, asked: bool) -> None:
     differs = changed(job, found)
     refused = [key for key in differs if Job.refuses(key)]
     parts, there = len(job.data.weights), len(found.data.weights)
-    holds = f"bucket = {job.bucket!r} holds a run {job.name!r} of another job ({in_words(differs)})"
-    other = "to begin at step 0 choose another name; to continue that run use its settings"
+    holds = f"run {job.name!r} in bucket = {job.bucket!r} has other settings ({in_words(differs)})"
+    other = "to go on, use the settings of the run; to begin at step 0, choose another name"
     if refused:
         raise JobError(
-            f"{holds}; the state of that run does not fit another value of {', '.join(refused[:4])}; {other}"
+            f"{holds}; the state of the run does not fit another value of {', '.join(refused[:4])}; {other}"
         )
     if parts != there:  # the place in a pool of samples says nothing of places in parts
         raise JobError(
-            f"{holds}; data.weights may have other values from here on, but not {parts or 'no'} instead of "
-            f"{there or 'no'}: samples would be left out, or repeated; {other}"
+            f"{holds}; data.weights of a run may change its values, but not its length from "
+            f"{there or 'no'} to {parts or 'no'} weights, since samples would be left out or repeated; "
+            f"{other}"
         )
     if not asked:
         raise JobError(
-            f"{holds}; another value would change the weights from here on; {other}, or go on with these by "
-            "--branch"
+            f"{holds}, which would change the weights from here on; to go on, use the settings of the run, or "
+            "take the new values with --branch; to begin at step 0, choose another name"
         )
 
 
@@ -343,7 +346,9 @@ def differing(job: Job, settings: Mapping[str, Any]) -> str:
     )
 
 
-def in_words(differs: Mapping[str, tuple[Any, Any]], there: str = " there and ", here: str = " here") -> str:
+def in_words(
+    differs: Mapping[str, tuple[Any, Any]], there: str = " in the run and ", here: str = " now"
+) -> str:
     """Returns the words for the first few settings that differ."""
     return ", ".join(
         f"{key} = {shown(key, before)}{there}{shown(key, after)}{here}"

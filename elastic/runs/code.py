@@ -130,8 +130,8 @@ def check(run: Run, code: Sources, newest: Version, *, accept: bool) -> str:
         _compare(run, code, then, newest)
     elif differs := code.differ(then):
         return (
-            f"the code of {run.job.name} is not that with which it was trained ({listed(differs)}); nothing "
-            "is trained now"
+            f"the code has changed since {run.job.name} was trained ({listed(differs)}); this does not "
+            "matter now, since no step is left to train"
         )
     return ""
 
@@ -183,13 +183,11 @@ def _compare(run: Run, code: Sources, then: Sources | None, version: Version, *,
     """
     if then is None or not (differs := code.differ(then)):
         return
-    other = (
-        f" (read by Python {code.python} here, and {then.python} there)" if then.python != code.python else ""
-    )
+    other = f" (Python was {then.python}, and is {code.python} now)" if then.python != code.python else ""
     what = (
         f"the code of the run {run.job.name!r} in bucket = {run.job.bucket!r} has changed since step "
         f"{version.step}: {listed(differs)}"
     )
     by = "--accept-code (launch(..., accept_code=True)), or begin at step 0 under another name"
-    fix = "use the code of now all the same by --accept-code" if looks else f"go on with it by {by}"
+    fix = "use today's code with --accept-code" if looks else f"go on with today's code by {by}"
     raise JobError(f"{what}{other}; undo the change, or {fix}")

@@ -46,23 +46,23 @@ def check(run: Run, fingerprint: str, samples: int) -> bool:
             name = origin.run
     here = without_secrets("data.args", run.job.data.args)
     if found["fingerprint"] != fingerprint:
-        same = "let fingerprint() be the same in every process"
+        same = "make fingerprint() return the same in every process"
         if fingerprint.startswith(OF_ROWS) and found["fingerprint"].startswith(OF_ROWS):
             same = (
-                "if only numbers that its rows compute are others on this kind of CPU, give it a "
-                "fingerprint() that returns the latter"
+                "if the samples are the same, and only computed numbers in their rows differ on this "
+                f"kind of CPU, give the dataset a fingerprint() that returns {found['fingerprint']!r}"
             )
         raise JobError(
             f"data.args = {here}: the dataset has the fingerprint {fingerprint}, but the run "
-            f"{run.job.name!r} in bucket = {run.job.bucket!r} was begun on {found['fingerprint']} "
-            f"(data.args = {without_secrets('data.args', found['args'])}); give this run another name, or "
-            f"the data it was begun on, and {same}"
+            f"{run.job.name!r} in bucket = {run.job.bucket!r} was begun on data with the fingerprint "
+            f"{found['fingerprint']} (data.args = {without_secrets('data.args', found['args'])}); "
+            f"choose another name, or use that data again; {same}"
         )
     if (begun_on := found.get("samples", samples)) != samples:  # runs of earlier versions did not note it
         raise JobError(
-            f"data.args = {here}: the dataset has {samples} samples, but the run {run.job.name!r} in bucket "
-            f"= {run.job.bucket!r} was begun on {begun_on} with the same fingerprint, and the order of "
-            "samples depends on their number; give this run another name, or the data it was begun on, and "
-            "let fingerprint() change with the samples"
+            f"data.args = {here}: the dataset has {samples} samples, but the run {run.job.name!r} in "
+            f"bucket = {run.job.bucket!r} was begun on {begun_on} samples with the same fingerprint, "
+            "and the order of samples depends on their number; choose another name, or use that data "
+            "again; a fingerprint() must change with the samples"
         )
     return name == run.job.name

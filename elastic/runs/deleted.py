@@ -41,8 +41,8 @@ def put_back(run: Run, incarnation: int, life: str, claim: Callable[[], object])
     if not lacks:
         return ""
     return (
-        f"somebody has deleted {store.full_name(name)}, or a part of it: {' and '.join(lacks)} of the run "
-        "are written anew, so that it can go on from what it saves from now on; what else was deleted is "
-        "lost, as earlier checkpoints and metrics, and what its data and its code were, so that nobody is "
-        "told if they change"
+        f"somebody has deleted {store.full_name(name)}, or a part of it: {' and '.join(lacks)} of the "
+        "run are written again, so the run can go on from its next save.  All other deleted files are "
+        "lost, such as checkpoints and metrics; a later start does not notice if the data or the code "
+        "have changed"
     )

@@ -111,7 +111,7 @@ def _hold(store: ObjectStore, holder: Origin, reference: Reference) -> None:
     if found is None or not found.good:
         why = "is being deleted" if found is not None and found.deleted else "is not complete, or damaged"
         raise JobError(
-            f"the checkpoint of {holder} {why}; name another one: `elastic checkpoint ls --name "
+            f"the checkpoint of {holder} {why}; name another checkpoint: `elastic checkpoint ls --name "
             f"{holder.run}` lists them"
         )
 
@@ -248,4 +248,7 @@ def write_anew(job: Job) -> str:
         Origin(other, each.version) for other in others for each in kept(store, other) if each.run == name
     )
     store.put(key, document(job, next(came, None)))
-    return f"{store.full_name(key)} is damaged: it is written anew, since these settings made its checkpoints"
+    return (
+        f"{store.full_name(key)} is damaged, and is written again with the settings of this command, "
+        "which made the run's checkpoints"
+    )

@@ -15,10 +15,16 @@ from storage.errors import Damaged, Missing
 from storage.numbered import Numbered
 
 LOST = {
-    "code": "with which code the steps after it were made is not known",
-    "owner": "where the run was begun then is not known; if it still runs there, end it",
-    "ends": "how the run ended then is not known",
-    "asked": "what was to be made of checkpoints then is not known, so exports and samples may be missing",
+    "code": "it said which code the run used from some step on, and this is lost",
+    "owner": (
+        "it said where the run was started, and this is lost; if the run still lives on some cluster, "
+        "end it there"
+    ),
+    "ends": "it said how the run ended, and this is lost",
+    "asked": (
+        "it said which exports and samples were wanted from some step on, and this is lost, so some "
+        "may be missing"
+    ),
 }
 """The folders of documents without which a run can go on, and what is lost with a damaged document."""
 
@@ -29,7 +35,7 @@ def notes(run: Run) -> list[str]:
     newest = {folder: Numbered[Any](store, f"{name}/{folder}", maxsize).newest() for folder in LOST}
     keys = {f"{name}/{folder}/{number:06d}.json": LOST[folder] for folder, number in newest.items() if number}
     keys[f"{name}/data.json"] = (
-        "it is written anew, and whether these are the samples that the run began on is not known"
+        "it is written again, and it cannot be checked whether the run began on the same samples"
     )
     for key, lost in keys.items():
         with suppress(Missing):

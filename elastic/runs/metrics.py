@@ -313,8 +313,8 @@ class Sinks:
             each.thread.join(max(until - time.monotonic(), 0.0))
             if each.thread.is_alive():
                 self._say(
-                    f"metrics.sinks: {each.name} has not taken its rows in {CLOSE_S:g} s; it gets them when "
-                    "the run is started again"
+                    f"metrics.sinks: {each.name} did not take all rows within {CLOSE_S:g} s; it gets "
+                    "the rest when the run is started again"
                 )
 
 

@@ -54,7 +54,7 @@ BEAT_S = 30.0
 """
 SHOWN = 4
 """Largest number of debts that a sentence names."""
-AGAIN = "`elastic owed` lists it as long as its checkpoint exists, and `elastic owed --pay` tries again"
+AGAIN = "`elastic owed --pay` tries again, as long as its checkpoint exists"
 
 
 @dataclass(frozen=True)
@@ -215,7 +215,7 @@ def failed(run: Run, debt: Debt, failure: Failure) -> str:
     if failure.last:
         return f"{debt} is given up: {failure.why}; {AGAIN}"
     tries = f"given up after {len(debt.failures)} attempts; {AGAIN}"
-    return f"{debt} failed: {failure.why}; {tries if debt.given_up else 'again soon'}"
+    return f"{debt} failed: {failure.why}; {tries if debt.given_up else 'the run tries again soon'}"
 
 
 def validated(found: Validated, held_out: str) -> dict[str, Any]:
@@ -258,8 +258,8 @@ def left(owed: Iterable[Debt], finished: bool) -> str:
     """
     if not (said := sentence([debt for debt in owed if not debt.given_up])):
         return ""
-    before = "" if finished else "it is done when the run goes on; before that, "
-    return f"{said}; {before}`elastic owed --pay` does it"
+    before = "" if finished else "the run does this when it goes on; "
+    return f"{said}; {before}to do it now: `elastic owed --pay`"
 
 
 def _listed(names: list[str]) -> str:

@@ -41,10 +41,10 @@ def check(run: Run, *, again: bool) -> None:
     if not again and not _within(run, vain):
         raise NoProgress(
             f"{run.job.name} was started {vain} times in a row and saved no step after step "
-            f"{_durable(run)}, where watch.max_restarts = {run.job.watch.max_restarts} permits "
-            f"{run.job.watch.max_restarts} restarts in vain; `elastic replay` tells what happened; mend it, "
-            f"or save more often (checkpoint.save_every = {run.job.checkpoint.save_every}), and start it "
-            "once with --again"
+            f"{_durable(run)}, and watch.max_restarts = {run.job.watch.max_restarts} permits no more; "
+            "`elastic replay` shows what happened; correct the cause, or save more often "
+            f"(checkpoint.save_every = {run.job.checkpoint.save_every}), then start the run once with "
+            "--again"
         )
 
 

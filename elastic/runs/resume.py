@@ -73,7 +73,7 @@ class StartPoint:
         if self.job.init:
             return f"{name} begins at step 0 with the weights of {self.origin}{self.said}"
         what = ", ".join(
-            f"{key} = {there!r} there and {here!r} here" for key, (there, here) in self.changed.items()
+            f"{key} = {there!r} before and {here!r} now" for key, (there, here) in self.changed.items()
         )
         return f"{name} goes on from {self.origin}: {what or 'with the same settings'}{self.said}"
 
@@ -94,7 +94,8 @@ def start_of(job: Job, resume: str | int = LATEST) -> StartPoint:
         name, which = (job.name, word) if is_step(word) else checkpoint_of(word)
     except ValueError as error:
         raise JobError(
-            f"--resume = {word!r} {error}, or be 'latest', or a step of this run{checkpoint_meant(word)}"
+            f"--resume = {word!r} {error}, or be 'latest', or a step of this run, such as "
+            f"400{checkpoint_meant(word)}"
         ) from None
     if name == job.name:
         return _older(job, Run.begun(job), which)
@@ -103,8 +104,8 @@ def start_of(job: Job, resume: str | int = LATEST) -> StartPoint:
         return StartPoint(job)
     if job.init:
         raise JobError(
-            f"init = {job.init!r} and --resume {word}: a run begins with the weights of one, or goes on "
-            "from one; name one"
+            f"init = {job.init!r} and --resume {word}: a run either begins with the weights of a "
+            "checkpoint (init) or goes on from a checkpoint (--resume); leave one of them out"
         )
     return _fork(job, name, which)
 
@@ -123,7 +124,10 @@ def _older(job: Job, run: Run, which: str) -> StartPoint:
     )
 
     def went_on(begun: Branch, there: str) -> StartPoint:
-        said = f"branch {begun.number} of {job.name} went on from {there} before: it goes on from {newest}"
+        said = (
+            f"branch {begun.number} of {job.name} has gone on from {there} already, so it goes on from "
+            f"its newest checkpoint, {newest}"
+        )
         return StartPoint(job, said=said + ("; to go back once more, name a step" if which == BEST else ""))
 
     if begun and which == BEST == begun.word:
@@ -131,7 +135,7 @@ def _older(job: Job, run: Run, which: str) -> StartPoint:
     version = checkpoint(run, which)
     if "." in which and left_behind(run, [version]):
         raise JobError(
-            f"--resume {which}: {run.job.name} has left {version} behind, so it cannot go on from there; a "
+            f"--resume {which}: {run.job.name} has abandoned {version}, and cannot go on from it; a "
             f"new run can: --name OTHER --resume {run.job.name}@{which}"
         )
     if begun and begun.step == version.step < newest.step:
@@ -149,8 +153,8 @@ def checkpoint(run: Run, which: str) -> Version:
         return version_at(run, None if which == LATEST else which, "checkpoint")
     if run.checkpoints.inherited:
         raise JobError(
-            f"step 0: {run.job.name} was forked at step {min(run.checkpoints.inherited).step}, and has no "
-            "steps before that"
+            f"step 0: {run.job.name} was forked at step {min(run.checkpoints.inherited).step}, and has "
+            "no earlier steps"
         )
     return Version(0, 0)
 
@@ -168,7 +172,7 @@ def parsed(which: str, setting: str = "--step") -> tuple[int, int | None]:
     """
     if not is_step(which):
         raise JobError(
-            f"{setting} = {which!r} must be a step, as 400, or a step and its generation, as 400.3"
+            f"{setting} = {which!r} must be a step, such as 400, or a step and its generation, such as 400.3"
         )
     step, _, generation = which.partition(".")
     return int(step), int(generation) if generation else None
@@ -195,11 +199,13 @@ def version_at(run: Run, which: str | None, setting: str = "--step") -> Version:
         if generation is None:
             return run.version_at(step)
         # the run may not be that of the job file
-        has = f"`elastic checkpoint ls --name {run.job.name}` lists those that it has"
-        raise JobError(f"{setting} {which}: {run.job.name} has no such good checkpoint; {has}")
+        has = f"`elastic checkpoint ls --name {run.job.name}` lists its checkpoints"
+        raise JobError(f"{setting} {which}: {run.job.name} has no good checkpoint of this name; {has}")
     except JobError as error:
         left = ", ".join(f"{each.step}.{each.generation}" for each in left_behind(run, good))
-        raise JobError(f"{error}; it has left behind {left}" if left else str(error)) from None
+        raise JobError(
+            f"{error}; abandoned checkpoints of this step: {left}" if left else str(error)
+        ) from None
 
 
 def version_before(run: Run, step: int, generation: int) -> Version:
@@ -250,9 +256,8 @@ def rewind(run: Run, now: float, version: Version, incarnation: int = 0, word: s
         each.good for each in run.checkpoints.at(version.step) if each.version == version
     ):
         raise JobError(
-            f"another command has begun to delete {version} of {run.job.name} meanwhile, so no branch goes "
-            "on from there, and the run stays as it is; name another step: `elastic checkpoint ls` lists "
-            "them"
+            f"another command has just begun to delete {version} of {run.job.name}, so no branch was "
+            "begun; name another step: `elastic checkpoint ls` lists the checkpoints"
         )
     metrics.keep_until(run, version)
     return run.branch(now, version, incarnation, word)
@@ -310,8 +315,8 @@ def _best(run: Run) -> Version:
     name, found = run.job.name, best_of(run)
     if found is None:
         raise JobError(
-            f"{name}@best: {name} has no validation with a number; name a step, or set validation.every in "
-            "its job"
+            f"{name}@best: {name} has no validation with a finite loss; name a step, or set "
+            "validation.every in its job"
         )
     later = (
         version for version in saved(run) if version >= found.version and not run.checkpoints.damage(version)
@@ -319,7 +324,7 @@ def _best(run: Run) -> Version:
     if (first := next(later, None)) is None:
         raise JobError(
             f"{name}@best: the best validation was after step {found.version.step}, and there is no "
-            "checkpoint of it or after it"
+            "checkpoint of this step or a later one; name another step"
         )
     return first
 
@@ -329,7 +334,9 @@ def _fork(job: Job, name: str, which: str) -> StartPoint:
     other.branches.check_lost()  # also if it has later branches
     version = checkpoint(other, which)
     if not version.step:
-        raise JobError(f"--resume {name}@0: nothing was done by then; leave --resume out to begin at step 0")
+        raise JobError(
+            f"--resume {name}@0: at step 0 nothing was trained; leave --resume out to begin at step 0"
+        )
     branch = other.branches.at(version)
     job = job.going_on(branch.job)
     found = branch.of_run(job)
@@ -339,8 +346,7 @@ def _fork(job: Job, name: str, which: str) -> StartPoint:
         raise JobError(f"--resume {name}@{which}: {error}") from None
     if version.step > job.steps:
         raise JobError(
-            f"steps = {job.steps}: the checkpoint of {name} is at step {version.step} already; ask for more "
-            "steps"
+            f"steps = {job.steps}: the checkpoint of {name} is at step {version.step} already; raise steps"
         )
     job = job.after(ended(found.stretches(), version.step))
     changed = {key: list(pair) for key, pair in branches.changed(job, found).items()}
@@ -357,7 +363,10 @@ def instead(run: Run, which: str, version: Version) -> list[str]:
     other = (
         ""
         if found.version == version
-        else (f"the best validation was after step {found.version.step}, of which there is no checkpoint")
+        else (
+            f"the best validation was after step {found.version.step}, which has no checkpoint, so the "
+            "next one is used"
+        )
     )
     return [each for each in (other, found.left_out) if each]
 
@@ -370,15 +379,15 @@ def _warm(job: Job) -> StartPoint:
     name, which = checkpoint_of(job.init)
     if name == job.name:
         raise JobError(
-            f"init = {job.init!r} names the run itself; name another one, or leave it out and take --resume "
-            "with a step of this run"
+            f"init = {job.init!r} names this run itself; name another run, or leave init out and use "
+            "--resume with a step of this run"
         )
     other = Run.find(job.replace(name=name, init=""))
     if other.there is None and not other.branches.lost():  # weights need no settings
         raise branches.no_run(other.job, of_the_file=False)
     version = checkpoint(other, which)
     if not version.step:
-        raise JobError(f"init = {job.init!r}: nothing was trained by then; leave it out")
+        raise JobError(f"init = {job.init!r}: at step 0 nothing was trained; leave init out")
     origin = Origin(name, version)
     return StartPoint(job.replace(init=origin.word), origin=origin, said=_ending(other, which, version))
 
@@ -396,6 +405,6 @@ def _check_same(run: Run, name: str, which: str) -> None:
     ):
         how = "began at step 0" if origin is None else f"goes on from {origin}"
         raise JobError(
-            f"--resume {name}@{which}: there is a run {run.job.name!r} already, which {how}; give the new "
-            "one another name"
+            f"--resume {name}@{which}: there is a run {run.job.name!r} already, which {how}; give the "
+            "new run another name"
         )

@@ -287,7 +287,9 @@ class Retention:
             return False  # another coordinator acts for the run, and deletes
         except (StorageError, OSError) as error:
             if not self._failed:
-                self.tell(f"old checkpoints could not be deleted: {error}; it is tried again after each save")
+                self.tell(
+                    f"old checkpoints could not be deleted: {error}; the run tries again after each save"
+                )
             self._failed = True
             return False
         before, self._full, self._failed = (
@@ -309,9 +311,9 @@ def no_room(run: Run, kept: Mapping[Version, Collection[str]]) -> str:
         for version, names in kept.items()
         if version not in run.checkpoints.inherited and not STAYS.intersection(names)
     ]
-    fix = f"rm --step {min(may_go).step}` deletes the oldest" if may_go else "ls` lists what is there"
+    fix = f"rm --step {min(may_go).step}` deletes the oldest" if may_go else "ls` lists the checkpoints"
     if sum(BY_NUMBER.issuperset(names) for names in kept.values()) > 2:
         fix = "gc --checkpoint.keep-last 2` deletes all but the newest 2"
     rules = f"checkpoint.keep_last = {run.job.keep().last} and the other rules keep {len(kept)} checkpoints"
     space = f"free space there, or, once the run has ended, `elastic checkpoint {fix}"
-    return f"the bucket is full, and nothing more may be deleted: {rules}; {space}"
+    return f"the bucket is full, and no rule permits to delete more: {rules}; {space}"

@@ -159,8 +159,8 @@ class Run:
             return None  # the loop has not ended the run there
         if version.step > self.job.steps:
             raise JobError(
-                f"steps = {self.job.steps}: the run {self.job.name!r} is at step {version.step} already; "
-                "ask for more steps"
+                f"steps = {self.job.steps}: the run {self.job.name!r} is at step {version.step} "
+                "already; raise steps"
             )
         return version
 
@@ -290,8 +290,8 @@ class Run:
         if not there.trains:
             raise JobError(f"{its} rolls this run back; wait for its end, or choose another name")
         raise JobError(
-            f"{its} trains this run (--local); wait for its end, stop it with Ctrl-C there (or `kill -INT "
-            f"{there.pid}`), or choose another name"
+            f"{its} trains this run (--local); wait for its end, stop it with Ctrl-C in its terminal (or "
+            f"`kill -INT {there.pid}`), or choose another name"
         )
 
     def claims(self, life: str, seen: int = 0) -> dict[int, NodeId]:
@@ -347,7 +347,7 @@ class Run:
         """
         last = self.last_recorded()
         state = self._state(last, incarnation, now)
-        before = f"{self.job.name} ran before: it {_goes_on(state, last)}" if last is not None else ""
+        before = f"{self.job.name} ran before, and {_goes_on(state, last)}" if last is not None else ""
         return state, "; ".join(filter(None, (self.passed_over(state, put_away=True), before)))
 
     def passed_over(self, state: RunState, *, put_away: bool = False) -> str:
@@ -368,7 +368,11 @@ class Run:
         found = [each for each in found if (each.version.generation, each.version.step) > least]
         for each in found if put_away else ():
             self.checkpoints.quarantine(each.version, each.damaged)
-        before = f"the one of {newest} takes its place" if newest is not None else "there is none before it"
+        before = (
+            f"the checkpoint of {newest} is used instead"
+            if newest is not None
+            else "there is no earlier checkpoint"
+        )
         told = ", ".join(f"the checkpoint of {each.version} is damaged ({each.damaged})" for each in found)
         return f"{told}: {before}" if told else ""
 
@@ -429,8 +433,8 @@ class Run:
             (version, origin) = next(iter(self.checkpoints.inherited.items()))
             raise JobError(
                 f"{self.job.name!r} was forked from {version} of run {origin!r}, whose checkpoint is "
-                "damaged or gone, and it has no good one of its own; fork again, under another name, from "
-                "another step"
+                f"damaged or gone, and {self.job.name!r} has no good checkpoint of its own; fork "
+                "again, under another name, from another step"
             )
         found = evolve(found, **self._ended_early(last, incarnation, branched, found.step))
         if last is None:
@@ -600,7 +604,8 @@ class Run:
                 if each.damaged
             )
             raise JobError(
-                f"no good checkpoint{at} in {self.store.url}/{self.job.name}; there are: {have}{why}"
+                f"no good checkpoint{at} in {self.store.url}/{self.job.name}; steps with a good "
+                f"checkpoint: {have}{why}"
             )
         return max(found)
 
@@ -646,7 +651,9 @@ def _goes_on(state: RunState, last: RunState) -> str:
     """
     # not state.step: a damaged checkpoint may have committed more
     step = max(state.history.saved, default=Version(0, 0)).step
-    where = f"goes on from step {step}" if step else "begins at step 0, since no checkpoint of it is complete"
+    where = (
+        f"goes on from step {step}" if step else "begins again at step 0, since it has no complete checkpoint"
+    )
     again = f"; the steps after it are done again, at least up to {last.step}" if last.step > step else ""
-    jump = f"; its generations go on at {state.next_generation}, since nobody knows which it used last"
+    jump = f"; the next generation is {state.next_generation}, since the last used number is not known"
     return f"{where}{again}{jump if state.generation > last.generation else ''}"

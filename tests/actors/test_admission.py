@@ -205,7 +205,7 @@ def test_nodes_that_join_later_and_differ_are_refused_and_the_run_goes_on(
         "storage": "; another folder of that name comes first on its path, or Elastic is not installed there",
         "disk": f"does not see bucket = {job.bucket!r} as the same place as node {head()[:8]}",
         "torch": f"torch {torch.__version__}.other, 1 threads, and only ",
-        "older": f"torch is {OLDER.partition('+')[0]} there and {torch.__version__.partition('+')[0]} on ",
+        "older": f"torch is {OLDER.partition('+')[0]} on this node and {torch.__version__.partition('+')[0]} on ",
         "newer": f"Elastic is {NEWER} (sources ",
     }
     assert sorted(said) == sorted(names)

@@ -543,7 +543,7 @@ def test_another_jobs_bucket(tmp_path: Path, capsys: Shown, monkeypatch: pytest.
     capsys.readouterr()
     assert main(["train", written(tmp_path, seed=7, optim={"lr": 0.5}, workers={"max": 4}), "--local"]) == 1
     refused = sentence(capsys)
-    assert "seed = 0 there and 7 here" in refused and "optim.lr = 0.01 there and 0.5 here" in refused
+    assert "seed = 0 in the run and 7 now" in refused and "optim.lr = 0.01 in the run and 0.5 now" in refused
     assert "workers" not in refused
     assert main(["checkpoint", "ls", written(tmp_path, seed=7)]) == 0, (
         "who only reads may name other settings"

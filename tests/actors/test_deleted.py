@@ -107,7 +107,7 @@ def test_a_run_whose_folder_is_deleted_is_found_and_stopped_with_a_save(
     assert reached(name, 3), "none of them has stopped it"
 
     shown = told("stop", file)
-    assert note in shown and "job.json and the claim of the run are written anew" in shown
+    assert note in shown and "job.json and the claim of the run are written again" in shown
     assert "stopped (elastic stop), resumes from step" in shown
     until(lambda: attach(name) is None)
     assert_no_actor_left(name)

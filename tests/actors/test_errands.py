@@ -239,7 +239,7 @@ def test_ctrl_c_leaves_what_is_owed_for_later(tmp_path: Path, capsys: pytest.Cap
     command.until(lambda: any(gate.iterdir()) and all(part in command.text for part in parts))
     command.interrupt()
     assert command.wait() == 0, command.text
-    assert "; `elastic owed job.toml --pay` does it" in command.text
+    assert "; to do it now: `elastic owed job.toml --pay`" in command.text
     assert main(["status", str(tmp_path / "job.toml"), "--once"]) == 0
     owing = "owed: samples of step 12, samples of step 24"
     assert f"it ended as Finished; {owing}" in (said := capsys.readouterr().out), said

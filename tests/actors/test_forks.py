@@ -51,7 +51,7 @@ def test_l5_a_fork_lives_through_a_kill_and_goes_back_to_an_older_step(tmp_path:
         each.generation for each in ledger(run.segments()).values()
     } == {2, 3}
     changed = job_of(tmp_path, "fork", 12, **FAST)
-    with pytest.raises(JobError, match="by --branch"):
+    with pytest.raises(JobError, match="with --branch"):
         launch(changed)
     assert launch(changed, resume=9).state == "Finished"
     steps = ledger(run.segments())

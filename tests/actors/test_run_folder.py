@@ -140,13 +140,13 @@ def test_a_folder_that_cannot_be_listed_is_a_fault_of_the_store(commands: Comman
 
 
 LOST = {
-    "job.json": "is written anew, since these settings made its checkpoints",
-    "data.json": "data.json is damaged: it is written anew",
-    "code": "with which code the steps after it were made is not known",
-    "owner": "is damaged: where the run was begun then is not known",
-    "ends": "is damaged: how the run ended then is not known",
-    "asked": "is damaged: what was to be made of checkpoints then is not known",
-    "branches": "remove it, and begin the branch anew: `elastic train ",
+    "job.json": "is written again with the settings of this command, which made the run's checkpoints",
+    "data.json": "data.json is damaged: it is written again",
+    "code": "it said which code the run used from some step on, and this is lost",
+    "owner": "is damaged: it said where the run was started, and this is lost",
+    "ends": "is damaged: it said how the run ended, and this is lost",
+    "asked": "is damaged: it said which exports and samples were wanted from some step on, and this is lost",
+    "branches": "remove the file, and begin the branch again: `elastic train ",
     "metrics": "is damaged: its rows are lost",
     "validations": "",
     "references": "",

@@ -39,7 +39,7 @@ def branched(bucket: Path, **changes: Any) -> Job:
     """Trains the first branch in this process, and begins the second, as a word says.  Returns its job."""
     assert run_local(job_of(bucket, BRANCH), lambda line: None)[0] == "Finished"
     job = job_of(bucket, LAST, global_batch=NEW, seed=5, **changes)
-    with pytest.raises(JobError, match="by --branch"):
+    with pytest.raises(JobError, match="with --branch"):
         launch(job)
     assert (
         Run.look(job, branch=True)

@@ -121,7 +121,7 @@ def test_a_run_that_ends_while_a_spare_validates_does_not_wait_for_it() -> None:
     ordered.errands.finish(True, Inbox(time.monotonic))
     assert ordered.posted == [] and len(ordered.orders) == 1
     assert [str(debt) for debt in owed.debts(ordered.run)] == ["validation of step 10"], "it stays owed"
-    assert ordered.said == ["owed: validation of step 10; `elastic owed --pay` does it"]
+    assert ordered.said == ["owed: validation of step 10; to do it now: `elastic owed --pay`"]
 
 
 def test_a_validation_is_told_though_its_spare_gets_a_seat_at_once() -> None:
@@ -340,7 +340,7 @@ def test_the_end_of_a_run_waits_for_an_export_as_long_as_it_makes_progress(
             "deadlines.wait_s = 1: nothing that is owed has made progress for so many seconds, so the run "
             "ends"
         ]
-        told += ["owed: export of step 10; `elastic owed --pay` does it"]
+        told += ["owed: export of step 10; to do it now: `elastic owed --pay`"]
         assert clock.pauses < 5
     assert ordered.said == told
 

@@ -180,9 +180,8 @@ def test_a_bucket_that_is_a_file_is_told_by_commands_that_look(
 ) -> None:
     for command in (["status", "--once"], ["logs"], ["checkpoint", "ls"], ["rollback", "--to", "3"]):
         assert main([*command, job, "--bucket", "afile"]) == 1
-        assert (
-            f"no run 'toy' in bucket = '{tmp_path}/afile', which is a file and not a folder; correct"
-            in said(capsys)
+        assert f"no run 'toy' in bucket = '{tmp_path}/afile', which is a file, not a folder; correct" in said(
+            capsys
         )
 
 

@@ -59,19 +59,19 @@ def joins(
     [
         (
             {"elastic": "0.1.0 (sources 12)"},
-            "Elastic is 0.1.0 (sources 12) there and 0.1.0 (sources 11) on node aa (head, 10.0.0.1), ",
+            "Elastic is 0.1.0 (sources 12) on this node and 0.1.0 (sources 11) on node aa (head, 10.0.0.1), ",
         ),
         (
             {"python": "3.12"},
             (
-                "Python is 3.12 there and 3.11 on node aa (head, 10.0.0.1), where the job was checked; use "
+                "Python is 3.12 on this node and 3.11 on node aa (head, 10.0.0.1), where the job was checked; use "
                 "one Python"
             ),
         ),
-        ({"torch": "2.11.0"}, "torch is 2.11.0 there and 2.13.0 on node aa"),
-        ({"ray": "2.59.0"}, "Ray is 2.59.0 there and 2.60.0 on node aa"),
-        ({"code": "mine 23"}, "the code that the job names is mine 23 there and mine 22 on node aa"),
-        ({"data": "tokens-34"}, "the data's fingerprint is tokens-34 there and tokens-33 on node aa"),
+        ({"torch": "2.11.0"}, "torch is 2.11.0 on this node and 2.13.0 on node aa"),
+        ({"ray": "2.59.0"}, "Ray is 2.59.0 on this node and 2.60.0 on node aa"),
+        ({"code": "mine 23"}, "the code that the job names is mine 23 on this node and mine 22 on node aa"),
+        ({"data": "tokens-34"}, "the data's fingerprint is tokens-34 on this node and tokens-33 on node aa"),
     ],
 )
 def test_whoever_is_made_of_something_else_is_named(other: dict[str, str], said: str) -> None:

@@ -136,7 +136,7 @@ def test_other_rules_decide_otherwise(kills: Any) -> None:
     found = list(differences(segments, "another version"))
     assert any(each.what == "actions" and "StartWorkers w1,w2" in each.recorded for each in found), found
     nameless = [({**snapshot, "rules": None}, records) for snapshot, records in kills]
-    with pytest.raises(ValueError, match="does not have the rules by which it was decided"):
+    with pytest.raises(ValueError, match="does not contain the rules of its decisions"):
         list(differences(nameless, "another version"))
     assert not [each for each in differences(nameless, "another version", rules) if each.what != "reason"]
 

@@ -135,7 +135,7 @@ def test_the_run_has_the_number_and_refuses_more_samples(tmp_path: Path) -> None
     assert launch(job, local=True).state == "Finished"
     assert Run.find(job).job.global_batch == SAMPLES
     assert launch(job.replace(steps=2), local=True).state == "Finished"
-    with pytest.raises(JobError, match=r"global_batch = 24 there and 28 here"):
+    with pytest.raises(JobError, match=r"global_batch = 24 in the run and 28 now"):
         launch(
             job.replace(data={"dataset": "tests.engine.test_full_batch:Points", "args": {"samples": 28}}),
             local=True,

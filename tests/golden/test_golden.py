@@ -277,7 +277,7 @@ def test_a_kept_run_with_one_bit_turned_is_found_out(tmp_path: Path) -> None:
     assert main(["checkpoint", "verify", str(tmp_path / "job.toml")]) == 0
     turn_a_bit(next(Path(job.bucket).rglob("*.safetensors")))
     assert main(["checkpoint", "verify", str(tmp_path / "job.toml")]) == 1
-    with pytest.raises(JobError, match="seed = 0 there and 1 here"):
+    with pytest.raises(JobError, match="seed = 0 in the run and 1 now"):
         Run.open(job.replace(seed=1))
 
 

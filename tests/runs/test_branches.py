@@ -73,14 +73,16 @@ def test_l4_the_run_has_the_settings_of_its_newest_branch(tmp_path: Path) -> Non
     from then on.
     """
     trained(extending(tmp_path, 3))
-    with pytest.raises(JobError, match=r"\(steps = 3 there and 5 here\).*or go on with these by --branch"):
+    with pytest.raises(
+        JobError, match=r"\(steps = 3 in the run and 5 now\).*or take the new values with --branch"
+    ):
         trained(extending(tmp_path, 5))
     assert not (tmp_path / "run" / "branches").exists()
     trained(extending(tmp_path, 5), branch=True)
-    with pytest.raises(JobError, match=r"\(steps = 5 there and 3 here\)"):
+    with pytest.raises(JobError, match=r"\(steps = 5 in the run and 3 now\)"):
         Run.look(extending(tmp_path, 3))
     assert Run.look(extending(tmp_path, 5)).job.steps == 5 and Run.find(extending(tmp_path, 3)).job.steps == 5
-    with pytest.raises(JobError, match="steps = 3: the run 'run' is at step 5 already; ask for more steps"):
+    with pytest.raises(JobError, match="steps = 3: the run 'run' is at step 5 already; raise steps"):
         trained(extending(tmp_path, 3), branch=True)
     trained(extending(tmp_path, 5), branch=True)
     assert len(begun(tmp_path)) == 1, "the word alone begins nothing"
@@ -89,11 +91,11 @@ def test_l4_the_run_has_the_settings_of_its_newest_branch(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"optim": {"kind": "sgd"}}, "the state of that run does not fit another value of optim.kind"),
+        ({"optim": {"kind": "sgd"}}, "the state of the run does not fit another value of optim.kind"),
         ({"model_args": {"vocab": 29, "dim": 64}}, "does not fit another value of model_args"),
         (
             {"data": {"dataset": "tests.support.toys:Sums", "weights": [1, 2]}},
-            "not 2 instead of no: samples would be left out, or repeated",
+            "but not its length from no to 2 weights, since samples would be left out or repeated",
         ),
     ],
     ids=str,
@@ -208,7 +210,7 @@ def test_l4_what_says_which_samples_are_drawn_begins_a_branch(
 ) -> None:
     """L4: only with the word."""
     Run.open(extending(tmp_path, 3))
-    with pytest.raises(JobError, match=r"or go on with these by --branch"):
+    with pytest.raises(JobError, match=r"or take the new values with --branch"):
         Run.look(extending(tmp_path, 3, **changed))
     assert (
         Run.look(extending(tmp_path, 3, **changed), branch=True)

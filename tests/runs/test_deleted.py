@@ -49,7 +49,7 @@ def test_a_run_whose_folder_was_deleted_is_the_same_run_again(tmp_path: Path, ki
         "nothing is missing"
     )
     shutil.rmtree(tmp_path / run.job.name)
-    assert "job.json and the claim of the run are written anew" in put_back(run, number, "its life", again)
+    assert "job.json and the claim of the run are written again" in put_back(run, number, "its life", again)
     found = Run.look(run.job)
     assert (found.job.digest, found.job.stretches(), found.origin, found.latest_claim()) == before
     assert (len(before[1]) > 1, before[2] is not None) == (kind != "first", kind == "fork"), (

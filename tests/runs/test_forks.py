@@ -96,7 +96,8 @@ def test_l4_a_run_goes_on_from_an_older_step_of_its_own(tmp_path: Path) -> None:
     assert steps_of(again) == [5, 6, 7, 8], "another job goes back again"
     again = trained(job_of(tmp_path, steps=8, **FAST), resume=4)
     assert steps_of(again) == [] and (
-        "branch 3 of run went on from step 4 before: it goes on from step 8 of generation 3"
+        "branch 3 of run has gone on from step 4 already, so it goes on from its newest "
+        "checkpoint, step 8 of generation 3"
     ) in told(again)
     assert steps_of(trained(job_of(tmp_path, **FAST), resume="run@2")) == [3, 4, 5, 6]
     assert exported_hash(job_of(tmp_path, **FAST)) not in ("", exported_hash(job_of(early, **FAST)))
@@ -207,7 +208,7 @@ def test_l5_a_fork_has_the_bits_of_the_run_extended(tmp_path: Path) -> None:
     trained(job_of(tmp_path, steps=4))
     fork = job_of(tmp_path, "fork", **FAST)
     lines = trained(fork, resume="run@4")
-    assert "fork goes on from step 4 of generation 1 of run: optim.lr = 0.01 there and 0.03 here" in told(
+    assert "fork goes on from step 4 of generation 1 of run: optim.lr = 0.01 before and 0.03 now" in told(
         lines
     )
     assert steps_of(lines) == [5, 6] and exported_hash(fork) == exported_hash(job_of(early, **FAST))
@@ -251,18 +252,18 @@ def of_four_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (
             {"model_args": {"vocab": 29, "dim": 32}},
             "run@4",
-            "the state of that run does not fit another value of model_args",
+            "the state of the run does not fit another value of model_args",
         ),
         ({"optim": {"kind": "sgd"}}, "run@4", "does not fit another value of optim.kind"),
         (
             {"data": {"dataset": "tests.support.toys:Sums", "weights": [1.0, 2.0]}},
             "run@4",
-            "but not 2 instead of no",
+            "but not its length from no to 2 weights",
         ),
-        ({"steps": 3}, "run@4", "steps = 3: the checkpoint of run is at step 4 already; ask for more steps"),
+        ({"steps": 3}, "run@4", "steps = 3: the checkpoint of run is at step 4 already; raise steps"),
         ({}, "run@3", "no good checkpoint at step 3"),
         ({}, "nobody@3", "there is no run 'nobody'"),
-        ({}, "run@best", "run has no validation with a number; name a step"),
+        ({}, "run@best", "run has no validation with a finite loss; name a step"),
         ({}, "run@soon", "must name a checkpoint of a run in the same bucket"),
         ({}, "4", "there is no run 'fork'"),
         (
@@ -277,7 +278,7 @@ def of_four_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "latest",
             "use the model and the model_args of that run",
         ),
-        ({"init": "fork@4"}, "latest", "names the run itself"),
+        ({"init": "fork@4"}, "latest", "names this run itself"),
     ],
     ids=str,
 )
@@ -528,7 +529,7 @@ def test_a_fork_without_its_checkpoint_does_not_begin_anew() -> None:
     run = saved()
     job = run.job.replace(name="fork")
     forks.begin(run.store, job, Origin("run", OLD), {})
-    with pytest.raises(JobError, match="step 0: fork was forked at step 2, and has no steps before that"):
+    with pytest.raises(JobError, match="step 0: fork was forked at step 2, and has no earlier steps"):
         resume.start_of(job, 0)
     run.checkpoints.quarantine(OLD, "a test")
     fork = Run.find(job)

@@ -40,7 +40,7 @@ def test_a_save_without_room_has_all_that_may_go_removed_at_once() -> None:
         assert saved.steps() == ([5, 6] if at_once else [2, 3, 4, 5, 6]) and not said
 
 
-@pytest.mark.parametrize("good", [True, False], ids=["", "no good one"])
+@pytest.mark.parametrize("good", [True, False], ids=["", "no good checkpoint of its own"])
 def test_what_a_dead_generation_has_begun_makes_room_although_the_run_has_not_passed_it(good: bool) -> None:
     """A run that is killed in each of its saves fills the bucket with parts.  The controls are no parts, or
     not those of the dead.

@@ -546,7 +546,7 @@ def test_l2_a_sink_that_hangs_disturbs_neither_the_run_nor_another_sink(
         assert run_local(job, show)[0] == "Finished"
     assert begun.exists() and rows_in(tmp_path / "hanging.db") == []
     assert rows_in(there) == [*enumerate(shown["calm"], 1)] and shown["hanging"] == shown["calm"]
-    assert len([text for text in told if "Hanging has not taken its rows in 0.5 s" in text]) == 1
+    assert len([text for text in told if "Hanging did not take all rows within 0.5 s" in text]) == 1
 
 
 def test_l2_a_sink_that_is_not_there_is_refused_before_any_worker_starts(tmp_path: Path) -> None:

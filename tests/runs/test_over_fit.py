@@ -66,8 +66,8 @@ def test_the_validation_loss_that_rises_while_the_training_loss_falls() -> None:
     falls: Curve = lambda step: 3.0 - step / 100  # noqa: E731
     rises: Curve = lambda step: 2.0 + abs(step - 50) / 100  # noqa: E731
     assert said_of(rises, falls) == (
-        "the validation loss has risen since step 50 (2 there, 2.5 now) while the training loss fell: the "
-        "run over-fits; `--resume run@best` goes on from there"
+        "the validation loss has risen since step 50 (2 then, 2.5 now) while the training loss fell: "
+        "the run over-fits; `--resume run@best` goes back to the best step"
     )
     assert said_of(falls, falls) == said_of(lambda step: 2.0 + (step == 50) * -0.01, falls) == ""
     first = 50 + 10 * RISES

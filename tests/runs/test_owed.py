@@ -184,7 +184,7 @@ def test_one_process_that_trains_alone_says_what_it_leaves(tmp_path: Path) -> No
     said: list[Line] = []
     assert launch(run.job, local=True, show=said.append, branch=True).state == "Finished"
     left = [line.text for line in said if isinstance(line, Sentence) and "owed" in line.text]
-    assert left == ["owed: validation of step 2; `elastic owed --pay` does it"]
+    assert left == ["owed: validation of step 2; to do it now: `elastic owed --pay`"]
     owed.failed(again, Debt(Version(2, 1), owed.VALIDATION), Failure("the test", last=True))
     said.clear()
     assert launch(run.job.replace(steps=7), local=True, show=said.append, branch=True).state == "Finished"
@@ -251,7 +251,9 @@ def test_l5_another_checkpoint_than_the_best_is_not_taken_in_silence() -> None:
     for name, init in (("three", ""), ("four", "toy@best")):
         told = start_of(run.job.replace(name=name, init=init), LATEST if init else "toy@best").begin()
         assert (
-            told.endswith("; the best validation was after step 10, of which there is no checkpoint")
+            told.endswith(
+                "; the best validation was after step 10, which has no checkpoint, so the next one is used"
+            )
             and "step 20" in told
         )
 
@@ -385,7 +387,7 @@ def test_the_best_is_chosen_by_one_rule_and_what_is_no_number_is_never_the_best(
         run, Debt(versions[1], owed.VALIDATION), owed.validated(Validated(float("nan"), 1), HELD_OUT)
     )
     assert best_of(run) is None and "best" not in str(look(run, run.job.keep()).verdict.kept.get(versions[1]))
-    with pytest.raises(JobError, match="no validation with a number"):
+    with pytest.raises(JobError, match="no validation with a finite loss"):
         start_of(run.job.replace(name="other"), "toy@best")
     owed.note_done(run, Debt(versions[0], owed.VALIDATION), owed.validated(Validated(3.0, 1), HELD_OUT))
     assert (

@@ -424,7 +424,7 @@ def test_a_bucket_without_room_for_a_mark_names_a_folder_that_may_go(
         lambda: checkpoint_commands.rm(run.job, "2", force=False),
     ):
         monkeypatch.setattr(ObjectStore, "open", lambda url: full)
-        with pytest.raises(PlatformGaveUp, match=r"the bucket is full, .*by hand") as refused:
+        with pytest.raises(PlatformGaveUp, match=r"the bucket is so full .*by hand") as refused:
             command()
         monkeypatch.setattr(ObjectStore, "open", opened)
         found = re.search(r"by hand \((.*)\)", str(refused.value))
@@ -541,15 +541,27 @@ def test_ls_says_what_keeps_a_checkpoint(
     ("checkpoint", "validated", "said"),
     [
         ({"keep_last": 1}, 0, "keep_last = 1 leaves nothing to go on from .* set it to 2 or more, or to 0"),
-        ({"keep_every": 500}, 0, "keep_every = 500 with checkpoint.keep_last = 0, which keeps all"),
-        ({"keep_younger": "24h"}, 0, "keep_younger = '24h' with checkpoint.keep_last = 0, which keeps all"),
+        (
+            {"keep_every": 500},
+            0,
+            "keep_every = 500 has no effect with checkpoint.keep_last = 0, which keeps all",
+        ),
+        (
+            {"keep_younger": "24h"},
+            0,
+            "keep_younger = '24h' has no effect with checkpoint.keep_last = 0, which keeps all",
+        ),
         (
             {"keep_last": 2, "keep_younger": "a day"},
             0,
             "keep_younger = 'a day'.*must be a time with its unit .*as '24h', '90m' or '7d'",
         ),
         ({"keep_last": 2, "keep_younger": "0h"}, 0, "must be a time with its unit"),
-        ({"keep_best": True}, 100, "keep_best = true with checkpoint.keep_last = 0, which keeps all"),
+        (
+            {"keep_best": True},
+            100,
+            "keep_best = true has no effect with checkpoint.keep_last = 0, which keeps all",
+        ),
         (
             {"keep_last": 2, "keep_best": True},
             0,

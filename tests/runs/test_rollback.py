@@ -173,7 +173,7 @@ def test_g2_the_line_that_a_roll_back_prints_goes_on_with_the_branch(
     )
     assert (
         main(["train", str(path), "--local"]) == 1
-        and "optim.lr = 0.02 there and 0.01 here" in capsys.readouterr().out
+        and "optim.lr = 0.02 in the run and 0.01 now" in capsys.readouterr().out
     )
     assert main([*shlex.split(line[1]), "--local"]) == 0 and Run.find(
         job_of(tmp_path / "bucket")
@@ -223,7 +223,7 @@ def test_g2_a_roll_back_and_a_branch_show_no_secret(
         said += " ".join(capsys.readouterr().out.split())
     name, hidden = "schedule.args.token", "(not shown)"
     assert (
-        f"{name} = {hidden} there and {hidden} here" in said
+        f"{name} = {hidden} in the run and {hidden} now" in said
         and (f"{name} = {hidden} before and {hidden} now") in said
     )
     assert (
@@ -339,7 +339,12 @@ def test_what_was_abandoned_is_told_by_each_command_that_meets_it(
     told = said(*dry)
     run = Run.find(job)
     good, there = [each.step for each in resume.saved(run)], len(run.checkpoints.versions())
-    numbers = [int(number) for number in re.findall(r"(\d+) (?:would be deleted|kept|of abandoned)", told)]
+    numbers = [
+        int(number)
+        for number in re.findall(
+            r"(\d+) (?:would be deleted|kept|checkpoints of abandoned branches, steps)", told
+        )
+    ]
     assert good == [2, 4, 6, 8] and numbers == [0, 4, 5] and sum(numbers) == there, told
     fix = f"`elastic checkpoint gc {path} --checkpoint.keep-last 4` deletes"
     assert f"of abandoned branches, of steps 2 to 8: nothing goes on from them; {fix}" in told
@@ -354,6 +359,10 @@ def test_what_was_abandoned_is_told_by_each_command_that_meets_it(
     told = said(*dry)
     assert (
         "0 would be deleted, 1 kept" in told and "besides, 2 of abandoned branches, of steps 4 to 8" in told
+    assert (
+        "also there: 1 checkpoints of abandoned branches, which stay because a later branch or a fork "
+        "goes on from them"
+    ) in told, "step 6, of branch 3"
     )
     assert "besides, 1 of abandoned branches from which a later branch or a fork went on" in told, (
         "step 6, of branch 3"

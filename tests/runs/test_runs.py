@@ -127,13 +127,13 @@ def test_who_looks_begins_nothing() -> None:
     data.check(run, "theirs", 64)
     assert run.store.list("looked-at/") == []
     data.bind(Run.open(job.replace(seed=7)), "others", 64)
-    with pytest.raises(JobError, match="seed = 7 there and 0 here"):
+    with pytest.raises(JobError, match="seed = 7 in the run and 0 now"):
         Run.look(job)
     with pytest.raises(
         JobError,
         match=(
-            r"the fingerprint theirs, but the run 'looked-at' in .* was begun on "
-            r"others"
+            r"the fingerprint theirs, but the run 'looked-at' in .* was begun on data with the "
+            r"fingerprint others"
         ),
     ):
         data.check(Run.look(job.replace(seed=7)), "theirs", 64)
@@ -199,16 +199,19 @@ def test_another_job_is_told_why_it_cannot_go_on() -> None:
     """
     job = a_run().job.replace(name="told", model_args={"dim": 8})
     Run.open(job)
-    to_do = "; to begin at step 0 choose another name; to continue that run use its settings"
+    to_do = "; to go on, use the settings of the run"
     with pytest.raises(JobError) as caught:
         Run.look(job.replace(steps=3))
-    changes = "(steps = 12 there and 3 here); another value would change the weights from here on"
-    assert str(caught.value).endswith(f"{changes}{to_do}, or go on with these by --branch")
+    changes = "(steps = 12 in the run and 3 now), which would change the weights from here on"
+    assert str(caught.value).endswith(
+        f"{changes}{to_do}, or take the new values with --branch; to begin at step 0, choose another name"
+    )
     with pytest.raises(JobError) as caught:
         Run.look(job.replace(seed=3, model_args={"dim": 9}))
-    does_not_fit = "the state of that run does not fit another value of model_args.dim"
+    does_not_fit = "the state of the run does not fit another value of model_args.dim"
     assert str(caught.value).endswith(
-        f"(model_args.dim = 8 there and 9 here, seed = 0 there and 3 here); {does_not_fit}{to_do}"
+        "(model_args.dim = 8 in the run and 9 now, seed = 0 in the run and 3 now); "
+        f"{does_not_fit}{to_do}; to begin at step 0, choose another name"
     )
 
 
@@ -231,8 +234,8 @@ def test_a_run_goes_on_with_its_own_numerics() -> None:
     with pytest.raises(
         JobError,
         match=(
-            r"\(numerics = 4 there and 5 here\); the state of that run does not "
-            r"fit another value of numerics"
+            r"\(numerics = 4 in the run and 5 now\); the state of the run does not fit another value "
+            r"of numerics"
         ),
     ):
         Run.open(old.replace(numerics=5))
@@ -267,7 +270,7 @@ def test_a_run_goes_on_with_its_own_recompute() -> None:
         assert (
             Run.open(old).job.recompute == Run.open(old.replace(recompute="auto")).job.recompute == recompute
         )
-    with pytest.raises(JobError, match=r"\(recompute = 'block' there and 'none' here\)"):
+    with pytest.raises(JobError, match=r"\(recompute = 'block' in the run and 'none' now\)"):
         Run.open(old.replace(recompute="none"))
 
 
@@ -283,9 +286,9 @@ def test_a_run_goes_on_with_its_own_microbatch() -> None:
     )
     assert Run.open(auto).job.microbatch == Run.find(auto).job.microbatch == 4
     for batch in (32, 18):  # of which the one is a multiple of 4, and the other is not
-        with pytest.raises(JobError, match=f"global_batch = 16 there and {batch} here"):
+        with pytest.raises(JobError, match=f"global_batch = 16 in the run and {batch} now"):
             Run.look(auto.replace(global_batch=batch))
-    with pytest.raises(JobError, match=r"\(microbatch = 4 there and 2 here\)"):
+    with pytest.raises(JobError, match=r"\(microbatch = 4 in the run and 2 now\)"):
         Run.look(named.replace(microbatch=2))
 
 
@@ -303,7 +306,7 @@ def test_a_run_can_be_gone_on_with_when_a_setting_of_its_cluster_is_no_longer_va
     assert Run.open(run.job).job == run.job
     stored["job"]["seed"] = 7
     run.store.put("toy/job.json", json.dumps(stored).encode())
-    with pytest.raises(JobError, match="seed = 7 there and 0 here"):
+    with pytest.raises(JobError, match="seed = 7 in the run and 0 now"):
         Run.look(run.job)
 
 
@@ -435,9 +438,11 @@ def test_a_life_after_another_says_what_is_done_again(life: Life) -> None:
     reached = life.play.run.step
     state, said = life.run.begins(2, 0.0)
     assert state == life.run.state(2, 0.0)
-    begins = "begins at step 0, since no checkpoint of it is complete"
-    assert f"{begins}; the steps after it are done again, at least up to {reached}; its" in said
-    assert said.endswith(f"its generations go on at {2 * UNREAD + 2}, since nobody knows which it used last")
+    begins = "begins again at step 0, since it has no complete checkpoint"
+    assert (
+        f"{begins}; the steps after it are done again, at least up to {reached}; the next generation" in said
+    )
+    assert said.endswith(f"the next generation is {2 * UNREAD + 2}, since the last used number is not known")
 
 
 def test_a_life_after_one_that_ended_well_goes_on_counting(life: Life) -> None:

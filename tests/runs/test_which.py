@@ -47,8 +47,8 @@ def test_a_checkpoint_that_was_left_behind_is_evaluated_when_it_is_named(
     assert main(["evaluate", str(tmp_path / "job.toml"), "--step", "6.1"]) == 0
     assert f"validation after step 6: loss {before[6][1].mean:.6g} over" in capsys.readouterr().out
     refused = {
-        "5.1": "--step 5.1: run has no such good",
-        "6.7": r"it has left behind 6\.1",
+        "5.1": "--step 5.1: run has no good",
+        "6.7": r"abandoned checkpoints of this step: 6\.1",
         "x": "--step = 'x' must be a step",
     }
     for word, why in refused.items():
@@ -84,9 +84,9 @@ def test_the_best_checkpoint_is_evaluated_when_it_is_named(
     Run.find(job).checkpoints.mark(version, "a test")
     said = list[str]()
     assert evaluate_here(job, "best", tell=said.append)[0].step == 6
-    assert said == ["the best validation was after step 4, of which there is no checkpoint"]
+    assert said == ["the best validation was after step 4, which has no checkpoint, so the next one is used"]
     trained(bare := job_of(tmp_path, name="bare", steps=2))
-    with pytest.raises(JobError, match="bare@best: bare has no validation with a number"):
+    with pytest.raises(JobError, match="bare@best: bare has no validation with a finite loss"):
         evaluate_here(bare, "best")
 
 
@@ -117,7 +117,10 @@ def test_g4_a_step_that_was_left_behind_is_computed_again_when_it_is_named(
     assert f"step 5: loss {told[5]:.6g}" in capsys.readouterr().out
     for word, why in {
         "5.7": "--step 5.7: run has had 2 generations so far",
-        "4.1": r"checkpoint 3\.1: run has no such good checkpoint; `elastic checkpoint ls --name run` lists",
+        "4.1": (
+            r"checkpoint 3\.1: run has no good checkpoint of this name; `elastic checkpoint ls --name "
+            r"run` lists"
+        ),
         "4": "no good checkpoint at step 3",
         "x": "--step = 'x' must be a step",
     }.items():
@@ -152,8 +155,8 @@ def test_a_run_goes_on_from_what_another_has_left_behind_and_not_from_its_own(tm
         with pytest.raises(
             JobError,
             match=(
-                r"checkpoint 6\.7: run has no such good checkpoint; .* left "
-                r"behind 6\.1"
+                r"checkpoint 6\.7: run has no good checkpoint of this name; .* abandoned "
+                r"checkpoints of this step: 6\.1"
             ),
         ):
             start_of(job_of(tmp_path, name=name, steps=8), word)
@@ -175,7 +178,8 @@ def test_l4_a_line_that_says_best_goes_back_once(tmp_path: Path) -> None:
     assert best == Version(3, 2)
     lines = trained(job, resume="run@best")
     assert steps_of(lines) == [] and (
-        "branch 2 of run went on from run@best, step 2, before: it goes on from step 4"
+        "branch 2 of run has gone on from run@best, step 2, already, so it goes on from its "
+        "newest checkpoint, step 4"
     ) in told(lines)
     assert [(each.number, each.step, each.word) for each in run.branches.every()] == [(2, 2, "best")]
     for other, word in ((job.replace(steps=5), "run@best"), (job, "run@3"), (job, "3")):

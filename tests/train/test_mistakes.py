@@ -413,7 +413,7 @@ def test_l9_another_name_is_taken_while_nothing_is_saved(
     for text, code, said in (
         (wrong, 1, "it must return (sum, count)"),
         (right, 0, "branch 2 of toy goes on from step 0"),
-        (another, 1, "of another job"),
+        (another, 1, "has other settings"),
     ):
         (tmp_path / "job.toml").write_text(text)
         assert main(["train", str(tmp_path / "job.toml"), "--local"]) == code

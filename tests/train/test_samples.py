@@ -152,7 +152,7 @@ def test_a_run_and_a_node_are_bound_to_the_number_of_samples(tmp_path: Path) -> 
     ):
         data.check(run, "numbers-1", 60)
     for other, known, fix in (
-        (OF_ROWS, f"{OF_ROWS}1", "fingerprint.. that returns the latter"),
+        (OF_ROWS, f"{OF_ROWS}1", "fingerprint.. that returns '"),
         ("mine", "yours", "the same in"),
     ):
         bound = Run.open(job_of(tmp_path / other, Net))
@@ -161,7 +161,7 @@ def test_a_run_and_a_node_are_bound_to_the_number_of_samples(tmp_path: Path) -> 
             data.check(bound, other, 48)
     here, there = Build(data="numbers-1", samples="48"), Build(data="numbers-1", samples="60")
     found = difference(there, here, True)
-    assert found is not None and found.sentence.startswith("the dataset's length is 60 there and 48")
+    assert found is not None and found.sentence.startswith("the dataset's length is 60 on this node and 48")
     assert difference(here, here, True) is None
 
 

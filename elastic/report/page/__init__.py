@@ -91,11 +91,9 @@ def _tiles_of_bad_data(facts: Facts) -> list[Tile]:
         told = ", ".join(counted(why[each], *names) for each, names in words.items() if why[each])
         tiles.append(Tile("Skipped steps", f"{why.total():,}", told))
     if warned := ((columns["spike"] == 1) & (columns["skipped"] == 0)).sum():
-        tiles.append(
-            Tile("Spikes (warned)", f"{warned:,}", "only warned of; their steps counted all the same")
-        )
+        tiles.append(Tile("Spikes (warned)", f"{warned:,}", "only warned of; their steps counted"))
     for name, label, note in (
-        ("would_leave_out", "Microbatches (warned)", "only warned of, and they counted all the same"),
+        ("would_leave_out", "Microbatches (warned)", "only warned of; they counted"),
         ("left_out", "Microbatches left out", "all others counted"),
     ):
         if (of_steps := columns[name][columns[name] > 0]).size:

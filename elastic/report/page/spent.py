@@ -35,7 +35,7 @@ def shares_of(columns: Columns, told: Timeline) -> list[TimeShare]:
             TimeShare(
                 "Between steps",
                 float(total) - steps_s,
-                "saves and validation, and time in which no process trained",
+                "saves, validations, and time in which no process trained",
                 "rest",
             )
         ]
@@ -50,22 +50,27 @@ def shares_of(columns: Columns, told: Timeline) -> list[TimeShare]:
             TimeShare(
                 "Steps done again",
                 again_s,
-                "committed once, and given up with the worker that alone had their state",
+                "steps that were committed, then lost with the only worker that had their state",
                 "bad",
             ),
             TimeShare(
                 "Between steps",
                 left_s,
-                "first steps of worlds, interrupted steps, and faults not noticed yet",
+                "first step of each world, interrupted steps, and the time until faults were noticed",
                 "rest",
             ),
             TimeShare(
                 "Agreeing",
                 spent["Stopping"],
-                "members are fenced, and the outcome of the last step is decided",
+                "before each new world: workers are fenced, and the outcome of the last step is decided",
                 "recover",
             ),
-            TimeShare("Forming worlds", spent["Forming"], f"of it {heal} healing the state", "recover"),
+            TimeShare(
+                "Forming worlds",
+                spent["Forming"],
+                f"including {heal} to restore the state of workers",
+                "recover",
+            ),
             TimeShare(
                 "Waiting for workers",
                 spent["Waiting"],
@@ -75,9 +80,11 @@ def shares_of(columns: Columns, told: Timeline) -> list[TimeShare]:
             TimeShare(
                 "Last save",
                 spent["Finishing"],
-                "all steps are done, and the checkpoint is on its way",
+                "all steps are done, and the last checkpoint is being written",
                 "save",
             ),
-            TimeShare("Not running", away_s, "stopped or failed, until it was started again", "away"),
+            TimeShare(
+                "Not running", away_s, "the run was stopped or had failed, until it was started again", "away"
+            ),
         ]
     return [each for each in (*useful, *parts) if each.seconds > 0.0005]

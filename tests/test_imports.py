@@ -268,7 +268,7 @@ LINES = {
     "train nothing.toml": "there is no job file 'nothing.toml'",
     "train job.toml --model nobodys.own:build": "there is no module 'nobodys'",
     "train job.toml --model elastic.models.llama:biuld": "did you mean 'elastic.models.llama:build'?",
-    "train job.toml --bucket job.toml": "is not a folder that this user can write",
+    "train job.toml --bucket job.toml": "is not a folder in which this user can write",
     "train job.toml --metrics.sinks.tensorbord.folder x": "did you mean 'tensorboard'?",
     "runs job.toml": "there is no run in bucket",
     "report job.toml": "there is no run 'toy'",

@@ -533,7 +533,7 @@ def test_l10_a_changed_shape_is_one_sentence(code: Path, tmp_path: Path) -> None
     job = job_of(tmp_path)
     trained(job, stop=3)
     begun = sorted(path for path in (tmp_path / "bucket").rglob("*"))
-    fix = "go on with the code and the settings that the run began with, or begin a run of another name$"
+    fix = "go on with the code and the settings with which the run began, or begin a run of another name$"
     for old, new, says in (
         (
             "nn.Linear(4, width)",

@@ -105,7 +105,7 @@ class Context:
         :meth:`stop` ends the run.  If every member leaves it after the same earlier step, by ``break`` or
         ``return``, that step is the last one of the run.
         """
-        self._expect(not self._begun, "ctx.steps() is called twice; go through it once")
+        self._expect(not self._begun, "ctx.steps() is called twice; call it once")
         self._begun = True
         self._effects.begin(self._state.shard.version.step)
         try:
@@ -201,11 +201,14 @@ class Context:
         step = self._state.shard.version.step
         self._expect(
             self._begun and step > 0,
-            f"it ended after step {step} of {self.job.steps}; go through ctx.steps()",
+            f"it ended after step {step} of {self.job.steps}; go through ctx.steps() to its end",
         )
         self._expect(
             not self._is_within,
-            f"it was left within step {step + 1}; leave it after step.commit(), or before the first batch",
+            (
+                f"it was left within step {step + 1}; leave the loop after step.commit(), or before "
+                "the first batch of a step"
+            ),
         )
         self._left = True
         self._state.guard.check()

@@ -127,8 +127,9 @@ class _Note:
             except StorageError as error:
                 print(
                     (
-                        f"that step {told} was told to the functions of ctx.on_committed() could not be "
-                        f"noted: {error}"
+                        f"the functions of ctx.on_committed() were called for step {told}, but this "
+                        "could not be recorded in the bucket, so a restart may call them again for "
+                        f"this step: {error}"
                     ),
                     flush=True,
                 )
@@ -161,6 +162,7 @@ class _Note:
             self.write()
         except StorageError as error:
             print(
-                f"which steps were told to the functions of ctx.on_committed() is not known yet: {error}",
+                "the bucket does not say yet for which steps the functions of ctx.on_committed() "
+                f"were called, so they wait: {error}",
                 flush=True,
             )

@@ -232,8 +232,8 @@ def _logits(found: Any, tokens: Tensor, model: nn.Module) -> Tensor:
         )
         raise ModelError(
             f"samples.every: {type(model).__name__} returns {what} for tokens of shape "
-            f"{list(tokens.shape)}; text can be written by a model that returns logits, [batch, seq, "
-            "vocabulary]; leave [samples] out, or let forward(tokens) return them"
+            f"{list(tokens.shape)}; samples need a model that returns logits, [batch, seq, "
+            "vocabulary]; leave [samples] out, or let forward(tokens) return logits"
         )
     return found
 
@@ -249,7 +249,8 @@ def check_samples(job: Job, model: nn.Module, dataset: object) -> None:
         tokens = encoded(encoder, prompt)
         if not tokens:
             raise ModelError(
-                f"samples.prompts: {prompt!r} has no token that the model could continue; give it some text"
+                f"samples.prompts: {prompt!r} has no token, so the model has nothing to continue; "
+                "give some text"
             )
         shown = torch.zeros(
             (1, len(tokens[-window:] if window else tokens)), dtype=torch.int64, device="meta"
@@ -283,7 +284,8 @@ def restored(job: Job, reader: Reader, progressed: Progressed = lambda: None) ->
     stored = {(each.kind, each.name): each for each in reader.tensors()}
     if lacking := [name for kind, name in named if (kind, name) not in stored]:
         raise ModelError(
-            f"model = {job.model!r}: {lacking[0]!r} is not in the checkpoint; use the model of the run"
+            f"model = {job.model!r}: {lacking[0]!r} is not in the checkpoint; use the model with "
+            "which the run was trained"
         )
     made = dict[int, Any]()
     for part, data in reader.read([stored[key].whole() for key in named]):

@@ -247,7 +247,7 @@ def _find(sources: list[Shard], tensor: Tensor, wanted: Slice, sound: set[tuple[
                 look_at(shard.home, key)
                 sound.add((shard.home.slot, key))
             return shard.part(tensor, wanted)
-    raise StateMissing(f"the plan takes {wanted} from this worker, which does not hold it")
+    raise StateMissing(f"the plan takes {wanted} from this worker, which does not hold this slice")
 
 
 def _exchange(

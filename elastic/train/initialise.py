@@ -57,8 +57,8 @@ def initialise(
     if not differing:
         return
     what = (
-        f"init_weights() of model = {state.job.model!r} gives other values for {differing[0]!r} on some "
-        "workers than on the first one"
+        f"init_weights() of model = {state.job.model!r} gives {differing[0]!r} other values on some "
+        "workers than on the first worker"
     )
     if state.job.reproducible:
         raise ModelError(
@@ -66,7 +66,8 @@ def initialise(
             "which are seeded"
         )
     print(
-        f"{what}: world rank 0 initialises the model on its CPU, and the others take its values", flush=True
+        f"{what}: world rank 0 initialises the model on its CPU, and all other workers take its values",
+        flush=True,
     )
     from_first(state, builder, hook)
 
@@ -135,9 +136,9 @@ def lay(name: str, nbytes: int) -> None:
     free, where = free_memory()
     if nbytes + SPARE > free:
         raise JobError(
-            f"the initialisation reads {name!r} again after other tensors, so its {amount(nbytes)} must be "
-            f"laid aside in host memory, and {where} leaves {amount(free)}; let it finish each tensor "
-            "before the next one, and build the model in its final dtype"
+            f"init_weights() reads {name!r} again after it has worked on other tensors, so "
+            f"{amount(nbytes)} must be kept in host memory, but {where} has only {amount(free)} left; "
+            "finish each tensor before the next tensor, and build the model in its final dtype"
         )
 
 

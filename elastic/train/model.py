@@ -43,7 +43,7 @@ from elastic.train.gauges.arithmetic import Arithmetic
 from storage.errors import Unavailable
 from storage.slices import AVERAGE, Tensor, Version, nbytes
 
-AS_IT_BEGAN = "go on with the code and the settings that the run began with, or begin a run of another name"
+AS_IT_BEGAN = "go on with the code and the settings with which the run began, or begin a run of another name"
 AS_IT_IS_THERE = "use the model and the model_args of that run"
 UPDATES = Tensor("updates", "scalar", "F32", ())
 """Number of updates that were applied; a step that is skipped does not count."""
@@ -92,14 +92,16 @@ def build_model(job: Job, builder: Builder) -> nn.Module:
     _check_parameters(job, model)
     if not callable(getattr(model, "init_weights", None)):
         raise ModelError(
-            f"the model of {job.model!r} ({type(model).__name__}) has no init_weights() method; add one "
-            "that sets every parameter; with the body `pass` they keep the values of the constructor"
+            f"the model of {job.model!r} ({type(model).__name__}) has no init_weights() method; add a "
+            "method that sets every parameter (with the body `pass`, parameters keep the values of "
+            "the constructor)"
         )
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.dtype not in DTYPE_NAMES:
             raise ModelError(
-                f"{name!r} of {job.model!r} is {tensor.dtype}, which a checkpoint cannot hold; make it one "
-                f"of {', '.join(DTYPES)}, say by torch.view_as_real, or compute it in forward"
+                f"{name!r} of {job.model!r} is {tensor.dtype}, which a checkpoint cannot hold; use one "
+                f"of {', '.join(DTYPES)} (torch.view_as_real for complex numbers), or compute it in "
+                "forward"
             )
     for name, module in model.named_modules():
         if (
@@ -132,24 +134,25 @@ def _check_parameters(job: Job, model: nn.Module) -> None:
         named = f"parameter {name!r} of {job.model!r}"
         if is_lazy(parameter):
             raise ModelError(
-                f"{named} has no shape before the first forward pass; name its sizes, as nn.Linear in place "
-                "of nn.LazyLinear"
+                f"{named} has no shape before the first forward pass; give its sizes, with nn.Linear "
+                "in place of nn.LazyLinear"
             )
         if is_traceable_wrapper_subclass(parameter):
             raise ModelError(
-                f"{named} is a {type(parameter).__name__}, whose values are in other tensors, which cannot "
-                "be cut into rows; register these tensors as parameters"
+                f"{named} is a {type(parameter).__name__}, which cannot be cut into rows, since its "
+                "values are in other tensors; register those tensors as parameters"
             )
         if parameter._post_accumulate_grad_hooks:
             raise ModelError(
-                f"{named} has a hook that gets the gradient after it is added "
-                "(register_post_accumulate_grad_hook), and gradients are added over workers first; use "
-                "register_hook, which gets that of each microbatch, or optim.kind for an update"
+                f"{named} has a hook of register_post_accumulate_grad_hook, which does not work here, "
+                "since the engine adds gradients over workers first; use register_hook, which gets "
+                "the gradient of each microbatch, or, for an update, an optimizer of your own "
+                "(optim.kind)"
             )
     if names := paged.sharing(model):
         raise ModelError(
-            f"{names[0]!r} and {names[1]!r} of {job.model!r} are two tensors in the same memory, and one of "
-            "them would lose it; make them one parameter, as self.head.weight = self.embed.weight does"
+            f"{names[0]!r} and {names[1]!r} of {job.model!r} are two tensors that share memory; make "
+            "them one parameter, as self.head.weight = self.embed.weight does"
         )
 
 
@@ -157,9 +160,9 @@ def _fix_of(error: Exception) -> str:
     """Returns what to do about an exception of a builder."""
     if "meta tensors" in str(error):
         return (
-            "a model is built on the meta device, without values: compute a number without a tensor, or "
-            "with one on the CPU, as torch.linspace(0, 0.3, 3, device='cpu'); "
-            "nn.utils.parametrizations.orthogonal needs use_trivialization=False"
+            "the model is built on the meta device, where tensors have no values: compute a number "
+            "without a tensor, or with a tensor on the CPU, as torch.linspace(0, 0.3, 3, "
+            "device='cpu'); nn.utils.parametrizations.orthogonal needs use_trivialization=False"
         )
     if not any(
         frame.name == "from_pretrained" and "modeling_utils" in frame.filename
@@ -167,9 +170,10 @@ def _fix_of(error: Exception) -> str:
     ):
         return "correct the arguments, or the model"
     return (
-        "a model is built on the meta device, without memory, so it cannot read weights there: build it "
-        "from its config, and read them in init_weights(); elastic.models.transformers_lm:build does so "
-        "with model_args = { path = '<folder>', pretrained = true }"
+        "the model is built on the meta device, where tensors have no values, so it cannot read "
+        "weights there: build it from its config, and read the weights in init_weights(); "
+        "elastic.models.transformers_lm:build does so with model_args = "
+        "{ path = '<folder>', pretrained = true }"
     )
 
 
@@ -186,8 +190,8 @@ def remedy(error: Exception, model: nn.Module) -> str:
     if any(words in str(error) for words in OTHER_DEVICE):
         return (
             "a tensor is on another device than the microbatch: register it as a buffer "
-            "(self.register_buffer(name, tensor, persistent=False)), which goes where the weights are, or "
-            "make it with device=x.device; call no .cuda() or .to('cuda')"
+            "(self.register_buffer(name, tensor, persistent=False)), which moves to the device of the "
+            "weights, or make it with device=x.device; call no .cuda() or .to('cuda')"
         )
     if "meta" not in str(error):
         return ""
@@ -233,8 +237,8 @@ def tensors_of(model: nn.Module, rule: Rule) -> tuple[Tensor, ...]:
     found, matrices, trained = [], matrices_of(model), 0
     if rule.matrix_moments is not None and not matrices:
         raise ModelError(
-            "the optimizer is for the weights with two dimensions inside the model's blocks, and there are "
-            "none; name the blocks in sharding(), or take another optim.kind"
+            "this optim.kind is for weights with two dimensions inside the model's blocks, and the "
+            "model has none; name the blocks in sharding(), or use another optim.kind"
         )
     for name, parameter in model.named_parameters():
         shape = shape_of(parameter)

@@ -89,7 +89,7 @@ def published(
     try:
         text = _text(its)
     except Exception as error:  # the dataset may be the user's, or be on another machine
-        tell(f"without the files of a tokenizer: {_why(error, its.data.dataset)}")
+        tell(f"exported without the files of a tokenizer: {_why(error, its.data.dataset)}")
     try:
         described = _described(its, run, version, text, rename)
         if described.more:
@@ -99,7 +99,7 @@ def published(
         if rename:
             raise _why(error, its.model) from error
         if "transformers" in sys.modules:
-            tell(f"from_pretrained cannot open it: {_why(error, its.model)}")
+            tell(f"from_pretrained cannot open this export: {_why(error, its.model)}")
     found.more = {**text.files, **found.more}
     return found
 
@@ -163,8 +163,8 @@ def _described(job: Job, run: Run, version: Version, text: Text, rename: bool) -
         type(each).__module__.startswith(("torch.nn.", type(model).__module__)) for each in modules
     ):
         raise ModelError(
-            f"--transformers: model = {job.model!r} ({type(model).__name__}) has no equivalent there; leave "
-            "it out"
+            f"--transformers: model = {job.model!r} ({type(model).__name__}) has no equivalent in "
+            "transformers; leave --transformers out"
         )
     equivalent: Equivalent = own(model)
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
@@ -198,8 +198,8 @@ def _of_the_library(model: nn.Module, inner: Any, text: Text, rename: bool) -> P
     shapes, wanted = ({name: each.shape for name, each in one.state_dict().items()} for one in (inner, usual))
     if other := sorted({*shapes.items()} ^ {*wanted.items()}):
         raise ModelError(
-            f"a {kind} of its config has another {other[0][0]!r}, or none; let the config say what the "
-            "model is"
+            f"the model differs from its config: a {kind} built from the config has no "
+            f"{other[0][0]!r}, or one of another shape; correct the config"
         )
     names, first = dict[str, tuple[str, bool]](), dict[int, str]()
     for name, each in inner.state_dict(keep_vars=True).items():
@@ -212,12 +212,13 @@ def _of_the_library(model: nn.Module, inner: Any, text: Text, rename: bool) -> P
     inside = {its for its, _ in names.values()}
     if outside := [name for name, _ in model.named_parameters() if name not in inside]:
         raise ModelError(
-            f"{outside[0]!r} is outside of the {kind} in it, so no model of transformers has all of its "
-            "parameters"
+            f"{outside[0]!r} is outside of the {kind} in the model, so transformers could not load it; "
+            f"keep all parameters inside the {kind}"
         )
     if not rename and any(name != its for name, (its, _) in names.items()):
         raise ModelError(
-            f"its {kind} has other names of tensors than the whole model; `--transformers` writes those"
+            f"the {kind} in the model has other names for its tensors than the whole model; "
+            f"--transformers writes the names of the {kind}"
         )
     config = deepcopy(inner.config)
     config.architectures, config.dtype = [kind], inner.dtype
@@ -250,7 +251,8 @@ def _adapters(model: nn.Module, adapted: Any) -> Published:
     """
     if len(adapted.peft_config) > 1:
         raise ModelError(
-            f"the model has the adapters {' and '.join(adapted.peft_config)}, and a folder of peft has one"
+            f"the model has the adapters {' and '.join(adapted.peft_config)}, but a folder of peft "
+            "can have only one; train one adapter to export it"
         )
     ((adapter, config),) = adapted.peft_config.items()
     state, own = adapted.state_dict(keep_vars=True), _own(model)
@@ -267,7 +269,7 @@ def _adapters(model: nn.Module, adapted: Any) -> Published:
         name for name, each in model.named_parameters() if each.requires_grad and name not in inside
     ]:
         raise ModelError(
-            f"{outside[0]!r} trains, too, and is not in the adapters of peft; name its module in "
+            f"{outside[0]!r} is trained, but is not part of peft's adapters; name its module in "
             "modules_to_save"
         )
     about = deepcopy(config)

@@ -64,9 +64,9 @@ def _judge(replicas: dict[int, Row], mine: int, names: list[str], step: int) -> 
     if 2 * count <= len(replicas):
         ranks = ", ".join(map(str, replicas))
         raise ReplicasDiffer(
-            f"the replicas of world ranks {ranks} hold different bits of {said}, and none is that of most: "
-            "a memory or a processor is faulty.  Find it, leave its node out, and go on from the newest "
-            "checkpoint, whose replicas were alike"
+            f"the replicas of world ranks {ranks} hold different bits of {said}, and no majority "
+            "agrees: a memory or a processor is faulty.  Find it, remove its node, and go on from the "
+            "newest checkpoint, where all replicas were equal"
         )
     if replicas[mine] != common:
         raise StateDamaged(

@@ -146,8 +146,8 @@ def prepare_process(job: Job, address: str = "", *, alone: bool = False) -> torc
         and torch.cuda.get_device_capability(device) < (8, 9)
     ):
         raise JobError(
-            f"precision = {job.precision!r}: {torch.cuda.get_device_name(device)} cannot multiply in fp8; "
-            "take 'bf16'"
+            f"precision = {job.precision!r}: {torch.cuda.get_device_name(device)} cannot multiply in "
+            "fp8; set precision to 'bf16'"
         )
     if job.offload_folder and (slow := check_folder(job.offload_folder)):
         print(slow, flush=True)
@@ -156,8 +156,8 @@ def prepare_process(job: Job, address: str = "", *, alone: bool = False) -> torc
     ):
         name = next(iter(LAUNCHES))
         print(
-            f"torch's compiler was imported without {name}=0: set it where Ray's nodes are started, or "
-            "kernels that hang hang the worker"
+            f"torch's compiler was imported without {name}=0: set this variable before `ray start` on "
+            "every node, or a hanging kernel will hang the worker"
         )
     if device.type == "cuda" and (little := little_shared(shared_memory())):
         print(little, flush=True)
@@ -181,9 +181,9 @@ def check_folder(folder: str, kind_of_disk: Callable[[str], str] = filesystem) -
     kind = kind_of_disk(folder)
     if kind in IN_MEMORY:
         raise JobError(
-            f"offload_folder = {folder!r} is a {kind} on {platform.node()}: its files are in the memory "
-            "that they should spare; name a folder of a local disk, or leave offload_folder out to keep "
-            "the state in memory"
+            f"offload_folder = {folder!r} is a {kind} on {platform.node()}: files in it take memory, "
+            "which offload should save; name a folder of a local disk, or leave offload_folder out to "
+            "keep the state in memory"
         )
     if kind in OVER_A_NETWORK:
         return (
@@ -216,12 +216,13 @@ def settled(job: Job) -> Job:
     if job.global_batch != "all":
         return job
     if not (samples := len(opened(job))):
-        raise DataError("global_batch = 'all': the dataset has no samples; give it some")
+        raise DataError("global_batch = 'all': the dataset has no samples; add samples")
     if job.microbatch != "auto" and samples % job.microbatch:
         fits = [str(size) for size in range(1, min(samples, MICROBATCH) + 1) if not samples % size]
         raise JobError(
-            f"global_batch = 'all': the dataset has {samples} samples, which microbatches of "
-            f"{job.microbatch} do not divide; set microbatch to {', '.join(fits[-4:])}, or name a number"
+            f"global_batch = 'all': the dataset has {samples} samples, which is not a multiple of "
+            f"microbatch = {job.microbatch}; set microbatch to {', '.join(fits[-4:])}, or set "
+            "global_batch to a number"
         )
     return job.replace(global_batch=samples)
 
@@ -283,9 +284,9 @@ def _sizes_of(job: Job, dataset: Dataset) -> tuple[int, ...]:
     if len(sizes) != len(job.data.weights):
         parts = "1 part" if len(sizes) == 1 else f"{len(sizes) or 'no'} parts"
         raise DataError(
-            f"data.weights has {len(job.data.weights)} numbers, and data.dataset = {job.data.dataset!r} has "
-            f"{parts}; give each part a weight, or leave data.weights out (elastic.data.mixture:Mixture "
-            "makes one dataset of several parts)"
+            f"data.weights has {len(job.data.weights)} numbers, and data.dataset = "
+            f"{job.data.dataset!r} has {parts}; give each part one weight, or leave data.weights out "
+            "(elastic.data.mixture:Mixture makes one dataset of several parts)"
         )
     return sizes
 
@@ -298,9 +299,9 @@ def _readers_of(job: Job, section: str) -> Readers | None:
         return None
     if job.data.dataset in job.objects().values():
         raise JobError(
-            f"data.readers = {job.data.readers}: each reader is a process that opens {_named(job, section)} "
-            "by its name, and this is code of a script or a notebook; put it into a module and import it "
-            "from there, or set data.readers = 0"
+            f"data.readers = {job.data.readers}: each reader is a process that opens "
+            f"{_named(job, section)} by its name, but this is code of a script or a notebook; put it "
+            "into a module and import it from there, or set data.readers = 0"
         )
     return Readers(job.data.readers, job.data.dataset, job.data.args, section)
 
@@ -451,7 +452,9 @@ def opened(job: Job, section: str = "data") -> Dataset:
         if unknown := unknown_argument(f"{section}.args", named, kind, job.data.args, error):
             raise DataError(unknown) from error
         given = without_secrets("data.args", job.data.args)
-        raise DataError(f"{_failed(job, error, section)}; mend it, or {section}.args = {given}") from error
+        raise DataError(
+            f"{_failed(job, error, section)}; correct the dataset, or {section}.args = {given}"
+        ) from error
 
 
 def lengths_of(job: Job, dataset: Dataset) -> Lengths:
@@ -476,12 +479,12 @@ def lengths_of(job: Job, dataset: Dataset) -> Lengths:
             raise
         except Exception as error:  # the user's code, which may raise anything
             raise DataError(
-                f"{_failed(job, error)}; mend its lengths(), or leave data.group_by_length out"
+                f"{_failed(job, error)}; correct its lengths(), or leave data.group_by_length out"
             ) from error
         if len(found) != len(ids):
             raise DataError(
-                f"data.dataset: lengths() returned {len(found)} numbers for {len(ids)} ids; it must return "
-                "one for each"
+                f"data.dataset: lengths() returned {len(found)} numbers for {len(ids)} ids; it must "
+                "return one number for each id"
             )
         return found
 
@@ -496,8 +499,8 @@ def fingerprint_of(job: Job, dataset: Dataset, section: str = "data") -> str:
         raise
     except Exception as error:  # the user's code, which may raise anything
         raise DataError(
-            f"{_failed(job, error, section)}; give it a fingerprint(): equal where the samples are, and "
-            "only there"
+            f"{_failed(job, error, section)}; give it a fingerprint() that is equal if and only if the "
+            "samples are equal"
         ) from error
 
 
@@ -530,9 +533,9 @@ def expect_same_samples(session: Session, build: Build) -> None:
     ):
         if now != then:
             raise JobError(
-                f"{section}.dataset = {session.job.data.dataset!r}: fingerprint() returned {then} first, "
-                f"and {now} now; let it depend on the samples alone, not on the time, random numbers, id() "
-                "or hash() of a text"
+                f"{section}.dataset = {session.job.data.dataset!r}: fingerprint() returned {then} "
+                f"first, and {now} now; it must depend on the samples alone, not on the time, random "
+                "numbers, id() or hash() of a text"
             )
 
 
@@ -541,8 +544,10 @@ def unlike_held_out(session: Session) -> list[str]:
     if not held_out_of(session).startswith(f"{fingerprint_of(session.job, session.loader.dataset)}, "):
         return []
     return [
-        "validation.args: these are the samples that are trained on, so the loss on them says little; hold "
-        "others out"
+        (
+            "validation.args: these samples are the training samples, so their loss says little; hold out "
+            "other samples"
+        )
     ]
 
 

@@ -211,7 +211,7 @@ class Step:
         with self._failure:
             self._expect(
                 not self.begun,
-                "its microbatches are run twice; call step.run(), or iterate over step.batches(), once",
+                "the microbatches are run twice; call step.run() once, or iterate over step.batches() once",
             )
             self.begun = True
             rounds = self._microbatches()

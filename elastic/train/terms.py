@@ -30,9 +30,9 @@ def wrong_count(named: str, count: float, where: str = "") -> str:
     """
     where = f": {where}" if where else ""
     return (
-        f"{named}{where} returned the count {count:.9g}, and a count is a number of terms: a whole number, "
-        "0 or more; of a loss with weights return the weighted sum and the number of its terms, with "
-        "weights that have a mean of about 1"
+        f"{named}{where} returned the count {count:.9g}, but a count is a number of terms: a whole "
+        "number, 0 or more; for a loss with weights return the weighted sum and the number of terms, "
+        "with weights whose mean is about 1"
     )
 
 
@@ -63,8 +63,9 @@ def expect_sum(named: str, returned: Any, model: str) -> tuple[torch.Tensor, tor
                 raise LossError(wrong_count(named, float(count)))
             if torch.is_grad_enabled() and not loss.requires_grad:
                 raise LossError(
-                    f"{named} returned a sum without a gradient: it was detached, computed without "
-                    f"gradients, or no parameter of {model!r} that it depends on requires one"
+                    f"{named} returned a sum without a gradient: the sum was detached, was computed "
+                    f"without gradients, or depends on no parameter of {model!r} that requires a "
+                    "gradient"
                 )
             return loss, count
         case tuple() | list():

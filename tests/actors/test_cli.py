@@ -497,22 +497,22 @@ def test_a_loss_may_count_with_a_number(tmp_path: Path, monkeypatch: pytest.Monk
         (
             "afile",
             (
-                "is not a folder that this user can write (FOLDER/afile: Not a directory); name one that "
-                "is, or a URL such as s3:"
+                "is not a folder in which this user can write (FOLDER/afile: Not a directory); name "
+                "another folder, or a URL such as s3:"
             ),
         ),
         (
             "afile/below",
             (
-                "is not a folder that this user can write (FOLDER/afile: Not a directory); name one that "
-                "is, or a URL"
+                "is not a folder in which this user can write (FOLDER/afile: Not a directory); name "
+                "another folder, or a URL"
             ),
         ),
         (
             "/proc/nope",
             (
-                "is not a folder that this user can write (/proc: No such file or directory); name one that "
-                "is, or a URL"
+                "is not a folder in which this user can write (/proc: No such file or directory); "
+                "name another folder, or a URL"
             ),
         ),
         (

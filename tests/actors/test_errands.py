@@ -348,7 +348,7 @@ def test_a_spare_that_is_seated_drops_its_validation_which_stays_owed(tmp_path: 
     chaos = trial(job, seats)
     assert chaos.result.state == "Finished" and seats.killed
     logs = "".join(path.read_text() for path in (tmp_path / "bucket" / "seated" / "logs").rglob("*.log"))
-    assert "the validation of step 4 of generation 1 is dropped: there is something else to do" in logs
+    assert "the validation of step 4 of generation 1 is dropped: the worker is needed for training" in logs
     expected = by_members(tmp_path / "alone", 60)
     found = {step: loss / count for step, (loss, count) in scores(job).items()}
     assert {4, 60} <= found.keys() and found == {step: expected[step] for step in found}

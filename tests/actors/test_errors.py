@@ -175,8 +175,8 @@ def test_l9_a_loss_that_returns_a_mean_is_refused_before_the_first_step(
     assert main(["train", str(tmp_path / "job.toml")]) == 1
     shown = capsys.readouterr().out
     assert (
-        "loss = 'tests.train.test_contract:mean_and_one': of 4 samples it returns the count 1, and of their "
-        "halves 1 and 1"
+        "loss = 'tests.train.test_contract:mean_and_one': for 4 samples it returns the count 1, but "
+        "the two halves have the counts 1 and 1"
     ) in shown
     assert "two scalars, the sum over the terms of the microbatch and their number, not a mean" in shown
     assert (

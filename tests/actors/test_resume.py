@@ -71,7 +71,7 @@ def assert_put_away(job: Job, version: Version, lines: list[Line]) -> None:
     folder = Run.open(job).checkpoints.folder(version)
     assert f"the checkpoint of {version} is damaged" in told(lines)
     assert f"{folder}/shard-00000-of-00001.safetensors" in told(lines), "the object is named"
-    assert "takes its place" in told(lines) and "Traceback" not in told(lines)
+    assert "is used instead" in told(lines) and "Traceback" not in told(lines)
     assert "is damaged" in json.loads((Path(job.bucket) / folder / "DAMAGED.json").read_text())["reason"]
     assert next(line.step for line in lines if isinstance(line, StepLine)) == 2 * SAVE_EVERY + 1
 
@@ -118,7 +118,7 @@ def test_when_all_are_damaged_it_begins_again(damaged: tuple[Job, Version], undi
     lines: list[Line] = []
     assert run_local(job, lines.append)[0] == "Finished"
     assert told(lines).count("the checkpoint of") == 3
-    assert "there is none before it" in told(lines)
+    assert "there is no earlier checkpoint" in told(lines)
     assert exported_hash(job) == undisturbed_hash
 
 
@@ -193,7 +193,7 @@ def test_a_small_file_of_the_newest_checkpoint_is_damaged(
         and f"the checkpoint of {version} is damaged ({folder / 'index.jsonl'}" in again
     )
     assert (
-        "the one of step 4 of generation 1 takes its place" in again
+        "the checkpoint of step 4 of generation 1 is used instead" in again
         and ("from step 4 of generation 1 (bucket)") in again
     )
     assert "index.jsonl is damaged" in json.loads((folder / "DAMAGED.json").read_text())["reason"]

@@ -200,7 +200,7 @@ def test_a_checkpoint_is_damaged_when_it_is_needed_and_clocks_differ(tmp_path: P
     assert [
         text
         for text in told
-        if f"the checkpoint of {damaged} is damaged" in text and "takes its place" in text
+        if f"the checkpoint of {damaged} is damaged" in text and "is used instead" in text
     ], told
     assert (struck.result.state, struck.hash) == ("Finished", exported_hash(reference))
     assert [(each.tier, each.step) for each in formed(run.records())][1] == ("bucket", damaged.step)

@@ -38,7 +38,7 @@ def test_a_worker_on_the_gpu_of_another_process_is_replaced(tmp_path: Path) -> N
         run = trial(job, hash_it=False)
     said = "\n".join(line.text for line in run.lines if isinstance(line, Sentence)) + run.result.reason
     where = (
-        "it computes on GPU-a1a1a1a1-a1a1-a1a1-a1a1-a1a1a1a1a1a1, and Ray gave it "
+        "the worker computes on GPU-a1a1a1a1-a1a1-a1a1-a1a1-a1a1a1a1a1a1, but Ray gave it "
         "GPU-a0a0a0a0-a0a0-a0a0-a0a0-a0a0a0a0a0a0"
     )
     assert f"w1 did not start ({where}" in said and f"w2 did not start ({where}" in said, said

@@ -467,8 +467,8 @@ def test_a_damaged_checkpoint_is_put_aside_for_the_one_before() -> None:
     play.here("w1", "w2")
     reason = play.tell(ev.Broken(W1, 2, 20, "damaged", "digest of shard-0 differs", version=Version(20, 1)))
     assert reason.startswith(
-        "the checkpoint of step 20 of generation 1 is damaged (w1: digest of shard-0 differs): the one of "
-        "step 10"
+        "the checkpoint of step 20 of generation 1 is damaged (w1: digest of shard-0 differs): the "
+        "checkpoint of step 10"
     )
     assert play.did(Quarantine) == [Quarantine(Version(20, 1), "w1: digest of shard-0 differs")]
     play.tell(ev.Broken(W2, 2, 20, "damaged", "digest of shard-0 differs", version=Version(20, 1)))

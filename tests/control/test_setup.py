@@ -260,7 +260,9 @@ def test_workers_that_were_started_together_count_once() -> None:
     play.tell(ev.Capacity(4))
     for worker in ("w1", "w2", "w3"):
         play.tell(of(worker, "n1", "GPU-a"))
-    play.tell(ev.StartFailed(WorkerId("w4"), "it computes on GPU-a, and Ray gave it GPU-d", NodeId("n1")))
+    play.tell(
+        ev.StartFailed(WorkerId("w4"), "the worker computes on GPU-a, but Ray gave it GPU-d", NodeId("n1"))
+    )
     assert not play.run.cluster.refused
     play.later(3)
     play.tell(ev.Capacity(3))
@@ -276,7 +278,9 @@ def test_a_process_on_the_wrong_gpu_is_replaced_and_then_its_node_is_refused() -
         play.tell(ev.Capacity(1))
         play.later(3)
         misset = NodeId("n1") if worker != "w2" else None  # whatever else stopped it is not counted
-        play.tell(ev.StartFailed(WorkerId(worker), "it computes on GPU-a, and Ray gave it GPU-b", misset))
+        play.tell(
+            ev.StartFailed(WorkerId(worker), "the worker computes on GPU-a, but Ray gave it GPU-b", misset)
+        )
         assert bool(play.run.cluster.refused) == refused
     play.tell(ev.StartFailed(WorkerId("w90"), "never asked for", NodeId("n2")))
     play.tell(ev.StartFailed(WorkerId("w91"), "never asked for", NodeId("n2")))

@@ -193,7 +193,7 @@ def test_the_code_of_a_job_is_that_of_its_parts_too(tmp_path: Path) -> None:
     [
         (
             {"dataset": SUMS, "weights": [1, 2]},
-            f"data.weights has 2 numbers, and data.dataset = '{SUMS}' has no parts; give each part a",
+            f"data.weights has 2 numbers, and data.dataset = '{SUMS}' has no parts; give each part one",
         ),
         (
             {"dataset": "elastic.data.mixture:Mixture", "args": {"parts": [part(64, 0)]}, "weights": [1, 2]},

@@ -189,21 +189,15 @@ class Wrong(Skewed):
         ),
         (
             {"dataset": f"{__name__}:Wrong", "args": {"how": "few"}},
-            r"lengths\(\) returned 0 numbers for 1 ids; it must return one for each",
+            r"lengths\(\) returned 0 numbers for 1 ids; it must return one number for each id",
         ),
         (
             {"dataset": f"{__name__}:Wrong", "args": {"how": "none"}},
-            (
-                r"failed with TypeError: .*; mend its "
-                r"lengths\(\), or leave"
-            ),
+            (r"failed with TypeError: .*; correct its lengths\(\), or leave"),
         ),
         (
             {"dataset": f"{__name__}:Wrong", "args": {"how": "raises"}},
-            (
-                r"failed with ZeroDivisionError: .*; "
-                r"mend its lengths\(\)"
-            ),
+            (r"failed with ZeroDivisionError: .*; correct its lengths\(\)"),
         ),
     ],
 )

@@ -422,6 +422,6 @@ def test_weight_decay_in_the_gradient_is_refused() -> None:
 @pytest.mark.fast
 def test_a_model_without_matrices_in_blocks_is_refused() -> None:
     job = small_job("/nowhere", optim={"kind": "muon"})
-    with pytest.raises(ModelError, match="inside the model's blocks, and there are none"):
+    with pytest.raises(ModelError, match="inside the model's blocks, and the model has none"):
         tensors_of(torch.nn.Linear(3, 3), rule_of(job))
     assert tensors_of(builder_of(job)(**job.model_args), rule_of(job)), "the control"

@@ -443,8 +443,8 @@ def test_a_folder_that_is_missing_is_refused_before_the_first_step(tmp_path: Pat
 def test_a_folder_in_memory_is_refused(tmp_path: Path) -> None:
     """Every Linux has one, /dev/shm.  The control: the folder of this test, which is on a disk."""
     why = (
-        r"offload_folder = '/dev/shm/.*' is a tmpfs on .*: its files are in the memory that they should "
-        r"spare; name a folder of"
+        r"offload_folder = '/dev/shm/.*' is a tmpfs on .*: files in it take memory, which offload "
+        r"should save; name a folder of"
     )
     with TemporaryDirectory(dir="/dev/shm") as folder, pytest.raises(JobError, match=why):
         run_local(in_files(tmp_path, offload_folder=folder), lambda line: None)

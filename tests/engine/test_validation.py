@@ -258,7 +258,7 @@ def test_held_out_samples_are_compared_with_those_of_the_training(tmp_path: Path
     """
     same = validating(tmp_path / "same", validation={"every": 2, "args": small_job("/nowhere").data.args})
     assert any(
-        "validation.args: these are the samples that are trained on" in note
+        "validation.args: these samples are the training samples" in note
         for note in preflight(same, local=True).notes
     )
     assert not any(
@@ -267,14 +267,11 @@ def test_held_out_samples_are_compared_with_those_of_the_training(tmp_path: Path
     longer = {**HELD_OUT, "args": {"samples": 50, "seq_len": 24}}
     with pytest.raises(
         DataError,
-        match=(
-            r"^validation\.dataset: a batch has 'tokens' \[2, 25\] of int64, "
-            r"and one that is trained on has"
-        ),
+        match=(r"^validation\.dataset: a batch has 'tokens' \[2, 25\] of int64, but a training batch has"),
     ):
         preflight(validating(tmp_path / "longer", validation=longer, compile=True), local=True)
     preflight(validating(tmp_path / "eager", validation=longer), local=True)
-    with pytest.raises(DataError, match=r"a batch has 'now' .* make them alike, since the loss gets both"):
+    with pytest.raises(DataError, match=r"a batch has 'now' .* make both the same, since the loss gets both"):
         preflight(
             validating(tmp_path / "keys", validation=HELD_OUT | {"dataset": f"{__name__}:Other"}), local=True
         )

@@ -55,8 +55,8 @@ def test_samples_longer_than_the_positions_are_refused_before_a_worker_starts(
 ) -> None:
     """The control: samples as long as the positions."""
     said = (
-        r"^seq_len = 17 of the dataset is longer than any sequence .* positions for, 16; lower it to 16, "
-        r"or raise length, .* to 17$"
+        r"^seq_len = 17 of the dataset is longer than the longest sequence of the model, 16; lower "
+        r"data\.args\.seq_len to 16, or raise length, .* to 17$"
     )
     with pytest.raises(ModelError, match=said):
         preflight(job_on(tokens, tmp_path, model, 17))

@@ -226,7 +226,10 @@ def test_a_branch_that_forgets_says_how_many_samples_are_read_again(tmp_path: Pa
         job, run = ended(tmp_path, {strange: math.nan}, steps=4, name=action)
         lines, told = (
             list[Line](),
-            f"spikes.action = 'forget': what {run.newest()} has in quarantine is read again, 2 samples",
+            (
+                f"spikes.action = 'forget': samples that are in quarantine in {run.newest()} are read "
+                "again (2 samples)"
+            ),
         )
         words: dict[str, Any] = {"local": True, "show": lines.append}
         later = job.replace(steps=5, spikes={"action": action, "window": WINDOW})

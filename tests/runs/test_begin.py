@@ -219,7 +219,7 @@ def test_a_local_run_whose_folder_is_deleted_says_so(tmp_path: Path, deleted: bo
             shutil.rmtree(tmp_path / "toy") if deleted else Run.find(job).claim("elsewhere")
 
     why = (
-        r"toy/owner/000001\.json, this command's claim, is gone"
+        r"this command's claim, .*toy/owner/000001\.json, is missing"
         if deleted
         else "another command has taken this run over"
     )

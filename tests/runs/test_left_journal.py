@@ -232,7 +232,8 @@ def test_a_journal_that_cannot_be_read_stops_neither_the_run_nor_a_way_back(
     said: list[Line] = []
     assert run_local(run.job, said.append)[0] == "Finished"
     assert (
-        "the metrics of earlier steps that only the journal has are lost, since it cannot be read: an object"
+        "the journal cannot be read, so metrics of earlier steps that are only in the journal are "
+        "lost: an object"
     ) in told(said)
     resume.rewind(Run.look(run.job.replace(**FAST), branch=True), 0.0, Version(4, 1))
     assert Run.find(run.job).newest() == Version(4, 1)

@@ -242,8 +242,8 @@ def test_evaluate_says_that_it_measures_what_was_trained_on(
     """
     path = write(tmp_path / "job.toml", asked(kept).replace(validation={}))
     said = (
-        "note: validation.args: these are the samples that are trained on, so the loss on them says little; "
-        "hold others out"
+        "note: validation.args: these samples are the training samples, so their loss says little; "
+        "hold out other samples"
     )
     assert main(["evaluate", path]) == 0
     shown = " ".join(capsys.readouterr().out.split())

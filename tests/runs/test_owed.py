@@ -295,7 +295,9 @@ def test_what_fails_is_counted_and_given_up_aloud(capsys: pytest.CaptureFixture[
     (debt,) = owed.debts(run)
     said = [owed.failed(run, debt, Failure("its process died", died=True)) for _ in range(DEATHS - 3)]
     said += [owed.failed(run, debt, Failure("no such thing")) for _ in range(2)]
-    assert {text.rpartition("; ")[2] for text in said} == {"again soon"} and not owed.debts(run)[0].given_up
+    assert {text.rpartition("; ")[2] for text in said} == {"the run tries again soon"} and not owed.debts(
+        run
+    )[0].given_up
     assert owed_command.owed(run.job, pay=False) == 0 and "owed" in capsys.readouterr().out
     assert "given up after 10 attempts" in owed.failed(run, debt, Failure("no such thing"))
     (given_up,) = owed.debts(run)

@@ -117,7 +117,7 @@ def test_values_that_differ_between_workers_are_refused_or_taken_from_the_first(
     """
     said = ranks.run(Layout(2, 1), refused, job_of(tmp_path, "chance"))
     assert all(
-        "gives other values for 'mix.weight' on some workers than on the first one (and 0 more)" in each
+        "gives 'mix.weight' other values on some workers than on the first worker (and 0 more)" in each
         for each in said
     ), said
     (first, _), (second, _) = ranks.run(

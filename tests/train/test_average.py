@@ -184,7 +184,7 @@ def test_without_an_average_none_is_given(tmp_path: Path) -> None:
         ),
     ):
         export(job, tmp_path / "out", None, average=True)
-    with pytest.raises(JobError, match=r"--average: .* since optim\.average = 0; leave it out"):
+    with pytest.raises(JobError, match=r"--average: .* since optim\.average = 0; leave --average out"):
         evaluate_here(job, average=True)
     with pytest.raises(JobError, match=r"optim\.average = 1\.0 must be less than 1"):
         averaged_job(tmp_path, 1.0)

@@ -31,8 +31,8 @@ from tests.support.toys import SMALL, Sums, own, small_job, toy_job
 HERE = "tests.train.test_contract"
 Batch = dict[str, Tensor]
 MEAN = (
-    r"of 4 samples it returns the loss 3\.\d+, and of their halves 3\.\d+ and 3\.\d+, of which that is "
-    r"the mean; "
+    r"for 4 samples it returns the loss 3\.\d+, the mean of the losses of the two halves \(3\.\d+ and "
+    r"3\.\d+\), not their sum; "
 )
 
 
@@ -158,16 +158,16 @@ def lines(job: Job) -> list[StepLine]:
             "mean_and_one",
             {},
             (
-                r"of 4 samples it returns the count 1, and of their halves 1 and 1, which is "
-                r"more"
+                r"for 4 samples it returns the count 1, but the two halves have the counts 1 and 1, "
+                r"which is more"
             ),
         ),
         (
             "mean_and_one",
             {"microbatch": 1},
             (
-                r"of 2 samples \(one, twice\) it returns the count 1, and of "
-                r"their halves 1 and 1"
+                r"for 2 samples \(one, twice\) it returns the count 1, but the two halves have the "
+                r"counts 1 and 1"
             ),
         ),
         ("mean_and_count", {}, MEAN),
@@ -222,8 +222,8 @@ def test_a_loss_that_cannot_end_a_validation_is_refused_before_the_first_step(
     with pytest.raises(
         ModelError,
         match=(
-            r"validation.samples = 10: its last microbatch has 2 of 4 samples, "
-            r".* take a multiple of 4"
+            r"validation.samples = 10: its last microbatch has 2 of 4 samples, .* set "
+            r"validation.samples to a multiple of 4"
         ),
     ):
         run_local(job, lambda line: None)
@@ -263,8 +263,8 @@ NO_COUNT = [
     ("not_a_number", "nan"),
 ]
 TERMS = (
-    "a count is a number of terms: a whole number, 0 or more; of a loss with weights return the weighted "
-    "sum and the number of its terms, with weights that have a mean of about 1"
+    "a count is a number of terms: a whole number, 0 or more; for a loss with weights return the "
+    "weighted sum and the number of terms, with weights whose mean is about 1"
 )
 
 
@@ -279,7 +279,7 @@ def test_l9_a_count_that_is_no_number_of_terms_is_refused_before_the_first_step(
     with pytest.raises(
         LossError,
         match=(
-            rf"^loss = '{HERE}:{loss}'.* returned the count {count}, and "
+            rf"^loss = '{HERE}:{loss}'.* returned the count {count}, but "
             rf"{TERMS}$"
         ),
     ):
@@ -328,7 +328,7 @@ def test_l9_a_count_that_is_no_number_of_terms_in_a_later_step_ends_the_run(tmp_
     shown, job = list[Any](), small_job(tmp_path, loop=f"{HERE}:later", steps=3)
     said = (
         rf"^loop = '{HERE}:later': step 2, microbatch 0, samples \[\d+, \d+\] returned the count \d+\.5, "
-        rf"and {TERMS}$"
+        rf"but {TERMS}$"
     )
     with pytest.raises(LossError, match=said):
         run_local(job, shown.append)
@@ -363,8 +363,8 @@ def test_l9_a_validation_says_so(tmp_path: Path) -> None:
         (
             8,
             (
-                r"the validation after step 1, samples \[0, 1, 2, 3\] returned the "
-                r"count \d+\.5, and a count is"
+                r"the validation after step 1, samples \[0, 1, 2, 3\] returned the count \d+\.5, but a "
+                r"count is"
             ),
         ),
     ):

@@ -234,7 +234,7 @@ def test_what_fails_is_tried_again_at_the_next_save_and_given_up_in_the_end(
         "samples of step 4",
         "samples of step 6",
     ]
-    assert all(text.endswith("again soon") for text in failed)
+    assert all(text.endswith("the run tries again soon") for text in failed)
     broken.unlink()
     longer = job.replace(steps=8)
     Run.look(longer, branch=True).branch(0.0)
@@ -310,13 +310,10 @@ class Pair(Own):
         (
             Pair(vocab=257),
             ["a"],
-            (
-                "Pair returns a tuple for tokens of shape .1, 1.; text can be written by a model that "
-                "returns logits"
-            ),
+            ("Pair returns a tuple for tokens of shape .1, 1.; samples need a model that returns logits"),
         ),
         (Own(vocab=29), ["a"], "'a' has the token 97, and the model knows 29; leave .samples. out"),
-        (Own(vocab=257), ["a", ""], "'' has no token that the model could continue"),
+        (Own(vocab=257), ["a", ""], "'' has no token, so the model has nothing to continue"),
     ],
 )
 def test_a_model_that_cannot_write_is_refused_before_a_worker_starts(

@@ -165,7 +165,7 @@ def test_a_job_file_is_told_without_its_data(tmp_path: Path, capsys: pytest.Capt
     for device_gb, whole in (("80", True), ("60", False)):
         line = said(capsys, file, "--precision", "bf16", "--workers.device-gb", device_gb)
         assert "if 4 of 8 workers share the state" in line
-        assert ("zero = 2: there is room" in line) is whole and (
+        assert ("zero = 2: a device has room" in line) is whole and (
             "16.1 GB of computing copies" in line
         ) is whole
     line = said(capsys, file, "--workers.device-gb", "8")
@@ -339,8 +339,8 @@ def test_a_compiled_reproducible_job_is_told_which_policy_it_must_name(
     line = said(capsys, str(file))
     told = re.search(
         (
-            rf"it does not fit with recompute = 'none': 8 workers with .* too few; {fits}; a "
-            r"compiled reproducible job must"
+            rf"it does not fit with recompute = 'none': 8 workers with .* too few; {fits}; set "
+            r"recompute by hand, since compile"
         ),
         line,
     )
@@ -348,8 +348,8 @@ def test_a_compiled_reproducible_job_is_told_which_policy_it_must_name(
     noted = [note for note in preflight(limited).notes if "recompute" in note]
     assert len(noted) == 1 and re.search(
         (
-            rf"^recompute = 'auto' keeps everything here.*{fits}; a compiled "
-            r"reproducible job must"
+            rf"^recompute = 'auto' keeps all activations with these settings.*{fits}; set recompute "
+            r"by hand, since compile"
         ),
         noted[0],
     )
@@ -363,7 +363,7 @@ def test_a_compiled_reproducible_job_is_told_which_policy_it_must_name(
         limited.replace(workers={"max": 8, "device_gb": 1e-5}),
     ):
         assert not unnamed_policy(other)
-    assert "must name it" not in said(capsys, str(file), "--workers.device-gb", "0.00001")
+    assert "set recompute by hand" not in said(capsys, str(file), "--workers.device-gb", "0.00001")
 
 
 def test_settings_with_which_a_job_fits_are_named_and_do_fit(

@@ -229,9 +229,9 @@ def test_this_machine_says_so_too() -> None:
 def test_a_worker_whose_counters_do_not_fit_is_refused_by_name() -> None:
     assert no_segment(SEGMENT) == ""
     assert no_segment(100) == (
-        "/dev/shm has 100 B left, and the counters of one worker take 4.1 kB of it; make it larger (on "
-        "Kubernetes an emptyDir with medium: Memory and a sizeLimit, mounted at /dev/shm; with docker "
-        "--shm-size), or remove what fills it"
+        "/dev/shm has 100 B left, and the counters of one worker take 4.1 kB of it; make /dev/shm "
+        "larger (on Kubernetes an emptyDir with medium: Memory and a sizeLimit, mounted at /dev/shm; "
+        "with docker --shm-size), or remove files from it"
     )
 
 
@@ -330,7 +330,7 @@ def test_a_degree_that_the_job_does_not_allow_is_no_way_out(
 ) -> None:
     """The control is the test above: the same devices are large enough if the job allows more shards."""
     job, tensors, device = of_device(changes, bytes_a_parameter)
-    with pytest.raises(JobError, match=r"^workers\.max = 4: even if \d of them share the state"):
+    with pytest.raises(JobError, match=r"^workers\.max = 4: even if \d workers share the state"):
         fitting_shard(job, tensors, device)
 
 

@@ -92,7 +92,7 @@ def test_a_signal_in_the_middle_of_an_update_costs_no_step(tmp_path: Path, signa
 
     state, reason, step = run_local(job, show)
     assert state == "Stopped"
-    half = "Ctrl-C in the middle of an update; the last save counts"
+    half = "Ctrl-C in the middle of an update; a later start goes on from the last save"
     assert (step, reason) == ((3, "Ctrl-C; saved at step 3") if signals == 1 else (2, half))
     shown.clear()
     assert run_local(job, shown.append)[0] == "Finished"

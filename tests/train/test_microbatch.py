@@ -141,8 +141,7 @@ def test_a_device_that_is_too_small_is_refused_before_a_worker_starts(tmp_path: 
         launch(job_of(tmp_path, workers={"max": 1, "device_gb": 1e-4}, **few), local=True)
     assert not Run.find(job_of(tmp_path)).latest_claim() and not (tmp_path / "toy" / "job.json").exists()
     fixes = (
-        "take devices with more memory, or raise workers.max or parallel.dp_shard, or set recompute to "
-        "'block'"
+        "use devices with more memory, or raise workers.max or parallel.dp_shard, or set recompute to 'block'"
     )
     with pytest.raises(
         JobError,
@@ -166,8 +165,8 @@ def test_the_memory_of_cpus_is_not_limited(tmp_path: Path) -> None:
     with pytest.raises(
         JobError,
         match=(
-            r"^microbatch = 'auto': the memory that a microbatch takes is not "
-            r"known \(.*\); name a number$"
+            r"^microbatch = 'auto': the memory that a microbatch takes is not known \(.*\); set "
+            r"microbatch to a number$"
         ),
     ):
         chosen(job, 10**9)

@@ -215,16 +215,13 @@ MISTAKES = {
     "loss is a mean and 1": (
         {"loss": "mean_and_one"},
         (
-            r"loss = '\S+': of 2 samples it returns the count 1, "
-            r"and of their halves 1 and 1"
+            r"loss = '\S+': for 2 samples it returns the count 1, but the two halves have the counts 1 "
+            r"and 1"
         ),
     ),
     "loss is detached": (
         {"loss": "detached"},
-        (
-            r"loss = '\S+:detached' returned a sum without a gradient: "
-            r"it was detached"
-        ),
+        (r"loss = '\S+:detached' returned a sum without a gradient: the sum was detached"),
     ),
     "loss is NaN": (
         {"loss": "not_a_number"},
@@ -324,7 +321,7 @@ MISTAKES = {
             r"correct the arguments"
         ),
     ),
-    "model has no init_weights": ({"model": "no_init"}, r"has no init_weights\(\) method; add one"),
+    "model has no init_weights": ({"model": "no_init"}, r"has no init_weights\(\) method; add a method"),
     "eps is 0 in the model's format": (
         {"model": "half"},
         (

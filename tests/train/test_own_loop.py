@@ -238,15 +238,12 @@ WRONG = [
     ("breaks_at_once", r"it ended after step 0 of 4; go through ctx\.steps\(\)"),
     (
         "breaks_within",
-        (
-            r"it was left within step 3; leave it after step\.commit\(\), or before the first "
-            r"batch"
-        ),
+        (r"it was left within step 3; leave the loop after step\.commit\(\), or before the first batch"),
     ),
     ("stops_without_a_word", r"ctx\.stop\(''\): say why in words"),
     ("never_steps", "it ended after step 0 of 4"),
     ("no_run", r"step 1: step\.commit\(\) before step\.run\(\); run the microbatches of the step first"),
-    ("runs_twice", "step 1: its microbatches are run twice"),
+    ("runs_twice", "step 1: the microbatches are run twice"),
     ("no_commit", r"step 1 is not committed; call step\.commit\(\), and do not skip a step"),
     ("commits_twice", r"step 1: step\.commit\(\) is called twice"),
     (
@@ -387,7 +384,10 @@ def test_a_bucket_that_is_down_ends_no_world_and_loses_no_effect(
     again.add(after.append)
     again.begin(2)
     again.committed(3)
-    assert (before, after) == ([1], []) and "is not known yet" in capsys.readouterr().out
+    assert (before, after) == (
+        [1],
+        [],
+    ) and "the bucket does not say yet for which steps" in capsys.readouterr().out
     store.down = False
     again.committed(4)
     again.close(broken=False)

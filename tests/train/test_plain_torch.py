@@ -237,9 +237,9 @@ REFUSED: dict[type, str] = {
         "changed the parameter 'head.weight' of|put another tensor in the place of the parameter "
         "'head.weight'"
     ),
-    Replaced: "put another tensor in the place of the parameter 'head.weight' of",
+    Replaced: "replaced the parameter 'head.weight' of",
     Thawed: (
-        "requires_grad of the parameter 'embed.weight' of .* is True now, and was False|changed the "
+        "requires_grad of the parameter 'embed.weight' of .* is True now, but was False|changed the "
         "parameter 'embed.weight'"
     ),
     Grown: "added the parameter 'more' to the model of",
@@ -343,13 +343,13 @@ class Reading(Net):
         ),
         (Adding, r"init_weights\(\) added 'table' to the model"),
         (Hooking, r"init_weights\(\) changed the hooks on the gradient of 'embed\.weight'"),
-        (Overlapping, r"'head\.weight' and 'tied' of .* are two tensors in the same memory"),
+        (Overlapping, r"'head\.weight' and 'tied' of .* are two tensors that share memory"),
         (Late, r"'head\.weight' of .* has no shape before the first forward pass"),
-        (Optimizing, r"'head\.weight' of .* has a hook that gets the gradient after it is added"),
+        (Optimizing, r"'head\.weight' of .* has a hook of register_post_accumulate_grad_hook"),
         (
             Orthogonal,
             (
-                r"the constructor makes 'head\.parametrizations\.weight\.0\.base' on a "
+                r"the constructor makes 'head\.parametrizations\.weight\.0\.base' on a real "
                 r"device.*use_trivialization=False"
             ),
         ),
@@ -418,10 +418,10 @@ def thawing(ctx: Any) -> None:
     ("loop", "said"),
     [
         (clamping, r"changed the parameter 'head\.weight'"),
-        (clipping, "uses or changes gradients of the parameters"),
+        (clipping, r"uses or changes parameter\.grad of"),
         (clamping_data, r"changed the parameter 'head\.weight'"),
         (clamping_later, r"changed the parameter 'head\.weight'"),
-        (thawing, r"requires_grad of the parameter 'head\.weight' .* is False now, and was True"),
+        (thawing, r"requires_grad of the parameter 'head\.weight' .* is False now, but was True"),
     ],
 )
 def test_a_loop_changes_no_parameter_either(tmp_path: Path, loop: Callable[[Any], None], said: str) -> None:

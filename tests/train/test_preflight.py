@@ -55,8 +55,8 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_model_with_too_small_a_vocabulary_is_refused(tmp_path: Path, text: Path) -> None:
     prepare(text, str(tmp_path / "data"), bpe=270)
     sentence = (
-        r"^the vocabulary of the model, 257, is smaller than that of the dataset, 270; set it to 270 "
-        r"or more in model_args$"
+        r"^the vocabulary of the model \(257\) is smaller than the vocabulary of the dataset \(270\); "
+        r"set it to 270 or more in model_args$"
     )
     with pytest.raises(ModelError, match=sentence):
         preflight(job_on(tmp_path, tmp_path / "data"))
@@ -135,10 +135,10 @@ def test_a_state_too_large_for_an_update_in_files_within_a_fence_is_told_of(
             f"deadlines.fence_s = 10 may be too short for an update of {part} GB of state in files, "
         ), sentence
         assert (
-            f"it takes {takes_s} s if the disk serves one worker, and as much more for each other worker of "
-            "the node"
+            f"it takes {takes_s} s if the disk serves one worker, and the same time again for each "
+            "other worker of the node"
         ) in sentence
-        enough = float(sentence.partition("set it to ")[2].split()[0])
+        enough = float(sentence.partition("set deadlines.fence_s to ")[2].split()[0])
         assert told(large, enough, least=least) == [] != told(large, enough - 2, least=least)
 
 
@@ -227,22 +227,22 @@ def test_the_kernel_of_attention_is_told_and_must_fit_the_model(tmp_path: Path, 
     for wrong, said in [
         (
             {"documents": True},
-            "it does not keep documents apart, and data.args.documents = true; or set attention to 'auto'",
+            "it cannot keep documents apart, but data.args.documents = true; or set attention to 'auto'",
         ),
         (
             {"model_args": small | {"dropout": 0.1}},
-            "it has no dropout, and the model has some; or set attention to 'auto'",
+            "it supports no dropout, but the model has dropout; or set attention to 'auto'",
         ),
         (
             {"workers": {"gpus": 0}},
-            "it is for GPUs, and workers.gpus = 0; set it to 1; or set attention to 'auto'",
+            "it needs GPUs, but workers.gpus = 0; set workers.gpus to 1; or set attention to 'auto'",
         ),
         ({"precision": "fp32"}, "precision = 'fp32'; set it to 'bf16', or attention to 'auto'"),
         (
             {"documents": True, "model_args": small | {"dropout": 0.1}, "workers": {"gpus": 0}},
             (
-                "workers.gpus = 0; set it to 1; it has no dropout, and the model has some; it does not keep "
-                "documents apart, and data.args"
+                "workers.gpus = 0; set workers.gpus to 1; it supports no dropout, but the model has "
+                "dropout; it cannot keep documents apart, but data.args"
             ),
         ),
     ]:
@@ -525,10 +525,9 @@ def test_weights_of_blocks_that_do_not_multiply_in_fp8_are_told(tmp_path: Path, 
 
     (said,) = told(precision)
     assert said.startswith(
-        f"precision = '{precision}': 2,048 of 6,272 elements of weights in blocks multiply in fp8, those of "
-        "torch"
+        f"precision = '{precision}': 2,048 of 6,272 elements of weights in blocks multiply in fp8 (torch"
     )
-    assert said.endswith("others, such as 'blocks.0.experts', do so in bf16")
+    assert said.endswith("all others, such as 'blocks.0.experts', multiply in bf16")
     assert told(precision, model=f"{__name__}:Nosy", model_args={"calls": True}) == told("bf16") == []
 
 

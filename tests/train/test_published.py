@@ -191,7 +191,9 @@ def test_a_model_that_is_none_of_transformers_is_refused(
     """Nothing is written then.  The plain export has neither a config nor a note."""
     for name, model in (("own", "tests.support.toys:own"), ("derived", derived)):
         job = trained(tmp_path / name, model, {})
-        with pytest.raises(ElasticError, match=r"--transformers: model = .* has no equivalent there"):
+        with pytest.raises(
+            ElasticError, match=r"--transformers: model = .* has no equivalent in transformers"
+        ):
             export(job, tmp_path / "no", None, transformers=True)
         assert not (tmp_path / "no").exists()
         capsys.readouterr()
@@ -351,12 +353,12 @@ def test_a_model_with_one_of_transformers_in_it(
     assert there == [
         "model.safetensors",
         "optimizer.safetensors",
-    ] and "from_pretrained cannot open it" in " ".join(capsys.readouterr().out.split())
+    ] and "from_pretrained cannot open this export" in " ".join(capsys.readouterr().out.split())
     if args.keys() & {"more", "wider"}:
         said = (
             r"'scale' is outside of the LlamaForCausalLM"
             if "more" in args
-            else r"of its config has another 'lm_head.weight'"
+            else r"built from the config has no 'lm_head.weight', or one of another shape"
         )
         with pytest.raises(ElasticError, match=said):
             export(job, tmp_path / "named", None, transformers=True)
@@ -445,7 +447,7 @@ def test_what_trains_beside_adapters_is_told(
     capsys.readouterr()
     folder = exported(job, tmp_path / "out")
     said = " ".join(capsys.readouterr().out.split())
-    assert "'model.norm.weight' trains, too, and is not in the adapters of peft" in said
+    assert "'model.norm.weight' is trained, but is not part of peft's adapters" in said
     assert not list(folder.glob("adapter*"))
 
 

@@ -146,8 +146,7 @@ def test_a_run_and_a_node_are_bound_to_the_number_of_samples(tmp_path: Path) -> 
     with pytest.raises(
         JobError,
         match=(
-            r"the dataset has 60 samples, but the run .* was begun on 48 with "
-            r"the same fingerprint"
+            r"the dataset has 60 samples, but the run .* was begun on 48 samples with the same fingerprint"
         ),
     ):
         data.check(run, "numbers-1", 60)

@@ -100,8 +100,7 @@ def test_a_secret_is_refused_unless_an_environment_variable_names_it(
     assert main(["train", job_of(tmp_path, HUSH, HUSH), "--local"]) == 1
     shown = said(capsys)
     assert (
-        "model_args.api_key is a secret, and would stand in toy/job.json in the bucket for everybody who "
-        "reads it; write "
+        "model_args.api_key is a secret, and everybody could read it in toy/job.json in the bucket; write "
     ) in shown
     assert (
         "write model_args.api_key = '${API_KEY}', and set that environment variable" in shown
@@ -114,7 +113,7 @@ def test_a_secret_is_refused_unless_an_environment_variable_names_it(
         assert (
             main(["train", job_of(tmp_path, "${API_KEY}", "${API_KEY}", **{section: HUSH}), "--local"]) == 1
         )
-        assert f"{section}.args.{name} is a secret, and would stand in " in said(capsys)
+        assert f"{section}.args.{name} is a secret, and everybody could read it in " in said(capsys)
     assert not (tmp_path / "bucket").exists()
 
     path = job_of(tmp_path, "${API_KEY}", "${API_KEY}")
@@ -155,7 +154,10 @@ def test_a_run_that_an_older_release_has_begun_with_a_secret_goes_on(
 
 def test_a_run_that_was_begun_with_a_secret_in_a_list_goes_on(tmp_path: Path) -> None:
     """The control: another list."""
-    for first, told in (("hush", "stands in toy/job.json"), ("hash", "would stand in toy/job.json")):
+    for first, told in (
+        ("hush", "stands in toy/job.json"),
+        ("hash", "everybody could read it in toy/job.json"),
+    ):
         args = {"parts": [{"pwd": "hush"}, {"pwd": first}]}
         job = toy_job(tmp_path, data={"dataset": "tests.support.toys:Sums", "args": args})
         if first == "hush":
@@ -180,9 +182,9 @@ def test_a_bucket_whose_url_has_a_password_is_refused(
         )
         assert main(["train", str(path), "--local"]) == code
         shown = said(capsys)
-        assert ("bucket has a secret in it, and would stand in toy/job.json in the bucket" in shown) is bool(
-            password
-        )
+        assert (
+            "bucket has a secret in it, and everybody could read it in toy/job.json in the bucket" in shown
+        ) is bool(password)
         assert HUSH not in shown
 
 
@@ -285,7 +287,7 @@ def test_a_text_of_a_known_form_is_refused_whatever_its_name(value: str) -> None
     for args in ({"path": value}, {"paths": ["/data", value]}, {"reader": {"of": [{"path": f"{value}"}]}}):
         said = found_in({"data": {"dataset": "tests.support.toys:Sums", "args": args}})
         assert (
-            "is a secret, and would stand in toy/job.json" in said
+            "is a secret, and everybody could read it in toy/job.json" in said
             and value not in said
             and "${PATH}" not in said
         )

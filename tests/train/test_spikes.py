@@ -427,8 +427,8 @@ def test_g1_no_branch_and_no_fork_forgets_the_quarantine_unasked(tmp_path: Path)
         launch, local=True, show=lambda line: said.append(line.text) if isinstance(line, Sentence) else None
     )
     refused = (
-        r"^spikes.action = 'none' would read again what step 4 of generation 1 has in quarantine, 2 "
-        r"samples; .* 'warn', .* 'forget'"
+        r"^spikes.action = 'none' would read samples again that are in quarantine in step 4 of "
+        r"generation 1 \(2 samples\); .* 'warn' .* 'forget'"
     )
     for words in ({"branch": True}, {"resume": 4}):
         with pytest.raises(JobError, match=refused):

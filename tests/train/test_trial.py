@@ -260,10 +260,7 @@ def loss_with_a_memory(model: nn.Module, batch: Batch) -> Any:
         (
             Net,
             {"loss": f"{HERE}:loss_with_a_memory", "reproducible": False},
-            (
-                r"otherwise once another one "
-                r"was computed"
-            ),
+            (r"another result after a second microbatch was computed"),
         ),
         (Drawing, {}, r"changes 'draws' of .* with each microbatch"),
         (Averaging, {}, r"changes 'seen' of .* with each microbatch"),
@@ -271,10 +268,7 @@ def loss_with_a_memory(model: nn.Module, batch: Batch) -> Any:
         (
             Net,
             {"loss": f"{HERE}:loss_with_a_memory"},
-            (
-                r"otherwise once another one was computed .* "
-                r"something outside of the model"
-            ),
+            (r"another result after a second microbatch was computed .* something outside of the model"),
         ),
         (Tabled, {}, r"'table': a tensor in a plain attribute has no values.*; 'others': modules in a list"),
         (Twice, {}, r"used 'norm' of .* 2 times"),

@@ -311,9 +311,13 @@ class _Local:
         except KeyboardInterrupt as interrupt:
             asked = str(interrupt) or "Ctrl-C"
             if self._is_harmed():
-                return "Stopped", f"{asked} in the middle of an update; the last save counts", self.step
+                return (
+                    "Stopped",
+                    f"{asked} in the middle of an update; a later start goes on from the last save",
+                    self.step,
+                )
             self.show_sentence(
-                f"{asked}: the run stops after a save; another Ctrl-C ends this command without it"
+                f"{asked}: the run stops after a save; press Ctrl-C again to end this command without a save"
             )
             self._save(state, stops=True)
             return "Stopped", f"{asked}; saved at step {self.step}", self.step
@@ -471,9 +475,9 @@ class _Local:
             except Damaged as error:
                 self.saved.remove(version)
                 before = (
-                    f"the one of {max(self.saved)} takes its place"
+                    f"the checkpoint of {max(self.saved)} is used instead"
                     if self.saved
-                    else "there is none before it"
+                    else "there is no earlier checkpoint"
                 )
                 self.show_sentence(f"the checkpoint of {version} is damaged ({error}): {before}")
                 self.run.checkpoints.quarantine(version, str(error))
@@ -489,8 +493,8 @@ class _Local:
             store_journaled(self.run, self.lineage)
         except Damaged as error:
             self.show_sentence(
-                "the metrics of earlier steps that only the journal has are lost, since it cannot be read: "
-                f"{error}"
+                "the journal cannot be read, so metrics of earlier steps that are only in the journal "
+                f"are lost: {error}"
             )
 
     def _committed(self, outcome: Outcome, work: Work, metrics: Metrics) -> None:
@@ -543,7 +547,8 @@ class _Local:
                 return False
             where = f"bucket = {self.session.job.bucket!r}"
             raise PlatformGaveUp(
-                f"the save of {version} to {where} failed: {error}; mend that, and the same command resumes"
+                f"the save of {version} to {where} failed: {error}; correct this, and give the "
+                "same command again to resume the run"
             ) from error
         return True
 
@@ -578,10 +583,12 @@ class _Local:
                 state.guard.check()
             self._save(state, stops=True)
         except Exception as failed:  # the error of the job is what the user must hear of
-            self.show_sentence(f"step {self.step} is not saved ({failed}); the last save counts")
+            self.show_sentence(
+                f"step {self.step} is not saved ({failed}); a later start goes on from the last save"
+            )
         else:
             self.show_sentence(
-                f"step {self.step} is saved; an error of the job ends the run in the step after it"
+                f"step {self.step} is saved; the next step fails with an error of the job, which ends the run"
             )
 
     def _check_claim(self, version: Version) -> None:
@@ -592,8 +599,8 @@ class _Local:
         if (latest := owner["incarnation"] if owner else 0) < self.incarnation:
             gone = self.run.store.full_name(f"{self.run.job.name}/owner/{self.incarnation:06d}.json")
             raise Refused(
-                f"{gone}, this command's claim, is gone: somebody has deleted it, or the run's folder; "
-                f"{version} is not saved, and this command ends"
+                f"this command's claim, {gone}, is missing: somebody has deleted it, or the run's "
+                f"folder; {version} is not saved, and this command ends"
             )
         # somebody may have deleted the run, and begun it anew
         if latest != self.incarnation or not alone.is_ours(owner):
@@ -610,8 +617,8 @@ class _Local:
                     said = pay(self.run, self.run.job, debt)[0]
                 except (Unavailable, OSError) as error:
                     said = (
-                        f"{debt} is not done: {error}; it is tried again at the next save, and `elastic "
-                        "owed --pay` does it"
+                        f"{debt} failed: {error}; this command tries again at the next save; by hand: "
+                        "`elastic owed --pay`"
                     )
                 self.show_sentence(said)
 

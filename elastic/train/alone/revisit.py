@@ -91,8 +91,8 @@ def validate_here(
         if average:
             if not state.optimizer.rule.averages:
                 raise JobError(
-                    f"--average: {run.job.name} keeps no average of the weights, since optim.average = 0; "
-                    "leave it out"
+                    f"--average: {run.job.name} keeps no average of the weights, since optim.average = "
+                    "0; leave --average out"
                 )
             state.evaluate_averages()
         return version, validate(session, state, fence, version.step), held_out_of(session)
@@ -132,8 +132,8 @@ def rerun_here(job: Job, which: int | str, *, accept_code: bool = False) -> Agai
         newest = run.newest()
         raise JobError(
             f"--step {which}: {run.job.name} makes the steps 1 to {run.job.steps}, and its newest "
-            f"checkpoint is of step {newest.step if newest else 0}; name one that has a checkpoint of the "
-            "step before it"
+            f"checkpoint is of step {newest.step if newest else 0}; name a step that follows a step "
+            "with a checkpoint"
         )
     if (newest_known := run.state().generation) < made.generation:
         raise JobError(
@@ -146,9 +146,7 @@ def rerun_here(job: Job, which: int | str, *, accept_code: bool = False) -> Agai
         before = version_at(run, str(step - 1)) if step > 1 and generation is None else Version(0, 0)
         version = before if step == 1 or generation is None else version_before(run, step, generation)
     except JobError as error:
-        raise JobError(
-            f"--step {which}: it is computed from the checkpoint of step {step - 1}: {error}"
-        ) from None
+        raise JobError(f"--step {which}: rerun needs the checkpoint of step {step - 1}: {error}") from None
     with _restored(run, job, its.replace(watch=watched, faults=()), version, made, its, accept_code) as (
         session,
         state,
@@ -236,7 +234,7 @@ class Interruptible(ApplyFence):
 
     def __enter__(self) -> Member:
         if self._interrupted():
-            raise FencedOff("there is something else to do")
+            raise FencedOff("the worker is needed for training")
         return super().__enter__()
 
 

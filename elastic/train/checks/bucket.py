@@ -40,7 +40,7 @@ def check_bucket(job: Job) -> list[str]:
         shown = error.object if "…" in error.object else job.bucket
         raise Unavailable(f"bucket = {shown!r}: {error.object}", *error.args[1:]) from error
     late = f"{named} lists a new object only {late_s:.1f} s after it was written"
-    return [f"{late}; each start waits until what was written before it is listed"] if late_s else []
+    return [f"{late}; so each start waits until earlier objects are listed"] if late_s else []
 
 
 def open_bucket(job: Job) -> ObjectStore:
@@ -49,7 +49,7 @@ def open_bucket(job: Job) -> ObjectStore:
         return ObjectStore.open(job.bucket)
     except Unavailable as error:
         if isinstance(error.__cause__, ImportError):
-            fix = "install it on every node, or name another bucket"
+            fix = "install the package on every node, or name another bucket"
             raise JobError(f"bucket = {job.bucket!r} needs a package: {error.__cause__}; {fix}") from error
         raise
 
@@ -73,8 +73,8 @@ def _check_folder(named: str, there: Path) -> list[str]:
     except OSError as error:
         if error.errno not in WRONG_FOLDER:
             raise Unavailable(str(there), str(error)) from error
-        wrong = f"{named} is not a folder that this user can write ({there}: {error.strerror})"
-        raise JobError(f"{wrong}; name one that is, or a URL such as s3://bucket/prefix") from error
+        wrong = f"{named} is not a folder in which this user can write ({there}: {error.strerror})"
+        raise JobError(f"{wrong}; name another folder, or a URL such as s3://bucket/prefix") from error
     return (
         []
         if syncs

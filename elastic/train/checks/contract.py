@@ -70,7 +70,7 @@ def check_loss(session: Session, state: State, *, initialised: bool = False) -> 
         if initialised and not isfinite(loss):
             raise LossError(
                 f"loss = {session.job.loss!r}: with the weights of init_weights() the first microbatch "
-                f"loses {loss:g}; mend the loss, the model's init_weights() or the samples"
+                f"loses {loss:g}; correct the loss, the model's init_weights() or the samples"
             )
         if not count and loss and isfinite(loss):
             raise LossError(
@@ -105,9 +105,9 @@ def _check_end_of_validation(session: Session, state: State) -> None:
         raise
     except Exception as error:  # the user's code may raise anything
         raise ModelError(
-            f"validation.samples = {samples}: its last microbatch has {few} of {usual} samples, with which "
-            f"model {session.job.model!r} or loss = {session.job.loss!r} failed with {failure(error)}; take "
-            f"a multiple of {usual}"
+            f"validation.samples = {samples}: its last microbatch has {few} of {usual} samples, with "
+            f"which model {session.job.model!r} or loss = {session.job.loss!r} failed with "
+            f"{failure(error)}; set validation.samples to a multiple of {usual}"
         ) from error
 
 
@@ -132,8 +132,9 @@ def _read(session: Session) -> dict[str, Any]:
         name = next(name for name in (*first, *second) if first.get(name) != second.get(name))
         came = [f"{each[name][1]} {each[name][0]}" if name in each else "nothing" for each in (first, second)]
         raise DataError(
-            f"{session.loader.named}: read() of the ids {list(ids)} returned {came[0]} as {name!r}, and at "
-            f"the next call {came[1]}; it must return the same for the same ids, whatever was read before"
+            f"{session.loader.named}: read() of the ids {list(ids)} returned {came[0]} as {name!r}, "
+            f"and at the next call {came[1]}; it must return the same samples for the same ids at "
+            "every call"
         )
     return batch
 
@@ -168,7 +169,7 @@ def _try_with_gradients(session: Session, state: State, batch: dict[str, Any]) -
         mend = (
             about_one_value(error, job.microbatch_size)
             or remedy(error, state.model)
-            or ("mend the model, the loss or the dataset")
+            or ("correct the model, the loss or the dataset")
         )
         raise ModelError(
             f"model = {job.model!r} with loss = {job.loss!r} failed with {failure(error)}; the microbatch "
@@ -197,11 +198,11 @@ def _check(session: Session, state: State, read: dict[str, Any]) -> None:
         return
     parts = lost(0, half), lost(half, size)
     counts = f"{parts[0][1]:g} and {parts[1][1]:g}"
-    what = f"loss = {job.loss!r}: of {size} samples" + (" (one, twice)" if job.microbatch_size == 1 else "")
+    what = f"loss = {job.loss!r}: for {size} samples" + (" (one, twice)" if job.microbatch_size == 1 else "")
     if whole[1] < parts[0][1] + parts[1][1]:
         raise LossError(
-            f"{what} it returns the count {whole[1]:g}, and of their halves {counts}, which is more; "
-            f"{CONTRACT}"
+            f"{what} it returns the count {whole[1]:g}, but the two halves have the counts {counts}, "
+            f"which is more; {CONTRACT}"
         )
     if not _near(whole[0], again[0], abs(whole[0]), CLOSE):
         return
@@ -209,8 +210,8 @@ def _check(session: Session, state: State, read: dict[str, Any]) -> None:
     if any(_is_mean(whole[0], (parts[0][0], parts[1][0]), each) for each in weights):
         losses = f"{parts[0][0]:g} and {parts[1][0]:g}"
         raise LossError(
-            f"{what} it returns the loss {whole[0]:g}, and of their halves {losses}, of which that is the "
-            f"mean; {CONTRACT}"
+            f"{what} it returns the loss {whole[0]:g}, the mean of the losses of the two halves "
+            f"({losses}), not their sum; {CONTRACT}"
         )
 
 

@@ -72,8 +72,8 @@ def hosting(job: Job, tensors: Sequence[Tensor]) -> list[str]:
         )
     if hosted:
         found.append(
-            f"weights with which the model computes take {amount(hosted)} more of the node's memory for "
-            "each worker"
+            f"the weights with which the model computes take another {amount(hosted)} of the node's "
+            "memory for each worker"
         )
     return found
 
@@ -102,11 +102,14 @@ def updating(job: Job, state_bytes: int) -> list[str]:
     if not job.offload_folder or takes_s <= fence_s / 2:
         return []
     return [
-        f"deadlines.fence_s = {fence_s:g} may be too short for an update of {amount(part)} of state in "
-        f"files, a worker's part where the fewest share it: at {amount(SLOW_DISK)} a second it takes "
-        f"{takes_s:.0f} s if the disk serves one worker, and as much more for each other worker of the "
-        f"node; a worker that does not answer a fence in time is ended; set it to {ceil(2 * takes_s)} or "
-        "more for each worker of a node, and deadlines.stall_s too"
+        (
+            f"deadlines.fence_s = {fence_s:g} may be too short for an update of {amount(part)} of "
+            f"state in files, the largest part of a worker: at {amount(SLOW_DISK)} a second it takes "
+            f"{takes_s:.0f} s if the disk serves one worker, and the same time again for each other "
+            "worker of the node; a worker that answers later than deadlines.fence_s is ended; set "
+            f"deadlines.fence_s to {ceil(2 * takes_s)} or more for each worker of a node, and "
+            "deadlines.stall_s too"
+        )
     ]
 
 

@@ -120,8 +120,8 @@ def of_job(job: Job, tensors: Sequence[Tensor], found: Mapping[Policy, Need]) ->
     memory, least, transient = limit_of(job), 1, NOTHING
     if not memory:
         yield (
-            "how many workers must share it depends on the memory of their devices; name that, say "
-            "--workers.device-gb 80"
+            "how many workers must share the state depends on the memory of their devices; name this "
+            "memory, say --workers.device-gb 80"
         )
     else:
         policy, least = _chosen(job, found or {"none": need_of_state(job)})
@@ -132,14 +132,14 @@ def of_job(job: Job, tensors: Sequence[Tensor], found: Mapping[Policy, Need]) ->
         yield (
             f"recompute = {policy!r}: {enough} can train"
             if found
-            else (f"{enough} have room for it, without a microbatch")
+            else (f"{enough} have room for the state, without a microbatch")
         )
         transient = found[policy].transient if found else NOTHING
     layout = job.layouts(least)[-1]
     shards = layout.shards
     whole = shards > 1 and 0 < least_whole(job, tensors, memory, transient) <= shards
     if whole:
-        yield "zero = 2: there is room for all weights to compute with, so they are gathered once a step"
+        yield "zero = 2: a device has room for all weights, so they are gathered once a step"
     zero = 2 if whole else None
     held = ", ".join(
         f"{gigabytes(size)} of {name}" for name, size in classes(job, tensors, shards, zero).items() if size
@@ -233,7 +233,7 @@ def fitting_policy(job: Job) -> str:
     if not least:
         return ""
     why = (
-        "; a compiled reproducible job must name it"
+        "; set recompute by hand, since compile = true and reproducible = true"
         if must_name_policy(job) and job.recompute == "auto"
         else ""
     )
@@ -293,8 +293,8 @@ def unnamed_policy(job: Job) -> str:
     with suppress(Exception):  # of the user's code
         if not _chosen(job, by_recompute(job))[1] and (way_out := fitting_policy(job)):
             return (
-                f"recompute = 'auto' keeps everything here, and {gigabytes(limit_of(job))} for each worker "
-                f"seem too few; {way_out}"
+                "recompute = 'auto' keeps all activations with these settings, and "
+                f"{gigabytes(limit_of(job))} for each worker seem too few; {way_out}"
             )
     return ""
 

@@ -23,38 +23,39 @@ from elastic.engine.world import World
 from elastic.errors import StateChanged
 
 WRITTEN = (
-    "forward, backward, the loss or the loop changed the parameter {name!r} of {model!r} by itself, not by "
-    "its gradient.  Such a change is lost where weights are gathered or copied, and workers would differ.  "
-    "Compute what you need from it, as w = nn.functional.normalize(self.weight), and leave out max_norm and "
-    "clamping in place.  For an average of all weights set optim.average; a teacher that forward uses is "
-    "not possible yet"
+    "forward, backward, the loss or the loop changed the parameter {name!r} of {model!r} directly, "
+    "not by its gradient.  This change is lost when weights are gathered or copied, and workers would "
+    "differ.  Compute a new tensor from the parameter, as w = nn.functional.normalize(self.weight); "
+    "do not use max_norm, and do not clamp the parameter in place.  For an average of all weights set "
+    "optim.average; a teacher model inside forward is not possible yet"
 )
 REPLACED = (
-    "forward, backward, the loss or the loop put another tensor in the place of the parameter {name!r} of "
-    "{model!r}; build it in the constructor, and leave it there"
+    "forward, backward, the loss or the loop replaced the parameter {name!r} of {model!r} by another "
+    "tensor; build the parameter in the constructor, and do not replace it"
 )
 FROZEN = (
-    "requires_grad of the parameter {name!r} of {model!r} is {now} now, and was {before} when the model was "
-    "built, by which the engine trains; freeze or unfreeze it in the constructor or in build()"
+    "requires_grad of the parameter {name!r} of {model!r} is {now} now, but was {before} when the "
+    "model was built, and the engine does not follow this change; freeze or unfreeze the parameter in "
+    "the constructor or in build()"
 )
 ADDED = (
-    "forward, backward or the loss added {what} to {where} of {model!r}: it would be in no checkpoint, and "
-    "on no other worker; register it in the constructor"
+    "forward, backward or the loss added {what} to {where} of {model!r}: no checkpoint and no other "
+    "worker would have it; register it in the constructor"
 )
 GRADIENT = (
-    "the loop uses or changes gradients of the parameters of {model!r} (parameter.grad), by which the "
-    "engine updates, over all workers: an optimizer of the loop, clip_grad_norm_ or a change by hand would "
-    "do nothing, or workers would differ.  Set optim, optim.clip_norm and schedule in the job, give a "
-    "parameter a hook (register_hook), and take the norm from the outcome of step.commit()"
+    "the loop uses or changes parameter.grad of {model!r}, but only the engine may do so: it adds the "
+    "gradients of all workers and updates the weights.  In place of an optimizer or clip_grad_norm_ "
+    "in the loop, set optim, optim.clip_norm and schedule in the job; to change a gradient, give the "
+    "parameter a hook (register_hook); the norm is in the outcome of step.commit()"
 )
 HOST, NORMS = "guard", "guard's norms"
 """Keys of the host memory for comparisons."""
 BUFFER = (
-    "forward or backward changed the buffer {name!r} of {model!r}.  Its value would depend on which worker "
-    "computed which microbatch, so the result would depend on the number of workers.  Keep it out of the "
-    "model.  In place of a norm with statistics of its own use nn.BatchNorm1d, 2d or 3d, whose statistics "
-    "the engine keeps, or a LayerNorm, RMSNorm or GroupNorm; nn.utils.parametrizations.spectral_norm keeps "
-    "such a buffer, and weight_norm none"
+    "forward or backward changed the buffer {name!r} of {model!r}.  Its value would depend on which "
+    "worker computed which microbatch, so the result would depend on the number of workers.  Keep "
+    "this value out of the model.  In place of a norm that keeps its own statistics use "
+    "nn.BatchNorm1d, 2d or 3d, whose statistics the engine keeps, or a LayerNorm, RMSNorm or "
+    "GroupNorm; in place of nn.utils.parametrizations.spectral_norm use weight_norm"
 )
 
 

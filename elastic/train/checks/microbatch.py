@@ -51,8 +51,8 @@ def chosen(job: Job, memory: int, *, local: bool = False) -> tuple[Job, str]:
     sizes, bound = job.microbatch_sizes(), "no larger number divides every batch"
     if sizes[-1] < job.microbatch_sizes(least=1)[-1]:
         bound = (
-            f"with the next that divides every batch, each of workers.max = {job.workers.max} has fewer "
-            f"than {ROUNDS} microbatches a step"
+            "with the next larger number that divides every batch, each of workers.max = "
+            f"{job.workers.max} workers has fewer than {ROUNDS} microbatches a step"
         )
     if not memory:
         return job.replace(microbatch=sizes[-1]), f"{bound}; the memory of CPUs is not limited"
@@ -94,14 +94,14 @@ def _needs(job: Job, size: int, policies: Sequence[Policy]) -> list[Need]:
         raise
     except Exception as error:  # of the model or the loss, which may not run with tensors that have no values
         why = f"the memory that a microbatch takes is not known ({failure(error)})"
-        raise JobError(f"microbatch = 'auto': {why}; name a number") from error
+        raise JobError(f"microbatch = 'auto': {why}; set microbatch to a number") from error
 
 
 def _fixes(job: Job, most: int) -> Iterator[str]:
     """Yields what to do if one sample fits no device, with any recomputation and any number of workers that
     share the state.
     """
-    yield "raise workers.device_gb" if job.workers.device_gb != "auto" else "take devices with more memory"
+    yield "raise workers.device_gb" if job.workers.device_gb != "auto" else "use devices with more memory"
     if most > 1:
         yield "raise workers.max or parallel.dp_shard"
     if must_name_policy(job) if job.recompute == "auto" else job.recompute != "block":

@@ -334,10 +334,10 @@ class PlainSide:
             if name in dict(model.named_buffers()):
                 raise StateChanged(BUFFER.format(name=name, model=job.model))
             raise ModelError(
-                f"forward or the loss changes {name!r} of {job.model!r} with each microbatch: its value "
-                "would depend on which worker computed which microbatch, and is in no checkpoint.  Compute "
-                "it anew in each forward pass; draw random numbers from the default generators of torch, "
-                "Python and numpy, which are seeded for each microbatch"
+                f"forward or the loss changes {name!r} of {job.model!r} with each microbatch: its "
+                "value would depend on which worker computed which microbatch, and no checkpoint has "
+                "it.  Compute it again in each forward pass; draw random numbers from the default "
+                "generators of torch, Python and numpy, which are seeded for each microbatch"
             )
         same = (
             before == after
@@ -352,10 +352,10 @@ class PlainSide:
                 else ("something outside of the model keeps a value")
             )
             raise ModelError(
-                f"model = {job.model!r} with loss = {job.loss!r}: plain torch computes the first microbatch "
-                f"otherwise once another one was computed (loss {before[0]:g}, then {after[0]:g}): {what}.  "
-                "The result would depend on which worker computed which microbatch; let each depend on its "
-                "samples and the weights alone"
+                f"model = {job.model!r} with loss = {job.loss!r}: in plain torch the first microbatch "
+                f"gives another result after a second microbatch was computed (loss {before[0]:g}, "
+                f"then {after[0]:g}): {what}.  The result would depend on which worker computed which "
+                "microbatch; let the result depend on the samples and the weights alone"
             )
 
     def _watched(self, model: nn.Module, batch: Batch) -> None:
@@ -423,7 +423,7 @@ def _shorten(model: nn.Module) -> None:
         layers = model.get_submodule(name)
         if not isinstance(layers, nn.ModuleList):
             raise TooLarge(
-                f"both sides do not fit the memory, and {name!r} is no list that can be made shorter"
+                f"two models do not fit the memory, and {name!r} is no list that can be made shorter"
             )
         del layers[KEPT:]
     names = {name for name, _ in model.named_modules()}

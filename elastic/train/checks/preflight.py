@@ -75,8 +75,9 @@ bucket.
 UNTRACED = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError, ImportError)
 """Errors of models that cannot run with tensors that have no values."""
 NO_ATTENTION = (
-    "recompute = 'attention' has no effect: the model does not call torch's scaled_dot_product_attention by "
-    "itself, and that alone is computed again; set it to 'selective' or 'block', or leave it out"
+    "recompute = 'attention' has no effect: it computes only torch's scaled_dot_product_attention "
+    "again, and the model does not call this function itself; set recompute to 'selective' or "
+    "'block', or leave it out"
 )
 
 
@@ -212,16 +213,16 @@ def _check_secrets(job: Job) -> list[str]:
         if name == "bucket":  # only arguments are read from the environment
             what, scheme = "has a secret in it", job.bucket.partition("://")[0].upper()
             fix = (
-                "leave it out; fsspec takes that of a bucket from a variable of the environment, as "
-                f"FSSPEC_{scheme}_PASSWORD"
+                "leave it out; fsspec takes the password of a bucket from an environment variable, "
+                f"such as FSSPEC_{scheme}_PASSWORD"
             )
         # the setting itself, or the list that contains it
         at = next(each for each in here if f"{name}.".startswith(f"{each}."))
         if at not in stored or stored[at] != here[at]:
-            raise JobError(f"{name} {what}, and would stand {where} for everybody who reads it; {fix}")
+            raise JobError(f"{name} {what}, and everybody could read it {where}; {fix}")
         notes.append(
-            f"{name} {what}, and stands {where} since the run began: replace the secret by a new one, and "
-            f"{fix}"
+            f"{name} {what}, and has been {where} since the run began: replace the secret by a new "
+            f"one, and {fix}"
         )
     return notes
 
@@ -258,12 +259,12 @@ def _quarantined(job: Job, reader: Reader, version: Version) -> list[str]:
     samples = f"{number} sample{'s' * (number > 1)}"
     if number and job.spikes.action == "none":
         raise JobError(
-            f"spikes.action = 'none' would read again what {version} has in quarantine, {samples}; set it "
-            "to 'warn', which keeps them out and changes nothing else, or to 'forget', which reads them "
+            f"spikes.action = 'none' would read samples again that are in quarantine in {version} "
+            f"({samples}); set spikes.action to 'warn' to keep them out, or to 'forget' to read them "
             "again"
         )
     return (
-        [f"spikes.action = 'forget': what {version} has in quarantine is read again, {samples}"]
+        [f"spikes.action = 'forget': samples that are in quarantine in {version} are read again ({samples})"]
         if number
         else []
     )
@@ -275,8 +276,9 @@ def _check_layers(job: Job, model: nn.Module) -> None:
     tracking(model, table, job)
     if PRECISIONS[job.precision].fp8 is not None and not layers_of(model, table):
         raise ModelError(
-            f"precision = {job.precision!r}: no block of {job.model!r} has a torch.nn.Linear whose sizes "
-            f"are multiples of {MULTIPLE}, and nothing else multiplies in fp8; take 'bf16', or other sizes"
+            f"precision = {job.precision!r}: no block of {job.model!r} has a torch.nn.Linear whose "
+            f"sizes are multiples of {MULTIPLE}, and only such layers multiply in fp8; set precision "
+            "to 'bf16', or change the sizes"
         )
 
 
@@ -308,8 +310,9 @@ def _check_again(job: Job, model: nn.Module) -> None:
         name = next(name for name in (*first, *second) if first.get(name) != second.get(name))
         came = [f"of shape {each[name]}" if name in each else "missing" for each in (first, second)]
         raise ModelError(
-            f"model = {job.model!r} builds another model at each call: the parameter {name!r} is {came[0]}, "
-            f"and then {came[1]}; every worker builds it by itself, so let it depend on model_args alone"
+            f"model = {job.model!r} builds another model at each call: the parameter {name!r} is "
+            f"{came[0]}, and {came[1]} at the second call; every worker builds the model, so it must "
+            "depend on model_args alone"
         )
 
 
@@ -321,21 +324,21 @@ def _check_shared(job: Job, model: nn.Module) -> None:
         return
     if names := shared_across(model):
         raise ModelError(
-            f"parallel.zero = 3: {names[0]!r} and {names[1]!r} of {job.model!r} are one weight, and stage 3 "
-            "gathers and frees the weights of each block by itself; set parallel.zero = 2, which gathers "
-            "each weight once a step"
+            f"parallel.zero = 3: {names[0]!r} and {names[1]!r} of {job.model!r} are one weight in two "
+            "places, and stage 3 gathers and frees the weights of one block at a time; set "
+            "parallel.zero = 2, which gathers each weight once a step"
         )
     if name := without_dimensions(model):
         raise ModelError(
-            f"parallel.zero = 3: {name!r} of {job.model!r} has no dimensions, and stage 3 cuts each "
-            "parameter; set parallel.zero = 2, or make it a tensor of shape [1]"
+            f"parallel.zero = 3: {name!r} of {job.model!r} has no dimensions, so stage 3 cannot cut it "
+            "into parts; set parallel.zero = 2, or give the parameter the shape [1]"
         )
     if names := unlike_within(model):
         formats = (str(model.get_parameter(name).dtype).removeprefix("torch.") for name in names)
         of = " and ".join(f"{name!r} is {dtype}" for name, dtype in zip(names, formats, strict=True))
         raise ModelError(
-            f"parallel.zero = 3: {of} in {job.model!r}, and stage 3 sums the gradients of a block, and all "
-            "others, in one format; set parallel.zero = 2, or give them one format"
+            f"parallel.zero = 3: {of} in {job.model!r}, but stage 3 sums all gradients of a block in "
+            "one format; set parallel.zero = 2, or give both parameters the same format"
         )
 
 
@@ -354,10 +357,10 @@ def _check_held_out(job: Job, session: Session) -> list[str]:
         {name: (list(value.shape), value.dtype) for name, value in batch.items()} for batch in batches
     )
     if trained.keys() != held_out.keys() or (job.compile and trained != held_out):
-        why = "blocks would be compiled again while the run goes on" if job.compile else "the loss gets both"
+        why = "blocks would be compiled again during the run" if job.compile else "the loss gets both"
         raise DataError(
-            f"validation.dataset: a batch has {_shapes(held_out)}, and one that is trained on has "
-            f"{_shapes(trained)}; make them alike, since {why}"
+            f"validation.dataset: a batch has {_shapes(held_out)}, but a training batch has "
+            f"{_shapes(trained)}; make both the same, since {why}"
         )
     return unlike_held_out(session)
 
@@ -392,7 +395,8 @@ def _check_calls(job: Job, session: Session, model: nn.Module) -> list[str]:
         name, function = calls.of_fp8
         raise ModelError(
             f"precision = {job.precision!r}: {job.model!r} calls {function}() with the weight {name!r} "
-            "itself, and that is held in fp8 by its layer alone; call the layer, or take 'bf16'"
+            "directly, but only its layer can compute with a weight in fp8; call the layer, or set "
+            "precision to 'bf16'"
         )
     return [NO_ATTENTION] if again and not calls.attention else []
 
@@ -412,10 +416,10 @@ def _check_buffer(job: Job, tensors: Sequence[Tensor]) -> None:
     name, largest = units.most_common(1)[0]
     if largest > group_bytes(job):
         raise JobError(
-            f"offload_buffer_gb = {job.offload_buffer_gb:g} is too small: the state passes through it in "
-            f"{SHARES} groups, and {name!r} of {job.model!r} with its moments has {amount(largest)} where "
-            f"the fewest workers share it; set it to {buffer_gb(largest)} or more, or raise workers.min or "
-            "parallel.min_shard"
+            f"offload_buffer_gb = {job.offload_buffer_gb:g} is too small: the state passes through it "
+            f"in {SHARES} groups, and {name!r} of {job.model!r} with its moments has {amount(largest)} "
+            f"on the worker with the largest part; set offload_buffer_gb to {buffer_gb(largest)} or "
+            "more, or raise workers.min or parallel.min_shard"
         )
 
 
@@ -468,8 +472,8 @@ def _check_vocabulary(model: nn.Module, dataset: Dataset) -> None:
     known, used = getattr(model, "vocab", None), getattr(dataset, "vocabulary", None)
     if isinstance(known, int) and isinstance(used, int) and known < used:
         raise ModelError(
-            f"the vocabulary of the model, {known}, is smaller than that of the dataset, {used}; set it to "
-            f"{used} or more in model_args"
+            f"the vocabulary of the model ({known}) is smaller than the vocabulary of the dataset "
+            f"({used}); set it to {used} or more in model_args"
         )
 
 
@@ -480,9 +484,9 @@ def _check_length(model: nn.Module, dataset: Dataset) -> None:
     most, used = getattr(model, "most_positions", None), getattr(dataset, "seq_len", None)
     if isinstance(most, int) and isinstance(used, int) and most < used:
         raise ModelError(
-            f"seq_len = {used} of the dataset is longer than any sequence that the model has positions for, "
-            f"{most}; lower it to {most}, or raise length, n_positions or max_position_embeddings in "
-            f"model_args to {used}"
+            f"seq_len = {used} of the dataset is longer than the longest sequence of the model, "
+            f"{most}; lower data.args.seq_len to {most}, or raise length, n_positions or "
+            f"max_position_embeddings in model_args to {used}"
         )
 
 
@@ -496,8 +500,8 @@ def _check_documents(model: nn.Module, dataset: Dataset) -> None:
     expect_documents(kind)
     if callable(own := getattr(model, "mixes_documents", None)) and (why := own()):
         raise ModelError(
-            f"data.args.documents = true: {why}; set it to false, or take a model whose layers attend to "
-            "all earlier tokens, as 'llama'"
+            f"data.args.documents = true: {why}; set data.args.documents to false, or use a model "
+            "whose layers attend to all earlier tokens, such as 'llama'"
         )
 
 
@@ -556,10 +560,10 @@ def _attention(job: Job, model: nn.Module, dataset: Dataset) -> list[str]:
 def _check_flash(job: Job, model: nn.Module, packed: bool) -> None:
     """Raises :class:`ModelError`, with all reasons, if ``model`` cannot use flash-attention 4."""
     reasons = {
-        "it is for GPUs, and workers.gpus = 0; set it to 1": not job.workers.gpus,
-        f"{job.model!r} attends by itself": not hasattr(model, "attends"),
-        "it has no dropout, and the model has some": has_dropout(model),
-        "it does not keep documents apart, and data.args.documents = true": packed,
+        "it needs GPUs, but workers.gpus = 0; set workers.gpus to 1": not job.workers.gpus,
+        f"{job.model!r} computes attention with its own code": not hasattr(model, "attends"),
+        "it supports no dropout, but the model has dropout": has_dropout(model),
+        "it cannot keep documents apart, but data.args.documents = true": packed,
     }
     if found := [reason for reason, holds in reasons.items() if holds]:
         raise ModelError(f"attention = 'flash-4': {'; '.join(found)}; or set attention to 'auto'")
@@ -627,7 +631,9 @@ def _not_in_fp8(job: Job, model: nn.Module) -> list[str]:
         max(others, key=others.__getitem__),
     )
     return [
-        f"precision = {job.precision!r}: {there:,} of {there + sum(others.values()):,} elements of weights "
-        f"in blocks multiply in fp8, those of torch.nn.Linear whose sizes are multiples of {MULTIPLE}; "
-        f"others, such as {largest!r}, do so in bf16"
+        (
+            f"precision = {job.precision!r}: {there:,} of {there + sum(others.values()):,} elements of "
+            f"weights in blocks multiply in fp8 (torch.nn.Linear whose sizes are multiples of {MULTIPLE}); "
+            f"all others, such as {largest!r}, multiply in bf16"
+        )
     ]

@@ -25,9 +25,9 @@ def expect_shapes(
         return
     name = next(name for name in (*shapes, *session.shapes) if shapes.get(name) != session.shapes.get(name))
     raise DataError(
-        f"{session.loader.named}: {name!r} of the samples {list(ids)} has the shape {shapes.get(name)}, and "
-        f"that of an earlier microbatch {session.shapes.get(name)}: with compile = true and reproducible = "
-        "true all microbatches must have the same shapes, since torch compiles for the lengths that a "
-        "worker happens to see first, and rounds by them; pad all samples to one length, or set compile = "
-        "false or reproducible = false"
+        f"{session.loader.named}: {name!r} of the samples {list(ids)} has the shape "
+        f"{shapes.get(name)}, and that of an earlier microbatch {session.shapes.get(name)}: with "
+        "compile = true and reproducible = true all microbatches must have the same shapes, since "
+        "compiled code, and so its rounding, depends on the lengths that a worker sees first; pad all "
+        "samples to one length, or set compile = false or reproducible = false"
     )

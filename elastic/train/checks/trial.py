@@ -116,8 +116,8 @@ class Trial(PlainSide):
         if self._skipped:
             which = "both microbatches" if self._skipped == 2 else "one of two microbatches"
             self.left_out.append(
-                f"loss and gradients of {which}, since the model draws random numbers, which torch draws "
-                "otherwise in 16 bits"
+                f"loss and gradients of {which}, since the model draws random numbers, and torch draws "
+                "other numbers in 16 bits"
             )
         if self._skipped == 2:
             return f"not compared with plain torch: {', '.join(self.left_out)}"
@@ -195,8 +195,8 @@ class Trial(PlainSide):
                 if tensor.kind in ("parameter", *BUFFERS):
                     if tensor.name not in values:
                         raise ModelError(
-                            f"{tensor.name!r} of model = {self.job.model!r} is there on the meta device, "
-                            f"and not on {self.device}"
+                            f"{tensor.name!r} of model = {self.job.model!r} exists on the meta device, "
+                            f"but not on {self.device}; build the same model on every device"
                         )
                     cut(state, tensor, values[tensor.name].detach())
 
@@ -209,11 +209,11 @@ class Trial(PlainSide):
             mend = (
                 remedy(error, state.model)
                 or self._about_formats(error)
-                or "the sentences in the guide, at “Your own code”, say what a module may do"
+                or "the guide says what a module may do (“Your own code”)"
             )
             raise ModelError(
-                f"model = {self.job.model!r} with loss = {self.job.loss!r} computes a microbatch in plain "
-                f"torch, and failed in the engine with {failure(error)}: {mend}"
+                f"model = {self.job.model!r} with loss = {self.job.loss!r} can compute a microbatch in "
+                f"plain torch, but failed in the engine with {failure(error)}: {mend}"
             ) from error
 
     def _about_formats(self, error: Exception) -> str:
@@ -221,10 +221,10 @@ class Trial(PlainSide):
         if self.exact or not any(word in str(error).lower() for word in ("dtype", "type (", "scalar type")):
             return ""
         return (
-            f"precision = {self.job.precision!r} is no autocast: weights are in that format, and "
-            "floating-point inputs are cast where the model itself and its blocks are called.  Cast what "
-            "forward makes (x.to(self.weight.dtype)), call the model and not a part of it, or take "
-            "precision = 'fp32' with torch.autocast in the loss"
+            f"precision = {self.job.precision!r} is no autocast: weights have this format, and "
+            "floating-point inputs are cast only when the model itself or one of its blocks is "
+            "called.  Cast the tensors that forward makes (x.to(self.weight.dtype)), call the whole "
+            "model, not a part of it, or set precision = 'fp32' and use torch.autocast in the loss"
         )
 
     def _in_the_engine(self, state: State, batch: Batch, number: int) -> PlainResult:
@@ -392,15 +392,16 @@ class Trial(PlainSide):
             apart_ = float((ours - theirs).float().norm())
             if not apart_ <= UPDATED * moved_ + 1e-6 * float(theirs.float().norm()):
                 raise ModelError(
-                    f"model = {self.job.model!r}: an update by optim.kind = {self.job.optim.kind!r} leaves "
-                    f"{name!r} at {apart_:.2g} from where torch.optim leaves it, which has moved it by "
-                    f"{moved_:.2g}; this is a fault of Elastic.  trial = false goes on without a trial"
+                    f"model = {self.job.model!r}: an update by optim.kind = {self.job.optim.kind!r} "
+                    f"differs from torch.optim: torch.optim moves {name!r} by {moved_:.2g}, and the "
+                    f"two results are {apart_:.2g} apart; this is a bug in Elastic.  trial = false "
+                    "goes on without a trial"
                 )
 
 
 def _rounded(name: str, job: Job) -> str:
     return (
-        f"{name!r} of the batch is rounded to the format of precision = {job.precision!r} on its way into "
-        "the model (in bf16 999 becomes 1000).  Give it as a whole number, or set casts_inputs = False on "
-        "the model and cast there what layers need"
+        f"{name!r} of the batch is rounded to the format of precision = {job.precision!r} before the "
+        "model gets it (in bf16 999 becomes 1000).  Give whole numbers as an integer tensor, or set "
+        "casts_inputs = False on the model and cast the inputs of layers in forward"
     )

@@ -40,6 +40,8 @@ def checked_metrics(metrics: Mapping[str, Any]) -> Metrics:
         except (TypeError, ValueError, RuntimeError):
             number = math.nan
         if not math.isfinite(number):
-            raise LoopError(f"{named}: that is not a finite number; leave it out of a step that has none")
+            raise LoopError(
+                f"{named}: the value is not a finite number; leave the metric out in a step without a value"
+            )
         found.append((name, number))
     return tuple(found)

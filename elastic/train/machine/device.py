@@ -179,8 +179,8 @@ def fitting_shard(job: Job, tensors: Sequence[Tensor], device: torch.device, too
     comes = f", {amount(transient)} of it for a while in each step" if transient else ""
     less = ", lower microbatch" + (", or set recompute to 'block'" if job.recompute != "block" else "")
     raise JobError(
-        f"workers.max = {job.workers.max}: even if {most} of them share the state ({amount(need.state)}), "
-        f"each needs {amount(need.of_a_member(most))} of device memory{comes}, and "
-        f"{amount(USABLE * memory)} can be used here; raise workers.max or "
+        f"workers.max = {job.workers.max}: even if {most} workers share the state "
+        f"({amount(need.state)}), each needs {amount(need.of_a_member(most))} of device memory{comes}, "
+        f"and {amount(USABLE * memory)} can be used here; raise workers.max or "
         f"parallel.dp_shard{less if transient else ''}"
     )

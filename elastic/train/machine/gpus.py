@@ -81,13 +81,15 @@ def checked_uuid() -> str:
     if not given and here:
         print(
             (
-                f"a new process did not find the device {here}, so nobody knows whether it is the one that "
-                "Ray gave"
+                "it could not be checked that this worker computes on the GPU that Ray gave it: a new "
+                f"process did not find the device {here}"
             ),
             flush=True,
         )
     if given and here != given:
-        raise WrongDevice(f"it computes on {here or 'no GPU'}, and Ray gave it {given}; {ASKED_EARLY}")
+        raise WrongDevice(
+            f"the worker computes on {here or 'no GPU'}, but Ray gave it {given}; {ASKED_EARLY}"
+        )
     return here
 
 

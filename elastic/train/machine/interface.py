@@ -54,7 +54,7 @@ def check(wanted: str, *, gpu: bool) -> None:
     there = [name for _, name in socket.if_nameindex()]
     if wanted != "auto" and wanted not in there:
         missing = f"network.interface = {wanted!r} does not exist on this node, which has {', '.join(there)}"
-        one = "one exact name, not a list or a pattern of NCCL" if set(wanted) & set(",=^") else "one"
+        one = "one exact name, not a list or a pattern as NCCL takes" if set(wanted) & set(",=^") else "one"
         raise JobError(f"{missing}; name {one} that every node has, or leave the setting out")
     value = os.environ.get(SOCKETS[gpu], "")
     if wanted == "auto" and value and not (_nccl_finds if gpu else _gloo_finds)(value, there):

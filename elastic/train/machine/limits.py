@@ -48,8 +48,8 @@ def no_segment(free: int) -> str:
     if free >= SEGMENT:
         return ""
     return (
-        f"{FOLDER} has {amount(free)} left, and the counters of one worker take {amount(SEGMENT)} of it; "
-        f"make it larger ({LARGER}), or remove what fills it"
+        f"{FOLDER} has {amount(free)} left, and the counters of one worker take {amount(SEGMENT)} of "
+        f"it; make {FOLDER} larger ({LARGER}), or remove files from it"
     )
 
 
@@ -58,9 +58,9 @@ def little_shared(free: int) -> str:
     if free >= SHARED:
         return ""
     return (
-        f"{FOLDER} has {amount(free)} left, less than the {amount(SHARED)} that NCCL is usually given to "
-        "share between the GPUs of a node: where it is full a process ends by SIGBUS, or a world does not "
-        f"form; make it larger ({LARGER})"
+        f"{FOLDER} has {amount(free)} left, less than the {amount(SHARED)} that NCCL is usually given "
+        f"to share between the GPUs of a node: if {FOLDER} is full, a process ends by SIGBUS, or "
+        f"workers cannot connect; make {FOLDER} larger ({LARGER})"
     )
 
 
@@ -72,8 +72,8 @@ def little_lockable(needed: int, limit: int) -> str:
         return ""
     return (
         f"this worker pins {amount(needed)} of host memory for copies, and RLIMIT_MEMLOCK is "
-        f"{amount(limit)}: InfiniBand's verbs count pinned memory against that limit; for CUDA's driver "
-        f"this was not verified; raise it by {amount(needed - limit)} or more (`ulimit -l unlimited` before "
-        "`ray start`; with docker --ulimit memlock=-1; on Kubernetes LimitMEMLOCK=infinity for the node's "
-        "container runtime)"
+        f"{amount(limit)}: InfiniBand counts pinned memory against this limit (whether CUDA's driver "
+        f"does was not verified); raise the limit by {amount(needed - limit)} or more (`ulimit -l "
+        "unlimited` before `ray start`; with docker --ulimit memlock=-1; on Kubernetes "
+        "LimitMEMLOCK=infinity for the node's container runtime)"
     )

@@ -26,7 +26,7 @@ def main() -> int:
     # while the command was imported, or once more while it said that it was interrupted
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        print("elastic: interrupted; the same command goes on", file=sys.stderr)
+        print("elastic: interrupted; give the same command again to go on", file=sys.stderr)
     # Python's end takes a while, and would print where a further Ctrl-C finds it
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if starting := sys.modules.get("actors.own_cluster"):

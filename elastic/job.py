@@ -582,14 +582,15 @@ class Job(Section):
         ):
             found.append(
                 f"global_batch = {self.global_batch} is only {self.microbatches} microbatches of "
-                f"{self.microbatch} for up to {self.workers.max} workers: when their number does not divide "
-                f"it, some idle in a step's last round; {needed} or more microbatches keep that small"
+                f"{self.microbatch} for up to {self.workers.max} workers: if the number of workers "
+                "does not divide the number of microbatches, some workers idle in the last round of a "
+                f"step; with {needed} or more microbatches this costs little"
             )
         if self.reduction.block > self.microbatches:
             found.append(
                 f"reduction.block = {self.reduction.block} is more than the {self.microbatches} "
-                f"microbatches of a step, so these are one block, as with {self.microbatches}; the number "
-                "of workers on a node is best"
+                f"microbatches of a step, and has the effect of {self.microbatches}; best is the "
+                "number of workers on a node"
             )
         return found
 

@@ -106,7 +106,7 @@ def _keep_going(work: Callable[[], object], name: str, say: Callable[[str], None
             if place not in said:
                 said.add(place)
                 sentence = (
-                    f"the thread {name!r} failed ({place}) and begins anew; this is a fault of "
+                    f"the thread {name!r} failed ({place}) and is started again; this is a bug in "
                     f"Elastic\n{traceback.format_exc()}"
                 )
                 try:
@@ -125,7 +125,7 @@ def _go_or_end(work: Callable[[], object], name: str) -> None:
     except BaseException:  # the boundary of a thread
         print(
             (
-                f"the thread {name!r} failed, and this process ends; this is a fault of "
+                f"the thread {name!r} failed, and this process ends; this is a bug in "
                 f"Elastic\n{traceback.format_exc()}"
             ),
             flush=True,

@@ -55,8 +55,8 @@ def test_code_is_found_by_name(user_code: Path) -> None:
         ("theirs.good:biuld", "has no 'biuld'; did you mean 'theirs.good:build'?"),
         ("theirs.good:Pth", "did you mean 'theirs.good:Path'?"),
         ("theirs.good:xyzzy", "has no 'xyzzy'; it has SIZE, build"),
-        ("nobodys.good:build", "there is no module 'nobodys' on this machine's path, which begins with '"),
-        ("theirs.missing:build", "there is no module 'theirs.missing' on this machine's path"),
+        ("nobodys.good:build", "Python finds no module 'nobodys' on this machine (its path begins with '"),
+        ("theirs.missing:build", "Python finds no module 'theirs.missing' on this machine"),
         ("theirs.godo:build", "or add its folder to PYTHONPATH; did you mean 'theirs.good'?"),
         ("thiers.good:build", "or add its folder to PYTHONPATH; did you mean 'theirs'?"),
         (
@@ -104,10 +104,7 @@ def test_u8_a_working_folder_that_would_shadow_us_is_refused(tmp_path: Path, nam
     offender.write_text("")
     with pytest.raises(
         CodeError,
-        match=(
-            rf"{tmp_path}/{name}(\.py)? takes the place of Elastic's own "
-            rf"package '{name}'.*rename it"
-        ),
+        match=(rf"{tmp_path}/{name}(\.py)? hides Elastic's own package '{name}'.*rename your file or folder"),
     ):
         check_packages(tmp_path)
 
@@ -126,10 +123,7 @@ def test_a_file_that_would_be_imported_in_place_of_a_library_is_refused(
     offender.write_text("")
     with pytest.raises(
         CodeError,
-        match=(
-            rf"{tmp_path}/torch(\.py)? takes the place of the package 'torch', "
-            r".*; rename it"
-        ),
+        match=(rf"{tmp_path}/torch(\.py)? hides the package 'torch', .*; rename your file or folder"),
     ):
         check_packages()
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
@@ -170,8 +164,8 @@ def test_u8_a_shadowed_package_is_named_by_the_command(tmp_path: Path, name: str
     )
     assert done.returncode == 1
     assert done.stderr == (
-        f"elastic: {tmp_path / name} takes the place of Elastic's own package {name!r} "
-        f"({ROOT / name}); rename it\n"
+        f"elastic: {tmp_path / name} hides Elastic's own package {name!r} ({ROOT / name}); rename "
+        "your file or folder\n"
     )
 
 
@@ -232,7 +226,7 @@ def test_whatever_process_imports_actors_finds_the_shadow_first(tmp_path: Path) 
     )
     last = found.stderr.strip().splitlines()[-1]
     assert last.startswith(
-        f"elastic.errors.CodeError: {tmp_path}/storage takes the place of Elastic's own package 'storage' ("
+        f"elastic.errors.CodeError: {tmp_path}/storage hides Elastic's own package 'storage' ("
     )
 
 
@@ -266,7 +260,7 @@ LINES = {
     "train typo.toml": "typo.toml: unknown setting 'stepps'; did you mean 'steps'?",
     "train job.toml --steps many": "steps = 'many' must be a whole number",
     "train nothing.toml": "there is no job file 'nothing.toml'",
-    "train job.toml --model nobodys.own:build": "there is no module 'nobodys'",
+    "train job.toml --model nobodys.own:build": "Python finds no module 'nobodys'",
     "train job.toml --model elastic.models.llama:biuld": "did you mean 'elastic.models.llama:build'?",
     "train job.toml --bucket job.toml": "is not a folder in which this user can write",
     "train job.toml --metrics.sinks.tensorbord.folder x": "did you mean 'tensorboard'?",

@@ -126,8 +126,8 @@ def test_l11_an_object_is_its_name_if_that_can_be_imported(tmp_path: Path) -> No
     with pytest.raises(
         CodeError,
         match=(
-            r"^model = 'object:build' is code of the script or notebook that "
-            r"began the run, and nobody here"
+            r"^model = 'object:build' is code of the script or notebook that began the run, and this "
+            r"command"
         ),
     ):
         load(Job.from_json(job.to_json()).model, "model")
@@ -143,8 +143,8 @@ def test_l11_an_object_is_its_name_if_that_can_be_imported(tmp_path: Path) -> No
         (
             "__main__:build",
             (
-                "names code of the script that runs; give the function or class itself, without quotes, or "
-                "put it into"
+                "names code of the running script; give the function or class itself, without quotes, "
+                "or put it into"
             ),
         ),
     ],
@@ -335,12 +335,12 @@ def test_l11_a_loop_and_a_schedule_are_sent_too(tmp_path: Path) -> None:
     job = job_of(tmp_path, of, loop=of["train"])
     there = UsersCode([], b"".join(pack(job))).restore(Job.from_json(job.to_json()))
     assert loop_of(there).__code__ == of["train"].__code__
-    with pytest.raises(CodeError, match="nobody here has it"):
+    with pytest.raises(CodeError, match="this command does not have it"):
         loop_of(Job.from_json(job.to_json()))
     scheduled = job_of(tmp_path, of, schedule={"kind": of["halved"]})
     there = UsersCode([], b"".join(pack(scheduled))).restore(Job.from_json(scheduled.to_json()))
     assert learning_rate_of(there, 3) == 0.5 * scheduled.optim.lr
-    with pytest.raises(CodeError, match="nobody here has it"):
+    with pytest.raises(CodeError, match="this command does not have it"):
         learning_rate_of(Job.from_json(scheduled.to_json()), 3)
     assert launch(scheduled, local=True, show=lambda line: None).state == "Finished"
 
@@ -384,7 +384,7 @@ def test_l11_a_run_goes_on_with_the_same_objects_only(tmp_path: Path) -> None:
     assert result.losses == whole.losses and list(whole.losses) == [1, 2, 3, 4, 5, 6]
     again = job_of(tmp_path / "bucket", cell())
     assert rerun_here(again, 4).now.loss == whole.losses[4], "the script that has the objects can look again"
-    with pytest.raises(CodeError, match="nobody here has it"):
+    with pytest.raises(CodeError, match="this command does not have it"):
         rerun_here(Job.from_json(again.to_json()), 4)
 
 

@@ -83,9 +83,9 @@ def load(path: str, setting: str = "") -> Any:
     named = f"{setting} = {path!r}" if setting else repr(path)
     if module_name == OBJECT:
         raise CodeError(
-            f"{named} is code of the script or notebook that began the run, and nobody here has it; go on "
-            "from that script, by launch(Job(...)) with the same functions, or look at it there by "
-            "evaluate_here or rerun_here of elastic.train.alone.revisit"
+            f"{named} is code of the script or notebook that began the run, and this command does not "
+            "have it; in that script call launch(Job(...)) with the same functions to go on, or "
+            "evaluate_here or rerun_here of elastic.train.alone.revisit to look at the run"
         )
     module = _module(named, module_name)
     try:
@@ -191,8 +191,9 @@ def _module(named: str, name: str) -> ModuleType:
             raise CodeError(f"{named}: {_failed(name, error)}") from error
         first = ", ".join(repr(entry) for entry in sys.path[:3])
         raise CodeError(
-            f"{named}: there is no module {error.name!r} on this machine's path, which begins with {first}; "
-            f"install its package on every node, or add its folder to PYTHONPATH{_near(error.name)}"
+            f"{named}: Python finds no module {error.name!r} on this machine (its path begins with "
+            f"{first}); install the package on every node, or add its folder to "
+            f"PYTHONPATH{_near(error.name)}"
         ) from None
     # the user's module may raise anything while it is imported; all of it is a named error
     except Exception as error:
@@ -214,14 +215,14 @@ def _failed(module: str, error: Exception) -> str:
     """
     if isinstance(error, SyntaxError) and error.filename:
         return (
-            f"importing {module} failed with {type(error).__name__}: {error.msg} (in {error.filename}, line "
-            f"{error.lineno}); mend it"
+            f"importing {module} failed with {type(error).__name__}: {error.msg} (in {error.filename}, "
+            f"line {error.lineno}); correct this file"
         )
     frames = traceback.extract_tb(error.__traceback__)
     frame = next((f for f in reversed(frames) if not f.filename.startswith("<frozen")), frames[-1])
     return (
-        f"importing {module} failed with {_what(error)} (in {frame.filename}, line {frame.lineno}); mend it "
-        "or install what it needs"
+        f"importing {module} failed with {_what(error)} (in {frame.filename}, line {frame.lineno}); "
+        "correct the module, or install what it needs"
     )
 
 
@@ -244,8 +245,8 @@ def _argument(setting: str, value: Any) -> Any:
     if (found := os.environ.get(named[1])) is None:
         where = f"the environment variable {named[1]} is not set on {platform.node()}"
         raise JobError(
-            f"{setting} = '{value}': {where}; set it for this command, and where the nodes of a cluster are "
-            "started"
+            f"{setting} = '{value}': {where}; set the variable for this command, and on a cluster "
+            "before `ray start`"
         )
     return found
 
@@ -398,7 +399,8 @@ def check_packages(*folders: Path) -> None:
         for place in (*map(Path, imported), *(found for folder in folders for found in _named(folder, name))):
             if place.resolve() != ROOT / name:
                 raise CodeError(
-                    f"{place} takes the place of Elastic's own package {name!r} ({ROOT / name}); rename it"
+                    f"{place} hides Elastic's own package {name!r} ({ROOT / name}); rename your file "
+                    "or folder"
                 )
     for folder in {Path(sys.path[0]).resolve(), *(folder.resolve() for folder in folders)}:
         others = [entry for entry in sys.path if Path(entry).resolve() != folder]
@@ -406,7 +408,8 @@ def check_packages(*folders: Path) -> None:
             # else the folder is where the package itself is worked on
             if PathFinder.find_spec(place.stem, others) is not None:
                 raise CodeError(
-                    f"{place} takes the place of the package {place.stem!r}, which Elastic imports; rename it"
+                    f"{place} hides the package {place.stem!r}, which Elastic imports; rename your "
+                    "file or folder"
                 )
 
 

@@ -28,18 +28,19 @@ def disagreements(job: Job) -> Iterator[str]:
         )
     if job.precision != "fp16" and job.loss_scale != "dynamic":
         yield (
-            f"loss_scale = {job.loss_scale:g} belongs to precision = 'fp16', and it is {job.precision!r}; "
-            "leave one of them out"
+            f"loss_scale = {job.loss_scale:g} is for precision = 'fp16', but precision = "
+            f"{job.precision!r}; leave loss_scale out, or set precision to 'fp16'"
         )
     if job.activations != "keep" and job.recompute in ("sqrt", "selective"):
         yield (
-            f"activations = {job.activations!r} cannot reach what recompute = {job.recompute!r} keeps; set "
+            f"activations = {job.activations!r} has no effect with recompute = {job.recompute!r}; set "
             "recompute to 'none', 'attention' or 'block', or leave activations out"
         )
     if job.data.group_by_length and job.compile and job.reproducible:
         yield (
-            "data.group_by_length = true with compile = true and reproducible = true: what is compiled for "
-            "a length depends on which lengths a process has seen before; leave one of the three out"
+            "data.group_by_length = true with compile = true and reproducible = true: compiled code "
+            "for a length depends on the lengths that a process has seen before, so results would "
+            "differ; leave one of the three settings out"
         )
     for more in (_validation, _schedule, _ramp, _weights, _attention, _owed, _spikes):
         yield from more(job)
@@ -48,17 +49,20 @@ def disagreements(job: Job) -> Iterator[str]:
     if job.parallel.zero == 0 and (job.parallel.shards not in (1, None) or job.parallel.min_shard > 1):
         cut = "min_shard" if job.parallel.shards is None else "dp_shard"
         yield (
-            f"parallel.zero = 0 shares nothing, and parallel.{cut} = {getattr(job.parallel, cut)}; leave "
-            "one of them out"
+            f"parallel.zero = 0 shares nothing, so parallel.{cut} = {getattr(job.parallel, cut)} is "
+            "not possible; leave one of the two settings out"
         )
     if job.parallel.bucket_elements != "block" and _gathers_blocks(job):
         yield (
             f"parallel.bucket_elements = {job.parallel.bucket_elements} with parallel.zero = "
-            f"{job.parallel.zero!r}: stage 3 gathers and frees each block by itself, so that no more is in "
-            "memory; set parallel.zero to 0, 1 or 2, or leave bucket_elements out"
+            f"{job.parallel.zero!r}: stage 3 always gathers one block at a time; set parallel.zero to "
+            "0, 1 or 2, or leave parallel.bucket_elements out"
         )
     if job.profiled() and job.profiled()[0] > job.steps:
-        yield f"profile = {job.profile!r} begins after the last step, steps = {job.steps}; name earlier steps"
+        yield (
+            f"profile = {job.profile!r} begins after the last step (steps = {job.steps}); set profile "
+            "to earlier steps"
+        )
     yield from _offload(job)
     if job.checkpoint.compare and (not job.reproducible or job.offloads):
         why, also = (
@@ -66,12 +70,12 @@ def disagreements(job: Job) -> Iterator[str]:
             if not job.reproducible
             else (f"offload = {job.offload!r}", "state is on no device")
         )
-        yield f"checkpoint.compare = true with {why}, where {also}; leave one of them out"
+        yield f"checkpoint.compare = true with {why}, where {also}; leave one of the two settings out"
     yield from _kept(job)
     if not job.workers.gpus and any(fault.kind == "device_assert" for fault in job.faults):
         yield (
-            "faults: kind = 'device_assert' strikes an accelerator, and workers.gpus = 0; set it to 1, or "
-            "take another kind"
+            "faults: kind = 'device_assert' needs an accelerator, but workers.gpus = 0; set "
+            "workers.gpus to 1, or use another kind of fault"
         )
     yield from _deadlines(job.deadlines)
     if job.copies.copy_every == 0 and job.copies.buddy_every not in (0, "auto"):
@@ -81,8 +85,8 @@ def disagreements(job: Job) -> Iterator[str]:
         )
     if job.workers.min > job.workers.max:
         yield (
-            f"workers.min = {job.workers.min} is more than workers.max = {job.workers.max}; raise the one "
-            "or lower the other"
+            f"workers.min = {job.workers.min} is more than workers.max = {job.workers.max}; raise "
+            "workers.max or lower workers.min"
         )
         return
     try:
@@ -124,14 +128,14 @@ def _kept(job: Job) -> Iterator[str]:
     named = next((each for each, is_set in others.items() if is_set), "")
     if not rules.keep_last and named and "keep_last" not in rules.model_fields_set:
         yield (
-            f"checkpoint.{named} with checkpoint.keep_last = 0, which keeps all; set keep_last to 2 or "
-            "more, or leave it out"
+            f"checkpoint.{named} has no effect with checkpoint.keep_last = 0, which keeps all; set "
+            f"checkpoint.keep_last to 2 or more, or leave checkpoint.{named.partition(' ')[0]} out"
         )
     if validation.patience and (not validation.every or validation.every % rules.save_every):
         yield (
-            f"validation.patience = {validation.patience} with validation.every = {validation.every}: a run "
-            "ends where it is validated and saved; set validation.every to a multiple of "
-            f"checkpoint.save_every = {rules.save_every}, or leave validation.patience out"
+            f"validation.patience = {validation.patience} with validation.every = {validation.every}: "
+            "a run can end only at a step that is both validated and saved; set validation.every to a "
+            f"multiple of checkpoint.save_every = {rules.save_every}, or leave validation.patience out"
         )
     if (
         rules.keep_best
@@ -139,9 +143,9 @@ def _kept(job: Job) -> Iterator[str]:
         and (not validation.every or validation.every % rules.save_every)
     ):
         yield (
-            f"checkpoint.keep_best = true with validation.every = {validation.every}: only what is both "
-            "validated and saved can be kept; set validation.every to a multiple of checkpoint.save_every "
-            f"= {rules.save_every}, or leave checkpoint.keep_best out"
+            f"checkpoint.keep_best = true with validation.every = {validation.every}: only a step that "
+            "is both validated and saved can be kept; set validation.every to a multiple of "
+            f"checkpoint.save_every = {rules.save_every}, or leave checkpoint.keep_best out"
         )
 
 
@@ -151,21 +155,21 @@ def _owed(job: Job) -> Iterator[str]:
     by_spares = job.validation.every if job.validation.by == "spares" else 0
     if by_spares and not job.workers.spares:
         yield (
-            "validation.by = 'spares' with workers.spares = 0: nobody would measure; set workers.spares to "
-            "1, or leave validation.by out"
+            "validation.by = 'spares' with workers.spares = 0: no worker would validate; set "
+            "workers.spares to 1, or leave validation.by out"
         )
     for name, every in (("export", job.export.every), ("samples", samples.every), ("validation", by_spares)):
         if every % save_every:
             near = [n for n in (every - every % save_every, every - every % save_every + save_every) if n]
             yield (
-                f"{name}.every = {every} is not a multiple of checkpoint.save_every = {save_every}, and "
-                f"only what is saved can be used; the nearest {'are' if len(near) > 1 else 'is'} "
+                f"{name}.every = {every} is not a multiple of checkpoint.save_every = {save_every}, "
+                f"but needs a checkpoint each time; the nearest {'are' if len(near) > 1 else 'is'} "
                 f"{' and '.join(map(str, near))}"
             )
     if samples.every and not samples.prompts:
         yield (
-            f"samples.every = {samples.every} without samples.prompts: there is nothing to continue; give "
-            "some texts there"
+            f"samples.every = {samples.every} without samples.prompts: there is no text to continue; "
+            "set samples.prompts to a list of texts"
         )
     defaults = {name: each.default for name, each in type(samples).model_fields.items()}
     set_ = [name for name, default in defaults.items() if getattr(samples, name) != default]
@@ -185,26 +189,27 @@ def _offload(job: Job) -> Iterator[str]:
     """Yields a sentence for each setting with which the state cannot live in the memory of the node."""
     if job.offload_folder and not job.offloads:
         yield (
-            f"offload_folder = {job.offload_folder!r} with offload = 'none': nothing would be in its files; "
-            "set offload to 'optimizer' or 'weights', or leave it out"
+            f"offload_folder = {job.offload_folder!r} has no effect with offload = 'none'; set offload "
+            "to 'optimizer' or 'weights', or leave offload_folder out"
         )
     if not job.offload_folder and job.offload_buffer_gb != 1:
         yield (
-            f"offload_buffer_gb = {job.offload_buffer_gb:g} is for state in files, and offload_folder is "
-            "empty; name a folder of a local disk, or leave it out"
+            f"offload_buffer_gb = {job.offload_buffer_gb:g} has no effect without offload_folder; set "
+            "offload_folder to a folder of a local disk, or leave offload_buffer_gb out"
         )
     if not job.offloads:
         return
     named, zero = f"offload = {job.offload!r}", job.parallel.zero
     if _gathers_blocks(job):
         yield (
-            f"parallel.zero = {zero!r} with {named}: weights that are gathered block by block cannot live "
-            "in the memory of the node; set parallel.zero to 2, or to 0 where nothing is shared"
+            f"parallel.zero = {zero!r} with {named}: stage 3 gathers weights block by block, and "
+            "cannot gather them from the memory of the node; set parallel.zero to 2, or to 0 if no "
+            "state is shared"
         )
     if job.copies.copy_every not in (1, "auto"):
         yield (
-            f"copies.copy_every = {job.copies.copy_every} with {named}: the state lives in the memory of "
-            "the copies, so each step makes one; set copies.copy_every to 1, or leave it out"
+            f"copies.copy_every = {job.copies.copy_every} with {named}: offloaded state is kept in the "
+            "copies, so each step must make a copy; set copies.copy_every to 1, or leave it out"
         )
 
 
@@ -213,16 +218,17 @@ def _attention(job: Job) -> Iterator[str]:
         return
     if job.precision == "fp32":
         yield (
-            "attention = 'flash-4' is for 16 bits, and precision = 'fp32'; set it to 'bf16', or attention "
-            "to 'auto'"
+            "attention = 'flash-4' needs 16 bits, but precision = 'fp32'; set precision to 'bf16', or "
+            "attention to 'auto'"
         )
 
 
 def _spikes(job: Job) -> Iterator[str]:
     if job.spikes.microbatch_z and job.spikes.off:
         yield (
-            f"spikes.microbatch_z = {job.spikes.microbatch_z:g} with spikes.action = {job.spikes.action!r}, "
-            "which judges nothing; set the action to 'quarantine', 'skip' or 'warn', or microbatch_z to 0"
+            f"spikes.microbatch_z = {job.spikes.microbatch_z:g} with spikes.action = "
+            f"{job.spikes.action!r} has no effect; set spikes.action to 'quarantine', 'skip' or 'warn', "
+            "or spikes.microbatch_z to 0"
         )
 
 
@@ -233,39 +239,43 @@ def _schedule(job: Job) -> Iterator[str]:
         for name in ("warmup_steps", "final", "decay_steps"):
             if (value := getattr(schedule, name)) != type(schedule).model_fields[name].default:
                 yield (
-                    f"schedule.{name} = {value} with schedule.kind = {schedule.kind!r}: your own schedule "
-                    f"says the rate of every step; leave schedule.{name} out, or pass it in schedule.args"
+                    f"schedule.{name} = {value} with schedule.kind = {schedule.kind!r}: your own "
+                    f"schedule decides the rate of every step; leave schedule.{name} out, or pass its "
+                    "value in schedule.args"
                 )
     elif schedule.args:
         yield (
-            f"schedule.args = {schedule.args} are for a schedule of your own, and schedule.kind = "
-            f"{schedule.kind!r}; leave them out"
+            f"schedule.args = {schedule.args} have no effect with schedule.kind = {schedule.kind!r}, "
+            "only with a schedule of your own; leave schedule.args out"
         )
     if own:
         return
-    if schedule.kind in LEVEL and schedule.final != (default := type(schedule).model_fields["final"].default):
+    if schedule.kind in LEVEL and schedule.final != type(schedule).model_fields["final"].default:
         yield (
-            f"schedule.final = {schedule.final:g} has no effect with schedule.kind = {schedule.kind!r}, "
-            f"which does not fall to a part of optim.lr; leave it out (it is {default:g} then), or set the "
-            "kind to 'cosine', 'linear' or 'wsd'"
+            f"schedule.final = {schedule.final:g} has no effect with schedule.kind = "
+            f"{schedule.kind!r}, which has no final rate; leave schedule.final out, or set "
+            "schedule.kind to 'cosine', 'linear' or 'wsd'"
         )
     warmup, decay, steps = schedule.warmup_steps, schedule.decay_steps, job.steps
     if warmup > steps:
-        yield f"schedule.warmup_steps = {warmup} is more than steps = {steps}; lower it or train longer"
+        yield (
+            f"schedule.warmup_steps = {warmup} is more than steps = {steps}; lower "
+            "schedule.warmup_steps, or raise steps"
+        )
     if schedule.kind == "wsd" and not decay:
         yield (
-            "schedule.kind = 'wsd' falls in the last schedule.decay_steps = 0 steps; set decay_steps, say "
-            "to a tenth of steps"
+            "schedule.decay_steps = 0 with schedule.kind = 'wsd': the rate would never fall; set "
+            "it, say to a tenth of steps"
         )
     elif schedule.kind != "wsd" and decay:
         yield (
-            f"schedule.decay_steps = {decay} belongs to schedule.kind = 'wsd', and it is {schedule.kind!r}; "
-            "leave one of them out"
+            f"schedule.decay_steps = {decay} has no effect with schedule.kind = {schedule.kind!r}, "
+            "only with 'wsd'; leave schedule.decay_steps out, or set schedule.kind to 'wsd'"
         )
     elif warmup <= steps < warmup + decay:
         yield (
-            f"schedule.warmup_steps = {warmup} and schedule.decay_steps = {decay} are together more than "
-            f"steps = {steps}; lower them or train longer"
+            f"schedule.warmup_steps = {warmup} and schedule.decay_steps = {decay} are together more "
+            f"than steps = {steps}; lower one of them, or raise steps"
         )
 
 
@@ -273,14 +283,14 @@ def _weights(job: Job) -> Iterator[str]:
     """Yields a sentence for weights of a mixture by which nothing can be drawn."""
     if job.data.weights and not any(job.data.weights):
         yield (
-            f"data.weights = {list(job.data.weights)}: at least one part of a mixture must have a weight "
-            "above 0; give it one"
+            f"data.weights = {list(job.data.weights)}: at least one part of a mixture must have a "
+            "weight above 0; raise one weight"
         )
     if (turns := sum(whole := shares(job.data.weights))) > MOST_TURNS:
         yield (
-            f"data.weights = {list(job.data.weights)} are {' : '.join(map(str, whole))} in whole numbers, "
-            f"whose sum is {turns} and may be {MOST_TURNS}; round them to four digits or fewer that add up "
-            "to 1"
+            f"data.weights = {list(job.data.weights)} are {' : '.join(map(str, whole))} in whole "
+            f"numbers, whose sum is {turns} and may be at most {MOST_TURNS}; round the weights to at "
+            "most four digits, so that they add up to 1"
         )
 
 
@@ -293,22 +303,26 @@ def _ramp(job: Job) -> Iterator[str]:
         missing = " and ".join(
             f"batch_ramp.{name}" for name, value in zip(names, values, strict=True) if not value
         )
-        yield f"{missing} = 0: a batch ramp needs all of {', '.join(names)}; set them all, or none"
+        yield (
+            f"{missing} = 0: a batch ramp needs all of {', '.join(names)}; set all of them, or none of them"
+        )
         return
     for name in ("start", "increment"):
         if job.microbatch != "auto" and (value := getattr(ramp, name)) % job.microbatch:
             yield (
-                f"batch_ramp.{name} = {value} is not a multiple of microbatch = {job.microbatch}; make it one"
+                f"batch_ramp.{name} = {value} is not a multiple of microbatch = {job.microbatch}; "
+                "use a multiple"
             )
     if job.global_batch == "all":
         yield (
-            f"batch_ramp.start = {ramp.start} with global_batch = 'all': a ramp grows to a number; name it, "
-            "or leave the ramp out"
+            f"batch_ramp.start = {ramp.start} with global_batch = 'all': a ramp needs a number to grow "
+            "to; set global_batch to a number, or leave [batch_ramp] out"
         )
     elif ramp.start >= job.global_batch or (job.global_batch - ramp.start) % ramp.increment:
         yield (
             f"batch_ramp.start = {ramp.start} does not grow to global_batch = {job.global_batch} by "
-            f"batch_ramp.increment = {ramp.increment}; let their difference be a multiple of the increment"
+            f"batch_ramp.increment = {ramp.increment}; the difference of global_batch and "
+            "batch_ramp.start must be a multiple of batch_ramp.increment"
         )
 
 
@@ -322,22 +336,22 @@ def _unused(optim: Optim) -> Iterator[str]:
         return  # the user's own, which may read any of them
     if optim.args:
         yield (
-            f"optim.args = {optim.args} has no effect with optim.kind = {optim.kind!r}, whose settings are "
-            f"those of [optim] itself, as optim.{built_in.reads[0]}; leave it out, or name an optimizer of your own: "
-            "optim.kind = 'pkg.module:RULE'"
+            f"optim.args = {optim.args} has no effect with optim.kind = {optim.kind!r}, which takes "
+            f"its settings from [optim] itself, such as optim.{built_in.reads[0]}; leave optim.args out, or name "
+            "an optimizer of your own: optim.kind = 'pkg.module:RULE'"
         )
     for name in sorted({name for each in OPTIMIZERS.values() for name in each.reads} - {*built_in.reads}):
         value, default = getattr(optim, name), type(optim).model_fields[name].default
         if value != default:
             readers = ", ".join(kind for kind, each in OPTIMIZERS.items() if name in each.reads)
             yield (
-                f"optim.{name} = {value!r} is a setting of {readers}, and optim.kind = {optim.kind!r}; "
-                "leave it out"
+                f"optim.{name} = {value!r} has no effect with optim.kind = {optim.kind!r}, only with "
+                f"{readers}; leave optim.{name} out"
             )
     if optim.kind == "muon" and optim.decay == "l2":
         yield (
-            "optim.decay = 'l2' with optim.kind = 'muon': it would turn a direction and shrink nothing; use "
-            "optim.decay = 'decoupled'"
+            "optim.decay = 'l2' with optim.kind = 'muon': 'l2' would turn the direction of an update, "
+            "and shrink no weight; use optim.decay = 'decoupled'"
         )
 
 
@@ -347,8 +361,9 @@ def _groups(optim: Optim) -> Iterator[str]:
     for number, each in enumerate(names):
         if (first := names.index(each)) < number:
             yield (
-                f"optim.groups[{number}].names = {list(optim.groups[number].names)} are those of "
-                f"optim.groups[{first}], which is the first match; leave one of the two groups out"
+                f"optim.groups[{number}].names = {list(optim.groups[number].names)} are the names of "
+                f"optim.groups[{first}], too, and only the first group that matches counts; leave one "
+                "of the two groups out"
             )
 
 
@@ -402,32 +417,42 @@ def idle(job: Job) -> Iterator[str]:
                     else repr(value)
                 )
                 yield (
-                    f"{name}.{each} = {told} has no effect while {why}; change that, or leave {name}.{each} "
-                    "out"
+                    f"{name}.{each} = {told} has no effect while {why}; change "
+                    f"{why.partition(' ')[0]}, or leave {name}.{each} out"
                 )
     if job.checkpoint.keep_best and job.checkpoint.keep_last and not job.validation.every:
         yield (
-            "checkpoint.keep_best = true while validation.every = 0: until something was validated nobody "
-            "knows which is the best, so no checkpoint is deleted; change one of them, if that is too much"
+            "checkpoint.keep_best = true while validation.every = 0: without a validation no "
+            "checkpoint is the best, so none is ever deleted; set validation.every, or "
+            "checkpoint.keep_best = false"
         )
     if job.optim.average and job.validation.every:
         yield (
-            f"optim.average = {job.optim.average:g} with validation.every = {job.validation.every}: the run "
-            "validates its weights, not their average, and so the best one is found; `elastic evaluate "
-            "--average` measures the average"
+            f"optim.average = {job.optim.average:g} with validation.every = {job.validation.every}: "
+            "the run validates its weights, not their average, so 'best' is the best by its weights; "
+            "`elastic evaluate --average` measures the average"
         )
 
 
 def _deadlines(deadlines: Deadlines) -> Iterator[str]:
     """Yields a sentence for each deadline that is so short that healthy processes would miss it."""
     rhythm = {
-        "lease_s": (1, "a member renews its lease four times in this time, and a healthy one would stop"),
+        "lease_s": (1, "a worker renews its lease four times in this time, and healthy workers would stop"),
         "stall_s": (
             1,
-            "keepers report the steps of their workers each 0.5 s, and a healthy worker would be blamed",
+            "keepers report the steps of their workers every 0.5 s, and healthy workers would be blamed",
         ),
-        "silence_s": (2, "a node beats each 0.5 s, and a healthy one would be taken for silent"),
-        "driver_s": (1, "a driver asks ten times a second, and a healthy one would be taken for gone"),
+        "silence_s": (
+            2,
+            "each node sends a sign of life every 0.5 s, and healthy nodes would count as silent",
+        ),
+        "driver_s": (
+            1,
+            (
+                "the command that follows the run calls ten times a second, and a healthy command would "
+                "count as gone"
+            ),
+        ),
         "wait_s": (1, "no worker can start in less time, and the run would give up"),
     }
     for name, (least_s, why) in rhythm.items():
@@ -437,6 +462,6 @@ def _deadlines(deadlines: Deadlines) -> Iterator[str]:
     if lease_s >= 1 and fence_s > FENCED_LEASES * lease_s:
         yield (
             f"deadlines.fence_s = {fence_s:g} is more than {FENCED_LEASES} × deadlines.lease_s = "
-            f"{lease_s:g}: a worker that hears nobody ends itself after two leases, and a longer wait for "
-            "its answer is in vain; lower the one or raise the other"
+            f"{lease_s:g}: a worker that no coordinator calls ends itself after two leases, so a "
+            "longer wait for its answer is in vain; lower deadlines.fence_s or raise deadlines.lease_s"
         )

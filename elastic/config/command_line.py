@@ -99,7 +99,7 @@ def no_setting(word: str, model: Model, own: Iterable[str] = ()) -> str:
     of the command.
     """
     if not word.startswith("--"):
-        return f"{word!r} is no option; write '--section.option value', say '--workers.max 3'"
+        return f"{word!r} is no option; write an option as '--section.option value', say '--workers.max 3'"
     typed = word.partition("=")[0]
     return unknown(_name(typed), model, typed, also=map(_name, own))
 

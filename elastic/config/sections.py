@@ -45,7 +45,7 @@ def known_numerics(value: object) -> object:
     """
     if type(value) is int and 1 <= value < OLDEST:
         raise ValueError(
-            "is of a run that a version of Elastic before 2026-11-27 began; go on with that version, or "
+            "belongs to a run of a version of Elastic before 2026-11-27; go on with that version, or "
             "leave numerics out for a new run"
         )
     return value

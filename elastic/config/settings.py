@@ -77,8 +77,8 @@ def read_toml(path: Path) -> dict[str, Any]:
         ) from None
     except tomllib.TOMLDecodeError as error:
         raise JobError(
-            f"{path.name} is not valid TOML: {error}; mend that line (`elastic train --help` lists the "
-            "settings)"
+            f"{path.name} is not valid TOML: {error}; correct this line (`elastic train --help` lists "
+            "the settings)"
         ) from None
 
 
@@ -88,7 +88,7 @@ def _text(name: str, data: bytes) -> str:
     Raises :class:`JobError` for bytes that are neither.
     """
     code = "utf-16" if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "utf-8-sig"
-    what = "it has zero bytes, as UTF-16 without its mark at the beginning has, or a file that is no text"
+    what = "it has bytes of value 0, so it may be UTF-16, or no text at all"
     try:
         if data.startswith((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)):
             raise JobError(f"{name} is text in UTF-32, and TOML is UTF-8; {SAVE_AS_UTF8}")

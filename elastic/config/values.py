@@ -133,12 +133,12 @@ def _code(value: Any, check: Callable[[Any], str]) -> str:
         module, _ = split(path)
     except CodeError:
         wrong = next((part for part in re.split("[.:]", path) if part and not part.isidentifier()), "")
-        why = f"; {wrong!r} can be no name in Python, so rename its file or folder" if wrong else ""
+        why = f"; {wrong!r} is not a name in Python, so rename this file or folder" if wrong else ""
         raise ValueError(f"must name code as 'package.module:name'{why}") from None
     if module == MAIN:
         raise ValueError(
-            "names code of the script that runs; give the function or class itself, without quotes, or put "
-            "it into a module"
+            "names code of the running script; give the function or class itself, without quotes, or "
+            "put it into a module"
         )
     return path
 
@@ -239,7 +239,7 @@ def step_range(text: str) -> str:
         raise ValueError("must be a step, as '7', or the first and the last of several, as '5-7'")
     if len(steps_of(text)) > PROFILED:
         raise ValueError(
-            f"has {len(steps_of(text))} steps, and a profile holds at most {PROFILED} in memory; name fewer"
+            f"has {len(steps_of(text))} steps, but a profile can hold at most {PROFILED}; name fewer steps"
         )
     return text
 

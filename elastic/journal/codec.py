@@ -258,8 +258,8 @@ def checked(segment: Segment) -> Segment:
     if (found := segment[0]["format"]) != FORMAT:
         by = "a version of Elastic before 2026-11-25" if found < FORMAT else "a later version of Elastic"
         raise UnknownFormat(
-            f"the journal has format {found}, which {by} wrote, and this one reads {FORMAT}; use that "
-            "version to read it"
+            f"the journal has format {found}, which {by} wrote, but this version of Elastic reads "
+            f"format {FORMAT}; use the other version"
         )
     return segment
 

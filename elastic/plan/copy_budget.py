@@ -150,12 +150,12 @@ def explained(
     more = (
         ""
         if smallest == largest
-        else (f"; where fewer workers share the state, more: up to {most}, if the node has it")
+        else (f"; up to {most} if fewer workers share the state and the node has room")
     )
     if not copy_every:
         return (
-            "no copies in host memory (copies.copy_every = 0): what a dead worker alone held is read from "
-            f"the bucket; a save on its way there takes {takes}{more}"
+            "no copies in host memory (copies.copy_every = 0): state that only a dead worker held is "
+            f"read from the bucket; a save on its way to the bucket takes {takes}{more}"
         )
     copies = slots_for(copy_every, buddy_every, offload=offload) - SAVE_SLOTS
     what, own = (
@@ -166,7 +166,7 @@ def explained(
         f"slots of {amount(smallest)}: "
     )
     text += f"{SAVE_SLOTS} for a save, {copies} for {own}"
-    return text + (f", {BUDDY_SLOTS} for those of a worker on another node" if buddy_every else "") + more
+    return text + (f", {BUDDY_SLOTS} for copies of a worker on another node" if buddy_every else "") + more
 
 
 def amount(size: float) -> str:
@@ -209,8 +209,9 @@ def no_room(
         f"raise the limit by {missing} for each worker (on Kubernetes resources.limits.memory of the pod)"
     )
     return (
-        f"{setting}: this worker's copies and saves take at least {amount(needed)} of {medium} ({slots} "
-        f"slots), and {where} leaves only {amount(free)} beside those of the node's other workers; "
+        f"{setting}: this worker's copies and saves take at least {amount(needed)} of {medium} "
+        f"({slots} slots), and {where} leaves only {amount(free)} after the copies of the node's other "
+        "workers; "
         f"{f'make {missing} free for each worker, name a folder of a larger disk' if folder else raised}, "
         "or need less: "
         f"{', '.join((*less, 'more workers that share the state make each part smaller (parallel.min_shard, workers.min)'))}"

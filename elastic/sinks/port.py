@@ -77,7 +77,7 @@ class TrackedRun:
         except Missing:
             return 0
         except ValueError:
-            fix = "remove it, and the sink gets the rows from the first one on"
+            fix = "remove this file, and the sink gets all rows again"
             raise Damaged(self.store.full_name(self._cursor(sink)), "a step", "something else", fix) from None
 
     def note(self, sink: str, step: int) -> None:
@@ -122,7 +122,7 @@ def sink_class(name: str) -> Callable[..., Sink]:
         return found
     known = sorted(module.name for module in pkgutil.iter_modules(sinks.__path__) if module.name != "port")
     if name not in known:
-        hint = f"there are {', '.join(known)}, and your own as 'package.module:Class'"
+        hint = f"use one of {', '.join(known)}, or your own class as 'package.module:Class'"
         raise CodeError(f"metrics.sinks has no {name!r}; {hint}{did_you_mean(name, known)}")
     try:
         tracker: Callable[..., Sink] = load(f"{sinks.__name__}.{name}:Tracker", "metrics.sinks")
@@ -131,9 +131,9 @@ def sink_class(name: str) -> Callable[..., Sink]:
         if not isinstance(cause, ModuleNotFoundError) or (cause.name or "").partition(".")[0] in PACKAGES:
             raise
         raise CodeError(
-            f"metrics.sinks.{name} needs the package {cause.name!r}, which is not on this machine; install "
-            f"it on every node of the cluster with pip install 'elastic-train[{name}]', or leave the sink "
-            "out"
+            f"metrics.sinks.{name} needs the package {cause.name!r}, which is not on this machine; "
+            "install the package on every node of the cluster with pip install "
+            f"'elastic-train[{name}]', or leave the sink out"
         ) from None
     return tracker
 

@@ -302,7 +302,8 @@ def test_an_option_of_a_setting_takes_no_word_that_is_not_its_own(tmp_path: Path
         assert sentence(capsys).startswith("no logs of w1, w2 in")
     assert main(["stop", job, *option, "w1"]) == 1
     assert sentence(capsys) == (
-        "elastic: command line: 'w1' is no option; write '--section.option value', say '--workers.max 3'"
+        "elastic: command line: 'w1' is no option; write an option as '--section.option value', "
+        "say '--workers.max 3'"
     )
 
 
@@ -518,8 +519,8 @@ def test_a_loss_may_count_with_a_number(tmp_path: Path, monkeypatch: pytest.Monk
         (
             "gs://x/y",
             (
-                "needs a package: Please install gcsfs to access Google Storage; install it on every node, "
-                "or name another bucket"
+                "needs a package: Please install gcsfs to access Google Storage; install the package "
+                "on every node, or name another bucket"
             ),
         ),
     ],
@@ -647,4 +648,4 @@ def test_a_folder_that_takes_the_place_of_ours(tmp_path: Path, package: str) -> 
     command = Command(tmp_path, "train", "toy.toml")
     assert command.wait() == 1
     assert command.text.count("\n") == 1
-    assert f"{tmp_path}/{package} takes the place of Elastic's own package '{package}'" in command.text
+    assert f"{tmp_path}/{package} hides Elastic's own package '{package}'" in command.text

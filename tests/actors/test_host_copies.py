@@ -125,7 +125,7 @@ def test_copies_for_which_there_is_no_memory_end_the_run_before_it_begins(tmp_pa
         r"w1 cannot start on node \w{8} .*: copies\.copy_every = auto: this worker's copies and saves take "
         r"at least \S+ TB "
         r"of memory \(7 slots\), "
-        r"and the (node|container) \(\S.*\) leaves only \S+ [GT]B beside .*; raise the limit by \S+ TB for "
+        r"and the (node|container) \(\S.*\) leaves only \S+ [GT]B after .*; raise the limit by \S+ TB for "
         r"each worker "
         r"\(on Kubernetes resources\.limits\.memory"
     )

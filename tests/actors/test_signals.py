@@ -137,7 +137,7 @@ sys.exit(main())
         [sys.executable, "-c", code], cwd=tmp_path, env=ours, capture_output=True, text=True
     )
     assert (done.returncode, done.stdout) == (3, "")
-    assert done.stderr == "elastic: interrupted; the same command goes on\n"
+    assert done.stderr == "elastic: interrupted; give the same command again to go on\n"
 
 
 @pytest.mark.full

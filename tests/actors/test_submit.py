@@ -317,7 +317,7 @@ def test_what_cannot_work_is_said_in_the_jobs_log(tmp_path: Path, nodes: Nodes, 
     (absent / "project" / "job.toml").unlink()
     jobs = [nodes.submit(folder / "project", line) for folder in (shadowed, inside, absent, large)]
     said = [
-        (1, "/storage takes the place of Elastic's own package 'storage'"),
+        (1, "/storage hides Elastic's own package 'storage'"),
         (1, "/runs' lies in the submitted working directory"),
         (1, "there is no job file 'job.toml' in the submitted working directory"),
         (2, "workers.min = 9, but the cluster has room for"),

@@ -303,4 +303,4 @@ def test_ctrl_c_before_a_command_has_begun_is_one_line(
     assert entry() == 0 and not capsys.readouterr().err
     monkeypatch.setattr("actors.cli.main", pressed)
     assert entry() == STOPPED
-    assert capsys.readouterr().err == "elastic: interrupted; the same command goes on\n"
+    assert capsys.readouterr().err == "elastic: interrupted; give the same command again to go on\n"

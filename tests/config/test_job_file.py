@@ -130,19 +130,24 @@ def test_help_shows_every_setting_with_its_meaning(capsys: pytest.CaptureFixture
         (
             "[batch_ramp]\nstart = 4",
             [],
-            "job.toml: batch_ramp.increment and batch_ramp.samples = 0: a batch ramp needs all of start, "
-            "increment, samples; set them all, or none",
+            (
+                "job.toml: batch_ramp.increment and batch_ramp.samples = 0: a batch ramp needs all of "
+                "start, increment, samples; set all of them, or none of them"
+            ),
         ),
         (
             "global_batch = 16\n[batch_ramp]\nstart = 4\nincrement = 8\nsamples = 9",
             [],
-            "job.toml: batch_ramp.start = 4 does not grow to global_batch = 16 by batch_ramp.increment = 8; "
-            "let their difference be a multiple of the increment",
+            (
+                "job.toml: batch_ramp.start = 4 does not grow to global_batch = 16 by "
+                "batch_ramp.increment = 8; the difference of global_batch and batch_ramp.start must be a "
+                "multiple of batch_ramp.increment"
+            ),
         ),
         (
             "global_batch = 16\n[batch_ramp]\nstart = 4\nincrement = 3\nsamples = 9",
             [],
-            "job.toml: batch_ramp.increment = 3 is not a multiple of microbatch = 2; make it one",
+            "job.toml: batch_ramp.increment = 3 is not a multiple of microbatch = 2; use a multiple",
         ),
         ("", ["--steps.x", "1"], "command line: unknown setting '--steps.x'; did you mean '--steps'?"),
         ("", ["--no-steps"], "command line: unknown setting '--no-steps'; did you mean '--steps'?"),
@@ -217,8 +222,10 @@ def test_help_shows_every_setting_with_its_meaning(capsys: pytest.CaptureFixture
         (
             "recompute = 'sqrt'\nactivations = 'int8'",
             [],
-            "job.toml: activations = 'int8' cannot reach what recompute = 'sqrt' keeps; set recompute to "
-            "'none', 'attention' or 'block', or leave activations out",
+            (
+                "job.toml: activations = 'int8' has no effect with recompute = 'sqrt'; set recompute to "
+                "'none', 'attention' or 'block', or leave activations out"
+            ),
         ),
         (
             "recompute = 1.0",
@@ -266,39 +273,41 @@ def test_help_shows_every_setting_with_its_meaning(capsys: pytest.CaptureFixture
             "[optim]\nmomentum = 0.5",
             [],
             (
-                "job.toml: optim.momentum = 0.5 is a setting of sgd, muon, and optim.kind = 'adamw'; leave "
-                "it out"
+                "job.toml: optim.momentum = 0.5 has no effect with optim.kind = 'adamw', only with "
+                "sgd, muon; leave optim.momentum out"
             ),
         ),
         (
             "[optim]\nkind = 'sgd'\neps = 1e-3",
             [],
             (
-                "job.toml: optim.eps = 0.001 is a setting of adamw, adagrad, rmsprop, muon, and optim.kind "
-                "= 'sgd'; leave it out"
+                "job.toml: optim.eps = 0.001 has no effect with optim.kind = 'sgd', only with adamw, "
+                "adagrad, rmsprop, muon; leave optim.eps out"
             ),
         ),
         (
             "[schedule]\nkind = 'wsd'",
             [],
             (
-                "job.toml: schedule.kind = 'wsd' falls in the last schedule.decay_steps = 0 steps; set "
-                "decay_steps, say to a tenth of steps"
+                "job.toml: schedule.decay_steps = 0 with schedule.kind = 'wsd': the rate would never "
+                "fall; set it, say to a tenth of steps"
             ),
         ),
         (
             "[schedule]\ndecay_steps = 7",
             [],
             (
-                "job.toml: schedule.decay_steps = 7 belongs to schedule.kind = 'wsd', and it is 'cosine'; "
-                "leave one of them out"
+                "job.toml: schedule.decay_steps = 7 has no effect with schedule.kind = 'cosine', only "
+                "with 'wsd'; leave schedule.decay_steps out, or set schedule.kind to 'wsd'"
             ),
         ),
         (
             "steps = 10\n[schedule]\nkind = 'wsd'\ndecay_steps = 7\nwarmup_steps = 4",
             [],
-            "job.toml: schedule.warmup_steps = 4 and schedule.decay_steps = 7 are together more than steps "
-            "= 10; lower them or train longer",
+            (
+                "job.toml: schedule.warmup_steps = 4 and schedule.decay_steps = 7 are together more than "
+                "steps = 10; lower one of them, or raise steps"
+            ),
         ),
         (
             "",
@@ -324,8 +333,10 @@ def test_help_shows_every_setting_with_its_meaning(capsys: pytest.CaptureFixture
         (
             "[[optim.groups]]\nnames = ['a', 'b']\n[[optim.groups]]\nnames = ['b', 'a']",
             [],
-            "job.toml: optim.groups[1].names = ['b', 'a'] are those of optim.groups[0], which is the first "
-            "match; leave one of the two groups out",
+            (
+                "job.toml: optim.groups[1].names = ['b', 'a'] are the names of optim.groups[0], too, and "
+                "only the first group that matches counts; leave one of the two groups out"
+            ),
         ),
         ("steps = 0", [], "job.toml: steps = 0 must be 1 or more"),
         ("steps = 3", ["--steps", "0"], "command line: steps = 0 must be 1 or more"),
@@ -389,17 +400,23 @@ def test_help_shows_every_setting_with_its_meaning(capsys: pytest.CaptureFixture
         (
             "[schedule]\nwarmup_steps = 200",
             [],
-            "job.toml: schedule.warmup_steps = 200 is more than steps = 100; lower it or train longer",
+            (
+                "job.toml: schedule.warmup_steps = 200 is more than steps = 100; lower "
+                "schedule.warmup_steps, or raise steps"
+            ),
         ),
         (
             "[workers]\nmin = 3",
             [],
-            "job.toml: workers.min = 3 is more than workers.max = 2; raise the one or lower the other",
+            "job.toml: workers.min = 3 is more than workers.max = 2; raise workers.max or lower workers.min",
         ),
         (
             "",
             ["steps=3"],
-            "command line: 'steps=3' is no option; write '--section.option value', say '--workers.max 3'",
+            (
+                "command line: 'steps=3' is no option; write an option as '--section.option value', "
+                "say '--workers.max 3'"
+            ),
         ),
         ("", ["--steps"], "command line: --steps has no value; write '--steps value'"),
         ("", ["--steps", "--seed", "3"], "command line: --steps has no value; write '--steps value'"),
@@ -454,10 +471,7 @@ def test_a_fault_of_an_accelerator_is_refused_where_there_is_none() -> None:
     fault = {"point": "forward", "step": 1, "kind": "device_assert"}
     with pytest.raises(
         JobError,
-        match=(
-            r"kind = 'device_assert' strikes an accelerator, and workers.gpus = "
-            r"0; set it to 1"
-        ),
+        match=(r"kind = 'device_assert' needs an accelerator, but workers.gpus = 0; set workers.gpus to 1"),
     ):
         job(faults=[fault])
     assert job(faults=[fault], workers={"gpus": 1}).faults[0].kind == "device_assert"

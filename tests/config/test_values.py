@@ -63,7 +63,7 @@ def test_a_name_that_can_be_none_of_python_is_told() -> None:
     with pytest.raises(
         JobError,
         match=(
-            r"model = 'my-proj\.v2:build' must name code as 'package\.module:name'; 'my-proj' can be no "
+            r"model = 'my-proj\.v2:build' must name code as 'package\.module:name'; 'my-proj' is not a "
             r"name in Python, so rename"
         ),
     ):
@@ -109,14 +109,17 @@ def test_a_bucket_that_looks_like_a_url_is_not_taken_for_a_folder(bucket: str) -
         (
             {"lease_s": 0.01},
             (
-                "deadlines.lease_s = 0.01 is less than 1: a member renews its lease four times in this "
-                "time, and a healthy one would stop"
+                "deadlines.lease_s = 0.01 is less than 1: a worker renews its lease four times in "
+                "this time, and healthy workers would stop"
             ),
         ),
         ({"stall_s": 0.1}, "deadlines.stall_s = 0.1 is less than 1: "),
         ({"driver_s": 0.001}, "deadlines.driver_s = 0.001 is less than 1: "),
         ({"wait_s": 1e-9}, "deadlines.wait_s = 1e-09 is less than 1: "),
-        ({"silence_s": 1.9}, "deadlines.silence_s = 1.9 is less than 2: a node beats each 0.5 s"),
+        (
+            {"silence_s": 1.9},
+            "deadlines.silence_s = 1.9 is less than 2: each node sends a sign of life every 0.5 s",
+        ),
         (
             {"fence_s": 1000, "lease_s": 1},
             "deadlines.fence_s = 1000 is more than 4 × deadlines.lease_s = 1: ",

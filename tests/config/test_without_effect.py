@@ -20,9 +20,11 @@ OWN = "tests.engine.test_own_optimizer:MOMENTUM"
     [
         (
             {"optim": {"args": {"momentum": 0.9}}},
-            "optim.args = {'momentum': 0.9} has no effect with optim.kind = 'adamw', whose settings are "
-            "those of [optim] itself, as optim.betas; leave it out, or name an optimizer of your own: "
-            "optim.kind = 'pkg.module:RULE'",
+            (
+                "optim.args = {'momentum': 0.9} has no effect with optim.kind = 'adamw', which takes its "
+                "settings from [optim] itself, such as optim.betas; leave optim.args out, or name an "
+                "optimizer of your own: optim.kind = 'pkg.module:RULE'"
+            ),
         ),
         (
             {"optim": {"kind": "sgd", "args": {"nesterov": True}}},
@@ -30,9 +32,10 @@ OWN = "tests.engine.test_own_optimizer:MOMENTUM"
         ),
         (
             {"schedule": {"kind": "constant", "final": 0.2}},
-            "schedule.final = 0.2 has no effect with schedule.kind = 'constant', which does not fall to a "
-            "part of optim.lr; leave it out (it is 0.1 then), or set the kind to 'cosine', 'linear' or "
-            "'wsd'",
+            (
+                "schedule.final = 0.2 has no effect with schedule.kind = 'constant', which has no final "
+                "rate; leave schedule.final out, or set schedule.kind to 'cosine', 'linear' or 'wsd'"
+            ),
         ),
         (
             {"schedule": {"kind": "rsqrt", "final": 0.0}},

@@ -100,7 +100,10 @@ def test_what_another_version_wrote_is_refused_by_name() -> None:
     for number, by in ((4, "a later version of Elastic"), (2, "a version of Elastic before 2026-11-25")):
         with pytest.raises(
             UnknownFormat,
-            match=f"format {number}, which {by} wrote, and this one reads 3; use that version to read it",
+            match=(
+                f"format {number}, which {by} wrote, but this version of Elastic reads format 3; use "
+                "the other version"
+            ),
         ):
             fold({"format": number, "run": {}}, [])
 

@@ -168,8 +168,8 @@ def mixed(folder: Path, weights: list[float], **changes: Any) -> Job:
         (
             [0.123456, 0.2, 0.3],
             (
-                r"in whole numbers, whose sum is \d+ and may be 10000; round them to four "
-                r"digits or fewer"
+                r"in whole numbers, whose sum is \d+ and may be at most 10000; round the weights to at "
+                r"most four digits"
             ),
         ),
     ],

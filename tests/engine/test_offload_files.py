@@ -382,10 +382,7 @@ def test_what_is_sent_to_others_or_saved_is_looked_at(tmp_path: Path, bent: bool
         ),
         (
             {"offload_folder": "", "offload_buffer_gb": 2},
-            (
-                r"offload_buffer_gb = 2 is for state in files, and "
-                r"offload_folder is empty; name"
-            ),
+            (r"offload_buffer_gb = 2 has no effect without offload_folder; set"),
         ),
         (
             {"offload_folder": "s3://b/x"},

@@ -214,7 +214,7 @@ def test_what_is_no_schedule_is_refused_before_a_worker_starts(
             {"kind": f"{HERE}:cosine", "warmup_steps": 3},
             "schedule.warmup_steps = 3 with schedule.kind = .* leave .* out",
         ),
-        ({"args": {"final": 1}}, "schedule.args = {'final': 1} are for a schedule of your own"),
+        ({"args": {"final": 1}}, "schedule.args = {'final': 1} have no effect with schedule.kind"),
         (
             {"kind": "cosin"},
             "schedule.kind = 'cosin' must be 'cosine', 'linear', 'constant', 'wsd' or 'rsqrt', or",

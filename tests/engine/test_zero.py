@@ -185,8 +185,8 @@ def test_stage_0_with_shards_is_refused(cut: str) -> None:
     with pytest.raises(
         JobError,
         match=(
-            rf"parallel\.zero = 0 shares nothing, and parallel\.{cut} = 2; leave "
-            r"one of them out"
+            rf"parallel\.zero = 0 shares nothing, so parallel\.{cut} = 2 is not possible; leave one of "
+            r"the two settings out"
         ),
     ):
         small_job("/nowhere", parallel={"zero": 0, cut: 2}, workers={"max": 4})

@@ -61,9 +61,9 @@ def test_a_step_is_as_long_as_recent_ones() -> None:
 
 def test_the_memory_that_copies_take_is_said() -> None:
     assert explained(12 * GB, 48 * GB, 1, 1) == (
-        "copies in host memory and saves take 84 GB of its node for each worker, in 7 slots of 12 GB: 1 for "
-        "a save, 4 for copies of its own state, 2 for those of a worker on another node; where fewer "
-        "workers share the state, more: up to 336 GB, if the node has it"
+        "copies in host memory and saves take 84 GB of its node for each worker, in 7 slots of 12 GB: "
+        "1 for a save, 4 for copies of its own state, 2 for copies of a worker on another node; up to "
+        "336 GB if fewer workers share the state and the node has room"
     )
     assert slots_a_worker(1, 1) * 12 == 84
     assert explained(3_000, 3_000, 5, 0) == (
@@ -75,8 +75,8 @@ def test_the_memory_that_copies_take_is_said() -> None:
         "save, 3 for its own state and copies of it"
     )
     assert explained(3_000, 3_000, 0, 0) == (
-        "no copies in host memory (copies.copy_every = 0): what a dead worker alone held is read from the "
-        "bucket; a save on its way there takes 3 kB of its node for each worker"
+        "no copies in host memory (copies.copy_every = 0): state that only a dead worker held is read "
+        "from the bucket; a save on its way to the bucket takes 3 kB of its node for each worker"
     )
     assert [amount(size) for size in (0, 999, 1_000, 1.5e9, 2e15)] == [
         "0 B",
@@ -94,8 +94,8 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
         "copies.copy_every = auto: this worker's copies and saves take at least 112 GB"
     )
     assert (
-        "take at least 112 GB of memory (7 slots), and the container (memory.max = 80000000000) leaves only "
-        "64 GB beside"
+        "take at least 112 GB of memory (7 slots), and the container (memory.max = 80000000000) "
+        "leaves only 64 GB after"
     ) in sentence
     assert (
         "resources.limits.memory" in sentence

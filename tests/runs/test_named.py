@@ -231,7 +231,7 @@ def test_a_run_that_needs_an_option_of_its_start_is_found_without_it(
     path = write(tmp_path / "job.toml", asked(bucket), validation={"by": "spares"})
     assert main(["train", path, "--local", "--workers.spares", "1"]) == 0
     assert main(["status", path, "--once"]) == 0 == main(["evaluate", path])
-    assert "workers.spares = 0: nobody would measure" in capsys.readouterr().err
+    assert "workers.spares = 0: no worker would validate" in capsys.readouterr().err
 
 
 def test_evaluate_says_that_it_measures_what_was_trained_on(

@@ -565,7 +565,7 @@ def test_ls_says_what_keeps_a_checkpoint(
         (
             {"keep_last": 2, "keep_best": True},
             0,
-            "keep_best = true with validation.every = 0: only what is both validated and saved",
+            "keep_best = true with validation.every = 0: only a step that is both validated and saved",
         ),
         (
             {"keep_last": 2, "keep_best": True, "save_every": 40},

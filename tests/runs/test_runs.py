@@ -245,7 +245,7 @@ def test_a_run_goes_on_with_its_own_numerics() -> None:
         with pytest.raises(
             JobError,
             match=(
-                "numerics = 1 is of a run that a version of Elastic before 2026-11-27 began; go on with "
+                "numerics = 1 belongs to a run of a version of Elastic before 2026-11-27; go on with "
                 "that version"
             ),
         ):

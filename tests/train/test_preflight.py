@@ -99,8 +99,8 @@ def test_the_memory_of_copies_is_told_unless_it_is_trivial(tmp_path: Path, prepa
     assert told(16) == []
     (sentence,) = told(128)
     assert re.match(
-        r"copies in host memory and saves take \S+ MB of its node for each worker, in 7 slots of \S+ MB: "
-        r"1 for a save, 4 for copies of its own state, 2 for those of a worker on another node$",
+        r"copies in host memory and saves take \S+ MB of its node for each worker, in 7 slots of \S+ "
+        r"MB: 1 for a save, 4 for copies of its own state, 2 for copies of a worker on another node$",
         sentence.partition("; ")[0],
     ), sentence
     (without,) = told(16, copies={"copy_every": 0})
@@ -237,7 +237,7 @@ def test_the_kernel_of_attention_is_told_and_must_fit_the_model(tmp_path: Path, 
             {"workers": {"gpus": 0}},
             "it needs GPUs, but workers.gpus = 0; set workers.gpus to 1; or set attention to 'auto'",
         ),
-        ({"precision": "fp32"}, "precision = 'fp32'; set it to 'bf16', or attention to 'auto'"),
+        ({"precision": "fp32"}, "precision = 'fp32'; set precision to 'bf16', or attention to 'auto'"),
         (
             {"documents": True, "model_args": small | {"dropout": 0.1}, "workers": {"gpus": 0}},
             (
@@ -250,10 +250,7 @@ def test_the_kernel_of_attention_is_told_and_must_fit_the_model(tmp_path: Path, 
             told(**flash, **wrong)
     with pytest.raises(
         JobError,
-        match=(
-            r"(?s)numerics = 3 is of a run that a version of Elastic before "
-            r"2026-11-27 began"
-        ),
+        match=(r"(?s)numerics = 3 belongs to a run of a version of Elastic before 2026-11-27"),
     ):
         job(numerics=3)
 

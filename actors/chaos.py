@@ -203,7 +203,7 @@ class Chaos:
         unknown = sorted({fault.kind for fault in faults} - {*PERFORMED})
         if unknown:
             raise ValueError(
-                f"{', '.join(unknown)} cannot be performed here; what can be: {', '.join(sorted(PERFORMED))}"
+                f"{', '.join(unknown)} cannot be performed here; use one of {', '.join(sorted(PERFORMED))}"
             )
         for fault in faults:
             _check_point(fault)
@@ -285,7 +285,7 @@ class Chaos:
         except (ray.exceptions.RayError, OSError, LookupError, ValueError) as error:
             failed = f"{type(error).__name__}: {str(error).strip().splitlines()[-1]}"
         if not victim:
-            failed = failed or "nothing was there that this fault could strike"
+            failed = failed or "there was no process that this fault could strike"
         strike = Strike(
             len(self.strikes) + 1,
             time.time(),
@@ -413,9 +413,9 @@ def _check_point(fault: Fault) -> None:
         )
     if fault.point and fault.kind is Kind.SIGSTOP and fault.duration_s is not None:
         raise ValueError(
-            f"duration_s = {fault.duration_s:g} of kind = 'SIGSTOP' at point = '{fault.point}': a worker "
-            "that stops itself cannot thaw itself, and no other process knows when to do so; leave out "
-            "point or duration_s"
+            f"duration_s = {fault.duration_s:g} of kind = 'SIGSTOP' at point = '{fault.point}': a "
+            "worker that has stopped itself cannot wake itself, and no other process knows when to "
+            "wake it; leave out point or duration_s"
         )
 
 

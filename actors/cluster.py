@@ -72,8 +72,8 @@ def connect(
     except Exception as error:  # Ray raises plain ones if it cannot join
         why = error.__cause__ or error  # Ray gives the reason only in the cause
         raise PlatformGaveUp(
-            f"the Ray cluster at {there} cannot be joined ({type(why).__name__}: {str(why).strip()}); see "
-            f"{named}"
+            f"the Ray cluster at {there} cannot be joined ({type(why).__name__}: {str(why).strip()}); "
+            f"check {named}"
         ) from error
 
 
@@ -95,18 +95,21 @@ def _check_head(address: str, named: str) -> None:
     """
     if address != "auto" and not re.fullmatch(r"[^/]+:\d+", address):
         raise Refused(
-            f"{named} = {address!r} is not the address of a Ray cluster's head, such as 10.0.0.7:6379; a "
-            "URL is for `ray job submit` (http://…) and for clients (ray://…), as which no run can be begun"
+            f"{named} = {address!r} is not the address of a Ray cluster's head, such as 10.0.0.7:6379; "
+            "a URL does not work here: http://… is for `ray job submit`, and ray://… is for Ray "
+            "clients"
         )
     if not (there := _resolved(address)):
         return  # Ray says so itself
     if not heads.answers(there):
         ports = (
-            "the head's port is 6379, if nobody chose another one; 8265 is that of its web pages, and 10001 "
-            "that of clients"
+            "the head's port is usually 6379; 8265 is the port of Ray's web pages, and 10001 the port "
+            "of Ray clients"
         )
         other = f", where another program listens ({ports})" if heads.reachable(there) else ""
-        where = f"{there}, the cluster that Ray was begun with here last" if address == "auto" else address
+        where = (
+            f"{there}, the cluster that was started last on this machine" if address == "auto" else address
+        )
         raise PlatformGaveUp(f"no Ray cluster answers at {where}{other}; correct {named}, or leave it out")
     check_here(there)
 
@@ -372,8 +375,8 @@ def smallest_gpu(workers: Workers) -> int:
             why = str(error).strip().splitlines()[-1]
     if not found:
         raise PlatformGaveUp(
-            f"microbatch = 'auto': no node of the cluster could say what memory its GPUs have ({why}); set "
-            "workers.device_gb, or name a number"
+            f"microbatch = 'auto': no node of the cluster could say what memory its GPUs have ({why}); "
+            "set workers.device_gb, or set microbatch to a number"
         )
     return min(found)
 

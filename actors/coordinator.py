@@ -200,7 +200,7 @@ class Coordinator:
         except Deposed:
             what = f"was taken over by a command on the cluster at {self.run.home()}"
         except Exists:
-            what = f"was begun on the cluster at {self.run.home()} while this command started"
+            what = f"was started on the cluster at {self.run.home()} while this command was starting"
         else:
             return before
         raise Refused(f"{self.job.name} {what}; `elastic status` shows it")
@@ -378,14 +378,15 @@ class Coordinator:
             while not isinstance(self.state.state, TERMINAL):
                 self._take()
         except Deposed as error:  # another coordinator acts for the run, so this one changes nothing
-            print(f"coordinator {self.incarnation} leaves: {error}", flush=True)
+            print(f"coordinator {self.incarnation} ends: {error}", flush=True)
             os._exit(DEPOSED)
         except Exception:  # the process boundary: a decision that failed ends the run, never silently
             if self.journal.deposed or self.replicas.authority.deposed:
                 os._exit(DEPOSED)
             self.story.say(
                 time.time(),
-                "the coordinator failed; the same command resumes the run\n" + traceback.format_exc(),
+                "the coordinator failed; give the same command again to resume the run\n"
+                + traceback.format_exc(),
             )
             self.reason = "the coordinator failed"
         self.story.say(time.time(), self.story.speed.summary)
@@ -535,7 +536,10 @@ class Coordinator:
                 )
             if not self.state.stop and self.audience.left_alone(time.monotonic()):
                 self.post_local(
-                    StopRequested(f"its driver has not been heard for {self.job.deadlines.driver_s:g} s")
+                    StopRequested(
+                        "the command that started the run has not been heard for deadlines.driver_s = "
+                        f"{self.job.deadlines.driver_s:g} s"
+                    )
                 )
 
     def _keep(self, nodes: tuple[NodeId, ...]) -> None:

@@ -35,7 +35,8 @@ def why_not_made(error: BaseException) -> str:
         and "No module named" in last
     ):
         return (
-            f"{last}; another folder of that name comes first on its path, or Elastic is not installed there"
+            f"{last}; on this node another folder of this name comes first on Python's path, or "
+            "Elastic is not installed"
         )
     return last
 

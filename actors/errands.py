@@ -263,7 +263,7 @@ class Errands:
         """Pays the debts that can be paid, until none makes progress any more or a stop is asked for."""
         self._go_on()
         if said := owed.sentence(self._able):
-            self.tell(f"{said}; that is done now, and Ctrl-C leaves it for later")
+            self.tell(f"{said}; this command does them now, and Ctrl-C leaves them for later")
         wait_s = self.job.deadlines.wait_s
         patience = Patience(self._stands, wait_s)
         while (self.wanted.is_set() or self.attempts or self._able) and not _stops(inbox):
@@ -271,8 +271,8 @@ class Errands:
             self._go_on()
             if patience.is_over():
                 self.tell(
-                    f"deadlines.wait_s = {wait_s:g}: nothing that is owed has made progress for so many "
-                    "seconds, so the run ends"
+                    f"deadlines.wait_s = {wait_s:g}: none of the owed exports, samples and validations "
+                    "has made progress for this time, so the run ends"
                 )
                 return
 
@@ -283,7 +283,7 @@ class Errands:
         under_way = {each.debt: owed.progress(self.run, each.debt) for each in self.attempts.values()}
         for debt in sorted({debt for debt, (count, _) in under_way.items() if count} - self._moving):
             self._moving.add(debt)
-            self.tell(f"{debt} makes progress, and is waited for however long it takes")
+            self.tell(f"{debt} makes progress, so the run waits until it is done")
         return self.paid, under_way
 
 
@@ -431,9 +431,9 @@ class Spares:
                 f"validation.samples, or validation.by = 'members'.  If more than {WAITING} wait, the "
                 "oldest is given up"
             )
-        most, why = 0, "no spare validates any more, by validation.by or .every"
+        most, why = 0, "spares no longer validate, because validation.by or validation.every was changed"
         if self._by_spares:
-            most, why = WAITING, f"more than {WAITING} wait for a spare worker"
+            most, why = WAITING, f"more than {WAITING} validations wait for a spare worker"
         for debt in waiting[: max(len(waiting) - most, 0)]:
             self.errands.tell(owed.failed(self.run, debt, Failure(why, last=True)))
             self.errands.wanted.set()

@@ -20,8 +20,8 @@ overloaded.
 """
 
 ELSEWHERE = (
-    "train on another one (`elastic train --address HOST:PORT`, or `--address local` for this machine), "
-    "where a run goes on from its newest checkpoint"
+    "train on another cluster (`elastic train --address HOST:PORT`, or `--address local` for this "
+    "machine): a run goes on there from its newest checkpoint"
 )
 UNASKED = object()
 """The reply that stands for a head that could not be asked, because this version of Ray has other private
@@ -92,7 +92,7 @@ def _reply(address: str, service: str, method: str, **request: str) -> Any:
     except (ray.exceptions.AuthenticationError, RuntimeError, OSError) as error:
         why = str(error).partition(". ")[0]
     raise Refused(
-        f"the head of the Ray cluster at {address} refuses this process, so that nobody knows from here "
-        f"what lives there ({why}): give it what the cluster was begun with (RAY_AUTH_MODE=token and "
-        f"RAY_AUTH_TOKEN, or ~/.ray/auth_token), or {ELSEWHERE}"
+        f"the head of the Ray cluster at {address} refuses this process, so this command cannot see "
+        f"which runs live there ({why}): set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN (or "
+        f"~/.ray/auth_token) as the cluster was started with them, or {ELSEWHERE}"
     )

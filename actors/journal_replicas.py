@@ -106,8 +106,8 @@ class JournalReplicas:
             place = self._by_bucket(end, say)
             if not followed:
                 say(
-                    f"{have} of {keepers} keepers held the journal in time, which was not enough; it is now "
-                    f"{place}"
+                    f"only {have} of {keepers} keepers had stored the journal in time, too few; the "
+                    f"journal is now {place}"
                 )
 
     def _by_bucket(self, end: int, say: Callable[[str], None]) -> str:
@@ -121,11 +121,14 @@ class JournalReplicas:
             if not said:
                 say(
                     (
-                        "neither a majority of the keepers nor the bucket takes the journal: nothing is "
-                        "begun or ended until one of them does"
+                        "the journal can be written neither to a majority of the keepers nor to the "
+                        "bucket: the run starts and ends nothing until one of them works again"
                     )
                     if self.authority.begun
-                    else "the bucket does not take the journal: nothing is begun or ended until it does"
+                    else (
+                        "the journal cannot be written to the bucket: the run starts and ends nothing "
+                        "until the bucket works again"
+                    )
                 )
             said = True
         return "in the bucket"

@@ -173,8 +173,8 @@ class Keeper:
             heard, heeded = self.replica.heeds, self.replica.heed(incarnation)
         if not heeded:
             raise Deposed(
-                f"keeper of {self.node[:8]}: coordinator {heard} was heard; the journal of coordinator "
-                f"{incarnation}"
+                f"keeper of {self.node[:8]}, which follows coordinator {heard}: the journal of "
+                f"coordinator {incarnation}"
             )
 
     def sees_coordinator(self) -> bool:
@@ -368,8 +368,8 @@ class Keeper:
                     self.logs.keep(worker, how := describe(process.status()))
                     if counters.reading and not how.startswith(BY_OTHERS):
                         self._say(
-                            f"{worker} {how.partition(';')[0]} while it read {counters.reading}: read these "
-                            "alone to see why"
+                            f"{worker} {how.partition(';')[0]} while it read {counters.reading}: read "
+                            "these samples by themselves to see why"
                         )
                     del self.workers[worker]
                     self._dying.discard(worker)

@@ -197,7 +197,8 @@ class _Command:
         if (coordinator := attach(self.job.name)) is not None:
             if bucket := bucket_of_another(self.job, coordinator):
                 what = (
-                    f"name = {self.job.name!r}: another run of this name, in {bucket}, lives on this cluster"
+                    f"name = {self.job.name!r}: another run of this name, with bucket = {bucket}, "
+                    "lives on this cluster"
                 )
                 raise JobError(f"{what}; choose another name")
             self._refuse_change()
@@ -234,11 +235,11 @@ class _Command:
         except (PlatformGaveUp, ConnectionError, RuntimeError) as error:
             if owner is not None and lives_at(owner["address"], job):
                 where = f"{job.name} lives on the cluster at {owner['address']}"
-                fix = "if that is another run of this name, `--address local` begins this one here"
+                fix = "if that is another run of this name, start this one here with `--address local`"
                 gave_up = Refused if isinstance(error, Refused) else PlatformGaveUp
                 raise gave_up(
-                    f"{where}, which this process cannot join, so it does not begin it a second time: "
-                    f"{error}; {fix}"
+                    f"{where}, which this process cannot join, so it does not start the run a second "
+                    f"time: {error}; {fix}"
                 ) from error
             coordinator = None  # something else answers there
         living = coordinator is not None and self._awaited(coordinator) is None
@@ -260,7 +261,7 @@ class _Command:
         process.
         """
         if self.branch or self.accept_code:
-            fix = "end it with `elastic stop`, and then it can change"
+            fix = "to change settings, end the run first with `elastic stop`"
             raise JobError(f"name = {self.job.name!r}: this run lives on this cluster; {fix}")
 
     def _checked(self, standing: Standing) -> Checked:
@@ -293,7 +294,7 @@ class _Command:
             return self.tell(
                 f"{setting}: the run continues after this command has ended; `elastic stop` stops it"
             )
-        fix = "start a lasting one with `ray start --head`"
+        fix = "start a cluster that stays with `ray start --head`"
         self.tell(f"{setting} has no effect on a cluster that ends with this process; {fix}")
         self.begins = replace(self.begins, job=self.job.replace(on_driver_exit="stop"))
 
@@ -331,7 +332,12 @@ class _Command:
             settings = ask(coordinator, "settings", deadline_s=self.deadline_s)
             other = differing(Run.look(self.job).job, settings)
         settings = (
-            f" with settings of its own, which stay until it is started again ({other})" if other else ""
+            (
+                f" with other settings ({other}): those of this command take effect when the run is "
+                "started again"
+            )
+            if other
+            else ""
         )
         self.tell(f"attached to {self.job.name}, which runs on this cluster already{settings}")
         return self._watched(coordinator)
@@ -365,7 +371,9 @@ class _Command:
             if not (view.over or view.stopping):
                 return None
             if not (view.over or lives):
-                self.tell(f"{self.job.name} is stopping ({view.stopping}); this command goes on from there")
+                self.tell(
+                    f"{self.job.name} is stopping ({view.stopping}); this command waits, then resumes the run"
+                )
             lives.add(life_of(self.job.name, view.token))
             if view.over:
                 break
@@ -390,7 +398,7 @@ def follow(job: Job, coordinator: Any, screen: Shows) -> Result:
     """
     with Requests() as requests:
         requests.note()
-        tell(screen.show, f"attached to {job.name}; Ctrl-C leaves it as it is")
+        tell(screen.show, f"attached to {job.name}; Ctrl-C ends this command only, not the run")
         driver = uuid.uuid4().hex
         view = watch(
             coordinator, screen.show, screen.look, driver, requests, 2 * job.deadlines.lease_s, only=True
@@ -407,7 +415,7 @@ def _seen(job: Job, view: View, requests: Requests) -> Result:
         return Result.of(job, view.state, view.reason, view.step, view.job_error)
     return Result(
         view.state,
-        f"{requests.asked}: this command leaves, the run goes on",
+        f"{requests.asked}: this command ends, the run goes on",
         view.step,
         STOPPED,
         job.bucket,
@@ -422,7 +430,7 @@ def claim(run: Run, seen: int) -> int:
     try:
         return run.claim(ray.get_runtime_context().gcs_address, node=cluster.here(), after=run.follows(seen))
     except Exists:
-        what = f"{run.job.name} was begun on the cluster at {run.home()} while this command started"
+        what = f"{run.job.name} was started on the cluster at {run.home()} while this command was starting"
         raise Refused(f"{what}; `elastic status` shows it") from None
 
 
@@ -490,7 +498,8 @@ def watch(
                 break
             told = view.incarnation
             tell(
-                show, f"{requests.asked}: the run stops after a save; a second one ends this command at once"
+                show,
+                f"{requests.asked}: the run stops after a save; press Ctrl-C again to end this command at once",
             )
     return view
 

@@ -152,10 +152,10 @@ def note_deletion(job: Job) -> None:
     if run.there is None:
         where = ray.get_runtime_context().gcs_address
         note = (
-            f"note: somebody has deleted {run.store.full_name(job.name)}, or its job.json, but {job.name} "
-            f"lives on the cluster at {where}; what was deleted is lost, and its next save begins the "
-            "folder anew: `elastic stop` stops it after a save, from which `elastic train` goes on, and "
-            "`elastic clean --force` ends it without one"
+            f"note: somebody has deleted {run.store.full_name(job.name)}, or its job.json, while "
+            f"{job.name} runs on the cluster at {where}; the next save writes a new folder, but the "
+            "deleted files are lost.  `elastic stop` ends the run after a save, and `elastic clean "
+            "--force` ends it without a save"
         )
         print(console.pasteable(note), file=sys.stderr)
 
@@ -188,14 +188,14 @@ class ClusterHead:
             self._missed_at = 0.0
         elif last or (self._missed_at and now - self._missed_at > 0.75 * cluster.HEAD_S - QUIET_S):
             raise ClusterGone(
-                f"the head of the cluster at {self._address} is gone; on another one, the same command "
-                "resumes the run"
+                f"the head of the cluster at {self._address} is gone; give the same command on another "
+                "cluster to resume the run"
             )
         elif not self._missed_at:
             self._missed_at = now
             self.say(
-                f"the head of the cluster at {self._address} does not answer; without it, the cluster ends "
-                f"in {cluster.HEAD_S:g} s"
+                f"the head of the cluster at {self._address} does not answer; if it stays silent, the "
+                f"cluster ends in {cluster.HEAD_S:g} s"
             )
 
 
@@ -214,11 +214,11 @@ def ask(
         head.look(last=time.monotonic() - asked_at >= deadline_s)
         if time.monotonic() - asked_at >= deadline_s:
             raise PlatformGaveUp(
-                f"the coordinator of the run has not answered for {deadline_s:g} s; the same command "
-                "resumes it"
+                f"the coordinator of the run has not answered for {deadline_s:g} s; give the same "
+                "command again to resume the run"
             )
         if head.heard and time.monotonic() - asked_at < 2 * QUIET_S:
-            head.say("the coordinator does not answer; if it has died, another one takes over")
+            head.say("the coordinator does not answer; if it has died, a new one takes over")
     try:
         answer = ray.get(call)
     except ray.exceptions.RayActorError as error:
@@ -226,7 +226,7 @@ def ask(
         if getattr(error, "actor_init_failed", False) and (said := why.partition(f"{Refused.__name__}: ")[2]):
             raise Refused(said) from error
         raise CoordinatorGone(
-            f"the coordinator of the run is gone ({why}); the same command resumes it"
+            f"the coordinator of the run is gone ({why}); give the same command again to resume the run"
         ) from error
     head.heard = True
     head.look()  # the coordinator of a dead head answers, too, until Ray ends it

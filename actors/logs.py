@@ -133,14 +133,14 @@ def stack_of(process: Process, log: Path, deadline_s: float, spy: str | None = N
             why = type(error).__name__
         else:
             if seen.returncode == 0 and not process.ended():
-                return f"# where it stood, by py-spy:\n{seen.stdout.strip()}"
+                return f"# where its process stood, by py-spy:\n{seen.stdout.strip()}"
             why = seen.stderr.strip().partition("\n")[0]
-        missing = f"# py-spy could not tell where it stood: {why}"
+        missing = f"# py-spy could not tell where its process stood: {why}"
     else:
         missing = ""
     if process.stopped():
         return missing or (
-            "# it was stopped by a signal, and py-spy, which could tell where, is not installed on this node"
+            "# a signal had stopped its process; install py-spy on this node to see where it stood"
         )
     _ask_fault_handler(process, log, until)
     return missing

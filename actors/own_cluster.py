@@ -96,7 +96,7 @@ def begin(workers: Workers | None, gpus: int | None, tell: Callable[[str], None]
     if workers is not None and prepared(workers, cores, gpus):
         os.environ.setdefault("RAY_preload_python_modules", PRELOADED)
     lasting = (
-        f"; --address auto trains on the one at {there}, of which it is a node"
+        f"; --address auto uses the cluster at {there}, of which this machine is a node"
         if (there := _lasting())
         else ""
     )

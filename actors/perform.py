@@ -221,7 +221,7 @@ class ActorGroup:
                 self.tell(f"{work.__name__.strip('_')} failed: {error}")
             elif error is not None:
                 self.tell(
-                    f"{work.__name__} failed; this is a fault of "
+                    f"{work.__name__} failed; this is a bug in "
                     f"Elastic\n{''.join(traceback.format_exception(error))}"
                 )
 
@@ -383,7 +383,7 @@ class ActorGroup:
         def done(future: Future[Any]) -> None:
             if future.exception() is None and (key := future.result()):
                 self.tell(
-                    f"{worker} hung; its log, with its stack if that could be read, is "
+                    f"{worker} hung; its log (with its stack, if py-spy could read it) is "
                     f"{self.job.bucket}/{key}"
                 )
 
@@ -426,7 +426,7 @@ class ActorGroup:
             self.post(
                 KeeperLost(
                     plan.store_node,
-                    f"it opened no store for generation {plan.generation}: {why_ended(error)}",
+                    f"its keeper opened no store for generation {plan.generation}: {why_ended(error)}",
                 )
             )
             for keeper in self._those((plan.store_node,)):

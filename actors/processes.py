@@ -301,7 +301,7 @@ class Process:
             raise ProcessLookupError(f"there is no process {pid}") from None
         weakref.finalize(self, os.close, self._stat)
         if started(pid) != began:
-            raise ProcessLookupError(f"process {pid} has ended; another one has its number")
+            raise ProcessLookupError(f"process {pid} has ended, and another process has this number now")
 
     def ended(self) -> bool:
         # ``select`` fails for descriptors above 1023; each thread needs a poll of its own
@@ -382,8 +382,8 @@ def describe(status: int | None) -> str:
     """Returns a sentence that says how a process ended."""
     if status is None:
         return (
-            "ended; this kernel does not say how (an empty log points to SIGKILL, often sent by the kernel "
-            "when memory runs out)"
+            "ended; this kernel does not say how (an empty log suggests SIGKILL, which the kernel "
+            "often sends when memory runs out)"
         )
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)

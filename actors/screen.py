@@ -157,7 +157,7 @@ def show_result(result: Result, job: Job, local: bool = False) -> int:
     colour = colours.get(result.state, "yellow")
     say(f" at step {result.step} of {job.steps}: {result.reason}", result.state, colour)
     if result.state not in colours:
-        say("the same command attaches to it again, `elastic stop` stops it")
+        say("give the same command again to attach to the run, or stop it with `elastic stop`")
     elif result.exit_code in (2, 3):
         say(f"`elastic train{' --local' if local else ''}` {_again(result)}")
     return result.exit_code

@@ -25,9 +25,9 @@ def check_file(path: Path) -> None:
     """Raises :class:`JobError` for a job file that was not submitted with the job."""
     if _submitted_with().get("working_dir") and not path.exists():
         raise JobError(
-            f"there is no job file {str(path)!r} in the submitted working directory ({Path.cwd()}): put it "
-            "into the folder that --working-dir names (what .gitignore names is left out), and give its "
-            "path from there"
+            f"there is no job file {str(path)!r} in the submitted working directory ({Path.cwd()}): "
+            "put it into the folder that --working-dir names (files in .gitignore are left out), and "
+            "give its path relative to this folder"
         )
 
 
@@ -39,7 +39,7 @@ def check_place(setting: str, url: str) -> None:
     here = Path.cwd().resolve()
     if Path(folder).resolve().is_relative_to(here):
         raise JobError(
-            f"{setting} = {url!r} lies in the submitted working directory ({here}), of which every node has "
-            "a copy of its own and which Ray deletes: give the absolute path of a folder that all nodes "
-            "share, or a URL such as s3://bucket/prefix"
+            f"{setting} = {url!r} lies in the submitted working directory ({here}); every node has its "
+            "own copy of this directory, and Ray deletes it: give the absolute path of a folder that "
+            "all nodes share, or a URL such as s3://bucket/prefix"
         )

@@ -48,8 +48,8 @@ class UsersCode:
             found: Mapping[str, tuple[Any, str]] = cloudpickle.loads(self.objects)
         except Exception as error:  # whatever the user's code raises while it is made anew
             raise CodeError(
-                f"the objects of the job ({', '.join(job.code())}) cannot be made here: {failure(error)}; "
-                "install on every node what the script imports"
+                f"the objects of the job ({', '.join(job.code())}) cannot be created on this node: "
+                f"{failure(error)}; install on every node what the script imports"
             ) from error
         return job.with_objects(
             {setting: Given(value, fingerprint) for setting, (value, fingerprint) in found.items()}
@@ -63,8 +63,8 @@ def pack(job: Job) -> list[bytes]:
     for sink in job.metrics.sinks:
         if isinstance(sink, Given):
             raise JobError(
-                f"metrics.sinks = {str(sink)!r} is used where only files are read; put the class into a "
-                "module, and name that"
+                f"metrics.sinks = {str(sink)!r} is used by processes that do not have your script; put "
+                "the class into a module, and name it as 'package.module:Class'"
             )
     given = job.objects()
     if not given:
@@ -74,9 +74,9 @@ def pack(job: Job) -> list[bytes]:
         sizes = {setting: len(_packed({setting: each})) for setting, each in given.items()}
         largest = max(sizes, key=sizes.__getitem__)
         raise JobError(
-            f"{largest} = {str(given[largest])!r} takes {amount(sizes[largest])} with it, and the objects "
-            f"of a job may have {amount(LARGEST)}: its globals, defaults or closure hold data; read that "
-            "inside of it, from a file"
+            f"{largest} = {str(given[largest])!r} takes {amount(sizes[largest])}, and all objects of a "
+            f"job together may take {amount(LARGEST)}: its globals, defaults or closure hold data; let "
+            "it read the data from a file, when it is called"
         )
     return [packed[at : at + CHUNK] for at in range(0, len(packed), CHUNK)]
 
@@ -97,8 +97,8 @@ def _packed(given: Mapping[str, Given]) -> bytes:
             else (f"{type(error).__name__}: {' '.join(str(error).split())}")
         )
         raise JobError(
-            f"{settings} cannot be sent to workers: {why}; make or open it inside of the function that uses "
-            "it"
+            f"{settings} cannot be sent to workers: {why}; create or open this inside the function "
+            "that uses it"
         ) from error
     return buffer.getvalue()
 

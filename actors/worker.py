@@ -232,7 +232,9 @@ class Worker:
         run may be over.
         """
         if time.monotonic() - self._made_at > 2 * self.job.deadlines.lease_s:
-            print(f"{self.worker}: no keeper of its run has come up on this node; leaving", flush=True)
+            print(
+                f"{self.worker}: no keeper of the run has started on this node; this worker ends", flush=True
+            )
             os._exit(3)
         time.sleep(POLL_S)
 
@@ -242,7 +244,8 @@ class Worker:
         """
         if not self._begun:
             print(
-                f"{self.worker}: nobody has called it for {2 * self.job.deadlines.lease_s:.0f} s; leaving",
+                f"{self.worker}: no coordinator has called this worker for "
+                f"{2 * self.job.deadlines.lease_s:.0f} s; this worker ends",
                 flush=True,
             )
             os._exit(3)
@@ -306,11 +309,14 @@ class Worker:
                     if heeded := member.heed(answer.incarnation):
                         member.renewed(generation, asked_at, answer.granted, answer.recorded_step)
                 if heeded and answer.dismissed:
-                    print(f"{self.worker}: the run goes on without this worker; leaving", flush=True)
+                    print(f"{self.worker}: the run goes on without this worker; this worker ends", flush=True)
                     time.sleep(DISMISSED_S)
                     os._exit(3)
             if self.apply_fence.member.forsaken(time.monotonic()):  # without the lock: an update may hang
-                print(f"{self.worker}: no coordinator answered for {2 * lease_s:.0f} s; leaving", flush=True)
+                print(
+                    f"{self.worker}: no coordinator answered for {2 * lease_s:.0f} s; this worker ends",
+                    flush=True,
+                )
                 os._exit(3)
             # all workers of a node ask at the same time
             self._renew_now.wait(lease_s / 4 - time.monotonic() % (lease_s / 4))
@@ -331,7 +337,7 @@ class Worker:
             return ray.get(self.coordinator.renew.remote(self.worker, generation), timeout=timeout_s)  # type: ignore[no-any-return]
         except ray.exceptions.RayError as error:
             if gone_for_good(error):
-                print(f"{self.worker}: the run is over; leaving", flush=True)
+                print(f"{self.worker}: the run is over; this worker ends", flush=True)
                 os._exit(3)
         return None
 

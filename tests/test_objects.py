@@ -284,7 +284,7 @@ def test_l11_what_cannot_be_sent_is_one_sentence(tmp_path: Path, extra: str, say
     """L11: it names the setting, and in one process it works, since nothing is sent there."""
     of = cell(f"{CELL}\n{extra}\ndef holding(model, batch):\n    held\n    return loss(model, batch)\n")
     job = job_of(tmp_path, of, loss=of["holding"])
-    fix = "make or open it inside of the function that uses it"
+    fix = "create or open this inside the function that uses it"
     with pytest.raises(
         JobError, match=rf"^loss = 'object:holding' cannot be sent to workers: {says}; {fix}$"
     ):
@@ -305,8 +305,8 @@ def test_l11_data_in_a_closure_has_a_limit(tmp_path: Path) -> None:
         with pytest.raises(
             JobError,
             match=(
-                r"^data\.dataset = 'object:Waves' takes 8\.39 MB with it, and the objects of a "
-                r"job may have 4\.19 MB"
+                r"^data\.dataset = 'object:Waves' takes 8\.39 MB, and all objects of a job together "
+                r"may take 4\.19 MB"
             ),
         ):
             pack(job_of(tmp_path, of))
@@ -318,8 +318,8 @@ def test_l11_a_class_for_metrics_must_be_in_a_module(tmp_path: Path) -> None:
     with pytest.raises(
         JobError,
         match=(
-            r"^metrics\.sinks = 'object:Waves' is used where only files are "
-            r"read; put the class into a module"
+            r"^metrics\.sinks = 'object:Waves' is used by processes that do not have your script; put "
+            r"the class into a module"
         ),
     ):
         pack(job)

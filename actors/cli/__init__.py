@@ -53,7 +53,7 @@ def _main(words: Sequence[str]) -> int:
         # a repeat meets any other error of storage again
         return ElasticError.exit_code if isinstance(error, Unavailable) else JobError.exit_code
     except KeyboardInterrupt:
-        say("interrupted; the same command goes on")
+        say("interrupted; give the same command again to go on")
         return STOPPED
     finally:
         console.job = ""

@@ -48,7 +48,7 @@ def rollback(file: JobFile, /, to: str, lr_scale: float = 1.0, force: bool = Fal
         raise JobError(f"--lr-scale = {lr_scale:g} must be more than 0, such as 0.5")
     if to != AUTO and not to.isdecimal():
         raise JobError(f"--to = {to!r} must be a step, or 'auto'")
-    run, claim = at_rest(asked, force, "`elastic stop` stops it, and then it can be rolled back")
+    run, claim = at_rest(asked, force, "stop it first with `elastic stop`, then roll it back")
     version = before_divergence(run) if to == AUTO else resume.checkpoint(run, to)
     optim = run.job.optim.model_copy(update={"lr": run.job.optim.lr * lr_scale})
     job = run.job.replace(optim=optim)
@@ -59,14 +59,14 @@ def rollback(file: JobFile, /, to: str, lr_scale: float = 1.0, force: bool = Fal
         job = job.with_free_of(asked).replace(bucket=run.job.bucket)
     changed = Run.look(job, branch=True)
     if changed.branches_at(version) is None:
-        say(f"{asked.name} is at step {version.step} already, and nothing was to change")
+        say(f"{asked.name} is at step {version.step} already, and no setting would change: nothing to do")
         return
     try:
         say(resume.rewind(changed, time.time(), version, changed.claim_here(after=claim, trains=False)))
     except Exists:
         raise PlatformGaveUp(
-            f"another command has begun to train {asked.name} or a branch of it meanwhile; it is not rolled "
-            "back"
+            f"another command has just started {asked.name}, or a branch of {asked.name}, so nothing "
+            "was rolled back"
         ) from None
     say(_goes_on(file, Run.find(asked)))
 
@@ -86,14 +86,17 @@ def _goes_on(file: JobFile, run: Run) -> str:
             or "the same settings"
         )
         return (
-            f"launch(Job(...)) with {same} goes on with it, in the script or notebook that has its objects "
-            f"({', '.join(objects)})"
+            f"to go on, call launch(Job(...)) with {same}, in the script or notebook that defines the "
+            f"job's objects ({', '.join(objects)})"
         )
     name, options = file.path.name, file.options
     try:
         differs = _otherwise(file.load(), branch)
     except JobError:
-        return f"`elastic train {file.typed}` goes on with it once {name} is mended and has its settings"
+        return (
+            f"to go on, correct {name}, give it the settings of this branch, and run `elastic train "
+            f"{file.typed}`"
+        )
     line = {setting: words for setting, words in options.words.items() if setting not in differs}
     line |= {setting: [option_of(setting), *_words(value)] for setting, value in differs.items()}
     again = JobFile(file.file, Options(options.settings | differs, line))
@@ -106,10 +109,10 @@ def _goes_on(file: JobFile, run: Run) -> str:
             f"{name} left out" if value is None else f"{name} = {shown(name, value)}"
             for name, value in differs.items()
         )
-        return f"`elastic train {file.typed}` goes on with it once {name} has {there}"
+        return f"to go on, change {name} ({there}), and run `elastic train {file.typed}`"
     told = ", ".join(f"{name} = {shown(name, value)}" for name, value in differs.items())
-    written = f" (write {told} into the job file, too)" if told else ""
-    return f"`elastic train {again.typed}` goes on with it{written}"
+    written = f" (write {told} into {name}, too)" if told else ""
+    return f"to go on, run `elastic train {again.typed}`{written}"
 
 
 def _otherwise(job: Job, branch: Job) -> dict[str, Any]:
@@ -140,16 +143,17 @@ def before_divergence(run: Run) -> Version:
     at = diverged_at([{name: row[name] for name in ("step", "loss", "norm")} for row in with_origin(run)])
     if at is None:
         raise JobError(
-            f"--to auto: the losses of {run.job.name} do not diverge; name a step (`elastic checkpoint ls` "
-            "lists them)"
+            f"--to auto: the losses of {run.job.name} do not diverge; name the step of a checkpoint "
+            "(`elastic checkpoint ls` lists the checkpoints)"
         )
-    say(f"{run.job.name} diverged at step {at}: the last step before it with a usual loss is {at - 1}")
+    say(f"{run.job.name} diverged at step {at}: the last step with a usual loss is {at - 1}")
     good = [version for version in resume.saved(run) if version.step <= at - 2]
     if not good and run.origin is not None:
         return _at_origin(run, run.origin, at)
     if not good:
         raise JobError(
-            f"--to auto: there is no good checkpoint of step {at - 2} or before; --to 0 begins again"
+            f"--to auto: there is no good checkpoint of step {at - 2} or of an earlier step; --to "
+            "0 begins again at step 0"
         )
     return max(good)
 
@@ -162,13 +166,17 @@ def _at_origin(run: Run, origin: Origin, at: int) -> Version:
     earlier step, helps.
     """
     again = (
-        f"`elastic train --name OTHER --resume {origin.run}@STEP` forks again, from step {at - 2} or before"
+        f"fork again from step {at - 2} or an earlier step: `elastic train --name OTHER --resume "
+        f"{origin.run}@STEP`"
     )
     if at <= origin.version.step:
-        raise JobError(f"--to auto: {run.job.name} was forked from {origin}, and diverged before; {again}")
+        raise JobError(
+            f"--to auto: {run.job.name} was forked from {origin}, but the losses had diverged by then; "
+            f"{again}"
+        )
     say(
-        f"{run.job.name} was forked from {origin}, and has nothing before that; if it diverges from there "
-        f"again, {again}"
+        f"{run.job.name} was forked from {origin}, and goes back to that checkpoint, since it has no "
+        f"earlier one; if it diverges again, {again}"
     )
     return resume.checkpoint(run, str(origin.version.step))
 

@@ -62,7 +62,7 @@ def ls(job: Job, /) -> None:
 def show(job: Job, /, step: str | None = None, quarantine: bool = False) -> None:
     """Tells what a checkpoint is: files, tensors, layout, history.
 
-    step: step of the checkpoint, or STEP.GENERATION of one left behind (default: the newest good one)
+    step: step of the checkpoint, or STEP.GENERATION of an abandoned one (default: the newest good one)
     quarantine: list its samples in quarantine ([spikes]) instead, oldest first
     """
     run = Run.begun(job)
@@ -107,7 +107,7 @@ def show(job: Job, /, step: str | None = None, quarantine: bool = False) -> None
 
 def _show_held(version: Version, held: Sequence[Held] | None) -> None:
     if held is None:
-        say(f"{version} has no quarantine: its run had no spikes.action that keeps one ([spikes])")
+        say(f"{version} has no quarantine: spikes.action was 'none' or 'forget', and both keep none")
         return
     say(f"samples in quarantine in {version}: {len(held)}")
     if held:
@@ -162,14 +162,14 @@ def diff(job: Job, /, between: Pair, all: bool = False, top: int = 20) -> None:
         if tensors:
             names = ", ".join(tensor.name for tensor in tensors[:4]) + (" …" if len(tensors) > 4 else "")
             say(
-                f"{len(tensors)} of step {step} are not in step {other}, or have another shape or type "
-                f"there: {names}"
+                f"{len(tensors)} tensors of step {step} are missing in step {other}, or have another "
+                f"shape or type in step {other}: {names}"
             )
     moved = math.sqrt(sum(each.moved_square for each in found.moved))
     before = math.sqrt(sum(each.first_square for each in found.moved))
     same = sum(each.equal for each in found.moved)
     harmed = sum(any(each.strange) for each in found.moved)
-    part = f", {moved / before:.3g} of what it was" if before else ""
+    part = f", {moved / before:.3g} of their norm before" if before else ""
     told = f"; {harmed} have elements that are not finite" if harmed else ""
     say(
         f"{len(found.moved)} tensors: {same} have the same bits; all together moved by "
@@ -181,7 +181,7 @@ def diff(job: Job, /, between: Pair, all: bool = False, top: int = 20) -> None:
 def rm(job: Job, /, step: str, force: bool = False) -> None:
     """Deletes the checkpoint of a step, of a run that is not running.
 
-    step: step of the checkpoint, or STEP.GENERATION of one that a rewind has left behind
+    step: step of the checkpoint, or STEP.GENERATION of an abandoned one
     force: do so even if the run may still be running
 
     Raises :class:`JobError` if there is none, or if the run goes on from there or from before, or a branch
@@ -198,19 +198,22 @@ def rm(job: Job, /, step: str, force: bool = False) -> None:
     ]
     if not found and not left:
         raise JobError(
-            f"--step {step}: {job.name} has no checkpoint of that step; `elastic checkpoint ls` lists those "
-            "that it has"
+            f"--step {step}: {job.name} has no checkpoint of this step; `elastic checkpoint ls` lists "
+            "its checkpoints"
         )
     if not found:
         raise JobError(
-            f"--step {step}: {job.name} has no such checkpoint, but has left behind {_named(left)}; name "
-            "one so to delete it"
+            f"--step {step}: {job.name} has no checkpoint of this step, except abandoned ones: "
+            f"{_named(left)}; to delete one, give the --step in brackets"
         )
     for version in found:
         _check_not_needed(run, version, f"--step {step}")
     _delete(run, found, "`elastic checkpoint rm`", claim)
     if others := [each for each in left if each not in found]:
-        say(f"what {job.name} has left behind stays: {_named(others)}; name one so to delete it")
+        say(
+            f"abandoned checkpoints of this step stay: {_named(others)}; to delete one, give the "
+            "--step in brackets"
+        )
 
 
 def _named(versions: Sequence[Version]) -> str:
@@ -223,22 +226,22 @@ def _check_not_needed(run: Run, version: Version, asked: str) -> None:
     """
     if version in run.checkpoints.inherited:
         raise JobError(
-            f"{asked} is a checkpoint of run {run.checkpoints.holder(version)!r}, from which {run.job.name} "
-            "was forked"
+            f"{asked} belongs to the run {run.checkpoints.holder(version)!r}, from which "
+            f"{run.job.name} was forked, so it stays"
         )
     newest = run.newest() or Version(0, 0)
     if version == newest:
         raise JobError(
-            f"{asked} is the newest good checkpoint, from which the run goes on; it stays until there is a "
-            "newer one"
+            f"{asked} is the newest good checkpoint, from which {run.job.name} goes on; it can be "
+            "deleted once there is a newer one"
         )
     if version > newest and not left_behind(run, [version]):
         raise JobError(
-            f"{asked} is later than step {newest.step}, from which the run goes on; it stays until the run "
-            "has saved a later step"
+            f"{asked} is later than step {newest.step}, from which {run.job.name} goes on; it can be "
+            "deleted once the run has saved a step after it"
         )
     if (why := retention.needed(run).get(version)) is not None:
-        raise JobError(f"{asked}: {why} goes on from there, so it stays")
+        raise JobError(f"{asked} stays: {why} goes on from it")
 
 
 @command("checkpoint gc", KEEPS)
@@ -257,7 +260,7 @@ def gc(job: Job, /, dry_run: bool = False, force: bool = False) -> None:
     if dry_run:
         for version in (*found.marked, *found.due):
             what = (
-                "its deletion has begun"
+                "an earlier command has begun to delete it"
                 if version in found.marked
                 else "never completed"
                 if version in begun
@@ -273,7 +276,7 @@ def gc(job: Job, /, dry_run: bool = False, force: bool = False) -> None:
         run.store.tidy(f"{run.job.name}/")
     _release(run, dry_run, claim)
     number = len(found.marked) + len(found.due)
-    rule = "" if job.keep().last else "; checkpoint.keep_last = 0 keeps all that are complete"
+    rule = "" if job.keep().last else "; checkpoint.keep_last = 0 keeps all complete checkpoints"
     say(f"{number} {'would be ' if dry_run else ''}deleted, {len(found.kept)} kept{rule}")
     _tell_of_others(run, there, job.keep().last)
 
@@ -286,22 +289,32 @@ def _tell_of_others(run: Run, there: retention.Look, last: int) -> None:
     needed = retention.needed(run).keys() & {*left}
     gone = [version.step for version in left if version not in needed]
     if gone:
-        rest, good = ", and the others once the run has saved later steps", max(len(found.kept), 2)
-        fix = (
-            f"`elastic checkpoint gc --checkpoint.keep-last {good}` deletes those before the newest good "
-            f"checkpoint{rest}"
+        rest, good = (
+            "; later ones can be deleted once the run has saved steps after them",
+            max(len(found.kept), 2),
         )
-        then = "they go once the run has saved later steps" if last else f"nothing goes on from them; {fix}"
-        say(f"besides, {len(gone)} of abandoned branches, of steps {min(gone)} to {max(gone)}: {then}")
+        fix = (
+            f"`elastic checkpoint gc --checkpoint.keep-last {good}` deletes those that are older than "
+            f"the newest good checkpoint{rest}"
+        )
+        then = (
+            "they are deleted once the run has saved later steps"
+            if last
+            else f"nothing goes on from them; {fix}"
+        )
+        say(
+            f"also there: {len(gone)} checkpoints of abandoned branches, steps {min(gone)} to "
+            f"{max(gone)}: {then}"
+        )
     if needed:
         say(
-            f"besides, {len(needed)} of abandoned branches from which a later branch or a fork went on, so "
-            "they stay"
+            f"also there: {len(needed)} checkpoints of abandoned branches, which stay because a later "
+            "branch or a fork goes on from them"
         )
     if more := len(others) - len(left):
         say(
-            f"besides, {more} incomplete or damaged, or of steps that a fall-back has abandoned, which stay "
-            "for now"
+            f"also there: {more} checkpoints that are incomplete or damaged, or whose steps the run "
+            "has given up; they stay for now"
         )
 
 
@@ -315,19 +328,19 @@ def _release(run: Run, dry: bool, claim: int) -> None:
         else retention.release(run, claim)
     ):
         then = (
-            f"is not kept for the run {each.run!r} any more"
-            if gone
-            else (f"is kept for the run {each.run!r}")
+            f"is no longer kept for the run {each.run!r}" if gone else (f"is kept for the run {each.run!r}")
         )
-        again = "" if gone else "; the next `elastic checkpoint gc` lets it go if that is still so"
-        say(f"{each.version} {then}, which is not there or does not go on from it{again}")
+        again = (
+            "" if gone else "; the next `elastic checkpoint gc` removes this mark, unless that has changed"
+        )
+        say(f"{each.version} {then}, which does not exist or does not go on from this checkpoint{again}")
 
 
 @command("checkpoint verify")
 def verify(job: Job, /, step: str | None = None) -> int:
     """Checks every digest of a checkpoint.
 
-    step: step of the checkpoint, or STEP.GENERATION of one left behind (default: the newest good one)
+    step: step of the checkpoint, or STEP.GENERATION of an abandoned one (default: the newest good one)
     """
     run = Run.begun(job)
     report = run.checkpoints.verify(version_at(run, step))
@@ -348,10 +361,10 @@ def export(
     """Writes whole tensors as safetensors, for other programs.
 
     to: folder to write to
-    step: step of the checkpoint, or STEP.GENERATION of one left behind, or best (default: the newest good
+    step: step of the checkpoint, or STEP.GENERATION of an abandoned one, or best (default: the newest good
         one)
     average: write the average of the weights (optim.average) in place of the weights
-    transformers: name tensors as from_pretrained of transformers wants them
+    transformers: give tensors the names that from_pretrained of transformers needs
     accept_code: use today's code, although the step was made by other code
 
     Raises :class:`JobError` if ``to`` has such files, cannot be written, or there is no average, and another
@@ -364,8 +377,8 @@ def export(
     version = version_at(run, step)
     if average and not has_average(run.checkpoints.open(version)):
         raise JobError(
-            f"--average: the checkpoint of {version} has no average of the weights, which optim.average "
-            "keeps; leave it out"
+            f"--average: the checkpoint of {version} has no average of the weights, since "
+            "optim.average was 0; leave --average out"
         )
     made = published(
         run,
@@ -392,8 +405,8 @@ def export(
 
 
 LIVES = (
-    "after each save its coordinator deletes what checkpoint.keep_last and the others do not keep; `elastic "
-    "stop` stops it, or wait for its end"
+    "a living run deletes old checkpoints by itself, by checkpoint.keep_last and the other "
+    "checkpoint.keep settings; wait for its end, or stop it with `elastic stop`"
 )
 """The end of the sentence in which a command that deletes refuses a run that lives."""
 
@@ -404,10 +417,11 @@ def _delete(run: Run, versions: Sequence[Version], why: str, claim: int) -> None
             with _told_if_full(run, version):
                 retention.mark(run, version, why, claim)
             gone = retention.remove(run, version, claim)
-            say(f"{version} is deleted" if gone else f"{version} stays: a fork has begun to need it")
+            say(f"{version} is deleted" if gone else f"{version} stays: a fork has just started from it")
     except Exists:
         raise PlatformGaveUp(
-            f"another command has begun to train {run.job.name} meanwhile; what is left is as its rules say"
+            f"another command has just started {run.job.name}, so this command deletes nothing "
+            "more; the run deletes old checkpoints by itself"
         ) from None
 
 
@@ -421,8 +435,8 @@ def _told_if_full(run: Run, version: Version) -> Iterator[None]:
     except Full as error:
         folder = run.store.full_name(run.checkpoints.folder(version))
         raise PlatformGaveUp(
-            "the bucket is full, so that not even the mark with which a deletion begins can be written; "
-            f"nothing needs {version}: remove its folder by hand ({folder}), and give the same command again"
+            f"the bucket is so full that the deletion of {version} cannot even be recorded; nothing "
+            f"needs {version}: remove its folder by hand ({folder}), and give the same command again"
         ) from error
 
 
@@ -437,7 +451,7 @@ def at_rest(job: Job, force: bool, lives: str) -> tuple[Run, int]:
     run = Run.begun(job)
     claim = run.latest_claim()
     if not force and coordinator_of(job) is not None:
-        raise PlatformGaveUp(f"{job.name} lives: {lives}")
+        raise PlatformGaveUp(f"{job.name} is running: {lives}")
     if not force and not (absent := Absent.of(job)).over:
-        raise PlatformGaveUp(f"{absent.said}; --force does it all the same, if you know that it does not run")
+        raise PlatformGaveUp(f"{absent.said}; if you know that it does not run, use --force")
     return run, claim

@@ -22,7 +22,7 @@ HELD_OUT = tuple(f"validation.{name}" for name in ("every", "samples", "dataset"
 def estimate(file: JobFile | None = None, /, params: float | None = None) -> None:
     """Tells how much memory a job takes, before anything runs.
 
-    params: only tell what so many parameters take, say 7e9
+    params: only tell how much memory this number of parameters takes, say 7e9
     """
     from elastic.train.checks import estimate as memory
 
@@ -48,7 +48,7 @@ def estimate(file: JobFile | None = None, /, params: float | None = None) -> Non
         found = {}
         say(
             (
-                "what a microbatch takes is not known: "
+                "the memory that a microbatch takes is not known: "
                 f"{error if isinstance(error, ElasticError) else failure(error)}"
             ),
             "note: ",
@@ -59,7 +59,7 @@ def estimate(file: JobFile | None = None, /, params: float | None = None) -> Non
     show_table(
         "workers that share the state",
         *(f"zero = {stage}" for stage in memory.STAGES),
-        title="what must fit a worker's device, without a microbatch",
+        title="memory of a worker's device, without a microbatch",
         rows=[
             (shards, *map(memory.gigabytes, sizes))
             for shards, sizes in memory.by_stage(job, tensors, job.workers.max)
@@ -95,15 +95,15 @@ def _sized(job: Job) -> Job:
             job, why = (
                 one,
                 (
-                    "not known before the memory of devices is; name that, say --workers.device-gb 80; all "
-                    "below is for 1"
+                    "not known until you name the memory of a device, say --workers.device-gb 80; all "
+                    "below is for microbatch = 1"
                 ),
             )
         else:
             try:
                 job, why = chosen(settled(job), memory)
             except (ElasticError, StorageError) as error:  # of the data, or a device that is too small
-                job, why = one, f"not known: {error}; all below is for 1"
+                job, why = one, f"not known: {error}; all below is for microbatch = 1"
         say(f"microbatch = {job.microbatch if job is not one else 'auto'}: {why}")
     # so many microbatches fill all sums of gradients; more take no more memory
     rounds = job.reduction.block + 2
@@ -114,8 +114,8 @@ def _sized(job: Job) -> Job:
 def evaluate(job: Job, /, step: str | None = None, average: bool = False, accept_code: bool = False) -> None:
     """Measures the loss of a checkpoint on held-out samples, in this process.
 
-    step: step of the checkpoint, STEP.GENERATION of one left behind, or best, as RUN@best is (default: the
-        newest good one)
+    step: step of the checkpoint, STEP.GENERATION of an abandoned one, or best for the best validated one
+        (default: the newest good one)
     average: measure the average of the weights (optim.average)
     accept_code: use today's code, although the step was made by other code
     """
@@ -133,7 +133,7 @@ def evaluate(job: Job, /, step: str | None = None, average: bool = False, accept
 def rerun(job: Job, /, step: str, accept_code: bool = False) -> None:
     """Computes a step again from the checkpoint before it, in this process.
 
-    step: the step, or STEP.GENERATION of one left behind; there must be a checkpoint of the step before it
+    step: the step, or STEP.GENERATION of an abandoned one; there must be a checkpoint of the step before it
     accept_code: use today's code, although the step was made by other code
     """
     from elastic.train.alone.revisit import rerun_here

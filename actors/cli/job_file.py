@@ -60,7 +60,7 @@ class JobFile:
         for each in problems:
             print(f"note: {each}", file=sys.stderr)
         if problems:
-            more = "this command takes what the run has stored instead"
+            more = "this command uses the settings that the run has stored"
             print(f"note: `elastic train` would refuse {self.path.name}; {more}", file=sys.stderr)
         return job
 

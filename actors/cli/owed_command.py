@@ -32,7 +32,7 @@ def owed(job: Job, /, pay: bool = False, accept_code: bool = False) -> int:
     """
     import_from_here()
     if accept_code and not pay:
-        raise JobError("--accept-code has no effect without --pay; add that, or leave it out")
+        raise JobError("--accept-code has no effect without --pay; add --pay, or leave --accept-code out")
     run, paid = Run.begun(job), True
     if pay:
         for debt in debts_of.debts(run):
@@ -57,8 +57,8 @@ def owed(job: Job, /, pay: bool = False, accept_code: bool = False) -> int:
     given_up = any(debt.given_up for debt in left)
     if given_up:
         say(
-            "what was given up is tried again by --pay, as long as its checkpoint exists: no rule keeps "
-            "that for it any more"
+            "--pay tries again what was given up, as long as its checkpoint exists; the checkpoint is "
+            "no longer kept for it"
         )
     return int(given_up or not paid)
 

@@ -149,7 +149,7 @@ def read(words: Sequence[str]) -> tuple[JobFile | None, Callable[[], int]]:
         file = given[0] = JobFile(given[0], settings)
     elif of_job and settings.words:
         raise JobError(
-            f"command line: {' '.join(settings.to_show())} has no effect without a job file; name one"
+            f"command line: {' '.join(settings.to_show())} has no effect without a job file; name a job file"
         )
 
     def run() -> int:
@@ -228,7 +228,7 @@ def _only_listed(words: Sequence[str]) -> NoReturn:
         if group in ("", first) and (shown := second if group else first) not in listed.choices:
             listed.add_parser(shown, help=GROUPS.get(shown, _told(each)[0]))
     parser.parse_args(words[bool(group) :])
-    raise AssertionError(f"a line without a command was read: {words}")
+    raise AssertionError(f"a command line without a command was read: {words}")
 
 
 def parser_of(name: str, function: Callable[..., int | None]) -> Parser:

@@ -59,12 +59,14 @@ def _journal_of(file: JobFile) -> tuple[list[Segment], Rules | None]:
         if segments := journal.read(Run.begun(job).store, job.name):
             return segments, job.rules()
         raise JobError(
-            f"there is no journal of {job.name} in {job.bucket}: it has run there only with --local, which "
-            "writes none"
+            f"{job.name} has no journal in {job.bucket}: it has only run with --local, which writes no "
+            "journal"
         )
     if file.options.settings:
         words = shlex.join(file.options.to_show())
-        raise JobError(f"command line: {words}: {file.file!r} is a file of a journal, and has no settings")
+        raise JobError(
+            f"command line: {words}: {file.file!r} is a journal file, which takes no settings; leave them out"
+        )
     return _in_file(file.path), None
 
 
@@ -72,7 +74,7 @@ def _in_file(path: Path) -> list[Segment]:
     """Returns the segments in a file of a journal.  Raises :class:`JobError` for another file, and one that
     begins without a snapshot.
     """
-    advice, named = "name a job file, or a file of a journal that begins with a snapshot", repr(str(path))
+    advice, named = "name a job file, or a journal file that begins with a snapshot", repr(str(path))
     try:
         raw = path.read_bytes()
         segments = journal.parse(journal.unpacked(raw, str(path)) if path.suffix == ".gz" else raw, tail=True)
@@ -83,11 +85,11 @@ def _in_file(path: Path) -> list[Segment]:
             raise Damaged(f"{path}, {error.object}", error.expected, error.found) from None
         segments = []
     if not segments:
-        raise JobError(f"{named} is not a file of a journal; {advice}")
+        raise JobError(f"{named} is not a journal file; {advice}")
     if (base := segments[0][0].get("continues")) is not None:
-        where = f"the snapshot before it begins {base:012d}.jsonl"
+        where = f"its snapshot begins the file {base:012d}.jsonl"
         raise JobError(
-            f"{named} goes on where another file of the journal ends: {where}; {advice}; the job file "
-            "replays them all"
+            f"{named} continues an earlier journal file: {where}; {advice} (a job file replays the "
+            "whole journal)"
         )
     return segments

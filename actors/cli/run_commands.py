@@ -56,16 +56,14 @@ class Absent:
         run = Run.begun(job)
         if (owner := run.owner()) is None and (claim := run.latest_claim()):
             key = run.store.full_name(f"{job.name}/owner/{claim:06d}.json")
-            what = f"{key} is damaged, so nobody knows where {job.name} was begun last"
+            what = f"{key} is damaged, so it is not known where {job.name} was started last"
             there = f"newest good checkpoint: {run.newest() or 'none'}"
-            return cls(
-                f"{what}; {there}; if it does not run any more, `elastic train` goes on with it", over=False
-            )
+            return cls(f"{what}; {there}; if the run has ended, `elastic train` goes on with it", over=False)
         if owner is None:
-            return cls(f"{job.name} in {job.bucket} is about to begin, or ended before it could", over=False)
+            return cls(f"{job.name} in {job.bucket} is starting, or ended before it had started", over=False)
         if (local := run.local_process()) is not None:
             by = f"by process {local.pid} of this machine"
-            stops = f"(--local); Ctrl-C there, or `kill -INT {local.pid}`, stops it"
+            stops = f"(--local); stop it with Ctrl-C in its terminal, or `kill -INT {local.pid}`"
             said = f"is trained {by} {stops}" if local.trains else f"is being rolled back {by}"
             return cls(f"{job.name} {said}", over=False)
         end = run.end()
@@ -82,13 +80,13 @@ class Absent:
         )
         if not over and owner.get("host") == platform.node() and not heads.reachable(owner["address"]):
             stands = (
-                f"has told no end, and its cluster on this machine, {owner['address']}, has ended; `elastic "
-                "train` goes on with it"
+                f"has not said how it ended, and its cluster on this machine, {owner['address']}, is "
+                "gone; `elastic train` goes on with the run"
             )
         if elsewhere:
             stands = (
-                f"was begun with --local {elsewhere}, and has told no end; if it lives, end it there with "
-                "Ctrl-C"
+                f"was started with --local {elsewhere}, and the bucket does not say that it has ended; "
+                "if it still runs, end it there with Ctrl-C"
             )
         how = "" if end is None else f"; it ended as {type(end).__name__}"
         reason = "" if end is None else end.why if isinstance(end, Finished) else end.reason
@@ -128,8 +126,8 @@ def attach(job: Job, /, quiet: bool = False, prints: str | None = None) -> int:
     """Follows a run from its start to its end; Ctrl-C leaves it running.
 
     quiet -q: print only errors, and how the run ended
-    prints WORKERS: also show what these workers print, one or several such as w3,w5; `first` is one that
-        lives, `all` is every one (default: none)
+    prints WORKERS: also show what these workers print, one or several such as w3,w5; `first` is one living
+        worker, `all` is every worker (default: none)
 
     Raises :class:`PlatformGaveUp` if its bucket does not say how it ended, and :class:`JobError` if the
     bucket has no such run.
@@ -247,14 +245,14 @@ def clean(job: Job, /, force: bool = False) -> int:
         if lives:
             _tell(
                 clear(job.name, lives, CLEAR_S),
-                "this machine (the run's cluster has ended, or cannot be reached from here)",
+                "this machine (the run's cluster has ended, or this machine cannot reach it)",
             )
         else:
             say(_unclaimed(job))
         return 0
     coordinator, life = living.attach(job.name), ""
     if coordinator is not None and (bucket := bucket_of_another(job, coordinator)):
-        say(f"another run of this name, in {bucket}, lives on this cluster; it stays")
+        say(f"another run named {job.name}, with bucket = {bucket}, lives on this cluster; it is left alone")
         coordinator = None
     elif coordinator is not None:
         life = _life_to_end(job.name, coordinator, force)
@@ -265,7 +263,10 @@ def clean(job: Job, /, force: bool = False) -> int:
     if coordinator is not None and (life or ended):
         ended += living.reap(job.name, {""})
     elif coordinator is not None:
-        say("a coordinator of this name tells nobody whose it is, and has no worker of this run; it stays")
+        say(
+            f"a coordinator named {job.name} lives on this cluster, does not say which bucket it uses, "
+            "and has no worker of this run; it is left alone"
+        )
     _tell(ended, "the cluster")
     tasks = {
         ray.remote(num_cpus=0, scheduling_strategy=cluster.only_on(node))(clear).remote(
@@ -285,13 +286,13 @@ def _unclaimed(job: Job) -> str:
     """Returns the sentence about a run without a claim: only a claim says what belongs to the run."""
     left = [str(each) for each in nobodys(job.name)]
     advice = (
-        f"if no run of that name lives, remove {', '.join(left)}"
+        f"if no run named {job.name} lives, remove {', '.join(left)} by hand"
         if left
-        else "nothing of that name is left on this machine"
+        else f"this machine has nothing left of a run named {job.name}"
     )
     return (
-        f"no claim of {job.name} is in {job.bucket}: correct the name or the bucket; or, if somebody has "
-        f"deleted its folder, nobody can say what of that name is its own, so all stays: {advice}"
+        f"{job.bucket} has no claim of {job.name}, so nothing is removed: correct the name or the bucket; "
+        f"or, if somebody has deleted the run's folder: {advice}"
     )
 
 
@@ -327,7 +328,7 @@ def _tell(removed: list[str], where: str) -> None:
 def logs(job: Job, workers: Sequence[str] = (), /, follow: bool = False) -> int:
     """Prints the last lines of each worker, and how it ended.
 
-    workers: the workers (default: every one that has a log)
+    workers: the workers (default: every worker that has a log)
     follow -f: keep printing what living workers print, until the run is over
 
     Raises :class:`JobError` if the bucket has no such run, and :class:`PlatformGaveUp` if its coordinator
@@ -347,7 +348,10 @@ def logs(job: Job, workers: Sequence[str] = (), /, follow: bool = False) -> int:
                 print(
                     "\n".join(
                         [
-                            f"# {path.stem}: its cluster has not stored its log; this is the end of {path}",
+                            (
+                                f"# {path.stem}: the bucket has no log of this worker; this is the end "
+                                f"of its file {path}"
+                            ),
                             *last_lines(file),
                             "",
                         ]
@@ -369,18 +373,16 @@ def logs(job: Job, workers: Sequence[str] = (), /, follow: bool = False) -> int:
             break
         time.sleep(FOLLOW_S)
     if not said:
-        of, who = (f" of {', '.join(workers)}", "no such worker") if workers else ("", "no worker of the run")
         if (owner := run.owner()) is not None and owner["address"] == LOCAL:
             raise JobError(
-                f"{job.name} runs with --local, which keeps no logs: its process prints where it was started"
+                f"{job.name} runs with --local, which stores no logs: see the terminal in which it "
+                "was started"
             )
-        killed = (
-            f"one that was killed leaves them on its nodes, in {log_folder(f'{job.name}-*')}, and here "
-            "there are none"
-        )
+        of = f" of {', '.join(workers)}" if workers else ""
         say(
-            f"no logs{of} in {job.bucket}/{prefix}, and {who} lives on a cluster that can be reached from "
-            f"here; {killed}"
+            f"no logs{of} in {job.bucket}/{prefix}, and no living worker{of} can be reached from this "
+            f"machine; a killed run leaves its logs on its nodes: look for {log_folder(f'{job.name}-*')} on "
+            "each node (this machine has none)"
         )
     return 0 if said else 1
 
@@ -405,8 +407,7 @@ def chaos(
     """
     if unknown := [word for word in kinds if word not in {*Kind}]:
         raise JobError(
-            f"--kinds: {unknown[0]!r} is no kind of fault; those that can be performed are "
-            f"{', '.join(sorted(PERFORMED))}"
+            f"--kinds: {unknown[0]!r} is no kind of fault; use one of {', '.join(sorted(PERFORMED))}"
         )
     try:
         drawn = (

@@ -30,16 +30,16 @@ def train(
     """Trains a job, or goes on with its run.
 
     local: train with one worker in this process, without Ray
-    address: address of the Ray cluster (default: the one this was submitted to, or where the run lives, or a
-        new one on this machine)
+    address: address of the Ray cluster (default: the cluster to which this command was submitted, or the
+        cluster on which the run lives, or a new one on this machine)
     branch: go on from the newest checkpoint of a run although its settings were different
     quiet -q: print only errors, and how the run ended
-    prints WORKERS: also show what these workers print, one or several such as w3,w5; `first` is one that
-        lives, `all` is every one (default: none)
+    prints WORKERS: also show what these workers print, one or several such as w3,w5; `first` is one living
+        worker, `all` is every worker (default: none)
     accept_code: go on from the newest checkpoint of a run although its code was different
     again: start a run although too many restarts in a row have saved no new step (watch.max_restarts)
-    resume WORD: go on from a step of this run, on a new branch; or begin a run that goes on from RUN@STEP,
-        RUN@best or RUN@latest of another
+    resume WORD: go on from a step of this run, on a new branch; or begin a new run that goes on from another
+        run: RUN@STEP, RUN@best or RUN@latest
     """
     import_from_here()
     check_file(file.path)

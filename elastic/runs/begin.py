@@ -45,7 +45,7 @@ def begin(start: StartPoint, show: Show, branch: bool | None, claims: Callable[[
     seen = latest_claim(ObjectStore.open(job.bucket), job.name)
     run = Run.look(job, branch=branch)
     if there := run.local_elsewhere():
-        what = f"{job.name} was begun with --local {there}, and has told no end"
+        what = f"{job.name} was started with --local {there}, and the bucket does not say that it has ended"
         tell(show, f"{what}: if it still trains there, it saves nothing more and ends at its next save")
     if run.branches_at(start.at) is None:
         return 0
@@ -60,7 +60,7 @@ def begin(start: StartPoint, show: Show, branch: bool | None, claims: Callable[[
         )
     except Exists:
         raise Refused(
-            f"another command has begun {job.name}, or a branch of it, meanwhile; `elastic runs` shows it"
+            f"another command has just started {job.name}, or a branch of {job.name}; see `elastic runs`"
         ) from None
     version = run.newest()
     step = 1 if version is None else version.step + 1

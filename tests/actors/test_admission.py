@@ -202,7 +202,10 @@ def test_nodes_that_join_later_and_differ_are_refused_and_the_run_goes_on(
     expected = {
         "code": f"the code that the job names is {CODE} ",
         "import": "importing admitted.code failed with Unpicklable: it needs what only the head has",
-        "storage": "; another folder of that name comes first on its path, or Elastic is not installed there",
+        "storage": (
+            "; on this node another folder of this name comes first on Python's path, or Elastic is "
+            "not installed"
+        ),
         "disk": f"does not see bucket = {job.bucket!r} as the same place as node {head()[:8]}",
         "torch": f"torch {torch.__version__}.other, 1 threads, and only ",
         "older": f"torch is {OLDER.partition('+')[0]} on this node and {torch.__version__.partition('+')[0]} on ",

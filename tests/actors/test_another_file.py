@@ -163,10 +163,10 @@ def _check_of_a_process(trains: Command, job: Job, other: str, folder: Path, cap
     for words, code in ((["status", "--once"], 0), (["attach"], 2), (["stop"], 2)):
         assert main([*words, other]) == code
         assert (
-            f"alone is trained by process {trains.process.pid} of this machine (--local); Ctrl-C there"
-            in capsys.readouterr().out
-        )
-    for command, said in (("replay", "there is no journal of alone"), ("logs", "no logs in")):
+            f"alone is trained by process {trains.process.pid} of this machine (--local); stop it "
+            "with Ctrl-C in its terminal"
+        ) in capsys.readouterr().out
+    for command, said in (("replay", "alone has no journal"), ("logs", "no logs in")):
         assert main([command, other]) == 1
         assert said in capsys.readouterr().out
     assert main(["train", "job.toml", "--local", "--seed", "5"]) == 1, "the control"

@@ -209,20 +209,14 @@ def test_a_command_of_a_run_says_that_there_is_none(
     [
         (
             '{"continues":7}\n{"n":12}\n',
-            (
-                "goes on where another file of the journal ends: the snapshot before it begins "
-                "000000000007.jsonl"
-            ),
+            ("continues an earlier journal file: its snapshot begins the file 000000000007.jsonl"),
         ),
         (
             '"""A module."""\n',
-            (
-                "is not a file of a journal; name a job file, or a file of a journal that begins with a "
-                "snapshot"
-            ),
+            ("is not a journal file; name a job file, or a journal file that begins with a snapshot"),
         ),
-        ("{}\n", "is not a file of a journal; "),
-        ("", "is not a file of a journal; "),
+        ("{}\n", "is not a journal file; "),
+        ("", "is not a journal file; "),
     ],
 )
 def test_replay_of_a_file_that_it_cannot_tell_of(tmp_path: Path, capsys: Shown, text: str, said: str) -> None:
@@ -231,7 +225,7 @@ def test_replay_of_a_file_that_it_cannot_tell_of(tmp_path: Path, capsys: Shown, 
     assert main(["replay", f"{tmp_path}/one.jsonl"]) == 1
     assert sentence(capsys).startswith(f"elastic: '{tmp_path}/one.jsonl' {said}")
     assert main(["replay", f"{tmp_path}/one.gz"]) == 1
-    assert "one.gz' is not a file of a journal; name a job file" in sentence(capsys)
+    assert "one.gz' is not a journal file; name a job file" in sentence(capsys)
 
 
 def test_replay_names_the_file_with_a_damaged_line(tmp_path: Path, capsys: Shown) -> None:
@@ -280,15 +274,15 @@ def test_every_command_takes_the_jobs_settings(
     for workers in ((), ("w1",)):
         assert main(["logs", job, *workers, *other]) == 1
         assert sentence(capsys) == (
-            "elastic: b runs with --local, which keeps no logs: its process prints where it was started"
+            "elastic: b runs with --local, which stores no logs: see the terminal in which it was started"
         )
     assert main(["replay", job, *other]) == 1
-    assert "no journal of b" in sentence(capsys)
+    assert "b has no journal" in sentence(capsys)
     assert main(["status", job, "--onse"]) == 1
     assert "unknown setting '--onse'" in sentence(capsys)
     (tmp_path / "journal.jsonl").write_text("")
     assert main(["replay", str(tmp_path / "journal.jsonl"), *other]) == 1
-    assert "is a file of a journal" in sentence(capsys)
+    assert "is a journal file, which takes no settings" in sentence(capsys)
     with pytest.raises(SystemExit):
         main(["data", "show", job, *other])
 
@@ -348,7 +342,7 @@ def test_a_command_in_a_sentence_can_be_pasted_as_it_is(
     assert main(["train", "toy.toml", "--local", "--name", "other", "-q"]) == 0
     capsys.readouterr()
     assert main(["checkpoint", "rm", "toy.toml", "--step", "3", "--name", "other"]) == 1
-    assert "`elastic checkpoint ls toy.toml --name other` lists those that it has" in sentence(capsys)
+    assert "`elastic checkpoint ls toy.toml --name other` lists its checkpoints" in sentence(capsys)
     assert console.job == "" and console.pasteable("`elastic train`") == "`elastic train`"
     monkeypatch.setattr(console, "job", "toy.toml --seed 1")
     for hint, whole in {

@@ -43,16 +43,14 @@ def check_that_who_trains_it_attaches(folder: Path, job: Job, note: str) -> None
             f"attached to {job.name}, which runs on this cluster already" in first.text and note in first.text
         ), first.text
         first.interrupt()
-        assert first.wait() == 3 and "this command leaves, the run goes on" in " ".join(first.text.split()), (
+        assert first.wait() == 3 and "this command ends, the run goes on" in " ".join(first.text.split()), (
             first.text
         )
     finally:
         if first.process.poll() is None:
             first.kill_everything()
     alone = Command(folder, "train", file_of(folder, job), "--local", warm=True)
-    assert alone.wait() == 1 and "this run lives on the cluster at" in " ".join(alone.text.split()), (
-        alone.text
-    )
+    assert alone.wait() == 1 and "this run runs on the cluster at" in " ".join(alone.text.split()), alone.text
     assert (
         main(["train", file_of(folder, job.replace(bucket=str(folder / "third"), steps=2)), "--local"]) == 0
     )
@@ -91,7 +89,7 @@ def test_a_run_whose_folder_is_deleted_is_found_and_stopped_with_a_save(
 
     asked = Command(tmp_path, "status", file, "--once", warm=True)
     note = (
-        f"somebody has deleted {tmp_path}/bucket/{name}, or its job.json, but {name} lives on the cluster at"
+        f"somebody has deleted {tmp_path}/bucket/{name}, or its job.json, while {name} runs on the cluster at"
     )
     assert asked.wait() == 0 and note in asked.text and ": Running, step" in asked.text, asked.text
     shown = told("status", file, "--once")

@@ -162,7 +162,7 @@ def test_a_worker_that_nobody_calls_leaves_by_itself(tmp_path: Path) -> None:
     with pytest.raises(ray.exceptions.RayActorError):
         ray.get(made[Worker].lives.remote(), timeout=PATIENCE_S)
     assert ray.get(made[Called].stays.remote(), timeout=2 * PATIENCE_S), "the control"
-    assert "nobody has called it for 2 s" in log_file("unused-0001-abcdef", "w0").read_text()
+    assert "no coordinator has called this worker for 2 s" in log_file("unused-0001-abcdef", "w0").read_text()
     for actor in (desk, made[Called]):
         ray.kill(actor)
     clear("unused", {"abcdef"}, PATIENCE_S)

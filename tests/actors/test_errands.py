@@ -153,7 +153,10 @@ def test_each_is_made_once_though_the_process_that_makes_it_is_killed(tmp_path: 
     names = {"export of step 4", "export of step 8", "export of step 12", "samples of step 12"}
     assert results(job) == expected(tmp_path / "reference", **one) and set(results(job)) == names
     told = [line.text for line in chaos.lines if isinstance(line, Sentence)]
-    assert sum("samples of step 12 failed: its process died; again soon" in text for text in told) == 1
+    assert (
+        sum("samples of step 12 failed: its process died; the run tries again soon" in text for text in told)
+        == 1
+    )
     assert made(chaos.lines) == dict.fromkeys(names, 1)
     assert owed.debts(Run.open(job)) == []
     assert_nothing_left(chaos)
@@ -212,7 +215,7 @@ def test_the_whole_cluster_dies_in_the_middle_of_an_errand_and_again_when_all_st
     first.kill_everything()
     assert "samples of step 12" not in results(job)
     second = train()
-    second.until(lambda: "; that is done now, and Ctrl-C leaves it for later" in second.text)
+    second.until(lambda: "; this command does them now, and Ctrl-C leaves them for later" in second.text)
     second.kill_everything()
     assert Run.open(job).newest() == owed.Version(24, Run.open(job).newest().generation)  # type: ignore[union-attr]
     assert not any(name.startswith("samples") for name in results(job)), "the control"
@@ -231,7 +234,7 @@ def test_ctrl_c_leaves_what_is_owed_for_later(tmp_path: Path, capsys: pytest.Cap
     (tmp_path / "job.toml").write_text(to_toml(job))
     command = Command(tmp_path, "train", "job.toml")
     parts = (
-        "; that is done now, and Ctrl-C leaves it for later",
+        "; this command does them now, and Ctrl-C leaves them for later",
         "export of step 16: ",
         "export of step 24: ",
     )

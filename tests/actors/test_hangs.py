@@ -150,11 +150,11 @@ def assert_said_where_it_stood(chaos: Trial, worker: str, where: str) -> None:
     (said,) = [
         text
         for text in told(chaos)
-        if text.startswith(f"{worker} hung; its log, with its stack if that could be read, is ")
+        if text.startswith(f"{worker} hung; its log (with its stack, if py-spy could read it) is ")
     ]
-    log = Path(said.removeprefix(f"{worker} hung; its log, with its stack if that could be read, is "))
+    log = Path(said.removeprefix(f"{worker} hung; its log (with its stack, if py-spy could read it) is "))
     head, spied, *lines = log.read_text().splitlines()
-    assert "killed by signal 9 (SIGKILL)" in head and spied == "# where it stood, by py-spy:"
+    assert "killed by signal 9 (SIGKILL)" in head and spied == "# where its process stood, by py-spy:"
     assert [line for line in lines if where in line], lines
 
 

@@ -28,7 +28,7 @@ from tests.support.shelf import Shelf
 from tests.support.stores import Forwarding
 from tests.support.toys import toy_job
 
-IN_BUCKET = "1 of 3 keepers held the journal in time, which was not enough; it is now in the bucket"
+IN_BUCKET = "only 1 of 3 keepers had stored the journal in time, too few; the journal is now in the bucket"
 
 
 class Store(Forwarding):
@@ -141,7 +141,7 @@ def test_where_there_is_no_majority_the_bucket_has_it(tmp_path: Path) -> None:
     desk.lose("b", "c")
     assert desk.decide()[-1:] == [IN_BUCKET] and desk.shipped == 1
     assert desk.decide(keepers=(NodeId("a"),))[-1:] == [
-        "1 of 1 keepers held the journal in time, which was not enough; it is now in the bucket"
+        "only 1 of 1 keepers had stored the journal in time, too few; the journal is now in the bucket"
     ]
     assert desk.decide() == [] and desk.shipped == 2, "from now on it is a majority of one"
     desk.decide(keepers=(NodeId("a"), NodeId("b"), NodeId("c")))
@@ -158,7 +158,7 @@ def test_keepers_alone_are_not_enough_for_whom_neither_head_nor_bucket_has_answe
     assert not desk.replicas.holds
     assert (
         desk.decide()[-1].endswith(
-            "keepers held the journal in time, which was not enough; it is now in the bucket"
+            "keepers had stored the journal in time, too few; the journal is now in the bucket"
         )
         and desk.shipped == 1
     )
@@ -187,8 +187,10 @@ def test_with_neither_it_stands_still_until_one_of_them_is_there(tmp_path: Path)
         assert time.monotonic() < deadline
         deciding.join(0.05)
     assert desk.said == [
-        "neither a majority of the keepers nor the bucket takes the journal: nothing is begun or ended "
-        "until one of them does"
+        (
+            "the journal can be written neither to a majority of the keepers nor to the bucket: the run "
+            "starts and ends nothing until one of them works again"
+        )
     ]
     assert deciding.is_alive() and desk.shipped == 0
     store.up = True

@@ -69,7 +69,10 @@ def test_py_spy_sees_where_it_stands_also_when_it_is_stopped(stuck: Stuck) -> No
         if stopped:
             stuck.stop()
         text = stack_of(stuck.process, stuck.log, 20.0)
-        assert text.startswith("# where it stood, by py-spy:") and f"{stuck.function} (<string>:" in text
+        assert (
+            text.startswith("# where its process stood, by py-spy:")
+            and f"{stuck.function} (<string>:" in text
+        )
         assert state(stuck.popen.pid) == ("T" if stopped else "S"), "it is left as it was"
 
 
@@ -79,7 +82,9 @@ def test_without_py_spy_its_own_fault_handler_says_so(stuck: Stuck) -> None:
     assert f"in {stuck.function}" in stuck.log.read_text()
     size = stuck.log.stat().st_size
     stuck.stop()
-    assert "it was stopped by a signal, and py-spy" in stack_of(stuck.process, stuck.log, 20.0, spy="")
+    assert "a signal had stopped its process; install py-spy" in stack_of(
+        stuck.process, stuck.log, 20.0, spy=""
+    )
     assert stuck.log.stat().st_size == size and state(stuck.popen.pid) == "T", (
         "it is not set going to be asked"
     )
@@ -96,7 +101,7 @@ def test_one_that_fails_or_does_not_come_back_is_not_waited_for(stuck: Stuck, tm
         spy.chmod(0o755)
         began = time.monotonic()
         assert stack_of(stuck.process, stuck.log, 1.0, spy=str(spy)).startswith(
-            f"# py-spy could not tell where it stood: {why}"
+            f"# py-spy could not tell where its process stood: {why}"
         )
         assert time.monotonic() - began < 30.0
     assert "in waits" in stuck.log.read_text()

@@ -88,8 +88,8 @@ def test_a_cluster_without_gpus_cannot_say_their_memory() -> None:
     with pytest.raises(
         PlatformGaveUp,
         match=(
-            r"no node of the cluster could say .* \(none answered\); set "
-            r"workers.device_gb, or name a number"
+            r"no node of the cluster could say .* \(none answered\); set workers.device_gb, or set "
+            r"microbatch to a number"
         ),
     ):
         cluster.smallest_gpu(Workers(gpus=1))

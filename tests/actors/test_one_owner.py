@@ -150,8 +150,8 @@ def test_two_commands_that_begin_a_run_on_two_clusters_at_once(tmp_path: Path) -
     with pytest.raises(
         Refused,
         match=(
-            r"^raced was begun on the cluster at 192[.]0[.]2[.]7:6379 .* while "
-            r"this command started; `el"
+            r"^raced was started on the cluster at 192[.]0[.]2[.]7:6379 .* while this command was "
+            r"starting; `el"
         ),
     ):
         ask(coordinator, "view", deadline_s=PATIENCE_S)
@@ -244,7 +244,7 @@ def test_a_command_that_cannot_join_the_cluster_of_a_run_that_lives_does_not_beg
     assert (
         found.returncode == 0
         and "hidden lives on the cluster at" in said
-        and ("does not begin it a second time") in said
+        and ("does not start the run a second time") in said
     ), said
     assert (
         Run.find(job).latest_claim() == 1 and ask(coordinator, "view", deadline_s=PATIENCE_S).incarnation == 1
@@ -339,7 +339,10 @@ def test_a_run_of_that_name_in_another_bucket_is_neither_attached_to_nor_stopped
     Run.open(mounted).claim(here, life=token.rpartition("-")[2])
     with pytest.raises(
         JobError,
-        match=f"another run of this name, in {job.bucket}, lives on this cluster; choose another name",
+        match=(
+            f"another run of this name, with bucket = {job.bucket}, lives on this cluster; choose "
+            "another name"
+        ),
     ):
         launch.launch(other)
     assert main(["stop", str(tmp_path / "second" / "job.toml")]) == 0
@@ -402,14 +405,14 @@ def test_clean_neither_ends_nor_removes_a_run_of_that_name_in_another_bucket(
         )
         ray.get(worker.__ray_ready__.remote(), timeout=PATIENCE_S)
         said = cleaned(ours, *options)
-        assert f"another run of this name, in {job.bucket}, lives on this cluster; it stays" in said
+        assert f", with bucket = {job.bucket}, lives on this cluster; it is left alone" in said
         assert (
             f"removed actor {left}/w1\n" in said
             and f"removed {log_folder(left)}\n" in said
             and before.token not in said
         )
         assert not log_folder(left).exists() and attach(name) is not None
-        assert f"no claim of {name} is in {empty}" in cleaned(empty, *options)
+        assert f"{empty} has no claim of {name}" in cleaned(empty, *options)
     assert main(["clean", str(theirs / "job.toml"), "--force"]) == 0
     said = capsys.readouterr().out
     assert (
@@ -435,7 +438,10 @@ def test_who_asks_in_vain_says_how_long_it_has_waited() -> None:
     silent = ray.remote(num_cpus=0, max_concurrency=3)(Silent).remote()
     assert ask(silent, "stop", deadline_s=PATIENCE_S) == "heard"
     for waited_s in (0.5, 0.8):
-        said = f"^the coordinator of the run has not answered for {waited_s} s; the same command resumes it$"
+        said = (
+            f"^the coordinator of the run has not answered for {waited_s} s; give the same command "
+            "again to resume the run$"
+        )
         with pytest.raises(PlatformGaveUp, match=said):
             ask(silent, "view", deadline_s=waited_s)
     ray.kill(silent)

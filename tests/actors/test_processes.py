@@ -30,7 +30,7 @@ def test_a_later_process_of_the_same_number_is_not_taken_for_the_one_that_ended(
     """
     own, began = os.getpid(), started(os.getpid())
     assert not Process(own, began).ended()
-    with pytest.raises(ProcessLookupError, match="another one has its number"):
+    with pytest.raises(ProcessLookupError, match="another process has this number now"):
         Process(own, began - 1)
     child = subprocess.Popen(["true"])
     began = started(child.pid)

@@ -238,7 +238,8 @@ def test_the_logs_of_a_cluster_that_was_killed_are_read_where_they_lie(
     (token,) = {path.parent.name for path in log_folder("").glob(f"{name}-*/w1.log")}
     for worker in ("w1", "w2"):
         assert (
-            f"# {worker}: its cluster has not stored its log; this is the end of {log_file(token, worker)}\n"
+            f"# {worker}: the bucket has no log of this worker; this is the end of its file "
+            f"{log_file(token, worker)}\n"
         ) in printed
         assert f"{worker}: joined" in printed
     assert main(["logs", file, "w2"]) == 0 and "w1: joined" not in capsys.readouterr().out
@@ -248,16 +249,16 @@ def test_the_logs_of_a_cluster_that_was_killed_are_read_where_they_lie(
     said = capsys.readouterr().out
     assert (
         f"no logs in {tmp_path}/another/{name}/logs/" in said
-        and (f"leaves them on its nodes, in {log_folder(f'{name}-*')}, and") in said
+        and (f"a killed run leaves its logs on its nodes: look for {log_folder(f'{name}-*')} on") in said
     )
     job = job_file(tmp_path, name)
     (bucket := Path(job.bucket) / name).rename(tmp_path / "deleted")
     assert main(["clean", file]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert (
-        f"no claim of {name} is in {job.bucket}" in said
-        and "somebody has deleted its folder" in said
-        and "all stays" in said
+        f"{job.bucket} has no claim of {name}" in said
+        and "somebody has deleted the run's folder" in said
+        and "so nothing is removed" in said
     ), said
     assert (
         f"remove {segment(token, 'w1')}, {segment(token, 'w2')}, {log_folder(token)}" in said

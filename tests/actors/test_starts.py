@@ -140,7 +140,8 @@ def test_a_command_on_another_node_of_its_cluster_attaches_to_the_run(
     # where `ray start` was told to note the address
     monkeypatch.setenv("RAY_TMPDIR", str(nodes.started[0].folder))
     with pytest.raises(
-        Begins, match=f"; --address auto trains on the one at {nodes.address}, of which it is a node$"
+        Begins,
+        match=f"; --address auto uses the cluster at {nodes.address}, of which this machine is a node$",
     ):
         launch(Job.load(path), show=begins)
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
@@ -183,7 +184,7 @@ def test_a_command_that_the_cluster_of_its_run_refuses_does_not_begin_it_again(
                 commands.append(begun(environment, line))
                 until_it_says(
                     commands[-1],
-                    "begun with (RAY_AUTH_MODE=token and RAY_AUTH_TOKEN,",
+                    "set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN (or",
                     never="a Ray cluster starts",
                 )
                 assert not commands[-1].communicate(timeout=PATIENCE_S)[0] and commands[-1].returncode == 1
@@ -251,7 +252,7 @@ def test_a_head_that_is_frozen_is_told(
     assert (
         f"the head of the Ray cluster at {frozen} accepts connections, but has not answered for 1 s" in told
     )
-    assert "restart that cluster, or train on another one" in told and not ray.is_initialized()
+    assert "restart that cluster, or train on another cluster" in told and not ray.is_initialized()
 
 
 def test_the_head_answers_before_and_after(nodes: Nodes) -> None:
@@ -285,7 +286,9 @@ def test_a_web_page_in_place_of_the_head(
     path = slow_job(tmp_path, "webbed")
     assert main(["train", str(path), "--address", page]) == 2
     told = said(capsys)
-    assert f"no Ray cluster answers at {page}, where another program listens (the head's port is 6379" in told
+    assert (
+        f"no Ray cluster answers at {page}, where another program listens (the head's port is usually 6379"
+    ) in told
     Run.open(Job.load(path)).claim(page, "abcdef")
     assert not heads.has_actor(page, "webbed/coordinator", cluster.NAMESPACE)
     assert main(["status", str(path), "--once"]) == 0

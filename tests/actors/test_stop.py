@@ -115,11 +115,13 @@ def test_a_stop_whose_bucket_refuses_it_says_so_and_a_second_ctrl_c_ends_the_com
             in command.text
         )
     )
-    assert "Ctrl-C: the run stops after a save; a second one ends this command at once" in command.text
+    assert (
+        "Ctrl-C: the run stops after a save; press Ctrl-C again to end this command at once" in command.text
+    )
     assert "was not written (no part of w" in command.text and "Not a directory" in command.text
     command.interrupt()
     assert command.wait() == 3, command.text
-    assert "interrupted; the same command goes on" in command.text
+    assert "interrupted; give the same command again to go on" in command.text
     view = view_of("refused")
     assert view is not None and view.state == "Stopping", "the run is still there, with its state"
     steps.unlink()
@@ -148,7 +150,10 @@ def test_a_run_whose_driver_vanished_saves_and_leaves(tmp_path: Path, undisturbe
     newest = Run.open(job).newest()
     assert newest is not None and 4 <= newest.step < STEPS
     reasons = [record["reason"] for record in Run.open(job).records()]
-    assert any("its driver has not been heard for 2 s" in reason for reason in reasons)
+    assert any(
+        "the command that started the run has not been heard for deadlines.driver_s = 2 s" in reason
+        for reason in reasons
+    )
     assert f"resumes from step {newest.step}" in reasons[-1]
 
     job = job_of(tmp_path, "vanished", read_s=0.0)
@@ -189,10 +194,10 @@ def test_detached_it_trains_on_until_it_is_told(tmp_path: Path, capsys: pytest.C
     second.until(attached(second))
     second.interrupt()
     assert second.wait() == 3, second.text
-    assert "Ctrl-C: this command leaves, the run goes on" in second.text
+    assert "Ctrl-C: this command ends, the run goes on" in second.text
     first.process.terminate()
     assert first.wait() == 3, first.text
-    assert "SIGTERM: this command leaves, the run goes on" in first.text
+    assert "SIGTERM: this command ends, the run goes on" in first.text
     assert "`elastic stop job.toml` stops it" in first.text
 
     view = view_of("detached")
@@ -245,11 +250,14 @@ def test_two_drivers(tmp_path: Path) -> None:
     leaves, stays = train(tmp_path), train(tmp_path)
     for each in (leaves, stays):
         each.until(attached(each))
-    assert "with settings of its own" not in stays.text
+    assert "with other settings (" not in stays.text
     (tmp_path / "job.toml").write_text(to_toml(job.replace(workers={"min": 1, "max": 4})))
     other = train(tmp_path)
     other.until(attached(other))
-    assert "which stay until it is started again (workers.max = 2 there and 4 here)" in other.text, other.text
+    assert (
+        "(workers.max = 2 in the run and 4 now): those of this command take effect when the run is "
+        "started again"
+    ) in other.text, other.text
     other.interrupt()
     assert other.wait() == 3
     (tmp_path / "job.toml").write_text(to_toml(job))
@@ -290,11 +298,11 @@ def test_who_loses_the_head_of_the_cluster_hears_so_and_the_same_command_goes_on
     )
     head.kill()
     assert command.wait() == 2, command.text
-    assert "does not answer; without it, the cluster ends in 20 s" in command.text
+    assert "does not answer; if it stays silent, the cluster ends in 20 s" in command.text
     assert re.search(
         (
-            r"elastic: the head of the cluster at \S+ is gone; on another one, the same command "
-            r"resumes the run"
+            r"elastic: the head of the cluster at \S+ is gone; give the same command on another "
+            r"cluster to resume the run"
         ),
         command.text,
     )

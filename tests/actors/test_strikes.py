@@ -37,7 +37,7 @@ SAMPLES = 16 * STEPS
 
 def test_what_cannot_be_performed_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     job = toy_job(tmp_path, name="refused")
-    with pytest.raises(ValueError, match="partition cannot be performed here; what can be: SIGABRT, "):
+    with pytest.raises(ValueError, match="partition cannot be performed here; use one of SIGABRT, "):
         Chaos(job, [Fault(1.0, Kind.PARTITION)])
     with pytest.raises(
         ValueError,
@@ -57,10 +57,7 @@ def test_what_cannot_be_performed_is_refused(tmp_path: Path, capsys: pytest.Capt
         Chaos(job, [Fault(1.0, Kind.SIGSTOP, duration_s=3.0, point=Point.SAVE)])
     (tmp_path / "job.toml").write_text(to_toml(job))
     assert main(["chaos", str(tmp_path / "job.toml"), "--kinds", "earthquake"]) == 1
-    assert (
-        "--kinds: 'earthquake' is no kind of fault; those that can be performed are SIGABRT, "
-        in capsys.readouterr().out
-    )
+    assert "--kinds: 'earthquake' is no kind of fault; use one of SIGABRT, " in capsys.readouterr().out
 
 
 def test_a_fault_that_found_no_victim_says_so() -> None:
@@ -74,11 +71,11 @@ def test_a_fault_that_found_no_victim_says_so() -> None:
         "Running",
         1,
         5,
-        "nothing was there that this fault could strike",
+        "there was no process that this fault could strike",
     )
     assert str(missed) == (
-        "chaos 3: node_kill was not performed at step 5 of generation 1, Running: nothing was there that "
-        "this fault could strike"
+        "chaos 3: node_kill was not performed at step 5 of generation 1, Running: there was no "
+        "process that this fault could strike"
     )
     struck = replace(missed, victim="node 1234abcd", failed="")
     assert str(struck) == "chaos 3: node_kill of node 1234abcd at step 5 of generation 1, Running"

@@ -359,7 +359,10 @@ def test_from_our_own_checkout_and_a_driver_that_vanishes(
     assert_all_given_back(nodes, "ours")
     newest = Run.open(job).newest()
     assert newest is not None
-    assert "its driver has not been heard for 4 s" in Run.open(job).records()[-1]["reason"]
+    assert (
+        "the command that started the run has not been heard for deadlines.driver_s = 4 s"
+        in Run.open(job).records()[-1]["reason"]
+    )
 
     third = nodes.submit(checkout, line)
     third.until(lambda: f"at step {newest.step} (bucket)" in third.text)
@@ -393,7 +396,7 @@ def begun_and_killed(
             assert act.submitted.wait() == 0, act.submitted.text
             assert "the run continues after this command has ended" in act.submitted.text
             log = act.submitted.log
-            assert "SIGTERM: this command leaves, the run goes on" in log
+            assert "SIGTERM: this command ends, the run goes on" in log
             assert "no sharding table: wraps layers.0 … layers.2" in log and "; data parallel only" in log
             assert JobSubmissionClient(nodes.jobs).get_job_status(act.submitted.id) == "STOPPED"
             until(lambda: act.done.is_set() or not witness.is_alive())

@@ -225,7 +225,10 @@ def test_slow_spares_are_told_of_and_the_oldest_of_too_many_validations_is_given
                 )
         gone = [10 * number for number in range(1 + busy, 5)] if keep else []
         given_up = [
-            f"validation of step {step} is given up: more than {WAITING} wait for a spare worker; "
+            (
+                f"validation of step {step} is given up: more than {WAITING} validations wait for a "
+                "spare worker; "
+            )
             for step in gone
         ]
         assert [
@@ -254,7 +257,12 @@ def test_validations_of_which_nobody_is_in_charge_any_more_are_given_up_aloud() 
             "no worker is ordered to do what the job does not ask of it"
         )
         assert [text.partition(";")[0] for text in ordered.said] == (
-            ["validation of step 10 is given up: no spare validates any more, by validation.by or .every"]
+            [
+                (
+                    "validation of step 10 is given up: spares no longer validate, because validation.by "
+                    "or validation.every was changed"
+                )
+            ]
             if keep
             else []
         )
@@ -328,17 +336,19 @@ def test_the_end_of_a_run_waits_for_an_export_as_long_as_it_makes_progress(
     clock = Clock(meanwhile)
     monkeypatch.setattr(module, "time", clock)
     errands.finish(True, Inbox(time.monotonic))
-    told = ["owed: export of step 10; that is done now, and Ctrl-C leaves it for later"]
+    told = ["owed: export of step 10; this command does them now, and Ctrl-C leaves them for later"]
     if progresses:
         told += [
-            "export of step 10 makes progress, and is waited for however long it takes",
+            "export of step 10 makes progress, so the run waits until it is done",
             "export of step 10: done",
         ]
         assert 100 <= clock.pauses <= 101 and owed.debts(ordered.run) == []
     else:
         told += [
-            "deadlines.wait_s = 1: nothing that is owed has made progress for so many seconds, so the run "
-            "ends"
+            (
+                "deadlines.wait_s = 1: none of the owed exports, samples and validations has made "
+                "progress for this time, so the run ends"
+            )
         ]
         told += ["owed: export of step 10; to do it now: `elastic owed --pay`"]
         assert clock.pauses < 5

@@ -167,7 +167,7 @@ def test_a_secret_of_the_line_is_in_no_command_to_paste(job: str, tmp_path: Path
     assert main(["checkpoint", "rm", job, "--step", "3", "--force", "--seed", "4", *secret]) == 1
     told = said(capsys)
     hint = "elastic checkpoint ls job.toml --seed 4 --metrics.sinks.wandb.api-key --data.args.source"
-    assert f"`{hint}` lists those that it has" in told and "hush" not in told
+    assert f"`{hint}` lists its checkpoints" in told and "hush" not in told
     assert main(hint.split()[1:]) == 1
     assert said(capsys) == (
         "elastic: command line: --metrics.sinks.wandb.api_key has no value; write "

@@ -278,7 +278,10 @@ def test_a_file_gives_the_config_and_arguments_replace_its_values(tmp_path: Path
                 r"model_type, such as 'qwen3'"
             ),
         ),
-        ({**SMALL, "model_type": "qwen33"}, r"model_type = 'qwen33' is no .*; name one, such as 'qwen3'"),
+        (
+            {**SMALL, "model_type": "qwen33"},
+            r"model_type = 'qwen33' is no .*; name another model_type, such as 'qwen3'",
+        ),
         (
             {"model_type": "qwen3", "hiden_size": 8},
             (

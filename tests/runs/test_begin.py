@@ -126,7 +126,7 @@ def test_l4_a_branch_of_another_command_meanwhile_is_said(tmp_path: Path) -> Non
 
     with pytest.raises(
         Refused,
-        match="another command has begun toy, or a branch of it, meanwhile; `elastic runs` shows it",
+        match="another command has just started toy, or a branch of toy; see `elastic runs`",
     ):
         begin(StartPoint(changed), lambda line: None, True, claim)
     assert Run.find(changed).job.optim.lr == 1e-5
@@ -142,7 +142,7 @@ def test_l4_a_process_that_looked_before_another_claim_begins_no_branch(tmp_path
         assert run.claim("there", "a life") == seen + 1
         return run.claim_here(after=seen)
 
-    with pytest.raises(Refused, match="another command has begun toy, or a branch of it, meanwhile"):
+    with pytest.raises(Refused, match="another command has just started toy, or a branch of toy"):
         begin(StartPoint(changed), lambda line: None, True, later)
     assert (run.latest_claim(), run.branches.newest()) == (2, 0)
     assert begin(StartPoint(changed), lambda line: None, True, lambda run, _: run.claim_here()) == 3
@@ -169,7 +169,7 @@ def test_l4_a_rollback_claims_the_run_too(tmp_path: Path) -> None:
         )
         == 0
     )
-    assert run.latest_claim() == 2, "nothing was to change"
+    assert run.latest_claim() == 2, "no setting would change"
 
 
 @pytest.mark.parametrize("branched", [False, True])

@@ -271,7 +271,7 @@ def of_four_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "run@4",
             "--resume run@4.1: data.args = {'samples': 32}",
         ),
-        ({"init": "run@4"}, "run@4", "name one"),
+        ({"init": "run@4"}, "run@4", "leave one of them out"),
         ({"init": "run@3"}, "latest", "no good checkpoint at step 3"),
         (
             {"init": "run@4", "model_args": {"vocab": 29, "dim": 32}},
@@ -387,7 +387,7 @@ def test_l7_what_a_fork_needs_stays(monkeypatch: pytest.MonkeyPatch) -> None:
         "the control: 1 and 3 are deleted"
     )
     monkeypatch.setattr("elastic.job.Job.keep", lambda self: Keep())
-    with pytest.raises(JobError, match="--step 2: run 'fork' goes on from there, so it stays"):
+    with pytest.raises(JobError, match="--step 2 stays: run 'fork' goes on from it"):
         checkpoint_commands.rm(run.job, "2", force=True)
     fork = Run.find(run.job.replace(name="fork"))
     assert [each.version for each in fork.checkpoints.versions()] == [OLD] and fork.newest() == OLD
@@ -398,7 +398,7 @@ def test_l7_what_a_fork_needs_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(2):
         collect(fork, Keep(last=1), Retain((Version(5, 2),), ((1, 2), (2, 5)), None, ()), claim)
     assert [each.version for each in fork.checkpoints.versions()] == [OLD, Version(5, 2)]
-    with pytest.raises(JobError, match="--step 2 is a checkpoint of run 'run', from which fork was forked"):
+    with pytest.raises(JobError, match="--step 2 belongs to the run 'run', from which fork was forked"):
         checkpoint_commands.rm(fork.job, "2", force=True)
     with pytest.raises(ValueError, match="so fork does not delete it"):
         fork.checkpoints.mark(OLD, "a mistake")

@@ -123,7 +123,7 @@ def test_l4_a_mark_that_comes_after_the_claim_of_a_branch_is_taken_back(
     monkeypatch.setattr(Checkpoints, "mark", late)
     assert main(["checkpoint", "rm", file, "--step", "4"]) == 0 and saved(job) == [2, 6]
     assert main(["checkpoint", "rm", file, "--step", "2"]) == 2
-    assert "another command has begun to train run meanwhile" in " ".join(capsys.readouterr().out.split())
+    assert "another command has just started run" in " ".join(capsys.readouterr().out.split())
     assert saved(job) == [2] and Run.find(job).newest() == OLDER
 
 
@@ -178,12 +178,14 @@ def test_l4_a_run_that_lives_on_another_machine_is_left_alone(
     for _, text in found:
         assert re.search(
             (
-                r"run was begun with --local on host host-a at \d{4}-\S+ \S+, and has told no end; if it lives, "
-                r"end it there"
+                r"run was started with --local on host host-a at \d{4}-\S+ \S+, and the bucket does "
+                r"not say that it has ended; if it still runs, end it there"
             ),
             text,
         )
-    assert all("--force does it all the same" in text for _, text in found[:3]) and saved(job) == [2, 4, 6, 8]
+    assert all("if you know that it does not run, use --force" in text for _, text in found[:3]) and saved(
+        job
+    ) == [2, 4, 6, 8]
     machine("host-b")
     assert [said(capsys, *(file if word == "JOB" else word for word in words))[0] for words in COMMANDS] == [
         0,
@@ -227,7 +229,12 @@ def test_l4_a_run_that_ended_on_another_machine(
     }
     lost = how in ("killed", "killed, and --force")
     assert (
-        ends.get(how, "has told no end" if lost else "run is not running; newest good checkpoint: step 5")
+        ends.get(
+            how,
+            "the bucket does not say that it has ended"
+            if lost
+            else "run is not running; newest good checkpoint: step 5",
+        )
         in text
     )
     force = ["--force"] if how.endswith("--force") else []
@@ -294,7 +301,7 @@ def test_l4_a_command_that_trains_goes_past_a_process_of_another_machine(
 
     with pytest.raises(Refused, match="another command has taken this run over"):
         launch(job, local=True, show=show)
-    assert len(lines) == 1 and lines[0].text.startswith("run was begun with --local on host host-a at ")
+    assert len(lines) == 1 and lines[0].text.startswith("run was started with --local on host host-a at ")
     assert lines[0].text.endswith(
         "if it still trains there, it saves nothing more and ends at its next save"
     ) and saved(job) == [2]

@@ -304,7 +304,7 @@ def test_what_fails_is_counted_and_given_up_aloud(capsys: pytest.CaptureFixture[
     assert given_up.given_up and owed.sentence([given_up]) == "given up: export of step 10 (no such thing)"
     assert owed.needed(owed.debts(run)) == frozenset()
     assert owed_command.owed(run.job, pay=False) == 1
-    assert "given up" in (out := capsys.readouterr().out) and "is tried again by --pay" in out
+    assert "given up" in (out := capsys.readouterr().out) and "--pay tries again what was given up" in out
     assert owed_command.owed(run.job, pay=True) == 0
     assert "export of step 10: " in (out := capsys.readouterr().out) and "owes nothing" in out
 

@@ -303,8 +303,8 @@ def test_l7_rm_deletes_one_and_refuses_what_is_needed(ended: Callable[..., tuple
     branches.begin(run.branches, run.job.replace(steps=99), run.job, Version(3, 1), 0.0)
     for step, why in (
         (6, "the newest good checkpoint"),
-        (3, "branch 2 of toy goes on from there"),
-        (9, "has no checkpoint of that step"),
+        (3, "branch 2 of toy goes on from it"),
+        (9, "has no checkpoint of this step"),
     ):
         with pytest.raises(JobError, match=rf"--step {step}\b.*{why}"):
             checkpoint_commands.rm(run.job, str(step), force=False)
@@ -330,7 +330,10 @@ def test_rm_deletes_the_checkpoint_of_the_present_line_and_one_that_was_left_beh
     assert there() == ["1.1", "2.1", "3.1", "3.2", "4.1", "4.2", "5.1", "6.1"], "the control"
     checkpoint_commands.rm(run.job, "3", force=False)
     assert there() == ["1.1", "2.1", "3.1", "4.1", "4.2", "5.1", "6.1"]
-    told = "what toy has left behind stays: step 3 of generation 1 (--step 3.1); name one so to delete it"
+    told = (
+        "abandoned checkpoints of this step stay: step 3 of generation 1 (--step 3.1); to delete one, "
+        "give the --step in brackets"
+    )
     assert said == ["step 3 of generation 2 is deleted", told]
     for named, gone in (
         ("3.1", "step 3 of generation 1"),
@@ -342,9 +345,9 @@ def test_rm_deletes_the_checkpoint_of_the_present_line_and_one_that_was_left_beh
     assert there() == ["1.1", "2.1", "4.2", "5.1"] and run.newest() == Version(4, 2)
     write(run.checkpoints, Version(9, 2), STATE, 1)
     refused = {
-        "9": "is later than step 4, from which the run goes on",
-        "5": r"no such checkpoint, but has left behind step 5 of generation 1 \(--step 5.1\)",
-        "5.2": r"no such checkpoint, but has left behind step 5 of generation 1 \(--step 5.1\)",
+        "9": "is later than step 4, from which toy goes on",
+        "5": r"no checkpoint of this step, except abandoned ones: step 5 of generation 1 \(--step 5.1\)",
+        "5.2": r"no checkpoint of this step, except abandoned ones: step 5 of generation 1 \(--step 5.1\)",
         "4.2": "the newest good checkpoint",
         "2.1": "branch 2 of toy goes on from there",
         "8.1": "has no checkpoint of that step",
@@ -376,8 +379,8 @@ def test_a_checkpoint_that_was_left_behind_can_be_looked_at_when_it_is_named(
         checkpoint_commands.export(run.job, tmp_path / f"to-{named}", named)
     checkpoint_commands.diff(run.job, ["3.1", "3"], all=False, top=0)
     for named, why in (
-        ("5", r"no good checkpoint at step 5 .*it has left behind 5\.1"),
-        ("5.2", r"left behind 5\.1"),
+        ("5", r"no good checkpoint at step 5 .*abandoned checkpoints of this step: 5\.1"),
+        ("5.2", r"abandoned checkpoints of this step: 5\.1"),
         ("x", "--step = 'x'"),
     ):
         with pytest.raises(JobError, match=why):
@@ -447,7 +450,7 @@ def test_l7_gc_applies_the_rules_and_collects_orphans(ended: Callable[..., tuple
     write(run.checkpoints, Version(2, 8), STATE, 1)
     run.checkpoints.mark(Version(1, 1), "a round that was the last of its coordinator")
     checkpoint_commands.gc(run.job.replace(checkpoint={"keep_last": 0}), dry_run=True, force=False)
-    assert said[-1] == "2 would be deleted, 5 kept; checkpoint.keep_last = 0 keeps all that are complete"
+    assert said[-1] == "2 would be deleted, 5 kept; checkpoint.keep_last = 0 keeps all complete checkpoints"
     said.clear()
     folder = Path(run.job.bucket) / run.job.name
     dead = [
@@ -460,7 +463,7 @@ def test_l7_gc_applies_the_rules_and_collects_orphans(ended: Callable[..., tuple
         path.mkdir() if path.parent.name == "steps" else path.write_bytes(b"half")
     checkpoint_commands.gc(run.job, dry_run=True, force=False)
     assert said == [
-        "step 1 of generation 1 would be deleted: its deletion has begun",
+        "step 1 of generation 1 would be deleted: an earlier command has begun to delete it",
         "step 2 of generation 1 would be deleted: no rule keeps it",
         "step 2 of generation 8 would be deleted: never completed",
         "step 4 of generation 1 would be deleted: no rule keeps it",
@@ -481,7 +484,7 @@ def test_l7_a_run_that_may_live_is_left_alone(ended: Callable[..., tuple[Run, li
         lambda force: checkpoint_commands.gc(run.job, False, force),
     ):
         with pytest.raises(
-            PlatformGaveUp, match=r"has told no end, and its cluster on this machine.*--force"
+            PlatformGaveUp, match=r"has not said how it ended, and its cluster on this machine.*--force"
         ):
             command(False)
     assert len(run.checkpoints.versions()) == 6
@@ -500,7 +503,7 @@ def test_a_command_ends_when_the_run_begins_again(
         run.claim("elsewhere", "a new life")
 
     monkeypatch.setattr(Checkpoints, "mark", marks)
-    with pytest.raises(PlatformGaveUp, match="another command has begun to train toy"):
+    with pytest.raises(PlatformGaveUp, match="another command has just started toy"):
         checkpoint_commands.gc(run.job, dry_run=False, force=False)
     assert len(run.checkpoints.versions()) == 6
 

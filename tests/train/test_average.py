@@ -179,8 +179,8 @@ def test_without_an_average_none_is_given(tmp_path: Path) -> None:
     with pytest.raises(
         JobError,
         match=(
-            r"--average: the checkpoint of step 4 .* has no average of the "
-            r"weights, which optim\.average keeps"
+            r"--average: the checkpoint of step 4 .* has no average of the weights, since "
+            r"optim\.average was 0; leave --average out"
         ),
     ):
         export(job, tmp_path / "out", None, average=True)

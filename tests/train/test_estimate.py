@@ -158,7 +158,7 @@ def test_a_job_file_is_told_without_its_data(tmp_path: Path, capsys: pytest.Capt
     assert "8,030,261,248 parameters; the state takes 96.4 GB" in line and "--workers.device-gb 80" in line
     assert (
         "if each worker has the whole state, it holds 32.1 GB of weights" in line
-        and "what a microbatch takes is not known: data." in line
+        and "the memory that a microbatch takes is not known: data." in line
     )
     assert "if 4 of 8 workers share the state" in said(capsys, file, "--workers.device-gb", "80")
     # beside 24.1 GB of an older world's state, and 24.1 of the new one's, 16.1
@@ -211,7 +211,10 @@ def test_a_job_file_is_told_with_what_auto_takes(tmp_path: Path, capsys: pytest.
         )
         assert "workers that must share the state" in line
     line = said(capsys, file)
-    assert "more while a microbatch is computed" in line and "name that, say --workers.device-gb 80" in line
+    assert (
+        "more while a microbatch is computed" in line
+        and "name this memory, say --workers.device-gb 80" in line
+    )
     assert "workers that must share the state" not in line and "not known" not in line, (
         "what nobody knows has no column"
     )
@@ -400,7 +403,7 @@ def test_settings_with_which_a_job_fits_are_named_and_do_fit(
         assert " can train" in of(0.97, *words), words
     assert re.search(r"it does not fit: 1 worker with .* is too few(;|\s)", of(0.97, "--workers.max", "1"))
     assert "it fits" not in of(0.001)
-    assert "fit" not in of(1.2).partition("must fit")[0]
+    assert "fit" not in of(1.2).partition("memory of a worker's device")[0]
 
 
 @pytest.mark.filterwarnings("default::DeprecationWarning")  # of torch's compiler, about torch

@@ -235,7 +235,7 @@ def test_the_estimate_says_what_auto_takes(said: Any) -> None:
     )
     line = said(**few | {"workers": {"gpus": 1}})
     assert (
-        "microbatch = auto: not known before the memory of devices is; name that" in line
+        "microbatch = auto: not known until you name the memory of a device" in line
         and "the state takes" in line
     )
     line = said("--workers.device-gb", "0.0001", **few, global_batch=8)

@@ -349,9 +349,9 @@ def test_rm_deletes_the_checkpoint_of_the_present_line_and_one_that_was_left_beh
         "5": r"no checkpoint of this step, except abandoned ones: step 5 of generation 1 \(--step 5.1\)",
         "5.2": r"no checkpoint of this step, except abandoned ones: step 5 of generation 1 \(--step 5.1\)",
         "4.2": "the newest good checkpoint",
-        "2.1": "branch 2 of toy goes on from there",
-        "8.1": "has no checkpoint of that step",
-        "4.2.1": "must be a step, as 400, or a step and its generation",
+        "2.1": "branch 2 of toy goes on from it",
+        "8.1": "has no checkpoint of this step",
+        "4.2.1": "must be a step, such as 400, or a step and its generation",
     }
     for named, why in refused.items():
         with pytest.raises(JobError, match=f"--step .*{named}.*{why}"):

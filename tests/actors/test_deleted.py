@@ -50,7 +50,9 @@ def check_that_who_trains_it_attaches(folder: Path, job: Job, note: str) -> None
         if first.process.poll() is None:
             first.kill_everything()
     alone = Command(folder, "train", file_of(folder, job), "--local", warm=True)
-    assert alone.wait() == 1 and "this run runs on the cluster at" in " ".join(alone.text.split()), alone.text
+    assert alone.wait() == 1 and "this run lives on the cluster at" in " ".join(alone.text.split()), (
+        alone.text
+    )
     assert (
         main(["train", file_of(folder, job.replace(bucket=str(folder / "third"), steps=2)), "--local"]) == 0
     )

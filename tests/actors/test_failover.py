@@ -247,7 +247,10 @@ class Zombie(Killer):
             ray.get([worker.obey.remote(1, *order) for worker in workers])
         (keeper,) = cluster.named(f"{view.token}/keeper-").values()
         for call, argument in ((keeper.open_store, 99), (keeper.kill, "w1"), (keeper.close_store, 1)):
-            with pytest.raises(ray.exceptions.RayTaskError, match=", which follows coordinator "):
+            with pytest.raises(
+                ray.exceptions.RayTaskError,
+                match=r", which follows coordinator \d+: the journal of coordinator 1",
+            ):
                 ray.get(call.remote(1, argument))
         self.answer = ray.get(keeper.copy.remote(1, 0, 0, b""))
         (self.bucket / "zombie").touch()

@@ -405,7 +405,10 @@ def test_clean_neither_ends_nor_removes_a_run_of_that_name_in_another_bucket(
         )
         ray.get(worker.__ray_ready__.remote(), timeout=PATIENCE_S)
         said = cleaned(ours, *options)
-        assert f", with bucket = {job.bucket}, lives on this cluster; it is left alone" in said
+        assert (
+            f"another run named {name}, with bucket = {job.bucket}, lives on this cluster; it is left alone"
+            in said
+        )
         assert (
             f"removed actor {left}/w1\n" in said
             and f"removed {log_folder(left)}\n" in said

@@ -193,8 +193,7 @@ def test_a_run_whose_job_is_gone_is_refused_before_anything_is_written(
             with pytest.raises(
                 JobError,
                 match=(
-                    r"toy/job\.json is missing, although .* put the file back .* "
-                    r"init = 'toy@latest'"
+                    r"toy/job\.json is missing, so the settings .* put the file back .* init = 'toy@latest'"
                 ),
             ):
                 launch(asked, local=True, show=lambda _: None, **words)

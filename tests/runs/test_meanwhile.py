@@ -99,7 +99,7 @@ def test_l4_no_branch_goes_on_from_a_checkpoint_that_was_deleted_meanwhile(
     there = deleted.startswith("the control")
     assert goes_back(job, file, claims) == (0 if there else 1)
     said = " ".join(capsys.readouterr().out.split())
-    assert ("another command has begun to delete step 2 of generation 1 of run meanwhile" in said) != there
+    assert ("another command has just begun to delete step 2 of generation 1 of run" in said) != there
     assert saved(job) == ([2] if there else [4, 6])
     assert len(Run.find(job).branches.every()) == (1 if there else 0)
 

@@ -101,7 +101,7 @@ def test_a_model_that_learns_its_samples_by_heart(tmp_path: Path) -> None:
         mean = [fmean(rows[step]["loss"] for step in range(last - 4, last + 1)) for last in (best, 30)]
         assert mean[1] < mean[0] or best == 30
         text = (
-            f"the validation loss has risen since step {best} ({validated[best]:.4g} there, "
+            f"the validation loss has risen since step {best} ({validated[best]:.4g} then, "
             f"{validated[30]:.4g} now)"
         )
         places = [told(lines), Absent.of(job).said, str(page_of(facts_of(run, job.keep(), 0.0)))]

@@ -62,7 +62,7 @@ def test_g2_a_run_that_diverged_is_rolled_back_and_recovers(
         "branch 3 of run goes on from step 12: optim.lr = 30.0 before and 0.003 now; it abandons 8 steps, "
         "13 to 20"
     ) in said
-    assert f"`elastic train {path} --steps 20 --optim.lr 0.003` goes on with it" in said
+    assert f"to go on, run `elastic train {path} --steps 20 --optim.lr 0.003`" in said
     assert main(["train", str(path), "--local", "--optim.lr", "0.003"]) == 0
     rows = {int(row["step"]): row for row in rows_of(run)}
     assert sorted(rows) == [*range(1, 21)] and rows[20]["loss"] < rows[12]["loss"]

@@ -183,7 +183,7 @@ def test_a_run_reads_each_of_its_documents_once(monkeypatch: pytest.MonkeyPatch)
         )
         assert read(lambda find=find: find(fork).newest()) == ["forked/job.json"]
     going_on = Run.look(fork)
-    with pytest.raises(JobError, match="was begun on ours"):
+    with pytest.raises(JobError, match="was begun on data with the fingerprint ours"):
         data.bind(going_on, "others", 64)
     assert not store.exists("forked/data.json")
     assert read(lambda: data.bind(going_on, "ours", 64)) == [

@@ -95,7 +95,7 @@ def test_a_node_without_memory_skips_copies_and_goes_on_with_a_save(monkeypatch:
         assert [each.version for each in store.held()] == [AT], "what is protected stays"
         store.say_who_lacks_memory()
         store.say_who_lacks_memory()
-        assert len(said) == 1 and "no memory for a copy of w0" in said[0]
+        assert len(said) == 1 and "of memory for a copy of w0" in said[0]
         free[0] = 2**40
         assert snapshots.settle().behind == 0
         snapshots.committed(replace(outcome(6, copied=-1), saves=True), shard_of(Version(6, 2), 1, 0))

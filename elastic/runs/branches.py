@@ -266,7 +266,7 @@ def check(job: Job, found: Job, *, asked: bool) -> None:
     differs = changed(job, found)
     refused = [key for key in differs if Job.refuses(key)]
     parts, there = len(job.data.weights), len(found.data.weights)
-    holds = f"run {job.name!r} in bucket = {job.bucket!r} has other settings ({in_words(differs)})"
+    holds = f"bucket = {job.bucket!r}: the run {job.name!r} has other settings ({in_words(differs)})"
     other = "to go on, use the settings of the run; to begin at step 0, choose another name"
     if refused:
         raise JobError(

@@ -225,10 +225,10 @@ class Loader:
             if self._readers is not None:  # this process reads only to check the job
                 return
             print(
-                f"{self.named}: {_maker(self.dataset)[0]} uses the default random generators of torch, "
-                "Python or numpy, which the model uses, too, so samples are not read ahead; to read "
-                "faster, give the dataset its own generator (torch.Generator().manual_seed(id)), or "
-                "set data.readers",
+                f"{self.named}: {_maker(self.dataset)[0]} draws from the default generators of torch, "
+                "Python or numpy, or seeds them, as the model does, so samples are not read ahead; to "
+                "read faster, give the dataset its own generator (torch.Generator().manual_seed(id)), "
+                "or set data.readers",
                 flush=True,
             )
 

@@ -302,8 +302,8 @@ def test_other_samples_are_refused_with_both_fingerprints(tmp_path: Path, text: 
             with pytest.raises(
                 JobError,
                 match=(
-                    rf"the dataset has the fingerprint {found}, but the run "
-                    rf"'run' in .* was begun on {old} \(d"
+                    rf"the dataset has the fingerprint {found}, but the run 'run' in .* was begun on "
+                    rf"data with the fingerprint {old} \(d"
                 ),
             ):
                 start(job)
@@ -406,8 +406,8 @@ def test_a_weight_in_fp8_is_read_by_its_layer_alone(tmp_path: Path, precision: s
     with pytest.raises(
         ModelError,
         match=(
-            rf"^precision = '{precision}': .* calls linear\(\) with the weight "
-            r"'blocks.0.two.weight' itself"
+            rf"^precision = '{precision}': .* calls linear\(\) with the weight 'blocks.0.two.weight' "
+            r"directly"
         ),
     ):
         preflight(job(precision, calls=False), local=True)

@@ -141,8 +141,8 @@ def test_a_run_that_an_older_release_has_begun_with_a_secret_goes_on(
     assert [each.name for each in leaks(tmp_path / "bucket")] == ["job.json"]
     assert main(["train", path, "--local"]) == 0
     assert (
-        "model_args.api_key is a secret, and stands in toy/job.json in the bucket since the run began: "
-        "replace the secret"
+        "model_args.api_key is a secret, and has been in toy/job.json in the bucket since the run "
+        "began: replace the secret"
     ) in said(capsys)
     assert main(["train", job_of(tmp_path, "${API_KEY}", "${API_KEY}"), "--local"]) == 0
     shown = said(capsys)
@@ -155,7 +155,7 @@ def test_a_run_that_an_older_release_has_begun_with_a_secret_goes_on(
 def test_a_run_that_was_begun_with_a_secret_in_a_list_goes_on(tmp_path: Path) -> None:
     """The control: another list."""
     for first, told in (
-        ("hush", "stands in toy/job.json"),
+        ("hush", "has been in toy/job.json"),
         ("hash", "everybody could read it in toy/job.json"),
     ):
         args = {"parts": [{"pwd": "hush"}, {"pwd": first}]}

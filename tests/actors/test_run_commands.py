@@ -94,7 +94,7 @@ def test_a_run_of_another_cluster_may_live(tmp_path: Path) -> None:
     assert (
         coordinator_of(run.job) is None
         and not absent.over
-        and ("its cluster on this machine, 127.0.0.1:1, has ended") in absent.said
+        and ("its cluster on this machine, 127.0.0.1:1, is gone") in absent.said
     )
     run.claim(ray.get_runtime_context().gcs_address)
     assert coordinator_of(run.job) is None and run_commands.Absent.of(run.job).over, (

@@ -305,8 +305,7 @@ def test_a_part_of_a_mixture_may_be_of_rows(tmp_path: Path) -> None:
     with pytest.raises(
         DataError,
         match=(
-            r"^data.args.parts\[1\].dataset = .*Stream': the samples of Stream "
-            r"come"
+            r"^data.args.parts\[1\].dataset = .*Stream': Stream gives its samples only one after the other"
         ),
     ):
         preflight(

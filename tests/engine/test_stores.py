@@ -116,4 +116,4 @@ def test_no_world_forms_with_a_stranger(ranks: Ranks, secret: bytes) -> None:
     if secret == SECRET:
         assert found == ["formed", "formed"]
     else:
-        assert all("no part of the run" in each for each in found), found
+        assert all("does not belong to this run" in each for each in found), found

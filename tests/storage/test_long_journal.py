@@ -151,7 +151,7 @@ def test_what_a_small_object_holds_takes_little_memory(
     def refused() -> None:
         for read_it in (lambda: newest(store, "run"), lambda: ShardReceipt.unpacked(receipt)):
             with pytest.raises(
-                Damaged, match=f"expected at most {limit} bytes in .* compressed ones, found more"
+                Damaged, match=f"expected at most {limit} bytes once it is decompressed .*, found more"
             ):
                 read_it()
 

@@ -271,7 +271,7 @@ def test_wrong_use_gets_a_sentence(tmp_path: Path, name: str, said: str) -> None
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("bad_metrics", r"step.commit(metrics={'accuracy': nan}): that is not a finite number"),
+        ("bad_metrics", r"step.commit(metrics={'accuracy': nan}): the value is not a finite number"),
         (
             "taken_metrics",
             (

@@ -233,10 +233,7 @@ class Flagged(Net):
 REFUSED: dict[type, str] = {
     Bounded: "changed the parameter 'embed.weight' of",
     Taught: r"changed the parameter 'teacher.weight' of.* set optim\.average",
-    Assigned: (
-        "changed the parameter 'head.weight' of|put another tensor in the place of the parameter "
-        "'head.weight'"
-    ),
+    Assigned: ("changed the parameter 'head.weight' of|replaced the parameter 'head.weight'"),
     Replaced: "replaced the parameter 'head.weight' of",
     Thawed: (
         "requires_grad of the parameter 'embed.weight' of .* is True now, but was False|changed the "

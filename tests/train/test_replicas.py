@@ -109,6 +109,8 @@ def test_e6_a_step_that_would_be_saved_compares_first(ranks: Ranks, tmp_path: Pa
     [({"reproducible": False}, "reproducible = false"), ({"offload": "optimizer"}, "offload = ")],
 )
 def test_it_is_refused_where_replicas_may_differ(changes: dict[str, object], says: str) -> None:
-    with pytest.raises(JobError, match=f"checkpoint.compare = true with {says}.*leave one of them out"):
+    with pytest.raises(
+        JobError, match=f"checkpoint.compare = true with {says}.*leave one of the two settings out"
+    ):
         toy_job("/nowhere", checkpoint={"compare": True}, **changes)
     assert issubclass(ReplicasDiffer, ElasticError) and not issubclass(ReplicasDiffer, StateDamaged)

@@ -34,12 +34,20 @@ class Numbered(Generic[T]):
     """The words that say what to do about a damaged document."""
     of: Callable[[dict[str, Any]], T] = dict  # type: ignore[assignment]
     """Converts the content of a document to what readers get; by default they get the content."""
+    once: bool = False
+    """True if the folder is listed once, at the first use, so that later documents are not seen."""
     _known: dict[int, T] = field(default_factory=dict, init=False, repr=False)
+    _listed: list[int] | None = field(default=None, init=False, repr=False)
 
     def numbers(self) -> list[int]:
         """Returns the numbers of the documents that exist.  The newest documents are asked for by name, since
         some buckets list new objects late.
         """
+        if self._listed is None or not self.once:
+            self._listed = self._list()
+        return self._listed
+
+    def _list(self) -> list[int]:
         found = [int(name[1]) for name in self.store.matching(f"{self.folder}/", NAME)]
         number = max(found, default=self.first - 1)
         with suppress(Missing):

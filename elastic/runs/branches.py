@@ -110,12 +110,12 @@ class First(Branch):
 class Branches(Numbered[Branch]):
     """The branches of the run ``name``."""
 
-    def __init__(self, store: ObjectStore, name: str) -> None:
+    def __init__(self, store: ObjectStore, name: str, once: bool = False) -> None:
         fix = (
             "put the file back from a copy; or remove the file, and begin the branch again: `elastic "
             "train --branch` with the settings of the branch"
         )
-        super().__init__(store, f"{name}/branches", FORMAT, 2, fix, Branch.of)
+        super().__init__(store, f"{name}/branches", FORMAT, 2, fix, Branch.of, once)
         self.name = name
         self._first: First | None = None
 

@@ -7,6 +7,7 @@ from typing import Any, Self
 
 from elastic.control.run import RunState
 from elastic.job import Job
+from elastic.runs.branches import Branches
 from elastic.runs.run import Run
 from storage.journal import owner_of
 from storage.objects import ObjectStore
@@ -14,7 +15,8 @@ from storage.objects import ObjectStore
 
 class Standing(Run):
     """A run of which each fact is read from the bucket once, when it is first asked for: who has claimed it,
-    what its journal says, which checkpoints it has.  A command hands one standing to all its checks.
+    which branches and checkpoints it has, what its journal says.  A command hands one standing to all its
+    checks.
 
     The newest claim is read first.  So if another command begins the run later, its claim is newer than
     :meth:`latest_claim`, and a claim after that one (:meth:`Run.follows`) is refused.
@@ -27,6 +29,7 @@ class Standing(Run):
 
     def __init__(self, job: Job, store: ObjectStore) -> None:
         super().__init__(job, store)
+        self.branches = Branches(store, job.name, once=True)
         self._claim = super().latest_claim()
         self._known: RunState | None = None
         """The run's state with the job that it has; None before it is read."""

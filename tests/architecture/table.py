@@ -244,7 +244,10 @@ IMPORTS = {
         )
     ),
     "elastic.runs.standing": Row(
-        ("elastic.control.run", "elastic.job", "elastic.runs.run", "storage.journal", "storage.objects")
+        (
+            *("elastic.control.run", "elastic.job", "elastic.runs.branches", "elastic.runs.run"),
+            *("storage.journal", "storage.objects"),
+        )
     ),
     "elastic.runs.begin": Row(
         (

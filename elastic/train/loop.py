@@ -471,7 +471,7 @@ class Trainer(Controlled):
         """
         if isinstance(error, FencedOff) and not error.lease:
             return
-        if plan.layout.dp_shard > 1:
+        if plan.layout.shards > 1:
             tell_of_reads(error)
         cause, signature = classify(error, partial(touch, self.device), forming=forming)
         if forming and self.world is not None and self.world.aborted.is_set() and cause in ("peer", "setup"):

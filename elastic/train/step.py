@@ -334,7 +334,7 @@ class Step:
         try:
             (loss if isinstance(weight, float) and weight == 1 else loss * weight).backward()
         except RuntimeError as error:
-            if state.world.layout.dp_shard > 1:
+            if state.world.layout.shards > 1:
                 tell_of_views(error)
             if state.job.recompute == "selective":
                 tell_of_selective(error)

@@ -132,7 +132,7 @@ def plainly(error: Exception, *, words: str = "") -> str:
     """
     if isinstance(error, ElasticError | StorageError | BadRecord):
         return str(error)
-    happened = "the connection to another worker broke, or that worker does not answer"
+    happened = "the connection to another member broke, or that member does not answer"
     return (
         f"{happened}; the library says: {words}"
         if words

@@ -182,7 +182,7 @@ def test_l2_a_tracker_without_its_package_is_refused_before_any_worker_starts(
 
     assert "pip install 'elastic-train[wandb]'" in refusal({"wandb": {"folder": "w"}})
     assert "did you mean 'tensorboard'" in refusal({"tensorbord": {}})
-    assert "there are mlflow, tensorboard, wandb" in refusal({"zzz": {}})
+    assert "use one of mlflow, tensorboard, wandb, or your own class" in refusal({"zzz": {}})
     pytest.importorskip("tensorboard")
     assert "unexpected keyword argument 'foldr'; it takes folder: str = ''" in refusal(
         {"tensorboard": {"foldr": "x"}}

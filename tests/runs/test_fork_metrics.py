@@ -47,4 +47,7 @@ def test_l2_the_metrics_of_a_fork_begin_with_those_of_its_origins(
     )
     spent = sum(each.seconds for each in page_of(facts).shares)
     steps_s = [row["step_s"] for row in own]
-    assert spent == pytest.approx(max(own[-1]["time"] - own[0]["time"] + steps_s[0], sum(steps_s)))
+    total = max(own[-1]["time"] - own[0]["time"] + steps_s[0], sum(steps_s))
+    assert spent == pytest.approx(total, abs=3 * 0.0005), (
+        "up to three shares of half a millisecond are not shown"
+    )

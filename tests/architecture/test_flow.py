@@ -131,7 +131,7 @@ a start.
 There were 34 when they were first counted: of the coordinator's decisions, of the keeper, and of the fence,
 the blame and the moves in the members.  Three more may be among them, since a member that becomes the first
 one reports what another did before.  The files with a function that steps do not run (``own``) are no measure
-of a recovery: 87, and 91 on a loaded machine, where fewer functions run in the quiet seconds.  Of those, 53
+of a recovery: 93, and more on a loaded machine, where fewer functions run in the quiet seconds.  Of those, 53
 have formed the first world, too, and each policy of the engine adds one."""
 
 

@@ -206,8 +206,8 @@ def _check_secrets(job: Job) -> list[str]:
         # these variables have a meaning for every program
         variable = f"MY_{variable}" if variable in ("PATH", "PWD", "USER") else variable
         fix = (
-            f"write {name} = '${{{variable}}}', and set that environment variable for this command, and "
-            "where the nodes are started"
+            f"write {name} = '${{{variable}}}', and set that environment variable for this command and for "
+            "Ray on each node"
         )
         what = "is a secret"
         if name == "bucket":  # only arguments are read from the environment

@@ -18,6 +18,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from elastic.plan.axes import AXES
@@ -49,7 +50,7 @@ class Layout:
         """Returns the layout whose fields are ``value``, in which JSON has turned tuples into lists."""
         return cls(**{**value, "more": tuple((axis, degree) for axis, degree in value.get("more", ()))})
 
-    @property
+    @cached_property
     def degrees(self) -> tuple[tuple[str, int], ...]:
         """Pairs of (axis, degree) of every axis, the outermost first.  Raises ValueError for an axis that is
         not in the table.
@@ -61,7 +62,7 @@ class Layout:
             )
         return tuple((name, known[name]) for name in AXES if name in known)
 
-    @property
+    @cached_property
     def world(self) -> int:
         """The number of members."""
         return math.prod(degree for _, degree in self.degrees)
@@ -78,7 +79,7 @@ class Layout:
         """The number of replicas of the state."""
         return self.dp_replicate
 
-    @property
+    @cached_property
     def shards(self) -> int:
         """The number of parts into which the rows of one replica are cut: the product of the degrees that
         :data:`SHARDS` names.

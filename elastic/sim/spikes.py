@@ -92,7 +92,7 @@ class SpikeTruth:
                     (each.step, by[each.step - 1]) for each in self.held[version]
                 )
         self.sim.oracle.occasions["a quarantine that was lost is listed"] += (
-            "that the journal did not know of"
+            "that the journal had not recorded"
         ) in transition.reason
 
     def judge(self, run: RunState) -> None:

@@ -87,7 +87,7 @@ def test_a_keeper_that_cannot_be_made_refuses_its_node_alone(monkeypatch: pytest
     refuses nothing.
     """
     told, node = queue.SimpleQueue[Event](), NodeId("n1")
-    monkeypatch.setattr(perform.cluster, "place", lambda _: "node n1 (here)")
+    monkeypatch.setattr(perform.cluster, "node_name", lambda _: "node n1 (here)")
     these = ActorGroup.__new__(ActorGroup)
     these._closing, these.post, these.keepers, these._looks = False, told.put, {}, ThreadPoolExecutor(1)
     these.orders = Orders(1, {}, {}, {}, 10.0)

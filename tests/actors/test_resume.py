@@ -117,7 +117,7 @@ def test_when_all_are_damaged_it_begins_again(damaged: tuple[Job, Version], undi
         shard.unlink()
     lines: list[Line] = []
     assert run_local(job, lines.append)[0] == "Finished"
-    assert told(lines).count("the checkpoint of") == 3
+    assert told(lines).count("is damaged") == 3
     assert "there is no earlier checkpoint" in told(lines)
     assert exported_hash(job) == undisturbed_hash
 

@@ -156,7 +156,7 @@ def test_a_model_without_blocks_is_one_bucket() -> None:
 def test_stage_3_with_buckets_is_refused(parallel: dict[str, Any]) -> None:
     """Controls: other stages, and replicas alone."""
     said = (
-        r"parallel\.bucket_elements = 9 with parallel\.zero = .*: stage 3 gathers .* set parallel\.zero "
+        r"parallel\.bucket_elements = 9 with parallel\.zero = .*: stage 3 always gathers .* set parallel\.zero "
         r"to 0, 1 or 2, or leave"
     )
     with pytest.raises(JobError, match=said):

@@ -258,7 +258,7 @@ def test_an_update_that_fails_leaves_the_version_before(tmp_path: Path, where: s
         (
             {"parallel": {"zero": 3}},
             (
-                r"parallel\.zero = 3 with offload = 'optimizer': weights .* set "
+                r"parallel\.zero = 3 with offload = 'optimizer': stage 3 gathers weights .* set "
                 r"parallel\.zero to 2, or to 0"
             ),
         ),

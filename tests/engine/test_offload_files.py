@@ -530,8 +530,9 @@ def test_a_disk_that_is_full_later_is_told_of_like_memory(
         node_memory.reserve(region, 0, 2**20) == "" and 512 * os.fstat(region.descriptor).st_blocks >= 2**20
     )
     monkeypatch.setattr(node_memory, "free_disk", lambda folder: (2**20, "the disk of offload_folder"))
-    assert "the disk of offload_folder leaves 1.05 MB, of which 134 MB stay free" in node_memory.reserve(
-        region, 1, 2**20
+    assert (
+        "the disk of offload_folder has 1.05 MB left, of which 134 MB must stay free"
+        in node_memory.reserve(region, 1, 2**20)
     )
     monkeypatch.undo()
 

@@ -95,7 +95,7 @@ def test_a_copy_for_which_there_is_no_memory_is_refused_and_costs_nothing(free: 
     driver = Driver()
     made = pinned_slots(driver)
     free[0] = node_memory.SPARE
-    assert "it needs" in made.fit(0, WHOLE, 0)
+    assert "4.19 MB more are needed" in made.fit(0, WHOLE, 0)
     assert made.sizes() == [0, HALF, HALF], "the slot holds nothing, and is not pinned until there is room"
     made.empty(1)
     assert made.sizes() == [0, 0, HALF] and taken(made.region) < 2 * HALF + MIB

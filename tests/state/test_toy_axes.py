@@ -40,7 +40,7 @@ from elastic.state.uploader import SavePart, upload
 from elastic.train.gauges.counters import Counters
 from elastic.train.heal import from_bucket, from_members
 from elastic.train.own_faults import Faults
-from elastic.train.replicas import compare
+from elastic.train.replica_check import compare
 from elastic.train.session import make_snapshots
 from storage.checkpoints import Checkpoints, ShardReceipt
 from storage.objects import ObjectStore

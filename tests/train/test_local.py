@@ -145,8 +145,8 @@ def test_a_run_on_a_disk_without_room_says_what_frees_some_and_then_goes_on(
             with pytest.raises(
                 PlatformGaveUp,
                 match=(
-                    r"the save of step 6 .* No space left on device; mend "
-                    r"that"
+                    r"the save of step 6 .* No space left on device; correct "
+                    r"this"
                 ),
             ):
                 run_local(job, lines.append)

@@ -44,6 +44,12 @@ class Tensor:
     kind: str
     dtype: str
     shape: tuple[int, ...]
+    split: tuple[int, ...] = ()
+    """The dimension along which tensor parallelism cuts it, the elements that stay together there (those of a
+    head), and the lengths of the matrices that are fused along it, if there are several; () if it is not cut.
+    """
+    depth: tuple[int, ...] = ()
+    """The place of its block in the model, and the number of blocks; () if every pipeline stage has it."""
 
     def whole(self) -> Slice:
         """Returns the slice that is the whole tensor."""

@@ -47,6 +47,7 @@ from elastic.protocol.events import (
     parts,
 )
 from elastic.protocol.plan import Plan
+from storage.slices import Tensor
 
 FORMAT = 3
 
@@ -84,6 +85,7 @@ QUIET: Mapping[type, tuple[str, ...]] = {
     Plan: ("ends", "best", "worse"),
     Rules: ("patience", "min_delta"),
     Retain: ("at_once",),
+    Tensor: ("split", "depth"),
 }
 """Fields that are left out while they have their default, by type."""
 

@@ -2,7 +2,8 @@
 
 A world is a grid of members with one dimension for each axis.  Along a *data* axis members run different
 microbatches; along any other axis they run one microbatch together.  Along some axes members hold different
-parts of the state, along others they hold the same part. The rule of an axis *cuts* what a member holds: it
+parts of the state, along others they hold the same part; context (``cp``) is counted as one index with the
+shards, so the cells of 4 shards are those of 2 shards × 2 parts of a sequence. The rule of an axis *cuts* what a member holds: it
 takes what the inner axes have left, and returns what the member at one index keeps. Everything else follows
 from the rows: the place of a world rank, the part of a tensor that a member holds (``placement.py``), the
 members that can send it (``transfer.py``), and the members that know the losses of a microbatch.
@@ -94,6 +95,15 @@ class Axis:
     """
     reports: Callable[[int], int] = _first
     """Returns, for the degree of an axis that is no data axis, the index at which the losses are known."""
+    into: str = ""
+    """The cutting axis outside of it with which it is counted as one index, if any: members along it hold the
+    parts of that axis at the product of both degrees.
+    """
+
+    @property
+    def cuts_model(self) -> bool:
+        """True if members along it compute other parts of the model."""
+        return self.cut is not None and not self.data
 
 
 def chunk_size(length: int, count: int) -> int:
@@ -130,6 +140,59 @@ def reaches_rows(tensor: Tensor, held: HeldPart, degree: int, part: Slice) -> It
     return range(first // size, -(-last // size)) if first < last else range(0)
 
 
+def cut_split(tensor: Tensor, held: HeldPart, degree: int, index: int) -> HeldPart:
+    """Cuts a tensor along the dimension of its ``split``, in whole units; each of the matrices that are fused
+    there is cut, so the member has a box of each.
+    """
+    if not (tensor.split and is_cut(tensor)):
+        return held
+    dim, unit, *fused = tensor.split
+    boxes, size, begin = list[Box](), 0, 0
+    for length in fused or (tensor.shape[dim],):
+        first, last = (begin + unit * edge for edge in chunk(length // unit, degree, index))
+        for box in held.cut(dim, first, last).boxes:
+            at = (*box.at[:dim], box.at[dim] + size, *box.at[dim + 1 :])
+            boxes.append(Box(box.slice, at))
+        size += last - first
+        begin += length
+    return HeldPart((*held.shape[:dim], size, *held.shape[dim + 1 :]), tuple(boxes))
+
+
+def split_key(tensor: Tensor) -> Hashable:
+    """Returns the split and the length of its dimension, or () for a tensor that it does not cut."""
+    return (tensor.split, tensor.shape[tensor.split[0]]) if tensor.split and is_cut(tensor) else ()
+
+
+def stage_of(tensor: Tensor, degree: int) -> int | None:
+    """Returns the pipeline stage that has the tensor, of ``degree`` stages with as many blocks each as can
+    be; None if each stage has it.
+    """
+    if not (tensor.depth and is_cut(tensor)):
+        return None
+    place, blocks = tensor.depth
+    return place * degree // blocks
+
+
+def cut_depth(tensor: Tensor, held: HeldPart, degree: int, index: int) -> HeldPart:
+    """Leaves a tensor to its stage."""
+    return held if stage_of(tensor, degree) in (None, index) else HeldPart((0, *held.shape[1:]), ())
+
+
+def reaches_depth(tensor: Tensor, held: HeldPart, degree: int, part: Slice) -> Iterable[int]:
+    """Returns the stage that has the tensor, or all."""
+    stage = stage_of(tensor, degree)
+    return range(degree) if stage is None else (stage,)
+
+
+def depth_key(tensor: Tensor) -> Hashable:
+    """Returns the place among the blocks, or () for a tensor that each stage has."""
+    return tensor.depth if is_cut(tensor) else ()
+
+
+def _last(degree: int) -> int:
+    return degree - 1
+
+
 def rows_key(tensor: Tensor) -> Hashable:
     """Returns the number of rows, or None for a tensor that no axis may cut."""
     return tensor.shape[0] if is_cut(tensor) else None
@@ -141,9 +204,12 @@ def is_cut(tensor: Tensor) -> bool:
 
 
 AXES: dict[str, Axis] = {
+    "pp": Axis(data=False, cut=cut_depth, key=depth_key, reaches=reaches_depth, reports=_last),
     "dp_replicate": Axis(data=True),
     "dp_shard": Axis(data=True, cut=cut_rows, key=rows_key, reaches=reaches_rows),
+    "cp": Axis(data=False, into="dp_shard"),
+    "tp": Axis(data=False, cut=cut_split, key=split_key),
 }
 """All axes by name, the outermost first.  Members that are neighbours along the last axis have neighbouring
-world ranks.
+world ranks.  The state can be cut along all of them; only the data axes compute, so no job has others yet.
 """

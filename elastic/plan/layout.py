@@ -1,7 +1,7 @@
 """Layouts: the degrees of all axes, the place of a world rank in them, and the layout that n workers form.
 
-Axes are ordered as in ``axes.py``: replicas are outside of shards, so that the shards of one replica have
-neighbouring world ranks.
+Axes are ordered as in ``axes.py``: replicas are outside of shards, so that the shards of one replica, in one
+pipeline stage, have neighbouring world ranks.
 
 A :class:`LayoutRule` says which degrees may be used.  The shard degree has a smallest value, because every
 worker that leaves makes the shards of the others larger, and their memory is limited.  Below that value there
@@ -23,7 +23,7 @@ from typing import Any
 
 from elastic.plan.axes import AXES
 
-REPLICAS, SHARDS = ("dp_replicate",), ("dp_shard",)
+REPLICAS, SHARDS = ("dp_replicate",), ("dp_shard", "cp")
 """The axes along which members hold the same part of the state, and those whose members, counted as one
 index, hold the parts into which rows are cut.
 """
@@ -114,11 +114,16 @@ class Layout:
         """Returns the members that hold the same part in other replicas."""
         return self.along(REPLICAS, world_rank)
 
+    def replica(self, number: int) -> tuple[int, ...]:
+        """Returns the members of a replica."""
+        first = self.along(REPLICAS, 0)[number]
+        return self.along([name for name, _ in self.degrees if name not in REPLICAS], first)
+
     def data_group(self, world_rank: int) -> tuple[int, ...]:
-        """Returns the members that sum the gradients of the same parameters: all shards of all replicas, the
-        first replica's first.
+        """Returns the members that compute the same part of the model, and so sum the gradients of the same
+        parameters: all shards of all replicas, the first replica's first.
         """
-        return self.along((*REPLICAS, *SHARDS), world_rank)
+        return self.along([name for name, axis in AXES.items() if not axis.cuts_model], world_rank)
 
     def __str__(self) -> str:
         return "×".join(

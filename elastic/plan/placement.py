@@ -33,6 +33,9 @@ Corners = tuple[tuple[int, ...], tuple[int, ...]]
 def cell_of(layout: Layout, world_rank: int) -> Cell:
     """Returns the cell of a member.  Raises ValueError for a layout whose cells have too long a text."""
     index = layout.coordinates(world_rank)
+    for name, degree in layout.degrees:
+        if into := AXES[name].into:
+            index[into] = index[into] * degree + index[name]
     text = ";".join(f"{name} {index[name]}/{degree}" for name, degree in degrees_of(layout))
     if len(text) > CELL_BYTES:
         raise ValueError(
@@ -43,10 +46,12 @@ def cell_of(layout: Layout, world_rank: int) -> Cell:
 
 
 def degrees_of(layout: Layout) -> Degrees:
-    """Returns the axes of ``layout`` that cut the state."""
-    return tuple(
-        (name, degree) for name, degree in layout.degrees if degree > 1 and AXES[name].cut is not None
-    )
+    """Returns the axes of ``layout`` that cut the state, each with those that are counted as one with it."""
+    found = {name: degree for name, degree in layout.degrees if AXES[name].cut is not None}
+    for name, degree in layout.degrees:
+        if into := AXES[name].into:
+            found[into] *= degree
+    return tuple((name, degree) for name, degree in found.items() if degree > 1)
 
 
 @cache
@@ -293,14 +298,15 @@ def largest_cells(layout: Layout) -> set[Cell]:
 
 @cache
 def data_groups(layout: Layout) -> tuple[tuple[int, ...], ...]:
-    """Returns the members, by world rank, that differ along data axes alone: those of a group compute the
-    same part of the model, so they begin the same collectives in the same order.
+    """Returns the data groups of the world.  The members of a group compute the same part of the model, so
+    they begin the same collectives in the same order.
     """
-    found: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    found, seen = list[tuple[int, ...]](), set[int]()
     for rank in range(layout.world):
-        index = layout.coordinates(rank)
-        found[tuple(index[name] for name in index if not AXES[name].data)].append(rank)
-    return tuple(map(tuple, found.values()))
+        if rank not in seen:
+            found.append(layout.data_group(rank))
+            seen.update(found[-1])
+    return tuple(found)
 
 
 @cache

@@ -55,7 +55,12 @@ def seat(
         layout.replicas - len(replicas),
     )
     replicas = sorted([*replicas, *across], key=lambda each: min(order[worker] for worker in each))
-    return tuple(worker for replica in replicas for worker in replica)
+    seats = {
+        rank: worker
+        for ranks, members in zip(hall.ranks, zip(*replicas, strict=True), strict=True)
+        for rank, worker in zip(ranks, members, strict=True)
+    }
+    return tuple(seats[rank] for rank in range(layout.world))
 
 
 class _Hall:
@@ -68,8 +73,10 @@ class _Hall:
         layout: Layout,
         holders: Iterable[Holding],
     ) -> None:
-        self.replicas, self.size = layout.replicas, layout.world // layout.replicas
-        cells = [cell_of(layout, number) for number in range(self.size)]
+        self.ranks = [layout.replica_ranks(rank) for rank in layout.replica(0)]
+        """The world ranks of each seat of a replica, in the order of replicas."""
+        self.replicas, self.size = layout.replicas, len(self.ranks)
+        cells = [cell_of(layout, ranks[0]) for ranks in self.ranks]
         self.places = [middle_of(cell) for cell in cells]
         self.alike: dict[int, list[int]] = defaultdict(list)
         """The seats of a replica that have equal cells, by the first of them: along some axes members hold

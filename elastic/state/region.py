@@ -245,7 +245,8 @@ class Region:
     def tensors(self) -> tuple[Tensor, ...]:
         """Returns the tensors of which the slots hold parts, in the order of a frame."""
         described = json.loads(bytes(self.memory[PAGE : PAGE + self._tensors_bytes]))
-        return tuple(Tensor(**each | {"shape": tuple(each["shape"])}) for each in described)
+        tuples = ("shape", "split", "depth")
+        return tuple(Tensor(**each | {name: tuple(each[name]) for name in tuples}) for each in described)
 
     @staticmethod
     def wanted(path: Path) -> int:

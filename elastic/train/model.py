@@ -312,7 +312,8 @@ def misfit(
     lost = next(
         (tensor for key, tensor in there.items() if tensor.kind == "parameter" and key not in here), None
     )
-    differ = [tensor for key, tensor in here.items() if there.get(key) != tensor]
+    # a checkpoint does not say how a tensor may be cut
+    differ = [tensor for key, tensor in here.items() if there.get(key) != replace(tensor, split=(), depth=())]
     ours = next(
         (tensor for tensor in differ if tensor.name != MISSED),
         None if lost is not None else next(iter(differ), None),

@@ -99,7 +99,7 @@ def assert_equal(members: Sequence[torch.Tensor], layout: Layout, expected: torc
 
 def reduced_by_columns(world: Any, block: int, elements: int, seed: int, microbatches: int) -> torch.Tensor:
     """Returns this member's shard of the sum of its columns: those with another index have other gradients."""
-    column = world.layout.coordinates(world.rank)["columns"]
+    column = world.layout.coordinates(world.rank)["tp"]
     return reduced(world, block, elements, seed + column, microbatches, torch.float32)
 
 
@@ -109,12 +109,12 @@ def assert_columns(
     """Each member has its shard of the sum that a loop in Python makes of the gradients of its columns."""
     for rank, mine in enumerate(found):
         index = layout.coordinates(rank)
-        whole = dumb(gradients(seed + index["columns"], elements), block)
+        whole = dumb(gradients(seed + index["tp"], elements), block)
         expected = whole.chunk(layout.dp_shard)[index["dp_shard"]]
         assert mine.numpy().tobytes() == expected.numpy().tobytes(), (str(layout), rank)
 
 
-COLUMNS = [Layout(2, 1, (("columns", 2),)), Layout(1, 2, (("columns", 2),))]
+COLUMNS = [Layout(2, 1, (("tp", 2),)), Layout(1, 2, (("tp", 2),))]
 """Two data groups of two members: world ranks 0 and 2, and 1 and 3."""
 
 
@@ -122,7 +122,7 @@ COLUMNS = [Layout(2, 1, (("columns", 2),)), Layout(1, 2, (("columns", 2),))]
 
 
 @pytest.mark.parametrize("nodes", ["aaaa", "aabb"])
-@pytest.mark.parametrize("layout", [*COLUMNS, Layout(2, 2, (("columns", 2),))], ids=str)
+@pytest.mark.parametrize("layout", [*COLUMNS, Layout(2, 2, (("tp", 2),))], ids=str)
 def test_members_with_other_columns_have_sums_of_their_own(layout: Layout, nodes: str) -> None:
     """A data rank is no world rank: members along an axis that cuts the model run one microbatch together."""
     with registered():

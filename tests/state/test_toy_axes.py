@@ -1,8 +1,8 @@
-"""Axes that only tests have go through all that moves state: exchange, host copies, checkpoints, resuming,
-export.
+"""Layouts of all axes, and of two that only tests have, go through all that moves state: exchange, host
+copies, checkpoints, resuming, export.
 
-What each member must end with is cut by numpy (``toy_axes.local``).  The product's only part in these axes is
-a row of its table.
+What each member must end with is cut by numpy (``toy_axes.local``).  The product's only part in an axis is a
+row of its table.
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ def test_a_checkpoint_of_any_layout_is_resumed_in_another(ranks: Ranks, tmp_path
             (str(tmp_path / f"{number}-one"), before, FOUR[at], 1),
         ]
     ranks.run_each(Layout(4), save_and_resume, cases)
-    number = FOUR.index(Layout(1, 1, (("stages", 2), ("columns", 2))))
+    number = FOUR.index(Layout(1, 1, (("pp", 2), ("tp", 2))))
     files = Checkpoints(ObjectStore.open(str(tmp_path / f"{number}-all")), "toys").export(
         AT, tmp_path / "out"
     )
@@ -218,10 +218,10 @@ def test_a_checkpoint_of_any_layout_is_resumed_in_another(ranks: Ranks, tmp_path
 def test_a_slot_has_room_for_each_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One stage has a large matrix, and most bytes; the other has many small tensors, and most blocks."""
     layout, small_ones = (
-        Layout(1, 1, (("stages", 2),)),
-        [Tensor(f"b{number:04d}", "parameter", "F32", (8,)) for number in range(100)],
+        Layout(1, 1, (("pp", 2),)),
+        [Tensor(f"b{number:04d}", "parameter", "F32", (8,), depth=(1, 2)) for number in range(100)],
     )
-    tensors = (Tensor("ee", "parameter", "F32", (512, 1024)), *small_ones)
+    tensors = (Tensor("e", "parameter", "F32", (512, 1024), depth=(0, 2)), *small_ones)
     monkeypatch.setattr("elastic.job.table", lambda rule, most, least: [(2, layout)])
     with toy_axes.registered():
         cells = [placement.cell_of(layout, rank) for rank in range(layout.world)]
@@ -237,10 +237,10 @@ def test_a_slot_has_room_for_each_cell(tmp_path: Path, monkeypatch: pytest.Monke
 def test_copies_are_sized_by_the_largest_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second stage has most bytes, for the copies of today and for those after a loss."""
     layout, small_ones = (
-        Layout(1, 1, (("stages", 2),)),
-        [Tensor(f"bb{number:04d}", "parameter", "F32", (8,)) for number in range(100)],
+        Layout(1, 1, (("pp", 2),)),
+        [Tensor(f"b{number:04d}", "parameter", "F32", (8,), depth=(0, 2)) for number in range(100)],
     )
-    tensors = (Tensor("eee", "parameter", "F32", (512, 1024)), *small_ones)
+    tensors = (Tensor("e", "parameter", "F32", (512, 1024), depth=(1, 2)), *small_ones)
     monkeypatch.setattr("elastic.job.table", lambda rule, most, least: [(2, layout)])
     monkeypatch.setattr("elastic.train.session.after_a_loss", lambda *_: layout)
     with toy_axes.registered():
@@ -277,8 +277,8 @@ def test_replicas_are_the_members_with_equal_parts(ranks: Ranks) -> None:
     another bit than those with its part is found.
     """
     columns, stages, together = (
-        Layout(2, 1, (("columns", 2),)),
-        Layout(2, 1, (("stages", 2),)),
+        Layout(2, 1, (("tp", 2),)),
+        Layout(2, 1, (("pp", 2),)),
         Layout(2, 1, (("together", 2),)),
     )
     layouts = [(each, culprit) for each in (columns, stages, together) for culprit in (None, 3)]
@@ -287,7 +287,7 @@ def test_replicas_are_the_members_with_equal_parts(ranks: Ranks) -> None:
         {0: "", 1: "", 2: "", 3: ""},
         {0: "", 1: "ReplicasDiffer", 2: "", 3: "ReplicasDiffer"},
         {0: "", 1: "", 2: "", 3: ""},
-        {0: "", 1: "ReplicasDiffer", 2: "", 3: "ReplicasDiffer"},
+        {0: "", 1: "", 2: "ReplicasDiffer", 3: "ReplicasDiffer"},
         {0: "", 1: "", 2: "", 3: ""},
         {0: "", 1: "", 2: "", 3: "StateDamaged"},
     ]

@@ -10,7 +10,7 @@ stage), and kinds of state may be cut differently (moments may be sharded while 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from functools import cache, lru_cache
 from itertools import pairwise
@@ -213,6 +213,14 @@ def class_of(tensor: Tensor) -> Hashable:
     that are cut like it.
     """
     return (0 in tensor.shape, *(axis.key(tensor) for axis in AXES.values()))
+
+
+def complete(cells: Iterable[Cell]) -> bool:
+    """Returns whether all cells of a layout are among ``cells``, so that their members hold the whole state,
+    whatever tensors it has.
+    """
+    found = Counter(map(degrees_in, set(cells)))
+    return any(count == math.prod(degree for _, degree in degrees) for degrees, count in found.items())
 
 
 def covered(cells: Iterable[Cell], tensor: Tensor) -> bool:

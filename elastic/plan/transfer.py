@@ -91,7 +91,9 @@ def covered(holdings: Iterable[Holding], classes: Iterable[Tensor]) -> bool:
     held = list(holdings)
     _one_version(held)
     cells = {each.cell for each in held}
-    return bool(cells) and all(placement.covered(cells, tensor) for tensor in classes)
+    return bool(cells) and (
+        placement.complete(cells) or all(placement.covered(cells, tensor) for tensor in classes)
+    )
 
 
 def newest_covered(holdings: Iterable[Holding], classes: Iterable[Tensor]) -> Version | None:

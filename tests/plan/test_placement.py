@@ -19,6 +19,7 @@ from elastic.plan.layout import Layout
 from elastic.plan.transfer import Holding, Move, covered, missing, moves
 from storage.slices import Slice, Tensor
 from tests.support import toy_axes
+from tests.support.calls import calls
 from tests.support.toy_axes import LAYOUTS, TENSORS
 
 pytestmark = pytest.mark.fast
@@ -219,6 +220,19 @@ def test_classes_are_few_and_a_class_stands_for_all_of_it() -> None:
         assert not placement.same_classes(many, placement.classes_of(many[:2]))
     finally:
         AXES.update(toy_axes.TOYS)
+
+
+def test_n3_a_state_that_is_held_whole_is_known_by_its_cells() -> None:
+    """N3: 1,024 distinct cells of 8 stages, 16 shards and 8 tensor ranks, and a class for each block: boxes are
+    looked at only if a cell is missing.  Counted in calls; the control has all but one cell.
+    """
+    cells = placement.distinct_cells(Layout(1, 16, (("pp", 8), ("tp", 8))))
+    held = [Holding(WorkerId(f"w{number}"), AT, cell) for number, cell in enumerate(cells)]
+    classes = [Tensor(f"t{n}", "parameter", "F32", (64, 64), (n % 2, 8), (n, 80)) for n in range(80)]
+    assert len(placement.classes_of(classes)) == 80 and len(cells) == 1024
+    assert covered(held, classes) and calls(lambda: covered(held, classes)) < 10 * len(cells)
+    assert not covered(held[1:], classes)
+    assert calls(lambda: covered(held[:-1], classes)) > 10 * len(cells)
 
 
 def random_tensors(rng: random.Random, *, columns: bool = False) -> list[Tensor]:

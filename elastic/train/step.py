@@ -487,21 +487,24 @@ def prepare(session: Session, state: State, fence: ApplyFence, step: int, share:
 
 
 def used_anywhere(state: State, share: Share) -> torch.Tensor | None:
-    """Returns, for each trained parameter, 1 if a microbatch of any member gave it a gradient, else 0: uint8,
-    on the device.
+    """Returns, for each trained parameter, 1 if a microbatch of any member of the data group gave it a
+    gradient, else 0: uint8, on the device.
 
-    Returns None if this worker is the only member and all parameters are used.
+    Returns None if this worker is the only member of the group and all parameters are used.
     """
-    unused = frozenset(state.trained) if share.unused is None else share.unused
-    if state.world.size == 1 and not unused:
+    unused, alone = (
+        frozenset(state.trained) if share.unused is None else share.unused,
+        len(state.world.data_ranks) == 1,
+    )
+    if alone and not unused:
         return None
     mine = torch.ones(len(state.trained), dtype=torch.uint8)
     if unused:
         mine = torch.tensor([name not in unused for name in state.trained], dtype=torch.uint8)
-    if state.world.size == 1:
+    if alone:
         return mine
     used = state.world.to_device("used", mine)
-    dist.all_reduce(used, dist.ReduceOp.MAX)
+    dist.all_reduce(used, dist.ReduceOp.MAX, group=state.world.data_group)
     return used
 
 

@@ -22,7 +22,7 @@ from elastic.errors import JobError, LossError, StateChanged
 from elastic.ids import Version
 from elastic.plan.layout import Layout
 from elastic.plan.memory_need import first_roomy
-from elastic.plan.placement import cell_of
+from elastic.plan.placement import cell_of, data_ranks
 from elastic.protocol.copy_schedule import Copy
 from elastic.state.staging import STREAMS, StagingStream
 from elastic.train.checks.contract import check_loss
@@ -176,7 +176,7 @@ def _compute(session: Session, world: World, zero: int | None) -> int:
         not each.is_floating_point() and not name.endswith(COUNTED)
         for name, each in state.model.named_buffers()
     )
-    deal = state.sync.begin_step(rounds * world.size)
+    deal = state.sync.begin_step(rounds * data_ranks(world.layout))
     for number in range(rounds):
         state.parameters.begin_round(number, last=number + 1 == rounds)
         if number == 0:

@@ -223,7 +223,7 @@ class World:
         return self.layout.world
 
     @cached_property
-    def data_ranks(self) -> tuple[int, ...]:
+    def data_members(self) -> tuple[int, ...]:
         """The world ranks of the members that sum the gradients of the same parameters."""
         return self.layout.data_group(self.rank)
 
@@ -314,7 +314,9 @@ class World:
         for each other exchange no message (NCCL), so no smaller group is needed for an exchange among few.
         """
         self._refuse_if_aborted()
-        received, given = ([pieces.get(rank, 0) * size for rank in self.data_ranks] for pieces in (got, sent))
+        received, given = (
+            [pieces.get(rank, 0) * size for rank in self.data_members] for pieces in (got, sent)
+        )
         output = mine.new_empty(sum(received))
         dist.all_to_all_single(output, mine[: sum(given)], received, given, group=self.data_group)
         return output

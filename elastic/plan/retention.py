@@ -6,7 +6,6 @@ deleted, and none while there is no good checkpoint; a ``dead`` checkpoint is de
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -56,22 +55,24 @@ class StoredCheckpoint:
 def young(saved: Iterable[Version], written: Mapping[Version, float], keep: Keep, now: float) -> set[Version]:
     """Returns the versions among ``saved`` that were written less than ``keep.younger_s`` before ``now``.
 
-    ``written`` has the wall-clock times that are known, and clocks of machines differ.  A time after ``now`` is
-    wrong, and is not known.  A version was written after those before it: if its time is earlier than theirs,
-    the latest of theirs counts.  If its time is not known, the earliest known time of a later version counts,
-    or ``now`` without one.  So wrong times keep a checkpoint for too long, and for too short only where those
-    of all checkpoints before it are early, too.
+    ``written`` has the wall-clock times that are known, and clocks of machines differ.  A time after ``now``
+    is wrong, and so is one before that of an earlier version: neither is known.  If a version's time is not
+    known, the next known one counts, or ``now`` without one, so such a version is kept for too long.  Only a
+    time that is early and yet not before those of earlier versions, or a fast clock of ``now``, lets a
+    checkpoint go too early.
     """
     if not keep.younger_s:
         return set()
-    ordered = sorted(saved)
-    known = {version: written[version] for version in ordered if written.get(version, math.inf) <= now}
-    unknown, bound = dict[Version, float](), now
+    known, latest, ordered = dict[Version, float](), -math.inf, sorted(saved)
+    for version in ordered:
+        if latest <= (at := written.get(version, math.inf)) <= now:
+            known[version] = latest = at
+    found, at = set[Version](), now
     for version in reversed(ordered):
-        bound = min(bound, known.get(version, now))
-        unknown[version] = bound
-    latest = itertools.accumulate((known.get(version, unknown[version]) for version in ordered), max)
-    return {version for version, at in zip(ordered, latest, strict=True) if now - at < keep.younger_s}
+        at = known.get(version, at)
+        if now - at < keep.younger_s:
+            found.add(version)
+    return found
 
 
 def reasons(

@@ -280,8 +280,8 @@ def check(job: Job, found: Job, *, asked: bool) -> None:
         )
     if not asked:
         raise JobError(
-            f"{holds}, which would change the weights from here on; to go on, use the settings of the run, or "
-            "take the new values with --branch; to begin at step 0, choose another name"
+            f"{holds}; the new values would change the weights from here on; to go on, use the settings of "
+            "the run, or take the new values with --branch; to begin at step 0, choose another name"
         )
 
 

@@ -494,7 +494,7 @@ def used_anywhere(state: State, share: Share) -> torch.Tensor | None:
     """
     unused, alone = (
         frozenset(state.trained) if share.unused is None else share.unused,
-        len(state.world.data_ranks) == 1,
+        len(state.world.data_members) == 1,
     )
     if alone and not unused:
         return None

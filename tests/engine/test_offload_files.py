@@ -540,6 +540,6 @@ def test_a_disk_that_is_full_later_is_told_of_like_memory(
         raise OSError(28, os.strerror(28))
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    assert "the disk of offload_folder gives none: No space left on device" in node_memory.reserve(
+    assert "the disk of offload_folder gives no memory: No space left on device" in node_memory.reserve(
         region, 1, 2**20
     )

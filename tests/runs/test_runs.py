@@ -202,7 +202,7 @@ def test_another_job_is_told_why_it_cannot_go_on() -> None:
     to_do = "; to go on, use the settings of the run"
     with pytest.raises(JobError) as caught:
         Run.look(job.replace(steps=3))
-    changes = "(steps = 12 in the run and 3 now), which would change the weights from here on"
+    changes = "(steps = 12 in the run and 3 now); the new values would change the weights from here on"
     assert str(caught.value).endswith(
         f"{changes}{to_do}, or take the new values with --branch; to begin at step 0, choose another name"
     )

@@ -222,7 +222,7 @@ def test_a_slot_has_room_for_each_cell(tmp_path: Path, monkeypatch: pytest.Monke
         [Tensor(f"b{number:04d}", "parameter", "F32", (8,), depth=(1, 2)) for number in range(100)],
     )
     tensors = (Tensor("e", "parameter", "F32", (512, 1024), depth=(0, 2)), *small_ones)
-    monkeypatch.setattr("elastic.job.table", lambda rule, most, least: [(2, layout)])
+    monkeypatch.setattr("elastic.job.layouts_by_size", lambda rule, most, least: [(2, layout)])
     with toy_axes.registered():
         cells = [placement.cell_of(layout, rank) for rank in range(layout.world)]
         (large, small), counters = (
@@ -241,7 +241,7 @@ def test_copies_are_sized_by_the_largest_part(tmp_path: Path, monkeypatch: pytes
         [Tensor(f"b{number:04d}", "parameter", "F32", (8,), depth=(0, 2)) for number in range(100)],
     )
     tensors = (Tensor("e", "parameter", "F32", (512, 1024), depth=(1, 2)), *small_ones)
-    monkeypatch.setattr("elastic.job.table", lambda rule, most, least: [(2, layout)])
+    monkeypatch.setattr("elastic.job.layouts_by_size", lambda rule, most, least: [(2, layout)])
     monkeypatch.setattr("elastic.train.session.after_a_loss", lambda *_: layout)
     with toy_axes.registered():
         small, large = (frame(tensors, placement.cell_of(layout, rank)) for rank in range(2))

@@ -22,6 +22,7 @@ from elastic.engine.compile import apply_compile
 from elastic.errors import DataError, ModelError
 from elastic.runs.run import Run
 from elastic.train.alone.local import run_local
+from elastic.train.checks.plain import TorchOptimizer
 from elastic.train.checks.shapes import expect_shapes
 from elastic.train.model import build_model
 from elastic.train.session import make_session
@@ -479,3 +480,26 @@ def test_compiled_blocks_get_microbatches_of_one_shape(tmp_path: Path) -> None:
             ),
         ):
             expect_shapes(session, Net(), Numbers().read((3,)), (3,))
+
+
+TWICE = """
+from dataclasses import replace
+from elastic.engine.optim.adamw import ADAMW, update
+
+def twice(parts, grads, hyper):
+    update(parts, grads, hyper)
+    update(parts, grads, hyper)
+
+RULE = replace(ADAMW, update=twice)
+"""
+
+
+def test_a_users_rule_that_is_a_copy_of_ours_is_not_compared_with_torchs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The copy has another update than the optimizer of torch that stands for ours, which is the control."""
+    (tmp_path / "updates_twice.py").write_text(TWICE)
+    monkeypatch.syspath_prepend(tmp_path)
+    model = nn.Linear(2, 2)
+    assert TorchOptimizer.of(toy_job(tmp_path, optim={"kind": "updates_twice:RULE"}), model) is None
+    assert TorchOptimizer.of(toy_job(tmp_path, optim={"kind": "adamw"}), model) is not None

@@ -150,8 +150,8 @@ class Rule:
     """
     in_torch: Callable[[list[dict[str, Any]], Optim], torch.optim.Optimizer] | None = None
     """``in_torch(groups, settings)`` returns the optimizer of ``torch.optim`` that computes the same but for
-    the decoupled weight decay, with a learning rate of 1.  The trial of a job compares updates with it; None
-    means that ``torch.optim`` has no such optimizer.
+    the decoupled weight decay, with a learning rate of 1.  The trial of a job compares updates with it, if the
+    rule is one of Elastic's own; None means that ``torch.optim`` has no such optimizer.
     """
     kept: tuple[StateTensor, ...] = ()
     """Further tensors of the state, whole on every member, which the job keeps beside the rule.

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from elastic.config.optimizers import OPTIMIZERS
 from elastic.engine import paged
 from elastic.engine.blocks import sharding_table
 from elastic.engine.dtypes import FORMATS, format_of
@@ -99,7 +100,8 @@ class TorchOptimizer:
                 "lr_scale": group.lr_scale,
             }
             groups.append({"params": [each], **own})
-        in_torch = rule_of(job).in_torch
+        # a user's rule may be a copy of ours with another update
+        in_torch = rule_of(job).in_torch if settings.kind in OPTIMIZERS else None
         if settings.moments != "model" or not groups or in_torch is None:
             return None
         return TorchOptimizer(job, in_torch(groups, settings))

@@ -78,7 +78,8 @@ UPLOADER = (
 )
 """Program of the uploader process, which finds modules in the same places as the keeper."""
 BY_OTHERS = ("killed by signal 9 ", "killed by signal 15 ")
-"""Ends of a worker that another process killed, so that its samples are not to blame."""
+"""The first words about the end of a worker that another process killed.  Its samples are not to blame then.
+"""
 SWITCH_S = 0.0005
 """Seconds that one thread of a keeper computes before another may: the beat waits that long for each busy
 thread.

@@ -106,7 +106,7 @@ def read_from(run: str, worker: str, offset: int) -> tuple[int, str] | None:
 
 
 def read_each(run: str, offsets: Mapping[str, int]) -> dict[str, tuple[int, str]]:
-    """Returns what :func:`read_from` does, for each worker of this node that has a log, by worker."""
+    """Returns what :func:`read_from` returns for each worker that has a log on this node, by worker."""
     found = {worker: read_from(run, worker, offset) for worker, offset in offsets.items()}
     return {worker: told for worker, told in found.items() if told is not None}
 

@@ -193,8 +193,8 @@ def remove_logs(run: str) -> None:
 def leave_nothing(
     run: str, deadline_s: float = ENTERED_S, wait: Callable[[float], object] = time.sleep
 ) -> None:
-    """Removes all that the run has on this node, since the run is over.  Waits ``deadline_s`` at most for a
-    worker that is :func:`entered`, since only such a worker can make more.
+    """Removes all that the run has on this node, since the run is over.  Waits at most ``deadline_s`` for
+    workers that are :func:`entered`, since only such workers can make more files here.
     """
     end, locked = time.monotonic() + deadline_s, None
     while True:
@@ -288,8 +288,8 @@ class Process:
     """A handle on one process by pidfd.  It is never confused with a later process of the same number."""
 
     def __init__(self, pid: int, began: int) -> None:
-        """``began`` is what :func:`started` has returned for it.  Raises ``ProcessLookupError`` if it has
-        ended.
+        """``began`` is what :func:`started` has returned for the process.  Raises ``ProcessLookupError`` if
+        the process has ended.
         """
         self.pid, self.began = pid, began
         self._descriptor = os.pidfd_open(pid)

@@ -30,7 +30,7 @@ from elastic.config.values import (
 )
 
 OLDEST = 4
-"""The oldest ``numerics`` by whose rules this version computes."""
+"""The oldest value of ``numerics`` whose rules this version still has."""
 UNUSED_SINCE = 5
 """The first ``numerics`` in which an update leaves a parameter alone that no microbatch of the step gave a
 gradient.
@@ -524,7 +524,7 @@ class Deadlines(Section):
     that save, and at the last step a new world makes it again; after a few that fail, the run has failed.
     """
     driver_s: Free[Seconds] = 20
-    """Time without a question of the driver until the run stops.  With ``on_driver_exit = "detach"`` the run
+    """Time after the driver's last question until the run stops.  With ``on_driver_exit = "detach"`` the run
     does not stop.
     """
     grow_debounce_s: Free[Seconds] = 2

@@ -129,8 +129,8 @@ def _initialising(decision: Decision, state: Forming) -> tuple[WorkerId, ...]:
 
 
 def _expel_the_slow(decision: Decision, state: Forming, slow: tuple[WorkerId, ...]) -> None:
-    """Expels the members whose initialisation stands still.  If all members stand still, other workers would
-    do no better.
+    """Expels the members whose initialisation stands still.  If all members stand still, stops the
+    world and expels nobody, because other workers would do no better.
     """
     cause = f"the initialisation in {names(slow)} made no progress for {decision.rules.form_s:g} s"
     if len(slow) < len(state.plan.members):

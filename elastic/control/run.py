@@ -235,8 +235,8 @@ class Cluster:
     """The nodes whose keepers are up."""
     slots: int = 0  # the number of workers that the cluster could still start, on nodes that are not refused
     blamed: tuple[NodeId, ...] = ()
-    """The nodes whose stores were blamed, since the last world was formed, for a forming that failed with
-    every member there.
+    """The nodes whose stores were blamed since the last world was formed: all members were there, and the
+    next world still did not form.
     """
     replaced: tuple[tuple[NodeId, int], ...] = ()
     """The nodes on which a process was replaced because of its setup, each with the occasion (see

@@ -116,8 +116,8 @@ class _Kept:
     """The memory that is not the block's own."""
     small: int
     known: dict[tuple[StorageWeakRef, int], _Held | None] = field(default_factory=dict)
-    """The form in which memory is held, by the memory and the number of changes to it.  None: the memory
-    stays as it is.
+    """The form in which each memory is held.  The key is the memory and the number of its changes so far.
+    None: it stays as it is.
     """
 
     def pack(self, tensor: Tensor) -> Tensor | _View:

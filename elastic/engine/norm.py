@@ -120,8 +120,8 @@ def _gathered(mine: Tensor, world: World) -> Tensor:
 
 
 def _row_sums(grads: Sequence[Tensor], size: int) -> Tensor:
-    """Returns the sums of squares of the rows of tensors of equal shape, padded with zeros: float64 [tensors,
-    size].
+    """Returns, for tensors of equal shape, the sum of the squares of each row, and zeros up to ``size``:
+    float64 [tensors, size].
 
     The squares are added in float32, and computed in portions of at most ``SQUARED`` elements.
     """

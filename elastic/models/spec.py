@@ -53,8 +53,8 @@ class Equivalent:
 
 
 def each_once(model: Any, names: Iterable[str]) -> list[Any]:
-    """Returns the modules of ``model`` with these names, in this order.  One that has several of them comes
-    once.
+    """Returns the modules of ``model`` with these names, in this order.  A module with several of these
+    names comes once.
     """
     return [*dict.fromkeys(model.get_submodule(name) for name in names)]
 

@@ -127,12 +127,12 @@ def enough(fewest: int, most: int) -> int:
 def first_roomy(
     policies: Sequence[Policy], least_of: Callable[[Policy], int], fewest: int, most: int
 ) -> Policy:
-    """Returns the first policy with which ``fewest`` members can train, or half of ``most`` if ``fewest`` is
-    1.
+    """Returns the first policy with which ``fewest`` members can train; if ``fewest`` is 1, half of ``most``
+    members.
 
-    If there is none, it is the first policy with which ``most`` can, or else the last policy. ``least_of``
-    returns the smallest shard degree at which a member fits with a policy, or 0.  It is called for as few
-    policies as possible.
+    If there is none, returns the first policy with which ``most`` members can train, and if there is none of
+    these either, the last one.  ``least_of`` returns the smallest shard degree at which a member fits with a
+    policy; 0 if none does.  It is called for as few policies as possible.
     """
     found: dict[Policy, int] = {}
     for policy in policies:

@@ -344,7 +344,7 @@ class _Transfer:
                     yield (rank, index, offset), Move(share, source, self.members[rank])
 
     def _parts_of(self, tensor: Tensor, cell: Cell) -> list[Part]:
-        """Returns all pieces of a cell's boxes."""
+        """Returns the pieces of ``tensor`` that a member with ``cell`` holds, each with its number."""
         key = _geometry_of(tensor), cell
         if key not in self._parts:
             pieces = [

@@ -207,7 +207,9 @@ class StepDone:
     commit.
     """
     metrics: tuple[tuple[str, float], ...] = ()
-    """Numbers by name that the user's own loop tells of the step; none if the step is told again."""
+    """Numbers that the user's own loop reports for the step, by name.  Empty if the step is reported once
+    more.
+    """
     quarantined: tuple[tuple[int, int], ...] = ()
     """All samples in quarantine after the step, each with the step that put it there.  They are sent with the
     first step that a member reports in a world, or to a coordinator, which may not know the samples that an

@@ -59,8 +59,8 @@ class Best(NamedTuple):
 
 
 def comparable(found: Mapping[Version, Loss]) -> dict[Version, Loss]:
-    """Returns the losses on the samples of the newest validation that has noted its samples, and all losses
-    whose samples nobody noted.
+    """Returns the losses on the same samples as the newest validation that has noted its samples, and all
+    losses without a note of their samples.
     """
     newest = next((found[version].data for version in sorted(found, reverse=True) if found[version].data), 0)
     return {version: loss for version, loss in found.items() if loss.data in (0, newest)}

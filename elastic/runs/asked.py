@@ -97,7 +97,7 @@ class Recorded(Note):
 
 
 def of(run: Run) -> Asked:
-    """Returns what the run has recorded that was asked of its checkpoints."""
+    """Returns what was asked of the run's checkpoints, as the run has recorded it."""
     found = list[tuple[tuple[int, int, int], Sections]]()
     with suppress(Missing, Damaged):  # the run has not begun, or the document is lost
         found.append(((0, 0, 0), sections_of(run.branches.begun.job)))

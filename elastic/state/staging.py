@@ -62,8 +62,8 @@ class StagedBlocks:
     skip: int
 
     def land(self, here: torch.Tensor) -> torch.Tensor:
-        """Fills ``room`` from ``here``, which is ``raw`` on the device of ``room``, and returns the digests
-        of ``here``.
+        """Copies the bytes of ``here`` from ``skip`` on into ``room``, and returns the digests of ``here``:
+        this is ``raw``, brought to the device of ``room``.
         """
         self.room.copy_(here[self.skip : self.skip + len(self.room)])
         return digests(here)

@@ -104,8 +104,8 @@ class Trainer(Controlled):
         self._worse = 0
         """The number of validations since the best one."""
         self._left: Version | None = None
-        """The version after which the loop was left, so that it is the last one of the run.  If its world was
-        over by then, the coordinator is told of it in the next world.
+        """The last version of the run, if the user's loop was left: the version at that moment.  If its world
+        was over by then, the coordinator is told of it in the next world.
         """
 
     # ---- control thread

@@ -138,8 +138,8 @@ class Rule:
     matrix_moments: tuple[str, ...] | None = None
     """The moments of :attr:`matrices <Part.is_matrix>`, if they differ from ``moments``."""
     prepare: Callable[[list[Part], list[Tensor], Before], Mapping[str, Tensor]] | None = None
-    """``prepare(parts, grads, before)`` runs before the commit, gets sums, and returns tensors for the
-    update.
+    """``prepare(parts, grads, before)`` runs before the commit, and returns tensors for the update.  Its
+    ``grads`` are sums, not means.
 
     It may use collectives, but it must change nothing: the step may be given up.  It must not wait for the
     device.

@@ -148,13 +148,16 @@ class Split(Parameters):
             parameter.begin_round()
 
     def end_forward(self) -> None:
-        """Checks that each module had one part in the forward pass, in which all weights were gathered.
+        """Checks that each module ran once in the forward pass, for which all weights were gathered.
 
-        Members gather and sum module by module.  If one member leaves a module out, its next collective meets
-        that of another module; and an ordered sum takes one gradient of each module in a microbatch.  So a
-        pass with gradients raises :class:`ModelError` if a module did not run, ran with gradients twice, or
-        is summed already, by a backward pass within the loss.  In a reentrant checkpoint a module runs
-        without gradients, so if it never runs with gradients its other runs count.
+        Members gather and sum module by module.  If one member leaves out a module, its next collective meets
+        the collective of another module.  And an ordered sum takes one gradient of each module in a
+        microbatch.
+
+        So a pass with gradients raises :class:`ModelError` if a module did not run; if it ran twice and the
+        scheme keeps the sums; or if a backward pass within the loss has summed it already.  A reentrant
+        checkpoint runs a module without gradients.  Such runs count only if the module never ran with
+        gradients.
         """
         for name, each in self._reduces.items() if torch.is_grad_enabled() else ():
             parts = each.runs or each.passes

@@ -122,12 +122,12 @@ class JournalReplicas:
                 say(
                     (
                         "the journal can be written neither to a majority of the keepers nor to the "
-                        "bucket: the run starts and ends nothing until one of them works again"
+                        "bucket: the run carries out no decision until one of them works again"
                     )
                     if self.authority.begun
                     else (
-                        "the journal cannot be written to the bucket: the run starts and ends nothing "
-                        "until the bucket works again"
+                        "the journal cannot be written to the bucket: the run carries out no "
+                        "decision until the bucket works again"
                     )
                 )
             said = True

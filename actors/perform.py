@@ -587,8 +587,8 @@ class ActorGroup:
         wait_for_all(list(self._lives.copy()), max(until, time.monotonic() + grace_s / 2))
         if left := leave_nothing_on(sorted(unclosed), self.token, time.monotonic() + grace_s):
             self.tell(
-                f"the run may have left something on {', '.join(left)}, whose keeper did not end it; "
-                "`elastic clean` removes it"
+                f"the run may have left something on {', '.join(left)}, because its keeper there did not "
+                "remove it; `elastic clean` removes it"
             )
         with contextlib.suppress(StorageError):
             # last, since a keeper that was being checked may have left its sign after it was closed

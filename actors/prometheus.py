@@ -31,12 +31,12 @@ OF_A_STEP = {
 OF_THE_RUN = {
     "elastic_step": "The newest committed step",
     "elastic_target_step": "The step at which the run is finished",
-    "elastic_generation": "The number of worlds so far: each loss or growth makes one more",
+    "elastic_generation": "The number of worlds so far: whenever workers are lost or join, there is one more",
     "elastic_workers": "The number of workers, members and spares",
     "elastic_saved_step": "The step of the newest good checkpoint in the bucket; 0 without one",
     "elastic_unprotected": (
-        "1 while copies in host memory are overdue, so that a loss would cost all steps since the newest "
-        "checkpoint"
+        "1 while copies in host memory are overdue, so that a lost worker could cost all steps since the "
+        "newest checkpoint"
     ),
     "elastic_skipped_steps": (
         "The number of steps that were skipped: their gradient was not finite, or they were spikes"

@@ -97,8 +97,8 @@ def _packed(given: Mapping[str, Given]) -> bytes:
             else (f"{type(error).__name__}: {' '.join(str(error).split())}")
         )
         raise JobError(
-            f"{settings} cannot be sent to workers: {why}; create or open this inside the function "
-            "that uses it"
+            f"{settings} cannot be sent to workers: {why}; create or open such an object inside the "
+            "function that uses it"
         ) from error
     return buffer.getvalue()
 

@@ -203,8 +203,8 @@ class Worker:
         )
         did = ", ".join(f"{doing} {end - at:.1f}" for (at, doing), end in zip(self._does, ends, strict=True))
         return (
-            f"{ends[-1] - self._made_at:.3f} s after it was made, of which it computed {computed_s:.3f} s: "
-            f"{did}"
+            f"{ends[-1] - self._made_at:.3f} s after it was made, with {computed_s:.3f} s of processor "
+            f"time; seconds of each part: {did}"
         )
 
     def _tell_how_far(self) -> None:

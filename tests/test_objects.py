@@ -284,7 +284,7 @@ def test_l11_what_cannot_be_sent_is_one_sentence(tmp_path: Path, extra: str, say
     """L11: it names the setting, and in one process it works, since nothing is sent there."""
     of = cell(f"{CELL}\n{extra}\ndef holding(model, batch):\n    held\n    return loss(model, batch)\n")
     job = job_of(tmp_path, of, loss=of["holding"])
-    fix = "create or open this inside the function that uses it"
+    fix = "create or open such an object inside the function that uses it"
     with pytest.raises(
         JobError, match=rf"^loss = 'object:holding' cannot be sent to workers: {says}; {fix}$"
     ):

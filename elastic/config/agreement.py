@@ -265,7 +265,7 @@ def _schedule(job: Job) -> Iterator[str]:
     if schedule.kind == "wsd" and not decay:
         yield (
             "schedule.decay_steps = 0 with schedule.kind = 'wsd': the rate would never fall; set "
-            "it, say to a tenth of steps"
+            "schedule.decay_steps, for example to a tenth of steps"
         )
     elif schedule.kind != "wsd" and decay:
         yield (

@@ -165,8 +165,8 @@ def committed(decision: Decision, outcome: Outcome, before: RunState) -> None:
     elif _overdue_at_buddies(decision.run) and not _overdue_at_buddies(before):
         since = unbuddied_since(decision.run)
         decision.say(
-            f"other nodes hold no copy newer than step {since}: if a node is lost, the steps after it may "
-            "be lost"
+            f"other nodes hold no copy newer than step {since}: if a node is lost, the steps after step "
+            f"{since} may be lost"
         )
     safe = _safe(plan, copied, buddied)
     if safe is not None and _safe(plan, run.copies.copied, run.copies.buddied) is None:

@@ -155,7 +155,7 @@ class CopiesOracle:
         for version in (release.copied, release.buddied):
             if version.generation != plan.generation:
                 raise Violation(
-                    f"copies older than {version} are freed, which is not of generation {plan.generation}"
+                    f"copies older than {version} are freed, but it is not of generation {plan.generation}"
                 )
         members = [member for name in plan.members if (member := self.sim.cluster.workers[name]).alive]
         own = [

@@ -445,8 +445,8 @@ class Oracle:
             )
         if outcome is not None and outcome.step != top:
             raise Violation(
-                f"step {outcome.step} of generation {generation} is to be applied, there is evidence of "
-                f"step {top}"
+                f"step {outcome.step} of generation {generation} is to be applied, but there is evidence "
+                f"of step {top}"
             )
         if outcome is not None:  # the members will apply the step, even if none has begun to
             self.parent[Version(top, generation)] = base_of(self.plans[generation], top)

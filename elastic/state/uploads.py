@@ -220,7 +220,7 @@ class Uploads:
         region = task.region or region
         if region is None:
             return (
-                "its keeper has not opened the worker's memory yet"
+                "the keeper has not opened the worker's memory yet"
                 if time.monotonic() - task.since > UNKNOWN_S
                 else ""
             )

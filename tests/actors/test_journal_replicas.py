@@ -189,7 +189,7 @@ def test_with_neither_it_stands_still_until_one_of_them_is_there(tmp_path: Path)
     assert desk.said == [
         (
             "the journal can be written neither to a majority of the keepers nor to the bucket: the run "
-            "starts and ends nothing until one of them works again"
+            "carries out no decision until one of them works again"
         )
     ]
     assert deciding.is_alive() and desk.shipped == 0

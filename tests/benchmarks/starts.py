@@ -37,7 +37,7 @@ from tests.support.toys import toy_job
 
 ROOT = Path(__file__).resolve().parents[2]
 WAYS = ("cold", "prepared")
-COMPUTED = re.compile(r"joined [\d.]+ s after it was made, of which it computed ([\d.]+) s")
+COMPUTED = re.compile(r"joined [\d.]+ s after it was made, with ([\d.]+) s of processor time")
 
 
 def idle() -> list[psutil.Process]:

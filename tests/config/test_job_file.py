@@ -290,7 +290,7 @@ def test_help_shows_every_setting_with_its_meaning(capsys: pytest.CaptureFixture
             [],
             (
                 "job.toml: schedule.decay_steps = 0 with schedule.kind = 'wsd': the rate would never "
-                "fall; set it, say to a tenth of steps"
+                "fall; set schedule.decay_steps, for example to a tenth of steps"
             ),
         ),
         (

@@ -142,7 +142,7 @@ def test_without_copies_on_other_nodes_for_long_it_is_said_and_shown() -> None:
         return [reason for reason in reasons if reason]
 
     assert told(1, 20, -1) == [
-        "other nodes hold no copy newer than step 0: if a node is lost, the steps after it may be lost"
+        "other nodes hold no copy newer than step 0: if a node is lost, the steps after step 0 may be lost"
     ]
     assert (unbuddied_since(play.run), unprotected_since(play.run)) == (0, None)
     assert told(21, 22, 20) == [] and unbuddied_since(play.run) is None

@@ -159,7 +159,7 @@ def lines(job: Job) -> list[StepLine]:
             {},
             (
                 r"for 4 samples it returns the count 1, but the two halves have the counts 1 and 1, "
-                r"which is more"
+                r"together more"
             ),
         ),
         (

@@ -61,7 +61,7 @@ def _tiles(facts: Facts, shares: Sequence[TimeShare]) -> list[Tile]:
             Tile(
                 "Best validation loss",
                 shown(best.loss),
-                f"after step {best.version.step:,}; {last} at last{others}",
+                f"after step {best.version.step:,}; the newest is {last}{others}",
             )
         )
     if (rate := throughput(columns)) > 0:

@@ -123,7 +123,7 @@ def charts_of(facts: Facts) -> list[Chart]:
     loss, norm = _averaged(steps, columns["loss"]), _averaged(steps, columns["norm"])
     loss.append(Line("validation", "points", buckets(steps, columns["validation_loss"])))
     rate = [Line("learning rate", "main", buckets(steps, columns["lr"]))]
-    lanes, said = _lanes(moments, by_step), f"Before it is clipped: {_extent(columns, 'norm')}"
+    lanes, said = _lanes(moments, by_step), f"This is the norm before clipping. {_extent(columns, 'norm')}"
     charts = [
         Chart("loss", "Loss", "step", by_step, loss, lanes, _wide_range(loss), told=_loss_told(facts)),
         Chart(
@@ -225,7 +225,7 @@ def _loss_told(facts: Facts) -> str:
 
 def _extent(columns: Columns, name: str) -> str:
     values = columns.finite(name)
-    return f"{shown(values[-1])} at last, {shown(values.max())} at most." if values.size else ""
+    return f"The newest is {shown(values[-1])}, the largest is {shown(values.max())}." if values.size else ""
 
 
 def _wide_range(lines: Iterable[Line]) -> bool:

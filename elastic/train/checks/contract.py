@@ -202,7 +202,7 @@ def _check(session: Session, state: State, read: dict[str, Any]) -> None:
     if whole[1] < parts[0][1] + parts[1][1]:
         raise LossError(
             f"{what} it returns the count {whole[1]:g}, but the two halves have the counts {counts}, "
-            f"which is more; {CONTRACT}"
+            f"together more; {CONTRACT}"
         )
     if not _near(whole[0], again[0], abs(whole[0]), CLOSE):
         return

@@ -67,8 +67,8 @@ def hosting(job: Job, tensors: Sequence[Tensor]) -> list[str]:
     if job.zero != job.parallel.zero and job.workers.max > 1:
         found.append(
             f"parallel.zero = 'auto' is {job.zero} with offload = {job.offload!r}: all workers share the "
-            "state, and each gathers all weights once a step; 3 is not possible, since blocks cannot be "
-            "gathered from the memory of nodes"
+            "state, and each gathers all weights once a step; parallel.zero = 3 is not "
+            "possible, since blocks cannot be gathered from the memory of nodes"
         )
     if hosted:
         found.append(
@@ -90,8 +90,8 @@ def initialising(job: Job, model: nn.Module) -> list[str]:
         return []
     there = f"{amount(RESIDENT + 2 * largest)} of memory beside its part"
     return [
-        f"every worker initialises the model by itself on its CPU: about {takes_s:.0f} s before the first "
-        f"step, and up to {there}"
+        f"every worker initialises the whole model by itself on its CPU: this takes about {takes_s:.0f} s "
+        f"before the first step, and up to {there} of the state"
     ]
 
 

@@ -245,7 +245,9 @@ class PlainSide:
         model, layers = build_model(job, shortened), len(sharding_table(blueprint).blocks)
         size = sum(each.nbytes for each in model.parameters())
         if layers <= KEPT or TIMES * size > room:
-            raise TooLarge(f"both sides need {amount(TIMES * size)}, and {amount(int(room))} are for that")
+            raise TooLarge(
+                f"both sides need {amount(TIMES * size)} of memory, and may take {amount(int(room))}"
+            )
         self.left_out.append(f"{layers - KEPT} of {layers} layers, since memory is short")
         tied, before = aliases_of(model), dict(model.named_parameters())
         model.to_empty(device=self.device)

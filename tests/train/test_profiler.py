@@ -123,5 +123,5 @@ def test_steps_that_are_none_are_refused(steps: str) -> None:
 def test_steps_after_the_last_one_are_refused() -> None:
     """Control: the last step may be profiled."""
     assert small(Path("/b"), profile="4").profiled() == range(4, 5)
-    with pytest.raises(JobError, match="profile = '5-7' begins after the last step .steps = 4."):
+    with pytest.raises(JobError, match=r"profile = '5-7' begins after the last step \(steps = 4\)"):
         small(Path("/b"), profile="5-7")

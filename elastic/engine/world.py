@@ -5,11 +5,12 @@ generation, so they never meet anything of an older world.  ``abort`` frees a tr
 a collective whose peer is gone.  It may be called from another thread, but only after every member is fenced
 or expelled: any other member could apply a commit that the abort broke.
 
-* NCCL: all communicators are aborted at once, each from its own thread, and NCCL's service threads are woken so that they notice it.
-* gloo has no abort.  A peer that dies frees only the members connected to it; others wait for members that live but no longer answer.
-  So the sockets of the groups, and only these, are shut down: those bound to a port on which gloo listened
-  here, and those connected to a port on which it listened elsewhere (each member publishes its ports through
-  the store while the world forms).
+* NCCL: all communicators are aborted at once, each from its own thread, and NCCL's service threads are woken
+  so that they notice it.
+* gloo has no abort.  A peer that dies frees only the members connected to it; others wait for members that
+  live but no longer answer. So the sockets of the groups, and only these, are shut down: those bound to a
+  port on which gloo listened here, and those connected to a port on which it listened elsewhere (each member
+  publishes its ports through the store while the world forms).
 
 This module is also the place for torch's own ``ProcessGroup.reconfigure`` (2.15).  Other modules know only
 ``World`` and its groups.  The four functions below the line *how groups are made and left* make and end them;

@@ -5,15 +5,16 @@ Names of parameters, initialisation and logits are the library's.  The engine ch
 computes its loss, so our code takes the place of two parts.  Facts of the model that was built decide where,
 not a list of models; elsewhere the library's own code runs:
 
-- Attention.  Where the library would call torch's ``scaled_dot_product_attention``, it calls ours.  Its own masks tell which layers attend
-  plainly causally; other masks, such as windows, and biases go on to the library's function.  Models that the
-  library itself keeps from that function, because of soft caps or sinks, stay as they are.
-- Documents.  Where packed samples keep their documents apart, the library gets positions within documents, and our mask in the place of its
-  own.  That is right if all its own masks are plainly causal, and a small model shows that a document has the
-  logits that it has alone.
-- Loss.  The fused loss is right if the product of the head with its input is the logits.  To find out, the model runs on the meta device
-  with a head that returns its input: if that same tensor comes out as the logits, nothing scales, caps or
-  shifts them.
+- Attention.  Where the library would call torch's ``scaled_dot_product_attention``, it calls ours.  Its own
+  masks tell which layers attend plainly causally; other masks, such as windows, and biases go on to the
+  library's function.  Models that the library itself keeps from that function, because of soft caps or sinks,
+  stay as they are.
+- Documents.  Where packed samples keep their documents apart, the library gets positions within documents,
+  and our mask in the place of its own.  That is right if all its own masks are plainly causal, and a small
+  model shows that a document has the logits that it has alone.
+- Loss.  The fused loss is right if the product of the head with its input is the logits.  To find out, the
+  model runs on the meta device with a head that returns its input: if that same tensor comes out as the
+  logits, nothing scales, caps or shifts them.
 """
 
 from __future__ import annotations

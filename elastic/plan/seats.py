@@ -2,12 +2,13 @@
 
 Three wishes, the first before the second before the third:
 
-1. As many replicas as possible lie within one node.  Members of one replica exchange every weight in every step, and a node that is lost
-   breaks only the replicas that have members there.
-2. A worker that holds a cell keeps it.  A cell is the same in all replicas, so a node needs each cell as often as it has replicas, and it
-   does not matter in which of them a worker sits.  Where a replica comes into one node its members move once:
-   the bytes of one healing, against bytes between nodes in every step.
-3. A worker that must take another cell takes one near to what it holds: both are put in the order of the rows.
+1. As many replicas as possible lie within one node.  Members of one replica exchange every weight in every
+   step, and a node that is lost breaks only the replicas that have members there.
+2. A worker that holds a cell keeps it.  A cell is the same in all replicas, so a node needs each cell as
+   often as it has replicas, and it does not matter in which of them a worker sits.  Where a replica comes
+   into one node its members move once: the bytes of one healing, against bytes between nodes in every step.
+3. A worker that must take another cell takes one near to what it holds: both are put in the order of the
+   rows.
 
 Workers that are left over on their nodes form replicas over several nodes, node by node, those with most left
 first.

@@ -4,13 +4,13 @@ requests and answers come out.
 At most one coordinator may begin or settle a generation.  But a coordinator that is cut off cannot know
 whether another one has taken over. Two rules keep the run safe:
 
-* **A majority.**  A coordinator acts on a decision only when more than half of the keepers, or the bucket, hold its record.  A follower
-  (a coordinator that takes over) attaches every keeper that it reaches; from then on these keepers refuse all
-  earlier coordinators.  Once half of the keepers are attached, no earlier coordinator finds a majority, and
-  the follower has read every record that was acted on.
-* **A lease.**  A coordinator acts on its keepers' answers only if it learned less than ``lease_s`` ago that nobody has taken over.  It
-  learns this from the cluster's head or from the claims in the bucket.  A follower that reaches fewer than
-  half of the keepers waits until that lease is over.
+* **A majority.**  A coordinator acts on a decision only when more than half of the keepers, or the bucket,
+  hold its record.  A follower (a coordinator that takes over) attaches every keeper that it reaches; from
+  then on these keepers refuse all earlier coordinators.  Once half of the keepers are attached, no earlier
+  coordinator finds a majority, and the follower has read every record that was acted on.
+* **A lease.**  A coordinator acts on its keepers' answers only if it learned less than ``lease_s`` ago that
+  nobody has taken over.  It learns this from the cluster's head or from the claims in the bucket.  A follower
+  that reaches fewer than half of the keepers waits until that lease is over.
 
 :class:`Authority` is the coordinator's side and :class:`Replica` a keeper's side; ``furthest``,
 ``has_read_all`` and ``waits_s`` are the follower's side.  :class:`Audience` decides whether the run's drivers

@@ -10,10 +10,14 @@ own clock; memory passes through without being looked at.  A worker drives it un
 
 Five rules ensure that each step is applied by all members or by none:
 
-* A fence bars its generation and every older one: nothing of them is prepared or applied any more, except what a settlement says.
-* The answer to a fence says what is held.  It is deferred while that may still change: in an update, a settlement, or an older world.
-* A member is in one world at a time.  A plan for the next world waits until the member has left the present one.
-* Nothing is applied on a lease that ran out.  A lease counts from the member's question, so it ends here before it ends elsewhere.
+* A fence bars its generation and every older one: nothing of them is prepared or applied any more, except
+  what a settlement says.
+* The answer to a fence says what is held.  It is deferred while that may still change: in an update, a
+  settlement, or an older world.
+* A member is in one world at a time.  A plan for the next world waits until the member has left the present
+  one.
+* Nothing is applied on a lease that ran out.  A lease counts from the member's question, so it ends here
+  before it ends elsewhere.
 * If there are two coordinators, the member obeys only the later one.
 """
 

@@ -39,7 +39,7 @@ STARTS_S = "5 to 20 s"
 """The time that Ray's own processes take to start, by the speed of the machine."""
 
 
-class _Start(threading.Thread):
+class _ClusterStart(threading.Thread):
     """Starts a cluster, and does not end: Linux ends Ray's processes with the thread that started them
     (PR_SET_PDEATHSIG).
     """
@@ -59,7 +59,7 @@ class _Start(threading.Thread):
             threading.Event().wait()
 
 
-_start: _Start | None = None
+_start: _ClusterStart | None = None
 
 
 def init(**options: Any) -> None:
@@ -103,7 +103,7 @@ def begin(workers: Workers | None, gpus: int | None, tell: Callable[[str], None]
     tell(f"a Ray cluster starts on this machine, in {STARTS_S}{lasting}")
     tell(crowded(workers, cores) if workers is not None else "")
     cpus = max(SMALL, cores) if workers is None else wanted(workers, gpus)
-    _start = _Start({"object_store_memory": 80 * 2**20, "num_cpus": cpus})
+    _start = _ClusterStart({"object_store_memory": 80 * 2**20, "num_cpus": cpus})
     _start.start()
     atexit.register(_start.over.wait)  # Ray crashes a process that ends while it starts
 

@@ -151,7 +151,7 @@ class Gathering:
 
 
 @dataclass(frozen=True)
-class _Order:
+class _GivenOrder:
     """An order that was given at the time ``at``."""
 
     at: float
@@ -180,7 +180,7 @@ class Orders:
         self._in_time_s = fence_s / HOPS
         self._late: dict[NodeId, Any] = {}
         """The call to each keeper that did not answer in time."""
-        self._relayed = defaultdict[NodeId, deque[_Order]](partial(deque, maxlen=ORDERS))
+        self._relayed = defaultdict[NodeId, deque[_GivenOrder]](partial(deque, maxlen=ORDERS))
         """The newest orders that went through each keeper."""
         self._pool = ThreadPoolExecutor(4, thread_name_prefix="orders")
 
@@ -192,7 +192,7 @@ class Orders:
                 self._directly(those, order, arguments)
             else:
                 relayed[keeper.relay.remote(self._incarnation, those, order, arguments)] = node, those
-                self._relayed[node].append(_Order(time.monotonic(), those, order, arguments))
+                self._relayed[node].append(_GivenOrder(time.monotonic(), those, order, arguments))
         if relayed:
             with contextlib.suppress(RuntimeError):  # closed, since the run is over
                 self._pool.submit(self._see_to, relayed, order, arguments)

@@ -52,8 +52,8 @@ class Readers:
             torch.get_num_threads(),
             torch.get_deterministic_debug_mode(),
         )
-        self._all: list[_Reader] = []
-        self._idle: list[_Reader] = []
+        self._all: list[_ReaderProcess] = []
+        self._idle: list[_ReaderProcess] = []
         self._closed, self._lock = False, threading.Lock()
 
     def read(self, ids: tuple[int, ...]) -> dict[str, Any]:
@@ -84,17 +84,17 @@ class Readers:
         for reader in self._all:
             reader.end(kill=True)
 
-    def _taken(self) -> _Reader:
+    def _taken(self) -> _ReaderProcess:
         with self._lock:
             if self._closed:
                 raise DataError(f"{self._named}: its readers are closed")
             if self._idle:
                 return self._idle.pop()
-            self._all.append(reader := _Reader(self._begins))
+            self._all.append(reader := _ReaderProcess(self._begins))
             return reader
 
 
-class _Reader:
+class _ReaderProcess:
     """One reader process.  It is in a session of its own, so that Ctrl-C in a terminal ends only the worker,
     and the worker ends the reader.
     """
@@ -132,7 +132,7 @@ class _Reader:
 
 
 def send(connection: Connection, batch: Mapping[str, torch.Tensor]) -> None:
-    """Sends ``batch`` to the worker, where :meth:`_Reader.read` returns it."""
+    """Sends ``batch`` to the worker, where :meth:`_ReaderProcess.read` returns it."""
     parts = {name: value.detach().cpu().contiguous() for name, value in batch.items()}
     flat = [value.flatten().view(torch.uint8).numpy().data for value in parts.values()]
     connection.send((None, "", [(name, value.dtype, tuple(value.shape)) for name, value in parts.items()]))

@@ -79,12 +79,12 @@ def _run(hold: Hold, block: nn.Module, forward: Any, *args: Any, **kwargs: Any) 
         *fp8.held_by(block),
         *(each for each in given if not each.requires_grad),
     )
-    kept = _Kept(hold, {each.untyped_storage()._cdata for each in others}, own[0] // SMALL)
+    kept = _Keeping(hold, {each.untyped_storage()._cdata for each in others}, own[0] // SMALL)
     with torch.autograd.graph.saved_tensors_hooks(kept.pack, _unpack):
         return forward(*args, **kwargs)
 
 
-class _Held:
+class _Converted:
     """Memory that is kept in another form, and is restored at its first use."""
 
     def __init__(self, restore: Restore) -> None:
@@ -97,10 +97,10 @@ class _Held:
         return self.restored
 
 
-class _View(NamedTuple):
+class _StandIn(NamedTuple):
     """A tensor in held memory, in the place of the tensor."""
 
-    held: _Held
+    held: _Converted
     like: dict[str, Any]
     """Its dtype and device."""
     place: tuple[Any, ...]
@@ -108,19 +108,19 @@ class _View(NamedTuple):
 
 
 @dataclass
-class _Kept:
+class _Keeping:
     """Takes what autograd keeps of one run of a block."""
 
     hold: Hold
     others: set[int]
     """The memory that is not the block's own."""
     small: int
-    known: dict[tuple[StorageWeakRef, int], _Held | None] = field(default_factory=dict)
+    known: dict[tuple[StorageWeakRef, int], _Converted | None] = field(default_factory=dict)
     """The form in which each memory is held.  The key is the memory and the number of its changes so far.
     None: it stays as it is.
     """
 
-    def pack(self, tensor: Tensor) -> Tensor | _View:
+    def pack(self, tensor: Tensor) -> Tensor | _StandIn:
         memory = tensor.untyped_storage()
         if (
             type(tensor) not in (Tensor, FakeTensor)
@@ -131,14 +131,16 @@ class _Kept:
         key = StorageWeakRef(memory), tensor._version
         if key not in self.known:
             restore = self.hold(tensor.detach() if tensor._base is None else tensor._base.detach())
-            self.known[key] = None if restore is None else _Held(restore)
+            self.known[key] = None if restore is None else _Converted(restore)
         held, place = self.known[key], (tensor.storage_offset(), tensor.shape, tensor.stride())
         return (
-            tensor if held is None else _View(held, {"dtype": tensor.dtype, "device": tensor.device}, place)
+            tensor
+            if held is None
+            else _StandIn(held, {"dtype": tensor.dtype, "device": tensor.device}, place)
         )
 
 
-def _unpack(kept: Tensor | _View) -> Tensor:
+def _unpack(kept: Tensor | _StandIn) -> Tensor:
     if isinstance(kept, Tensor):
         return kept
     memory, (offset, shape, strides) = kept.held.memory(), kept.place
@@ -209,25 +211,25 @@ class _Offload:
     """Offloads a model block by block: the copies of a block end while the next block runs."""
 
     def __init__(self) -> None:
-        self.last: Callable[[], _Copies | None] = lambda: None
+        self.last: Callable[[], _MovedBlock | None] = lambda: None
         """Returns the copies of the last block, unless they are no longer used."""
 
     def run(self, block: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
-        copies = _Copies(self.last())
+        copies = _MovedBlock(self.last())
         out = _run(copies.hold, block, forward, *args, **kwargs)
         copies.leave()
         self.last = weakref.ref(copies)
         return out
 
 
-class _Copies:
+class _MovedBlock:
     """The memory that one run of a block keeps, on its way to the host and back.  It lives as long as one of
     its copies.
     """
 
-    def __init__(self, before: _Copies | None) -> None:
+    def __init__(self, before: _MovedBlock | None) -> None:
         self.before = before
-        self._copies: list[weakref.ref[_Copy]] = []
+        self._copies: list[weakref.ref[_MovedMemory]] = []
         self._copied: torch.cuda.Event | None = None
         """The end of the last transfer, on a GPU."""
         self._fetched = False
@@ -239,7 +241,7 @@ class _Copies:
     def hold(self, tensor: Tensor) -> Restore | None:
         if not tensor.is_floating_point() and tensor.dtype != torch.bool:
             return None
-        copy = _Copy(self, tensor)
+        copy = _MovedMemory(self, tensor)
         self._copies.append(weakref.ref(copy))
         return copy.restore
 
@@ -273,11 +275,11 @@ class _Copies:
             torch.cuda.current_stream().wait_event(self._copied)
         self._backs.clear()
 
-    def _used(self) -> list[_Copy]:
+    def _used(self) -> list[_MovedMemory]:
         return [copy for reference in self._copies if (copy := reference()) is not None]
 
     @contextmanager
-    def _transfer(self, copies: list[_Copy]) -> Iterator[None]:
+    def _transfer(self, copies: list[_MovedMemory]) -> Iterator[None]:
         if not copies or copies[0].device.type != "cuda":
             yield
             return
@@ -288,12 +290,12 @@ class _Copies:
         self._copied = side.record_event()
 
 
-class _Copy:
+class _MovedMemory:
     """One piece of memory on its way to the host and back.  All transfers are on one stream, so host memory
     may be taken again at once.
     """
 
-    def __init__(self, copies: _Copies, source: Tensor) -> None:
+    def __init__(self, copies: _MovedBlock, source: Tensor) -> None:
         self.copies, self.device, self.version = copies, source.device, source._version
         self.source: Tensor | None = source
         """The memory itself, until the next block has run."""

@@ -85,14 +85,14 @@ Lay = Callable[[str, int], None]
 """
 
 
-class _Lost(BaseException):
+class _ValuesLost(BaseException):
     """The pass cannot go on: values that it would look at are lost.  It is no Exception, so that the user's
     code does not catch it.
     """
 
 
 @dataclass
-class _Page:
+class _MemoryPage:
     number: int
     storage: torch.UntypedStorage
     size: int
@@ -234,7 +234,7 @@ def initialise(
         try:
             with seeded(seed):
                 pages.run(build, device)
-        except _Lost:
+        except _ValuesLost:
             pass
         except Exception:
             if not pages.again:
@@ -326,8 +326,8 @@ class Pages(TorchDispatchMode):
         """The pairs (page, visit) whose values were lost and then read."""
         self.peak = 0
         self.registered = 0
-        self.pages: dict[int, _Page] = {}
-        self.live = OrderedDict[int, _Page]()
+        self.pages: dict[int, _MemoryPage] = {}
+        self.live = OrderedDict[int, _MemoryPage]()
         """The pages in memory that may leave; the one that was touched last comes last."""
         self.there = 0
         """Bytes of all pages in memory, also of those that stay."""
@@ -399,14 +399,14 @@ class Pages(TorchDispatchMode):
             page.tensors.append((name, tensor))
             self.name_of[id(tensor)] = name
 
-    def _page_of(self, tensor: Tensor) -> _Page | None:
+    def _page_of(self, tensor: Tensor) -> _MemoryPage | None:
         """Returns the page of a parameter or buffer.  Memory that cannot be freed and taken again is no
         page.
         """
         storage = tensor.untyped_storage()
         found = self.pages.get(storage._cdata)
         if found is None and tensor.device.type != "meta" and storage.nbytes() and storage.resizable():
-            found = _Page(
+            found = _MemoryPage(
                 len(self.pages), storage, storage.nbytes(), written=storage._cdata not in self.empty
             )
             self.pages[storage._cdata] = self.live[storage._cdata] = found
@@ -443,11 +443,11 @@ class Pages(TorchDispatchMode):
             for key in keys:
                 self.empty.pop(key, None)
         if self.again and TAGS.intersection(func.tags):
-            raise _Lost
+            raise _ValuesLost
 
     def _overwritten(
         self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], tensors: Sequence[Tensor]
-    ) -> _Page | None:
+    ) -> _MemoryPage | None:
         """Returns the page that the operation writes wholly, without reading any of it."""
         target = args[0] if func._schema.name in FILLS else kwargs.get("out")
         if not isinstance(target, Tensor) or not target.is_contiguous():
@@ -469,7 +469,7 @@ class Pages(TorchDispatchMode):
             self._touch([page])
             self.live.pop(page.storage._cdata, None)
             if self.again:
-                raise _Lost
+                raise _ValuesLost
 
     def moved_to_other_memory(self, tensor: Tensor) -> None:
         """Makes a page of the memory that ``tensor``, registered before, was given by an assignment to its
@@ -482,7 +482,7 @@ class Pages(TorchDispatchMode):
 
     # ---- memory
 
-    def _bring(self, pages: Sequence[_Page]) -> None:
+    def _bring(self, pages: Sequence[_MemoryPage]) -> None:
         """Brings ``pages`` into memory, with the values that were laid aside."""
         touched = [page.storage._cdata for page in pages if page.storage._cdata in self.live]
         for key in touched:
@@ -497,7 +497,7 @@ class Pages(TorchDispatchMode):
             self.live[page.storage._cdata] = page
             self._arrived(page.size)
 
-    def _touch(self, pages: Sequence[_Page], overwritten: _Page | None = None) -> None:
+    def _touch(self, pages: Sequence[_MemoryPage], overwritten: _MemoryPage | None = None) -> None:
         """Prepares for an operation that reads and writes ``pages``.  A page without its values is noted in
         ``again``, unless it is ``overwritten``.
         """
@@ -521,7 +521,7 @@ class Pages(TorchDispatchMode):
         while self.there + coming > self.resident and len(self.live) > touched + 1:
             self._leave(next(iter(self.live.values())))
 
-    def _leave(self, page: _Page) -> None:
+    def _leave(self, page: _MemoryPage) -> None:
         if page.values and page.written:
             for name, tensor in page.tensors:
                 if tensor.untyped_storage()._cdata == page.storage._cdata:

@@ -135,12 +135,12 @@ def calls_of(
     with _imagined(torch.device("cpu")) as world, _fake(gpu=False) as fake:
         model, *_ = parallelize(model, world, job)
         held = {id(layer.weight): name for name, layer in weights_of(model, sharding_table(model)).items()}
-        with _Calls(held if precision_of(job).fp8 is not None else {}) as calls:
+        with _FirstCalls(held if precision_of(job).fp8 is not None else {}) as calls:
             loss(model, {name: fake.from_tensor(value) for name, value in batch.items()})
     return Calls(calls.found, calls.attention)
 
 
-class _Calls(TorchFunctionMode):
+class _FirstCalls(TorchFunctionMode):
     """Notes the first call of a torch function on one of the parameters ``held``, by id, and whether
     attention is called.  The product of a layer with its own weight is no such call.
     """

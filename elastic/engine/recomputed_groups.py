@@ -59,7 +59,7 @@ class _Values(NamedTuple):
 
 
 @dataclass
-class _Run:
+class _BlockRun:
     """One run of a block in a forward pass: what it takes to repeat it, but for its first argument."""
 
     block: nn.Module
@@ -88,7 +88,7 @@ class _Group:
     """Consecutive runs of blocks in one forward pass.  It lives as long as the saved tensors of one of them."""
 
     input: Tensor
-    runs: list[_Run] = field(default_factory=list)
+    runs: list[_BlockRun] = field(default_factory=list)
     inputs: dict[int, Tensor] = field(default_factory=dict)
     """The inputs that are there again, until they are used."""
 
@@ -121,10 +121,10 @@ class _Chain:
             self.group = weakref.ref(group)
         number = len(group.runs)
         others, named = tree_map_only(Tensor, torch.detach, (args[1:], kwargs))
-        group.runs.append(_Run(block, forward, others, named, _generators(x)))
+        group.runs.append(_BlockRun(block, forward, others, named, _generators(x)))
 
-        def pack(tensor: Tensor) -> Tensor | _Saved:
-            return _Saved(group, number) if _Values.of(tensor) == values else tensor
+        def pack(tensor: Tensor) -> Tensor | _SavedInput:
+            return _SavedInput(group, number) if _Values.of(tensor) == values else tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
             out = forward(*args, **kwargs)
@@ -132,7 +132,7 @@ class _Chain:
         return out
 
 
-class _Saved(NamedTuple):
+class _SavedInput(NamedTuple):
     """The input of a block, in the place of the tensor."""
 
     group: _Group
@@ -143,7 +143,7 @@ def _forget(_: Tensor) -> None:
     """Keeps nothing."""
 
 
-def _unpack(saved: Tensor | _Saved) -> Tensor:
+def _unpack(saved: Tensor | _SavedInput) -> Tensor:
     return saved if isinstance(saved, Tensor) else saved.group.input_of(saved.number)
 
 

@@ -94,7 +94,7 @@ def through(
     after the last group if the bytes of a file are not those that were written there; then ``after`` must not
     be used.
     """
-    way: _Way = (
+    way: _Direction = (
         _Threads(device) if before.folder else _Streams(device) if device.type == "cuda" else _OnHost()
     )
     coming = [way.load(before, keys) for keys in groups[:1]]
@@ -176,7 +176,7 @@ class Moments(Mapping[str, torch.Tensor]):
         return len(self._kinds)
 
 
-class _Way(Protocol):
+class _Direction(Protocol):
     def load(self, home: ShardHome, keys: Sequence[Key]) -> Callable[[], Values]:
         """Begins to load tensors to the device.  Returns a call that returns the tensors, for work on the
         present stream.

@@ -41,7 +41,7 @@ class Effects:
 
     def __init__(self, store: ObjectStore, run: str, *, tells: bool) -> None:
         """``tells`` is true on world rank 0."""
-        self._note, self._tells = _Note(store, run), tells
+        self._note, self._tells = _ToldStep(store, run), tells
         self._functions: list[Callable[[int], object]] = []
         self._reached = 0
 
@@ -80,7 +80,7 @@ class Effects:
             self._note.write()
 
 
-class _Note:
+class _ToldStep:
     """The number of the last step that was told, and what the bucket has of it."""
 
     def __init__(self, store: ObjectStore, run: str) -> None:

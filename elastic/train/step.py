@@ -132,7 +132,7 @@ class Share:
     """A bool on the device for each microbatch, true if it counts; empty if every microbatch counts."""
 
 
-class _Failure:
+class _FirstError:
     """Keeps the first error of a step's operations, each of which runs in a ``with`` of this object, and
     raises it in every later operation.
     """
@@ -180,7 +180,7 @@ class Step:
             [], [], [], validated=validated, own_rate=own_rate, most_loss=state.spikes.most_loss()
         )
         self._rounds, self.begun, self._open = 0, False, False
-        self._failure = _Failure()
+        self._failure = _FirstError()
         self._shape, device = (
             shape.of(session.cursor.microbatches(number, session.job.microbatch_size)),
             state.world.device,

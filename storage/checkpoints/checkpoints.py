@@ -394,7 +394,7 @@ class Checkpoints:
         """
         reader, name = self.open(version), key.rpartition("/")[2]
         whole = model_pieces(reader)
-        seen = _Seen(_told(whole, progressed))
+        seen = _Counted(_told(whole, progressed))
         try:
             self.store.put_if_absent(key, Sized(whole.size, seen))
         except Exists:
@@ -558,7 +558,7 @@ def _bytes_of(
         done(tensor)
 
 
-class _Seen:
+class _Counted:
     """Yields pieces once, and counts the size and the digest of those that it has yielded."""
 
     def __init__(self, pieces: Iterable[Piece]) -> None:

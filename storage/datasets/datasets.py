@@ -225,7 +225,7 @@ def _found(store: ObjectStore) -> Description | None:
 
 def _write(
     files: _Digests,
-    index: _Index,
+    index: _DocumentIndex,
     documents: Iterable[tuple[str, Tokens]],
     coding: Coding,
     shard_tokens: int,
@@ -295,7 +295,7 @@ def _pieces(data: bytes | IO[bytes]) -> Iterator[bytes]:
         yield piece
 
 
-class _Index:
+class _DocumentIndex:
     """Writes documents.parquet to a temporary file while the documents pass through."""
 
     def __init__(
@@ -333,9 +333,9 @@ class _Index:
 
 
 @contextmanager
-def _index(dtype: np.dtype[np.unsignedinteger[Any]]) -> Iterator[_Index]:
+def _index(dtype: np.dtype[np.unsignedinteger[Any]]) -> Iterator[_DocumentIndex]:
     with TemporaryFile() as file, pq.ParquetWriter(file, INDEX) as table:
-        yield _Index(file, table, dtype)
+        yield _DocumentIndex(file, table, dtype)
 
 
 def _shards(parts: Iterable[Tokens], shard_tokens: int) -> Iterator[bytes]:

@@ -74,7 +74,7 @@ class _Snapshot:
 
 
 @dataclass
-class _Part:
+class _LocalPart:
     """A local file, which becomes an object: bytes ``[begin, end)`` of all that this journal has written."""
 
     first: int
@@ -121,10 +121,10 @@ class Journal:
         self._local = local
         self._file: FileIO | None = None
         self._size = max((int(path.stem) + path.stat().st_size for path in local.glob("*.jsonl")), default=0)
-        self._open: _Part | None = None
+        self._open: _LocalPart | None = None
         self._snapshot: _Snapshot | None = None
-        self._queue: deque[_Part] = deque()
-        self._shipped: list[_Part] = []
+        self._queue: deque[_LocalPart] = deque()
+        self._shipped: list[_LocalPart] = []
         """Files that are in the bucket and are still on the disk."""
         self._changed = threading.Condition()
         self._closed_s = float("inf")
@@ -221,13 +221,13 @@ class Journal:
         if self._thread.is_alive():
             self.behind = self.behind or "the store does not answer"
 
-    def _begin(self) -> _Part:
+    def _begin(self) -> _LocalPart:
         """Begins an empty local file, and removes the files that the bucket has."""
         for each in self._shipped:
             each.path.unlink(missing_ok=True)
         self._shipped.clear()
         self._close_file()  # one is open if the disk did not take its first record
-        part = _Part(self.next, self._local / f"{self._size:015d}.jsonl", self._size, time.monotonic())
+        part = _LocalPart(self.next, self._local / f"{self._size:015d}.jsonl", self._size, time.monotonic())
         self._file = open(part.path, "wb", buffering=0)  # noqa: SIM115 (closed when the part is cut)
         sync_folder(str(self._local))
         return part
@@ -252,7 +252,7 @@ class Journal:
             or self._size + more - self._snapshot.end >= RECORDS * self._snapshot.length
         )
 
-    def _write(self, part: _Part, lines: bytes, durable: bool) -> None:
+    def _write(self, part: _LocalPart, lines: bytes, durable: bool) -> None:
         """Adds ``lines`` to the file of ``part``, whole or not at all: a full disk takes a part of them,
         which is cut off again.
         """
@@ -268,7 +268,7 @@ class Journal:
             raise
         self._size += len(lines)
 
-    def _cut(self, part: _Part) -> None:
+    def _cut(self, part: _LocalPart) -> None:
         self._queue.append(part)
         self._open = None
         self._close_file()
@@ -292,7 +292,7 @@ class Journal:
             self._close_file()
             self._changed.notify_all()
 
-    def _oldest(self) -> _Part | None:
+    def _oldest(self) -> _LocalPart | None:
         """Waits for the next file to copy and returns it, or None when the journal is closed and all is
         copied.
         """
@@ -309,7 +309,7 @@ class Journal:
                 self._changed.wait(left_s)
             return self._queue[0]
 
-    def _ship(self, part: _Part) -> bool:
+    def _ship(self, part: _LocalPart) -> bool:
         """Creates the object.  Returns False if the store cannot, or has another object in its place (then
         :attr:`deposed` is set).
         """

@@ -167,9 +167,11 @@ def too_long(file: Path, source: str) -> Iterator[str]:
 
 
 def classes(file: Path, source: str) -> Iterator[tuple[str, str]]:
-    """Yields (name, module) of each class in ``source``."""
+    """Yields (name, module) of each class in ``source``; who reads it, reads no underscore before a name."""
     yield from (
-        (node.name, module_name(file)) for node in statements(source) if isinstance(node, ast.ClassDef)
+        (node.name.lstrip("_"), module_name(file))
+        for node in statements(source)
+        if isinstance(node, ast.ClassDef)
     )
 
 

@@ -85,7 +85,7 @@ def apply_whole(
 
 
 @dataclass
-class _Unit:
+class _SummedUnit:
     """Parameters whose gradients are summed together."""
 
     reduction: GradientReduction
@@ -166,7 +166,7 @@ class Whole(Parameters):
         self.copies = [
             copy for name, copy in self._used.items() if copy.untyped_storage()._cdata != memory[name]
         ]
-        self._units: list[_Unit] = []
+        self._units: list[_SummedUnit] = []
         """The units in the order in which a backward pass completes them."""
         self._next = 0
         """The number of units that are summed in the present round."""
@@ -232,7 +232,7 @@ class Whole(Parameters):
         if names := [name for name in names if name in self.trained]:
             computing = [self._computing[name] for name in names]
             self._units.append(
-                _Unit(self.scheme.reduction(wire), names, computing, ends_of(computing, self.shards))
+                _SummedUnit(self.scheme.reduction(wire), names, computing, ends_of(computing, self.shards))
             )
             # what is used first in the forward pass usually comes last in the backward pass
             self._watch(len(self._units) - 1, 0)
@@ -347,7 +347,7 @@ class Whole(Parameters):
         if self.world.device.type == "cuda" and self.world.size > 1 and self.scheme.round.last:
             torch.cuda.current_stream().wait_stream(self._stream)
 
-    def _sum(self, unit: _Unit, came: list[Tensor]) -> None:
+    def _sum(self, unit: _SummedUnit, came: list[Tensor]) -> None:
         """Sums the gradients of the next unit."""
         self._next += 1
         if sparse := next(
@@ -373,7 +373,7 @@ class Whole(Parameters):
             self._add(unit, flat)
             flat.record_stream(self._stream)
 
-    def _add(self, unit: _Unit, flat: Tensor) -> None:
+    def _add(self, unit: _SummedUnit, flat: Tensor) -> None:
         """Sums the gradients of a round over the members, and over the rounds unless the scheme has done
         that.
         """

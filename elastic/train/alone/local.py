@@ -219,7 +219,7 @@ def _raw(value: torch.Tensor) -> memoryview:
     return memoryview(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
-class _Step(Step):
+class _LocalStep(Step):
     """A step whose commit ends before a signal is handled, since the state after half an update cannot be
     saved.
     """
@@ -394,7 +394,7 @@ class _Local:
                 return True
             validated = self._validated(state, step)
             with self.profiler.watch(step + 1, self.world):
-                doing = _Step(
+                doing = _LocalStep(
                     self.session,
                     state,
                     self.apply_fence,

@@ -132,7 +132,7 @@ IMPORTS = {
         ("elastic.job", "elastic.runs.branches", "elastic.runs.notes", "storage.*", *NAMES)
     ),
     "elastic.code.sources": Row(("elastic.code.given", *NAMES)),
-    "elastic.runs.alone": Row(("elastic.control.run", "elastic.runs.notes", "storage.*", *NAMES)),
+    "elastic.runs.alone": Row(("elastic.control.run", "storage.*", *NAMES)),
     "elastic.runs.receipts": Row(("elastic.plan.layout", *NAMES)),
     "elastic.runs.run": Row(
         (
@@ -169,7 +169,7 @@ IMPORTS = {
     ),
     "elastic.runs.asked": Row(
         (
-            *("elastic.config.sections", "elastic.job", "elastic.protocol.lineage", "elastic.runs.notes"),
+            *("elastic.config.sections", "elastic.job", "elastic.runs.notes"),
             *("elastic.runs.run", "storage.*", *NAMES),
         )
     ),
@@ -177,7 +177,6 @@ IMPORTS = {
         (
             *(
                 "elastic.protocol.*",
-                "elastic.report.metrics",
                 "elastic.runs.asked",
                 "elastic.runs.validations",
             ),
@@ -278,9 +277,7 @@ IMPORTS = {
             *("elastic.sinks.port", "storage.*", *NAMES),
         )
     ),
-    "elastic.sinks": Row(
-        ("elastic.sinks", "elastic.sinks.port", "elastic.report.metrics", "storage.*", *NAMES)
-    ),
+    "elastic.sinks": Row(("elastic.sinks", "elastic.report.metrics", "storage.*", *NAMES)),
     "elastic.sinks.tensorboard": Row(
         ("elastic.sinks.port", "elastic.report.metrics", "storage.*"), ("tensorboard",)
     ),
@@ -323,12 +320,9 @@ IMPORTS = {
                 "elastic.engine.*",
                 "elastic.protocol.*",
                 "elastic.plan.*",
-                "elastic.runs.branches",
-                "elastic.runs.forks",
                 "elastic.job",
                 "storage.*",
             ),
-            *("elastic.train.gauges.counters", "elastic.train.model", "elastic.train.step"),
             *NAMES,
         ),
         ("torch",),
@@ -340,7 +334,6 @@ IMPORTS = {
     "elastic.state.keeper_store": Row(
         (
             "elastic.state.*",
-            "elastic.protocol.actions",
             "elastic.protocol.copy_schedule",
             "elastic.plan.*",
             *NAMES,
@@ -387,7 +380,6 @@ IMPORTS = {
                 "elastic.config.optimizers",
                 "elastic.config.sections",
                 "elastic.config.values",
-                "elastic.runs.forks",
                 "elastic.runs.asked",
                 "elastic.runs.code",
                 "elastic.runs.data",

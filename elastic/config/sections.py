@@ -100,7 +100,7 @@ class Validation(Section):
     """
 
     every: Free[Annotated[Whole, Field(ge=0)]] = 0
-    """Number of steps between validations, of which the last step has one, too.  0: none."""
+    """Number of steps between validations; the last step is always validated.  0: none."""
     by: Free[Literal["members", "spares"]] = "members"
     """Workers that measure it.  ``members`` train on after it.  ``spares`` measure a checkpoint while the
     members train, so it is told later: the first one at or after each multiple of ``every``.  The members

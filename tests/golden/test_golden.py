@@ -112,7 +112,7 @@ def test_each_numerics_has_golden_bits_of_its_own() -> None:
         {name: entry["hash"] for jobs in golden(numerics)["kinds"].values() for name, entry in jobs.items()}
         for numerics in (4, 5)
     )
-    assert of_four.keys() == of_five.keys() and not set(of_four.values()) & set(of_five.values())
+    assert of_four.keys() < of_five.keys() and not set(of_four.values()) & set(of_five.values())
 
 
 @pytest.mark.parametrize("what", OTHERS)

@@ -22,7 +22,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from tests.golden.jobs import HERE, LOCAL, PINNED, ROOT, Request, ask, pinned
+from elastic.plan.layout import Layout
+from tests.golden.jobs import HERE, LOCAL, PINNED, ROOT, Request, ask, kernels, kinds_of, pinned
 
 PRODUCT = ("elastic", "actors", "storage")
 SMALL, LARGE = (LOCAL, "2x1", "1x2", "2x2", "1x3"), (LOCAL, "2x1", "1x2")
@@ -64,7 +65,8 @@ def hashes() -> None:
     AssertionError where two layouts of one job end with two hashes.
     """
     made_at, names = commit(), [*read("jobs.json")]
-    kinds = ask([(name, LOCAL, {"steps": 1}) for name in names])["kinds"]
+    with kernels(1) as pool:
+        (kinds,) = pool.run(Layout(1, 1), kinds_of, names)
     known = read("hashes.json").get(str(NEWEST), {"kinds": {}})["kinds"]
     missing = [name for name in names if name not in known.get(kinds[name], {})]
     layouts = {name: LAYOUTS.get(name, SMALL) for name in missing}

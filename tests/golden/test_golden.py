@@ -40,6 +40,8 @@ REQUESTS: Sequence[Request] = (
         ("bf16", "1x2", {}),
         ("bf16", LOCAL, {}),
         ("own model", LOCAL, {}),
+        ("two in a block", "1x2", {}),
+        ("muon", "1x2", {}),
     ),
     ("base", "1x2", {"numerics": 4}),
 )

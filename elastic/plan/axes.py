@@ -3,10 +3,11 @@
 A world is a grid of members with one dimension for each axis.  Along a *data* axis members run different
 microbatches; along any other axis they run one microbatch together.  Along some axes members hold different
 parts of the state, along others they hold the same part; context (``cp``) is counted as one index with the
-shards, so the cells of 4 shards are those of 2 shards × 2 parts of a sequence. The rule of an axis *cuts* what a member holds: it
-takes what the inner axes have left, and returns what the member at one index keeps. Everything else follows
-from the rows: the place of a world rank, the part of a tensor that a member holds (``placement.py``), the
-members that can send it (``transfer.py``), and the members that know the losses of a microbatch.
+shards, so the cells of 4 shards are those of 2 shards × 2 parts of a sequence.  The rule of an axis *cuts*
+what a member holds: it takes what the inner axes have left, and returns what the member at one index keeps.
+Everything else follows from the rows: the place of a world rank, the part of a tensor that a member holds
+(``placement.py``), the members that can send it (``transfer.py``), and the members that know the losses of a
+microbatch.
 
 A new axis of the state is a new row here.  An axis that also changes the computation needs more: see
 ``examples/guide/extending.md``.

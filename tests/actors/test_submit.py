@@ -501,7 +501,9 @@ def test_a_users_project_trains_on_nodes_that_never_heard_of_elastic(
         )
 
     (log_of_killed,) = Path(job.bucket).glob("mine/logs/*/w2.log")
-    assert "killed by signal 9 (SIGKILL)" in log_of_killed.read_text().splitlines()[0]
+    said = log_of_killed.read_text().splitlines()[0]
+    # Ray may reap a process before its keeper asks, and some kernels have forgotten its status then
+    assert "killed by signal 9 (SIGKILL)" in said or "this kernel does not say how" in said, said
     assert_brought_by_ray(tmp_path, act.homes)
     # the user's own loss ran every microbatch of every step
     work, due = microbatches(tmp_path), microbatches(tmp_path, ours=True)

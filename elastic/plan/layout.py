@@ -23,7 +23,8 @@ from typing import Any
 
 from elastic.plan.axes import AXES
 
-REPLICAS, SHARDS = ("dp_replicate",), ("dp_shard", "cp")
+REPLICAS = ("dp_replicate",)
+SHARDS = tuple(name for name, axis in AXES.items() if "dp_shard" in (name, axis.into))
 """The axes along which members hold the same part of the state, and those whose members, counted as one
 index, hold the parts into which rows are cut.
 """

@@ -257,7 +257,7 @@ CONTROL: dict[str, tuple[Breach, ...]] = {
         Breach(
             "it has no checkpoints",
             HELD,
-            ("interregnum", 6163),
+            ("interregnum", 946),
             Edit("saves", f"    decision.durable = True\n{RETAINS}", RETAINS),
         ),
         Breach(
@@ -288,7 +288,7 @@ CONTROL: dict[str, tuple[Breach, ...]] = {
         Breach(
             "whom the last generation left out is not heard",
             HELD,
-            ("left_out", 161),
+            ("left_out", 143),
             Edit("admission", "isinstance(event, Fenced) and _left_out(run, event, now)", "False"),
         ),
         # Such a member was expelled before the fence reached it, lives on, and is heard after a member of the
@@ -296,7 +296,7 @@ CONTROL: dict[str, tuple[Breach, ...]] = {
         Breach(
             "whom a later generation left out is not fenced",
             HELD,
-            ("left_out", 161),
+            ("left_out", 573),
             Edit("takeover", "        elif event.worker not in run.state.plan.ranks:", "        elif False:"),
         ),
     ),
@@ -331,7 +331,7 @@ CONTROL: dict[str, tuple[Breach, ...]] = {
         Breach(
             "the last save does not wait for the slot of the one before",
             "does not wait for its last save",
-            ("last_minute", 1218),
+            ("last_minute", 2278),
             Edit("saves", "    if version != decision.run.version:", "    if False:"),
         ),
         Breach(

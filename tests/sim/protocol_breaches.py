@@ -240,7 +240,7 @@ PROTOCOL: dict[str, tuple[Breach, ...]] = {
         Breach(
             "half of the keepers are a majority",
             UNREAD,
-            ("divided", 7),
+            ("divided", 82),
             Edit("authority", "ends[len(ends) // 2]", "ends[(len(ends) - 1) // 2]"),
         ),
         Breach(
@@ -298,7 +298,7 @@ PROTOCOL: dict[str, tuple[Breach, ...]] = {
         Breach(
             "a third of a list is enough for a follower",
             FOLLOWED,
-            ("divided", 700),
+            ("divided", 479),
             Edit("authority", "and 2 * there >= len(keepers)", "and 3 * there >= len(keepers)"),
         ),
         Breach(
@@ -356,7 +356,7 @@ PROTOCOL: dict[str, tuple[Breach, ...]] = {
     # One version is complete in host memory at any moment.
     "copies, as the member makes them": (
         Breach("a slot is overwritten early", GONE, ("drawn", 8), slot_of_the_complete_copy),
-        Breach("what the others have copied is ignored", GONE, ("interregnum", 4), copies_at_once),
+        Breach("what the others have copied is ignored", GONE, ("interregnum", 17), copies_at_once),
         Breach("members skip copies by themselves", GONE, ("drawn", 33), copies_that_each_member_skips),
         Breach("a save on its way is overwritten", OVERWRITTEN, ("drawn", 8), slot_of_a_save),
         Breach("a torn copy counts", "or it is torn", ("drawn", 8), torn_copies),

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
 from functools import cached_property
 
 from elastic.plan.batch import Unit
@@ -50,6 +51,25 @@ class Routes:
         self.node_each = len(self.members) == len(self.group)
         self._number = {node: number for number, node in enumerate(self.members)}
         self._place = {member: place for mates in self.members.values() for place, member in enumerate(mates)}
+
+    def units(self, dealt: Sequence[Unit]) -> list[Unit]:
+        """Returns the units of a round whose sums leave the nodes of this data group.
+
+        Microbatches are dealt by the nodes of the members that report them.  Where a unit has members on
+        several nodes in this data group, its beginning on the first of them is a unit, and each further
+        microbatch is one.  The sum is a left fold, so its bits are the same.
+        """
+        found = list[Unit]()
+        for unit in dealt:
+            nodes = [self.node_of[self.running[rank]] for rank in unit.ranks]
+            here = next((place for place, node in enumerate(nodes) if node != nodes[0]), len(nodes))
+            later = range(here, len(nodes))
+            found.append(replace(unit, ranks=unit.ranks[:here], ends=unit.ends and not later))
+            found += [
+                Unit(unit.first + place, (unit.ranks[place],), False, unit.ends and place == later[-1])
+                for place in later
+            ]
+        return found
 
     # ---- from those who computed a piece to its owner
 

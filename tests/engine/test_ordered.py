@@ -135,6 +135,24 @@ def test_members_with_other_columns_have_sums_of_their_own(layout: Layout, nodes
             assert all((a - b) % 2 == 0 for a, b in exchange.bytes), "nothing travels between data groups"
 
 
+@settings(max_examples=30, deadline=None)
+@given(
+    st.sampled_from([*COLUMNS, Layout(2, 2, (("tp", 2),)), Layout(3, 1, (("tp", 2),))]),
+    st.lists(st.sampled_from("abc"), min_size=8, max_size=8),
+    st.integers(1, 4),
+    st.integers(0, 2**32),
+)
+def test_each_data_group_adds_on_its_own_nodes(
+    layout: Layout, nodes: list[str], block: int, seed: int
+) -> None:
+    """Microbatches are dealt by the nodes of one data group; another may have a block's members elsewhere."""
+    with registered():
+        found, _ = model_world.run(
+            layout, "".join(nodes[: layout.world]), reduced_by_columns, block, 12, seed, MICROBATCHES
+        )
+        assert_columns(found, layout, seed, block, 12)
+
+
 @st.composite
 def worlds(draw: st.DrawFn) -> tuple[Layout, str]:
     layout = Layout(draw(st.integers(1, 4)), draw(st.integers(1, 4)))

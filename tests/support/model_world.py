@@ -41,26 +41,46 @@ class ModelWorld:
 
 
 class Exchange:
-    """The place where the members' messages meet; ``bytes`` counts them by (sender, receiver)."""
+    """The place where the messages of each data group meet; ``bytes`` counts them by (sender, receiver)."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, layout: Layout) -> None:
         self.bytes: Counter[tuple[int, int]] = Counter()
-        self._shares: list[dict[int, torch.Tensor]] = [{}] * size
-        self.barrier = threading.Barrier(size, timeout=PATIENCE_S)
+        self._shares: list[dict[int, torch.Tensor]] = [{}] * layout.world
+        self._lock = threading.Lock()
+        groups = [layout.data_group(rank) for rank in range(layout.world)]
+        self.barriers = {group: threading.Barrier(len(group), timeout=PATIENCE_S) for group in groups}
+        """A place for each data group: one may have fewer messages than another."""
+        self._groups = groups
 
     def meet(self, rank: int, shares: dict[int, torch.Tensor]) -> list[torch.Tensor]:
+        group = self._groups[rank]
+        barrier = self.barriers[group]
+        assert not any(len(part) for target, part in shares.items() if target not in group), (
+            "nothing travels between data groups"
+        )
         self._shares[rank] = shares
-        self.barrier.wait()
-        found = [each[rank] for each in self._shares]
-        if self.barrier.wait() == 0:
+        barrier.wait()
+        found = [
+            self._shares[source][rank] if source in group else shares[rank][:0]
+            for source in range(len(self._groups))
+        ]
+        if barrier.wait() == 0:
             sent = {
                 (source, target): part.nbytes
-                for source, parts in enumerate(self._shares)
-                for target, part in parts.items()
+                for source in group
+                for target, part in self._shares[source].items()
             }
-            self.bytes.update({pair: count for pair, count in sent.items() if count and pair[0] != pair[1]})
-        self.barrier.wait()
+            with self._lock:
+                self.bytes.update(
+                    {pair: count for pair, count in sent.items() if count and pair[0] != pair[1]}
+                )
+        barrier.wait()
         return found
+
+    def abort(self) -> None:
+        """Lets nobody wait any longer."""
+        for barrier in self.barriers.values():
+            barrier.abort()
 
     def out_of(self, nodes: Sequence[str]) -> Counter[str]:
         """Returns the bytes that left each node."""
@@ -77,14 +97,14 @@ def run(
     """Runs ``function(world, *arguments)`` in every member; returns the results by world rank, and what was
     exchanged.
     """
-    exchange, results, errors = Exchange(layout.world), [None] * layout.world, list[Exception]()
+    exchange, results, errors = Exchange(layout), [None] * layout.world, list[Exception]()
 
     def member(rank: int) -> None:
         try:
             results[rank] = function(ModelWorld(layout, nodes, rank, exchange), *arguments)
         except Exception as error:
             errors.append(error)
-            exchange.barrier.abort()
+            exchange.abort()
 
     threads = [threading.Thread(target=member, args=(rank,)) for rank in range(layout.world)]
     for thread in threads:

@@ -63,7 +63,8 @@ class Ordered(Scheme):
         """Returns what travels in the present round.  All wrapped modules and all steps use it again."""
         place = self.deal.microbatches, self.round.number
         if place not in self._legs:
-            self._legs[place] = _Legs(self.routes, self.deal.units[self.round.number])
+            dealt = self.deal.units[self.round.number]
+            self._legs[place] = _Legs(self.routes, self.routes.units(dealt))
         return self._legs[place]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from actors.cli.job_file import JobFile, import_from_here
 from actors.cli.parser import command
 from actors.terminal import say, show_table
@@ -9,6 +11,9 @@ from elastic.code.imports import failure
 from elastic.errors import ElasticError, JobError
 from elastic.job import Job
 from storage.errors import StorageError
+
+if TYPE_CHECKING:
+    from elastic.train.alone.revisit import Again
 
 MOST_PARAMS = 1e15
 """Largest number of parameters of `elastic estimate`."""
@@ -143,16 +148,13 @@ def rerun(job: Job, /, step: str, accept_code: bool = False) -> None:
     now, then, rows = again.now, again.then, list[tuple[object, ...]]()
     for index, (loss, count, ids) in enumerate(zip(now.losses, now.counts, now.samples, strict=True)):
         named = ", ".join(map(str, ids[:8])) + (f" and {len(ids) - 8} more" if len(ids) > 8 else "")
-        told = (
-            "not known"
-            if then is None
-            else "the same bits"
-            if then.losses[index] == loss
-            else f"{then.losses[index]:g}"
-        )
-        told += ", left out" if then is not None and index in then.left_out else ""
-        rows.append((index, named, f"{loss:g}", f"{count:g}", told))
-    show_table("microbatch", "samples", "loss", "terms", "loss that the run recorded", rows=rows)
+        row: tuple[object, ...] = (index, named, f"{loss:g}", f"{count:g}")
+        if then is not None:
+            told = "the same bits" if then.losses[index] == loss else f"{then.losses[index]:g}"
+            row = (*row, f"{told}, left out" if index in then.left_out else told)
+        rows.append(row)
+    known = () if then is None else ("loss that the run recorded",)
+    show_table("microbatch", "samples", "loss", "terms", *known, rows=rows)
     if now.layers:
         show_table(
             "layer",
@@ -160,11 +162,19 @@ def rerun(job: Job, /, step: str, accept_code: bool = False) -> None:
             rows=[(name, f"{norm:.6g}") for name, norm in now.layer_norms.items()],
         )
     skipped = "" if now.finite else "; the gradient is not finite, so the step changes nothing"
-    recorded = (
-        ""
-        if then is None
-        else (
-            f"; the run recorded {then.loss:.6g} and {then.norm:.6g}{', the same bits' if again.same else ''}"
+    say(f"step {now.step}: loss {now.loss:.6g}, norm {now.norm:.6g}{_compared(again)}{skipped}")
+
+
+def _compared(again: Again) -> str:
+    """Returns the part of a sentence that compares a step with what the run has recorded, or says why
+    nothing is compared.
+    """
+    if again.recorded is None:
+        return (
+            "; nothing is compared, since the bucket has no record of this step: a run with --local records "
+            "its steps when it saves, and the journal of another run may be gone"
         )
-    )
-    say(f"step {now.step}: loss {now.loss:.6g}, norm {now.norm:.6g}{recorded}{skipped}")
+    loss, norm = again.recorded
+    bits = "the same bits" if again.same else "other bits"
+    only = "" if again.then is not None else " (its metrics, which have no losses of single microbatches)"
+    return f"; the run recorded {loss:.6g} and {norm:.6g}{only}, {bits}"

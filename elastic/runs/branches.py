@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from elastic.config.values import Change, change_at, checkpoint_of, shown
+from elastic.config.settings import option_of
+from elastic.config.values import Change, change_at, checkpoint_of, is_secret, shown
 from elastic.errors import JobError
 from elastic.ids import Version
 from elastic.job import BEFORE, Job
@@ -29,6 +31,8 @@ from storage.errors import Damaged, Missing
 from storage.numbered import Numbered
 from storage.objects import ObjectStore
 
+SHOWN = 4
+"""Largest number of settings that a sentence about differing settings names."""
 FORMAT = 2
 """Format of a branch that changes how samples are drawn.  An older release, which would draw them as before
 the branch, reads only format 1.
@@ -266,23 +270,40 @@ def check(job: Job, found: Job, *, asked: bool) -> None:
     differs = changed(job, found)
     refused = [key for key in differs if Job.refuses(key)]
     parts, there = len(job.data.weights), len(found.data.weights)
-    holds = f"bucket = {job.bucket!r}: the run {job.name!r} has other settings ({in_words(differs)})"
-    other = "to go on, use the settings of the run; to begin at step 0, choose another name"
+    holds = f"{in_words(differs)}: the run {job.name!r} in bucket = {job.bucket!r} has other settings"
+    options = " ".join(_options(differs))
+    own = f"use the settings of the run{f' ({options})' if options else ''}"
+    anew = "begin at step 0 with another --name"
     if refused:
         raise JobError(
-            f"{holds}; the state of the run does not fit another value of {', '.join(refused[:4])}; {other}"
+            f"{holds}, and the state of the run does not fit another value of {', '.join(refused[:4])}; either {own}, "
+            f"or {anew}"
         )
     if parts != there:  # the place in a pool of samples says nothing of places in parts
         raise JobError(
             f"{holds}; data.weights of a run may change its values, but not its length from "
             f"{there or 'no'} to {parts or 'no'} weights, since samples would be left out or repeated; "
-            f"{other}"
+            f"either {own}, or {anew}"
         )
     if not asked:
         raise JobError(
-            f"{holds}; the new values would change the weights from here on; to go on, use the settings of "
-            "the run, or take the new values with --branch; to begin at step 0, choose another name"
+            f"{holds}, and the new values would change the weights from here on; either {own}, or take the "
+            f"new values with --branch, or {anew}"
         )
+
+
+def _options(differs: Mapping[str, tuple[Any, Any]]) -> list[str]:
+    """Returns the options of the command line that give the run's values, if there are few and each can be
+    typed; else none.
+    """
+    values = {name: before for name, (before, _) in differs.items()}
+    typed = {name: each for name, each in values.items() if isinstance(each, bool | int | float | str)}
+    if len(typed) < len(differs) or len(differs) > SHOWN or any(map(is_secret, values, values.values())):
+        return []
+    words = (
+        (option_of(name), each if isinstance(each, str) else json.dumps(each)) for name, each in typed.items()
+    )
+    return [shlex.join(each) for each in words]
 
 
 def begin(
@@ -352,5 +373,5 @@ def in_words(
     """Returns the words for the first few settings that differ."""
     return ", ".join(
         f"{key} = {shown(key, before)}{there}{shown(key, after)}{here}"
-        for key, (before, after) in list(differs.items())[:4]
+        for key, (before, after) in list(differs.items())[:SHOWN]
     )

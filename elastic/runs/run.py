@@ -33,6 +33,8 @@ from storage.objects import ObjectStore
 
 LOCAL = alone.ADDRESS
 """Address in the claim of a run that one process trains by itself (``--local``)."""
+LISTED = 8
+"""Largest number of steps that an error lists one by one."""
 
 
 class LocalProcess(NamedTuple):
@@ -596,7 +598,7 @@ class Run:
         saved = self.state(step=step).history.saved
         found = [version for version in saved if step in (None, version.step)]
         if not found:
-            have = ", ".join(str(version.step) for version in saved) or "none"
+            have = _listed([version.step for version in saved])
             at = "" if step is None else f" at step {step}"
             why = "".join(
                 f"; {each.damaged}"
@@ -643,6 +645,13 @@ class Run:
             "versions": {name: version_of(name) for name in ("torch", "ray", "safetensors")}
             | {"elastic": elastic.__version__},
         }
+
+
+def _listed(steps: Sequence[int]) -> str:
+    """Returns the steps in words: each of a few; else the first, the last and how many there are."""
+    if len(steps) <= LISTED:
+        return ", ".join(map(str, steps)) or "none"
+    return f"{steps[0]} to {steps[-1]}, {len(steps)} in all (`elastic checkpoint ls` lists them)"
 
 
 def _goes_on(state: RunState, last: RunState) -> str:

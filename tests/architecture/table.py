@@ -121,6 +121,7 @@ IMPORTS = {
     "elastic.runs.branches": Row(
         (
             "elastic.job",
+            "elastic.config.settings",
             "elastic.config.values",
             "elastic.plan.stretches",
             "elastic.runs.notes",

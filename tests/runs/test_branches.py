@@ -74,12 +74,13 @@ def test_l4_the_run_has_the_settings_of_its_newest_branch(tmp_path: Path) -> Non
     """
     trained(extending(tmp_path, 3))
     with pytest.raises(
-        JobError, match=r"\(steps = 3 in the run and 5 now\).*or take the new values with --branch"
+        JobError,
+        match=r"^steps = 3 in the run and 5 now: .*\(--steps 3\), or take the new values with --branch",
     ):
         trained(extending(tmp_path, 5))
     assert not (tmp_path / "run" / "branches").exists()
     trained(extending(tmp_path, 5), branch=True)
-    with pytest.raises(JobError, match=r"\(steps = 5 in the run and 3 now\)"):
+    with pytest.raises(JobError, match=r"^steps = 5 in the run and 3 now: "):
         Run.look(extending(tmp_path, 3))
     assert Run.look(extending(tmp_path, 5)).job.steps == 5 and Run.find(extending(tmp_path, 3)).job.steps == 5
     with pytest.raises(JobError, match="steps = 3: the run 'run' is at step 5 already; raise steps"):

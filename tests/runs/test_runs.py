@@ -199,19 +199,20 @@ def test_another_job_is_told_why_it_cannot_go_on() -> None:
     """
     job = a_run().job.replace(name="told", model_args={"dim": 8})
     Run.open(job)
-    to_do = "; to go on, use the settings of the run"
+    has = f": the run 'told' in bucket = {job.bucket!r} has other settings, and "
+    do = "; either use the settings of the run"
     with pytest.raises(JobError) as caught:
         Run.look(job.replace(steps=3))
-    changes = "(steps = 12 in the run and 3 now); the new values would change the weights from here on"
-    assert str(caught.value).endswith(
-        f"{changes}{to_do}, or take the new values with --branch; to begin at step 0, choose another name"
+    assert str(caught.value) == (
+        f"steps = 12 in the run and 3 now{has}the new values would change the weights from here on{do} "
+        "(--steps 12), or take the new values with --branch, or begin at step 0 with another --name"
     )
     with pytest.raises(JobError) as caught:
         Run.look(job.replace(seed=3, model_args={"dim": 9}))
     does_not_fit = "the state of the run does not fit another value of model_args.dim"
-    assert str(caught.value).endswith(
-        "(model_args.dim = 8 in the run and 9 now, seed = 0 in the run and 3 now); "
-        f"{does_not_fit}{to_do}; to begin at step 0, choose another name"
+    assert str(caught.value) == (
+        f"model_args.dim = 8 in the run and 9 now, seed = 0 in the run and 3 now{has}{does_not_fit}{do} "
+        "(--model-args.dim 8 --seed 0), or begin at step 0 with another --name"
     )
 
 
@@ -234,8 +235,7 @@ def test_a_run_goes_on_with_its_own_numerics() -> None:
     with pytest.raises(
         JobError,
         match=(
-            r"\(numerics = 4 in the run and 5 now\); the state of the run does not fit another value "
-            r"of numerics"
+            r"numerics = 4 in the run and 5 now: .*the state of the run does not fit another value of numerics"
         ),
     ):
         Run.open(old.replace(numerics=5))
@@ -270,7 +270,7 @@ def test_a_run_goes_on_with_its_own_recompute() -> None:
         assert (
             Run.open(old).job.recompute == Run.open(old.replace(recompute="auto")).job.recompute == recompute
         )
-    with pytest.raises(JobError, match=r"\(recompute = 'block' in the run and 'none' now\)"):
+    with pytest.raises(JobError, match=r"^recompute = 'block' in the run and 'none' now: "):
         Run.open(old.replace(recompute="none"))
 
 
@@ -288,7 +288,7 @@ def test_a_run_goes_on_with_its_own_microbatch() -> None:
     for batch in (32, 18):  # of which the one is a multiple of 4, and the other is not
         with pytest.raises(JobError, match=f"global_batch = 16 in the run and {batch} now"):
             Run.look(auto.replace(global_batch=batch))
-    with pytest.raises(JobError, match=r"\(microbatch = 4 in the run and 2 now\)"):
+    with pytest.raises(JobError, match=r"^microbatch = 4 in the run and 2 now: "):
         Run.look(named.replace(microbatch=2))
 
 

@@ -4,6 +4,8 @@ there.
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,13 +13,15 @@ import pytest
 from actors.cli import main
 from elastic.errors import JobError
 from elastic.ids import Version
+from elastic.plan.layout import Layout
 from elastic.runs.branches import FORMAT
 from elastic.runs.metrics import rows_of
-from elastic.runs.resume import checkpoint, start_of
+from elastic.runs.resume import checkpoint, start_of, version_at
 from elastic.runs.run import Run
 from elastic.train.alone.revisit import evaluate_here, rerun_here
 from storage.documents import seal, unseal
-from tests.runs.test_forks import FAST, job_of, steps_of, told, trained
+from tests.runs.test_forks import FAST, STATE, job_of, steps_of, told, trained
+from tests.storage.states import write
 from tests.support.chaos import exported_hash
 from tests.support.job_file import to_toml
 
@@ -95,6 +99,8 @@ def test_g4_a_step_that_was_left_behind_is_computed_again_when_it_is_named(
 ) -> None:
     """G4: it has the loss that was recorded before the rewind, to the bit.  The control: the run's own step
     has another.
+
+    A run with --local has no journal: its metrics are compared, and without them it is said that nothing is.
     """
     job = job_of(tmp_path)
     trained(job)
@@ -112,9 +118,20 @@ def test_g4_a_step_that_was_left_behind_is_computed_again_when_it_is_named(
     assert Run.find(job).branches.at(Version(5, 1)).number == 1, (
         "the job of its branch, which has another rate"
     )
-    (tmp_path / "job.toml").write_text(to_toml(job))
-    assert main(["rerun", str(tmp_path / "job.toml"), "--step", "5.1"]) == 0
-    assert f"step 5: loss {told[5]:.6g}" in capsys.readouterr().out
+    assert rerun_here(job, 5).same and rerun_here(job, "5.1").same
+
+    def said(step: str) -> str:
+        (tmp_path / "job.toml").write_text(to_toml(job))
+        assert main(["rerun", str(tmp_path / "job.toml"), "--step", step]) == 0
+        return " ".join(capsys.readouterr().out.split())
+
+    assert f"step 5: loss {told[5]:.6g}" in (shown := said("5.1"))
+    assert f"; the run recorded {told[5]:.6g} and " in shown and shown.endswith(", the same bits"), shown
+    for file in (Path(job.bucket) / "run" / "metrics").iterdir():
+        file.write_text(file.read_text().replace(json.dumps(told[5]), json.dumps(told[5] * (1 + 2**-50))))
+    assert said("5.1").endswith(", other bits"), "a loss that differs in its last bits"
+    shutil.rmtree(Path(job.bucket) / "run" / "metrics")
+    assert "; nothing is compared, since the bucket has no record of this step" in said("5.1")
     for word, why in {
         "5.7": "--step 5.7: run has had 2 generations so far",
         "4.1": (
@@ -126,6 +143,21 @@ def test_g4_a_step_that_was_left_behind_is_computed_again_when_it_is_named(
     }.items():
         with pytest.raises(JobError, match=why):
             rerun_here(job, word)
+
+
+def test_of_many_checkpoints_an_error_names_the_first_the_last_and_their_number(tmp_path: Path) -> None:
+    """The control: a few are named one by one."""
+    run = Run.open(job_of(tmp_path, steps=20))
+    for step in range(2, 21, 2):
+        version = Version(step, 1)
+        run.commit(version, write(run.checkpoints, version, STATE, 1), ((1, step),), Layout())
+        if step == 16:
+            with pytest.raises(JobError, match=r"checkpoint: 2, 4, 6, 8, 10, 12, 14, 16$"):
+                version_at(run, "3")
+    with pytest.raises(
+        JobError, match=r"checkpoint: 2 to 20, 10 in all [(]`elastic checkpoint ls` lists them[)]$"
+    ):
+        version_at(run, "3")
 
 
 def test_a_run_goes_on_from_what_another_has_left_behind_and_not_from_its_own(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from elastic.protocol.member import Member
 from elastic.protocol.plan import Plan
 from elastic.report.ledger import ledger, outcome_of
 from elastic.runs import code
+from elastic.runs.metrics import stored
 from elastic.runs.resume import instead, parsed, version_at, version_before
 from elastic.runs.run import Run
 from elastic.train.alone.only_member import WORKER, go
@@ -106,15 +107,18 @@ class Again:
 
     now: Outcome
     then: Outcome | None
+    recorded: tuple[float, float] | None = None
+    """The loss and the norm of the step in the journal, or else in the metrics, which are all that a run with
+    --local records; None if neither has the step.
+    """
 
     @property
     def same(self) -> bool:
         """True if all recorded losses and the norm of the gradient have the same bits."""
-        then = self.then
-        return then is not None and (self.now.losses, self.now.squared_norm) == (
-            then.losses,
-            then.squared_norm,
-        )
+        now, then = self.now, self.then
+        if then is None:
+            return (now.loss, now.norm) == self.recorded
+        return (now.losses, now.squared_norm) == (then.losses, then.squared_norm)
 
 
 def rerun_here(job: Job, which: int | str, *, accept_code: bool = False) -> Again:
@@ -168,9 +172,14 @@ def rerun_here(job: Job, which: int | str, *, accept_code: bool = False) -> Agai
         assert session.loop is not None
         Context(session.job, state, once, Effects(run.store, its.name, tells=False)).run(session.loop)
     segments = run.segments()
-    return Again(
-        outcomes[0], ledger(segments).get(step) if generation is None else outcome_of(segments, made)
-    )
+    then = ledger(segments).get(step) if generation is None else outcome_of(segments, made)
+    return Again(outcomes[0], then, (then.loss, then.norm) if then is not None else _stored(run, made))
+
+
+def _stored(run: Run, made: Version) -> tuple[float, float] | None:
+    """Returns the loss and the norm of the step ``made`` in the metrics of the run; None if they lack it."""
+    rows = stored(run.store, run.job.name, ((made.generation, made.step),), made.step - 1)
+    return next(((row["loss"], row["norm"]) for row in rows), None)
 
 
 @contextmanager

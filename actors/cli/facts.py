@@ -13,7 +13,7 @@ from elastic.plan.retention import Keep
 from elastic.report.page.content import BranchRow, CheckpointRow, Facts
 from elastic.report.page.series import Columns
 from elastic.report.timeline import Timeline
-from elastic.runs import branches, owed, retention
+from elastic.runs import alone, branches, owed, retention
 from elastic.runs.metrics import origin_rows, rows_of
 from elastic.runs.quarantine import held_in
 from elastic.runs.run import LOCAL, Run
@@ -29,6 +29,7 @@ def facts_of(run: Run, keep: Keep, now: float) -> Facts:
     job, owner, end = run.job, run.owner(), run.end()
     found = retention.look(run, keep, now=now)
     settings = branches.flat(run.branches.job())
+    timeline = Timeline().read(journal.objects(run.store, job.name))
     return Facts(
         name=job.name,
         steps=job.steps,
@@ -42,12 +43,13 @@ def facts_of(run: Run, keep: Keep, now: float) -> Facts:
                 rows_of(run),
             )
         ),
-        timeline=Timeline().read(journal.objects(run.store, job.name)),
+        timeline=timeline,
         checkpoints=_checkpoints(found),
         owed=owed.sentence(found.debts),
         branches=[_branch(each) for each in run.branches.every()],
         end="" if end is None else type(end).__name__,
         local=owner is not None and owner["address"] == LOCAL,
+        alone=() if timeline.life else alone.spans(run.store, job.name),
         quarantine=_quarantine(run, found.newest),
         read_at=now,
     )

@@ -20,7 +20,7 @@ from typing import Any
 from elastic.control.run import TERMINAL, Ended, Failed, Stopped
 from elastic.errors import JobError
 from storage.errors import StorageError
-from storage.journal import owner_of
+from storage.journal import owner_of, owners
 from storage.numbered import Numbered
 from storage.objects import ObjectStore
 
@@ -33,6 +33,19 @@ def ends(store: ObjectStore, name: str) -> Numbered[Ended]:
     incarnations.
     """
     return Numbered(store, f"{name}/ends", 1, of=_how)
+
+
+def spans(store: ObjectStore, name: str) -> list[tuple[float, float | None]]:
+    """Returns the times at which each process that trained the run ``name`` by itself began and ended, oldest
+    first.  The end is None if the process has not said that it ended.
+    """
+    said = Numbered[Mapping[str, Any]](store, f"{name}/ends", 1)
+    alone = (
+        (number, owner)
+        for number, owner in owners(store, name).items()
+        if owner["address"] == ADDRESS and owner.get("trains", True) and "at" in owner
+    )
+    return [(owner["at"], (said.find(number) or {}).get("at")) for number, owner in alone]
 
 
 def _how(about: Mapping[str, Any]) -> Ended:

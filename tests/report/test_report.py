@@ -8,6 +8,7 @@ import json
 import math
 import re
 import statistics
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -340,6 +341,26 @@ def test_l2_two_processes_that_trained_one_after_the_other(tmp_path: Path) -> No
         tile.note for tile in page.tiles if tile.label == "Throughput"
     )
     assert {line.noun for line in shown_ if isinstance(line, StepLine)} == {"terms"}
+    (first, ended), (second, _) = facts.alone
+    assert ended is not None and first < at[0] < at[2] < ended < second < at[3]
+
+
+@pytest.mark.parametrize(("ended", "away"), [(1003.0, 995.0), (None, 996.0)], ids=["stopped", "killed"])
+def test_l2_the_time_between_two_processes_is_no_time_of_the_run(ended: float | None, away: float) -> None:
+    """L2: nothing ran from the end of the first until the second began; a killed process has its last step as
+    its end.  The control: with one process all the time counts.
+    """
+    rows = [{"step": n, "time": n + (999 if n < 4 else 1996), "step_s": 0.5} for n in range(1, 7)]
+    facts = Facts("run", 6, 4, {}, Columns(rows), Timeline(), alone=[(999.0, ended), (1998.0, 2003.0)])
+    tile = next(each for each in page_of(facts).tiles if each.label == "Goodput")
+    up = 1002.5 - away
+    assert tile.value == percent(3.0, up) and tile.note == (
+        f"3.00 s of {duration(up)} in steps that count; besides, {duration(away)} in which nothing ran"
+    )
+    tile = next(
+        each for each in page_of(replace(facts, alone=facts.alone[:1])).tiles if each.label == "Goodput"
+    )
+    assert tile.value == percent(3.0, 1002.5) and "nothing ran" not in tile.note
 
 
 def squares(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:

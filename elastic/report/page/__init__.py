@@ -24,7 +24,7 @@ from elastic.report.words import clipped, counted, duration, percent, shown
 
 def page_of(facts: Facts) -> Page:
     """Returns the page of a run."""
-    shares = shares_of(facts.columns, facts.timeline)
+    shares = shares_of(facts.columns, facts.timeline, facts.alone)
     tiles = [*_tiles(facts, shares), *_tiles_of_bad_data(facts)]
     return Page(facts, clipped(facts.name), _lead(facts), tiles, charts_of(facts), shares)
 
@@ -68,10 +68,13 @@ def _tiles(facts: Facts, shares: Sequence[TimeShare]) -> list[Tile]:
         tiles.append(Tile("Throughput", shown(rate), f"{unit_of(facts)} a second, over all measured steps"))
     if shares:
         counts = sum(each.seconds for each in shares if each.kind in ("compute", "data"))
-        up = sum(each.seconds for each in shares if each.kind != "away")
-        tiles.append(
-            Tile("Goodput", percent(counts, up), f"{duration(counts)} of {duration(up)} in steps that count")
+        up, away = (
+            sum(each.seconds for each in shares if (each.kind == "away") == is_away)
+            for is_away in (False, True)
         )
+        note = f"{duration(counts)} of {duration(up)} in steps that count"
+        more = f"; besides, {duration(away)} in which nothing ran" if away else ""
+        tiles.append(Tile("Goodput", percent(counts, up), note + more))
     if told.life:
         unplanned = sum(not each.planned for each in told.recoveries)
         again = sum(each.again for each in told.worlds.values())

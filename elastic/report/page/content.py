@@ -56,6 +56,10 @@ class Facts:
     """
     local: bool = False
     """True if one process trained it last, with ``--local``."""
+    alone: Sequence[tuple[float, float | None]] = ()
+    """The times at which each process with ``--local`` began and ended (None: not known), if there is no
+    journal.
+    """
     owed: str = ""
     """The exports and samples that are owed or were given up, in words; "" if there are none."""
     quarantine: int = 0

@@ -72,13 +72,14 @@ def rollback(file: JobFile, /, to: str, lr_scale: float = 1.0, force: bool = Fal
 
 
 def _goes_on(file: JobFile, run: Run) -> str:
-    """Returns the sentence with the command that goes on with the newest branch of ``run``.
+    """Returns the sentence with the command that goes on with the newest branch of ``run``, as it was trained
+    last.
 
     The command has options for the settings in which the job file and the line differ from the branch, since
     `elastic train` would refuse these.  A run with code that was given as objects goes on only where they
     are.
     """
-    branch = run.job
+    branch, how = run.job, " --local" if run.trained_alone else ""
     if objects := [each for each in branch.code() if each.startswith(f"{OBJECT}:")]:
         changed = {name: now for each in run.branches.every() for name, (_, now) in each.changed.items()}
         same = (
@@ -95,7 +96,7 @@ def _goes_on(file: JobFile, run: Run) -> str:
     except JobError:
         return (
             f"to go on, correct {name}, give it the settings of this branch, and run `elastic train "
-            f"{file.typed}`"
+            f"{file.typed}{how}`"
         )
     line = {setting: words for setting, words in options.words.items() if setting not in differs}
     line |= {setting: [option_of(setting), *_words(value)] for setting, value in differs.items()}
@@ -109,10 +110,10 @@ def _goes_on(file: JobFile, run: Run) -> str:
             f"{name} left out" if value is None else f"{name} = {shown(name, value)}"
             for name, value in differs.items()
         )
-        return f"to go on, change {name} ({there}), and run `elastic train {file.typed}`"
+        return f"to go on, change {name} ({there}), and run `elastic train {file.typed}{how}`"
     told = ", ".join(f"{name} = {shown(name, value)}" for name, value in differs.items())
     written = f" (write {told} into {name}, too)" if told else ""
-    return f"to go on, run `elastic train {again.typed}`{written}"
+    return f"to go on, run `elastic train {again.typed}{how}`{written}"
 
 
 def _otherwise(job: Job, branch: Job) -> dict[str, Any]:

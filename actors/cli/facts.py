@@ -16,7 +16,7 @@ from elastic.report.timeline import Timeline
 from elastic.runs import alone, branches, owed, retention
 from elastic.runs.metrics import origin_rows, rows_of
 from elastic.runs.quarantine import held_in
-from elastic.runs.run import LOCAL, Run
+from elastic.runs.run import Run
 from storage import journal
 from storage.errors import StorageError
 
@@ -26,7 +26,7 @@ LEARNT = ("step", "final", "loss", "norm", "lr", "tokens", "validation_loss", "v
 
 def facts_of(run: Run, keep: Keep, now: float) -> Facts:
     """Returns what the bucket holds of the run; ``keep`` has the rules that keep checkpoints."""
-    job, owner, end = run.job, run.owner(), run.end()
+    job, end = run.job, run.end()
     found = retention.look(run, keep, now=now)
     settings = branches.flat(run.branches.job())
     timeline = Timeline().read(journal.objects(run.store, job.name))
@@ -48,7 +48,7 @@ def facts_of(run: Run, keep: Keep, now: float) -> Facts:
         owed=owed.sentence(found.debts),
         branches=[_branch(each) for each in run.branches.every()],
         end="" if end is None else type(end).__name__,
-        local=owner is not None and owner["address"] == LOCAL,
+        local=run.trained_alone,
         alone=() if timeline.life else alone.spans(run.store, job.name),
         quarantine=_quarantine(run, found.newest),
         read_at=now,

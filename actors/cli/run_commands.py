@@ -89,10 +89,17 @@ class Absent:
                 "if it still runs, end it there with Ctrl-C"
             )
         how = "" if end is None else f"; it ended as {type(end).__name__}"
+        steps = "" if isinstance(end, Finished) else f", of {run.job.steps} steps"
         reason = "" if end is None else end.why if isinstance(end, Finished) else end.reason
         why = f" ({reason})" if reason else ""
         known = run.state()
-        newest = max(known.history.saved, default="none")
+        newest = max(known.history.saved, default=None)
+        if over and end is None and not run.branched:
+            again = "goes on from there" if newest is not None else "begins at step 0"
+            how = (
+                "; no end was recorded (it was killed, or its last save failed): the same command line "
+                f"{again}"
+            )
         rest = (
             run.passed_over(known),
             skipped.sentence(run, known.skips),
@@ -100,7 +107,11 @@ class Absent:
             owed.sentence(owed.debts(run)),
         )
         more = "".join(f"; {told}" for told in rest if told)
-        return cls(f"{job.name} {stands}; newest good checkpoint: {newest}{how}{why}{more}", over, end)
+        return cls(
+            f"{job.name} {stands}; newest good checkpoint: {newest or 'none'}{steps}{how}{why}{more}",
+            over,
+            end,
+        )
 
 
 @command("status")

@@ -273,6 +273,15 @@ class Run:
             return None
         return LocalProcess(pid, trains)
 
+    @property
+    def trained_alone(self) -> bool:
+        """True if the process that claimed the run last in order to train it did so with ``--local``."""
+        for number in range(self.latest_claim(), 0, -1):
+            owner = owner_of(self.store, self.job.name, number)
+            if owner is not None and owner.get("trains", True):
+                return bool(owner["address"] == LOCAL)
+        return False
+
     def local_elsewhere(self) -> str:
         """Returns the words for the other machine on which, and the time at which, a process began to train
         the run with ``--local``, if that process may still train it; else "".

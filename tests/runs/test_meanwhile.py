@@ -233,7 +233,10 @@ def test_l4_a_run_that_ended_on_another_machine(
             how,
             "the bucket does not say that it has ended"
             if lost
-            else "run is not running; newest good checkpoint: step 5",
+            else (
+                "run is not running; newest good checkpoint: step 5 of generation 1, of 8 steps; no end was "
+                "recorded (it was killed, or its last save failed): the same command line goes on from there"
+            ),
         )
         in text
     )

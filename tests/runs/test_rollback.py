@@ -62,7 +62,7 @@ def test_g2_a_run_that_diverged_is_rolled_back_and_recovers(
         "branch 3 of run goes on from step 12: optim.lr = 30.0 before and 0.003 now; it abandons 8 steps, "
         "13 to 20"
     ) in said
-    assert f"to go on, run `elastic train {path} --steps 20 --optim.lr 0.003`" in said
+    assert f"to go on, run `elastic train {path} --steps 20 --optim.lr 0.003 --local`" in said
     assert main(["train", str(path), "--local", "--optim.lr", "0.003"]) == 0
     rows = {int(row["step"]): row for row in rows_of(run)}
     assert sorted(rows) == [*range(1, 21)] and rows[20]["loss"] < rows[12]["loss"]
@@ -189,7 +189,7 @@ def test_g2_the_line_that_a_roll_back_prints_goes_on_with_the_branch(
     assert main(["rollback", str(path), "--to", "2"]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "to go on, change job.toml (data.dataset = " in said and said.endswith(
-        f"data.weights = []), and run `elastic train {path}`"
+        f"data.weights = []), and run `elastic train {path} --local`"
     )
 
 

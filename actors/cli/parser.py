@@ -189,10 +189,14 @@ class Parser(argparse.ArgumentParser):
             )
         if found := re.match(r"argument (\S+): invalid choice: '(.*?)'", message):
             known = [name for action in self._actions for name in action.choices or ()]
-            return (
-                f"there is no {found[1]} {found[2]!r}; there are "
-                f"{', '.join(known)}{did_you_mean(found[2], known)}"
+            elsewhere = [name for name in commands() if found[2] in name.split()]
+            hint = did_you_mean(found[2], known)
+            known_or_meant = (
+                f"did you mean `elastic {elsewhere[0]}`?"
+                if elsewhere
+                else f"there are {', '.join(known)}{hint}"
             )
+            return f"there is no {found[1]} {found[2]!r}; {known_or_meant}"
         if found := re.match(r"argument (\S+): invalid (\w+) value: (.*)", message):
             return f"{found[1]} = {found[3]} must be a {KINDS.get(found[2], found[2])}"
         if found := re.match(r"argument (\S+): expected (.*)", message):

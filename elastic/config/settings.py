@@ -285,11 +285,11 @@ def option_of(setting: str) -> str:
 def nearest(setting: str, known: Sequence[str]) -> tuple[str, ...]:
     """Returns the known settings that are probably meant by ``setting``: one, rarely two, or none.
 
-    One whose whole name ends ``setting`` comes first, then what newcomers call just so, then one with the
-    same last part (the right name in a wrong section), then what other trainers call so.  Next comes one of
-    the same section whose last part is spelt alike, then one that is spelt alike as a whole, then one whose
-    last part is.  Without a section the last two change places, and with a known one the likeness must be
-    greater.
+    One whose whole name ends ``setting`` comes first, then one with other marks between its words, then what
+    newcomers call just so, then one with the same last part (the right name in a wrong section), then what
+    other trainers call so.  Next comes one of the same section whose last part is spelt alike, then one that
+    is spelt alike as a whole, then one whose last part is.  Without a section the last two
+    change places, and with a known one the likeness must be greater.
     """
     section, _, last = setting.rpartition(".")
     parts = setting.split(".")
@@ -297,6 +297,8 @@ def nearest(setting: str, known: Sequence[str]) -> tuple[str, ...]:
         (tail for at in range(1, len(parts) - 1) if (tail := ".".join(parts[at:])) in known), ""
     ):
         return (inner,)
+    if found := tuple(name for name in known if _undotted(name) == _undotted(setting)):
+        return found
     by_last = {name.rpartition(".")[2]: (name,) for name in reversed(known)}
     if found := ELSEWHERE.get(setting) or by_last.get(last) or ELSEWHERE.get(last):
         return found
@@ -316,6 +318,11 @@ def nearest(setting: str, known: Sequence[str]) -> tuple[str, ...]:
         if match := difflib.get_close_matches(wanted, list(candidates), 1, cutoff):
             return candidates[match[0]]
     return ()
+
+
+def _undotted(name: str) -> str:
+    """Returns a name with the same mark between all its words: ``data_args`` for ``data.args``."""
+    return name.replace("-", "_").replace(".", "_")
 
 
 def leaves(model: Model, prefix: str = "") -> dict[str, FieldInfo]:

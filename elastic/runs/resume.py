@@ -8,7 +8,8 @@ by a word, as ``best``.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -98,7 +99,9 @@ def start_of(job: Job, resume: str | int = LATEST) -> StartPoint:
             f"400{checkpoint_meant(word)}"
         ) from None
     if name == job.name:
-        return _older(job, Run.begun(job), which)
+        with _asked(f"--resume {word}"):
+            run = Run.begun(job)
+        return _older(job, run, word, which)
     if run.there is not None:
         _check_same(run, name, which)
         return StartPoint(job)
@@ -110,8 +113,17 @@ def start_of(job: Job, resume: str | int = LATEST) -> StartPoint:
     return _fork(job, name, which)
 
 
-def _older(job: Job, run: Run, which: str) -> StartPoint:
-    """Returns the start at an older checkpoint of ``run``.
+@contextmanager
+def _asked(words: str) -> Iterator[None]:
+    """Begins the errors of a search for a checkpoint with the words that asked for it."""
+    try:
+        yield
+    except JobError as error:
+        raise JobError(f"{words}: {error}") from None
+
+
+def _older(job: Job, run: Run, word: str, which: str) -> StartPoint:
+    """Returns the start at the checkpoint ``which`` of ``run``, for which ``--resume`` has ``word``.
 
     A supervisor starts the same command line again and again.  So if the newest branch began at that
     checkpoint with this job, and has saved a step since, the run goes on from its newest checkpoint.  A
@@ -132,7 +144,8 @@ def _older(job: Job, run: Run, which: str) -> StartPoint:
 
     if begun and which == BEST == begun.word:
         return went_on(begun, f"{job.name}@best, step {begun.step},")
-    version = checkpoint(run, which)
+    with _asked(f"--resume {word}"):
+        version = checkpoint(run, which)
     if "." in which and left_behind(run, [version]):
         raise JobError(
             f"--resume {which}: {run.job.name} has abandoned {version}, and cannot go on from it; a "
@@ -315,24 +328,25 @@ def _best(run: Run) -> Version:
     name, found = run.job.name, best_of(run)
     if found is None:
         raise JobError(
-            f"{name}@best: {name} has no validation with a finite loss; name a step, or set "
-            "validation.every in its job"
+            f"{name} has no validation with a finite loss, so there is no best checkpoint; name a step, or "
+            "set validation.every in its job"
         )
     later = (
         version for version in saved(run) if version >= found.version and not run.checkpoints.damage(version)
     )
     if (first := next(later, None)) is None:
         raise JobError(
-            f"{name}@best: the best validation was after step {found.version.step}, and there is no "
+            f"the best validation of {name} was after step {found.version.step}, and there is no "
             "checkpoint of this step or a later one; name another step"
         )
     return first
 
 
 def _fork(job: Job, name: str, which: str) -> StartPoint:
-    other = Run.begun(job.replace(name=name), of_the_file=False)
-    other.branches.check_lost()  # also if it has later branches
-    version = checkpoint(other, which)
+    with _asked(f"--resume {name}@{which}"):
+        other = Run.begun(job.replace(name=name), of_the_file=False)
+        other.branches.check_lost()  # also if it has later branches
+        version = checkpoint(other, which)
     if not version.step:
         raise JobError(
             f"--resume {name}@0: at step 0 nothing was trained; leave --resume out to begin at step 0"
@@ -340,10 +354,8 @@ def _fork(job: Job, name: str, which: str) -> StartPoint:
     branch = other.branches.at(version)
     job = job.going_on(branch.job)
     found = branch.of_run(job)
-    try:
+    with _asked(f"--resume {name}@{which}"):
         branches.check(job.replace(name=name), found, asked=True)
-    except JobError as error:
-        raise JobError(f"--resume {name}@{which}: {error}") from None
     if version.step > job.steps:
         raise JobError(
             f"steps = {job.steps}: the checkpoint of {name} is at step {version.step} already; raise steps"
@@ -385,7 +397,8 @@ def _warm(job: Job) -> StartPoint:
     other = Run.find(job.replace(name=name, init=""))
     if other.there is None and not other.branches.lost():  # weights need no settings
         raise branches.no_run(other.job, of_the_file=False)
-    version = checkpoint(other, which)
+    with _asked(f"init = {job.init!r}"):
+        version = checkpoint(other, which)
     if not version.step:
         raise JobError(f"init = {job.init!r}: at step 0 nothing was trained; leave init out")
     origin = Origin(name, version)

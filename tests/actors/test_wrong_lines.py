@@ -69,7 +69,7 @@ def said(shown: Shown) -> str:
         ),
         (
             ["--model", "elastic.models.llama:build", "--resume", "400"],
-            "elastic: there is no run 'toy' in bucket = ",
+            "elastic: --resume 400: there is no run 'toy' in bucket = ",
         ),
     ],
 )
@@ -211,6 +211,10 @@ def test_a_bucket_that_is_a_file_is_told_by_commands_that_look(
                 "elastic data prepare: it needs source and destination; write `elastic data prepare texts "
                 "tokens` ("
             ),
+        ),
+        (
+            ["export", "job.toml"],
+            "elastic: there is no command 'export'; did you mean `elastic checkpoint export`?",
         ),
         (["trian", "job.toml"], "elastic: there is no command 'trian'; there are train, rollback, "),
         (

@@ -119,6 +119,12 @@ def test_help_shows_every_setting_with_its_meaning(capsys: pytest.CaptureFixture
             ["--worker.max", "3"],
             "command line: unknown setting '--worker.max'; did you mean '--workers.max'?",
         ),
+        (
+            "",
+            ["--data-args", "{}"],
+            "command line: unknown setting '--data-args'; did you mean '--data.args'?",
+        ),
+        ("data_args = 3", [], "job.toml: unknown setting 'data_args'; did you mean 'data.args'?"),
         ("", ["--max=3"], "command line: unknown setting '--max'; did you mean '--workers.max'?"),
         (
             "",

@@ -263,7 +263,11 @@ def of_four_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"steps": 3}, "run@4", "steps = 3: the checkpoint of run is at step 4 already; raise steps"),
         ({}, "run@3", "no good checkpoint at step 3"),
         ({}, "nobody@3", "there is no run 'nobody'"),
-        ({}, "run@best", "run has no validation with a finite loss; name a step"),
+        (
+            {},
+            "run@best",
+            "run has no validation with a finite loss, so there is no best checkpoint; name a step",
+        ),
         ({}, "run@soon", "must name a checkpoint of a run in the same bucket"),
         ({}, "4", "there is no run 'fork'"),
         (

@@ -90,7 +90,9 @@ def test_the_best_checkpoint_is_evaluated_when_it_is_named(
     assert evaluate_here(job, "best", tell=said.append)[0].step == 6
     assert said == ["the best validation was after step 4, which has no checkpoint, so the next one is used"]
     trained(bare := job_of(tmp_path, name="bare", steps=2))
-    with pytest.raises(JobError, match="bare@best: bare has no validation with a finite loss"):
+    with pytest.raises(
+        JobError, match=r"^bare has no validation with a finite loss, so there is no best checkpoint"
+    ):
         evaluate_here(bare, "best")
 
 
@@ -165,8 +167,21 @@ def test_a_run_goes_on_from_what_another_has_left_behind_and_not_from_its_own(tm
     of that step.
     """
     job = job_of(tmp_path)
+    with pytest.raises(JobError, match=r"^--resume 6: there is no run 'run' in bucket"):
+        start_of(job, 6)
     trained(job)
     trained(job_of(tmp_path, name="early", steps=8), resume="run@6")
+    other = job_of(tmp_path, name="other")
+    for at, word, why in (
+        (job, "3", "no good checkpoint at step 3 in"),
+        (other, "run@3", "no good checkpoint at step 3 in"),
+        (other, "run@best", "run has no validation with a finite loss"),
+        (other, "nobody@3", "there is no run 'nobody' in bucket"),
+    ):
+        with pytest.raises(JobError, match=f"^--resume {word}: {why}"):
+            start_of(at, word)
+    with pytest.raises(JobError, match=r"^init = 'run@3': no good checkpoint at step 3 in"):
+        start_of(other.replace(init="run@3"))
     trained(job_of(tmp_path, **FAST), resume=2)
     lines = trained(job_of(tmp_path, name="late", steps=8), resume="run@6.1")
     assert steps_of(lines) == [7, 8] and "late goes on from step 6 of generation 1 of run" in told(lines)

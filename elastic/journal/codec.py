@@ -10,8 +10,9 @@ A record holds an event and the decision: the state, the actions, the reason, an
 ``meanwhile``, so that the journal has everything that the decision was made from, and the ``commits`` that
 the event brought.  A commit is written once; elsewhere its step and generation stand for it.  A plan is
 written where it begins; where an event or a change repeats the plan of the state, its generation stands for
-it.  Recovery reads the decisions and does not make them again, so a journal stays readable when the rules
-have changed.
+it.  The classes of tensors with which a worker joins are left out if the run has them after the record.
+Recovery reads the decisions and does not make them again, so a journal stays readable when the rules have
+changed.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from elastic.protocol.events import (
     Capacity,
     Event,
     Fenced,
+    Joined,
     Recovered,
     Renewed,
     Said,
@@ -57,6 +59,8 @@ COMMIT = "Commit"
 """The name that stands for a commit that is written elsewhere."""
 PLAN = "PlanOf"
 """The name that stands for the plan that the run had before the record."""
+CLASSES = ("classes", "class_bytes")
+"""The fields of a ``Joined`` that are left out if they are those of the run after the record."""
 
 PLAIN = frozenset({type(None), bool, int, str})
 """Types of values that JSON writes as they are.  They are told apart before anything else: a large world's
@@ -146,6 +150,7 @@ def record(
         before, after = _unwatched(before), _unwatched(after)
     told = _commits(known)
     planned: Told = {(known.plan.generation,): known.plan} if known.plan is not None else {}
+    joined: Told = {CLASSES: (after.members.classes, after.members.class_bytes)}
     event, brought = _with_news(event, before)
     commits = [each for each in brought if told.get((each.step, each.generation)) != each]
     told.update({(each.step, each.generation): each for each in commits})
@@ -158,7 +163,7 @@ def record(
         "at": at,
         **({"heard": heard_until} if heard_until is not None else {}),
         **({"commits": encode(tuple(commits))} if commits else {}),
-        "event": encode(event, {**told, **planned}),
+        "event": encode(event, {**told, **planned, **joined}),
         **({"meanwhile": meanwhile} if meanwhile else {}),
         "state": type(after.state).__name__,
         "changed": changed,
@@ -193,11 +198,13 @@ def _unwatched(run: RunState) -> RunState:
     return evolve(run, watch=evolve(run.watch, counters={}, beats={}))
 
 
-Told = Mapping[tuple[int, ...], Outcome | Plan]
-"""The values that a reader knows already: commits by step and generation, a plan by its generation."""
+Told = Mapping[tuple[object, ...], object]
+"""The values that a reader knows already: commits by step and generation, a plan by its generation, classes
+by :data:`CLASSES`.
+"""
 
 
-def _commits(run: RunState) -> dict[tuple[int, ...], Outcome | Plan]:
+def _commits(run: RunState) -> dict[tuple[object, ...], object]:
     """Returns the commits that a reader of ``run`` can look up."""
     there = (run.history.settled.outcome if run.history.settled else None, run.history.last)
     return {(each.step, each.generation): each for each in there if each is not None}
@@ -308,20 +315,23 @@ def incarnation_after(segment: Segment) -> int:
 
 
 def written_out(record: Mapping[str, Json], run: Json) -> Mapping[str, Json]:
-    """Returns the record with each commit, and the plan, in full where a short form stood for it.
+    """Returns the record with each commit, the plan and the classes in full where a short form stood for it.
 
     ``run`` is the run after the record before.
     """
     settled = run["history"].get("settled")
     there = [settled and settled["outcome"], run["history"].get("last"), *record.get("commits", ())]
-    told: dict[tuple[int, ...], Json] = {(each["step"], each["generation"]): each for each in there if each}
+    told: dict[tuple[object, ...], Json] = {
+        (each["step"], each["generation"]): each for each in there if each
+    }
+    told[CLASSES] = {name: field_after(({"run": run}, [record]), "members", name) for name in CLASSES}
     if plan := run["state"].get("plan"):
         told[(plan["generation"],)] = plan
     parts = {name: record[name] for name in ("event", "meanwhile", "changed", "actions") if name in record}
     return {**record, **{name: _in_full(each, told) for name, each in parts.items()}}
 
 
-def _in_full(json: Json, told: Mapping[tuple[int, ...], Json]) -> Json:
+def _in_full(json: Json, told: Mapping[tuple[object, ...], Json]) -> Json:
     if isinstance(json, list):
         return [_in_full(each, told) for each in json]
     if not isinstance(json, Mapping):
@@ -332,6 +342,8 @@ def _in_full(json: Json, told: Mapping[tuple[int, ...], Json]) -> Json:
                 f"the journal refers to the plan of generation {json['generation']}, which it does not hold"
             )
         return told[json["generation"],]
+    if json.get("$") == Joined.__name__ and CLASSES[0] not in json:
+        return {**json, **told[CLASSES]}
     if json.get("$") != COMMIT:
         return {key: _in_full(each, told) for key, each in json.items()}
     if (json["step"], json["generation"]) not in told:
@@ -348,7 +360,8 @@ def _in_full(json: Json, told: Mapping[tuple[int, ...], Json]) -> Json:
 def encode(value: object, told: Told | None = None) -> Json:
     """Returns ``value`` as JSON.  Raises :class:`TypeError` for a value that does not belong in a journal.
 
-    A commit in ``told`` is written as its step and generation alone, a plan as its generation.
+    A commit in ``told`` is written as its step and generation alone, a plan as its generation; classes are
+    left out.
     """
     kind = type(value)
     if kind in PLAIN:
@@ -380,6 +393,8 @@ def encode(value: object, told: Told | None = None) -> Json:
     if not is_dataclass(kind):
         raise TypeError(f"{kind.__name__} has no form in the journal: {value!r}")
     silent = [name for name in QUIET.get(kind, ()) if getattr(value, name) == getattr(kind, name)]
+    if told and isinstance(value, Joined) and told.get(CLASSES) == (value.classes, value.class_bytes):
+        silent += CLASSES
     parts = {name: getattr(value, name) for name in _hints(kind) if name not in silent}
     return {
         "$": kind.__name__,

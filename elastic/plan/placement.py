@@ -179,7 +179,7 @@ def classes_of(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
 
 def same_classes(some: Iterable[Tensor], others: Iterable[Tensor]) -> bool:
     """Returns whether both collections have tensors of the same classes."""
-    return set(map(class_of, some)) == set(map(class_of, others))
+    return some == others or set(map(class_of, some)) == set(map(class_of, others))
 
 
 def bytes_by_class(tensors: Iterable[Tensor]) -> tuple[int, ...]:

@@ -9,19 +9,21 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import fields, replace
+from functools import reduce
 from typing import Any
 
 import pytest
 
 from elastic.control.decision import Transition
 from elastic.control.run import Forming, Running, RunState, Stopping
-from elastic.ids import Version, WorkerId
+from elastic.ids import NodeId, Version, WorkerId
 from elastic.journal import codec
 from elastic.plan.layout import LayoutRule
 from elastic.protocol import events as ev
 from elastic.protocol.commit_record import Outcome
 from elastic.report.replay import differences
-from tests.control.play import Play, stepping
+from tests.control.play import Play, rules, stepping
+from tests.support.cells import classes
 
 pytestmark = pytest.mark.fast
 
@@ -192,6 +194,37 @@ def test_a_plan_is_written_where_it_begins(early: int) -> None:
     assert list(differences([(segment, play.records)], "")) == [], (
         "from what is written it is decided as it was"
     )
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_the_classes_of_tensors_are_written_once(at_once: bool) -> None:
+    """The first worker's are in what its record changes, all others that join with the same have none of
+    their own.  A worker with other classes is refused, also when the journal is read, and its record has
+    them.
+    """
+    sizes = (44, 12)
+    workers = [
+        ev.Joined(
+            WorkerId(f"w{number}"), NodeId("n1"), "cpu", classes((7, 2 + number // 4)), class_bytes=sizes
+        )
+        for number in (1, 2, 3, 4)
+    ]
+    play = Recorded(Play(rules(max_workers=4)))
+    play.tell(ev.KeeperUp(NodeId("n1")))
+    play.tell(ev.Capacity(4))
+    for event in (ev.Together(tuple(workers)),) if at_once else workers:
+        play.tell(event)
+    assert list(play.run.members.workers) == ["w1", "w2", "w3"]
+    told = [part for record in play.records[2:] for part in codec.parts_of(record["event"])]
+    assert [name in part for part in told for name in codec.CLASSES] == 6 * [False] + 2 * [True]
+    assert codec.fold(play.begun, play.records) == play.run
+    known, again = reduce(codec.after, play.records[:2], play.begun), list[codec.Json]()
+    for record in play.records[2:]:
+        again += codec.parts_of(codec.written_out(record, known["run"])["event"])
+        known = codec.after(known, record)
+    assert list(map(codec.decode_event, again)) == workers
+    segment = {**play.begun, "rules": codec.encode(play.rules)}
+    assert list(differences([(segment, play.records)], "")) == []
 
 
 def test_a_plan_that_is_nowhere_is_refused() -> None:

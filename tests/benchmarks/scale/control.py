@@ -28,7 +28,7 @@ from elastic.control.run import Forming, Running, RunState, Stopping
 from elastic.ids import NodeId, Version, WorkerId
 from elastic.journal import codec
 from elastic.plan.layout import LayoutRule
-from elastic.plan.placement import cell_of
+from elastic.plan.placement import bytes_by_class, cell_of
 from elastic.plan.transfer import Holding
 from elastic.protocol import events as ev
 from elastic.protocol.actions import Fence, Form, Go, Kill, Pause, Settle
@@ -39,9 +39,30 @@ from elastic.protocol.member import Member
 from elastic.protocol.plan import Plan
 from storage.journal import Journal
 from storage.objects import ObjectStore
+from storage.slices import Tensor
 from tests.support.cells import classes
 
 CLASSES = classes((4096, 32768, 128256))
+BLOCK = (
+    ((8192, 8192), (0, 128)),
+    ((1024, 8192), (0, 128)),
+    ((8192, 8192), (1, 128)),
+    ((28_672, 8192), (0, 1)),
+    ((8192, 28_672), (1, 1)),
+    ((8192,), ()),
+)
+"""The shape and the split of a tensor of each class in a block of a Llama of 70 B."""
+CUT_CLASSES = (
+    Tensor("embedding", "parameter", "F32", (128_256, 8192), (0, 1)),
+    Tensor("norm", "parameter", "F32", (8192,)),
+    Tensor("updates", "scalar", "F32", ()),
+    *(
+        Tensor(f"{block}.{number}", "parameter", "F32", shape, split, (block, 80))
+        for block in range(80)
+        for number, (shape, split) in enumerate(BLOCK)
+    ),
+)
+"""The classes of that Llama's 80 blocks if pipeline stages and tensor parallelism may cut it."""
 PER_NODE = 8
 SAMPLES = 4
 """Samples of a step for each worker."""
@@ -55,7 +76,7 @@ a second here.
 class Coordinator:
     """A coordinator without Ray: its processor time, its journal and its messages are counted."""
 
-    def __init__(self, workers: int, folder: Path) -> None:
+    def __init__(self, workers: int, folder: Path, tensors: tuple[Tensor, ...] = CLASSES) -> None:
         layout = LayoutRule(dp_replicate=None, dp_shard=8, min_shard=8)
         self.rules = Rules(
             8,
@@ -69,6 +90,7 @@ class Coordinator:
         )
         self.run = self.recorded = RunState.begin(1, 0.0)
         self.nodes = [NodeId(f"{number:056x}") for number in range(-(-workers // PER_NODE))]
+        self.tensors, self.bytes = tensors, bytes_by_class(tensors)
         self.names = [WorkerId(f"w{number}") for number in range(1, workers + 1)]
         self.home = {name: self.nodes[i // PER_NODE] for i, name in enumerate(self.names)}
         store = ObjectStore.open((folder / "bucket").as_uri())
@@ -161,7 +183,12 @@ class Coordinator:
             )
         )
         self.tell(ev.Capacity(len(self.names)))
-        self.tell(*(ev.Joined(name, self.home[name], "cuda", CLASSES) for name in self.names))
+        self.tell(
+            *(
+                ev.Joined(name, self.home[name], "cuda", self.tensors, class_bytes=self.bytes)
+                for name in self.names
+            )
+        )
         self.now += self.rules.grow_debounce_s
         self.tell(ev.Tick())
 
@@ -256,11 +283,13 @@ def orders(action: Any) -> list[tuple[int, Any]]:
     return []
 
 
-def measure(n: int) -> dict[str, float]:
-    """Returns the coordinator's processor time in seconds and its journal in bytes, by phase."""
+def measure(n: int, tensors: tuple[Tensor, ...] = CLASSES) -> dict[str, float]:
+    """Returns the coordinator's processor time in seconds and its journal in bytes, by phase.  ``tensors``
+    has one tensor of each class of the model's.
+    """
     gc.set_threshold(RARELY)
     with tempfile.TemporaryDirectory() as folder:
-        one = Coordinator(n, Path(folder))
+        one = Coordinator(n, Path(folder), tensors)
         found: dict[str, float] = {}
 
         def phase(name: str, do: Callable[[], object]) -> None:

@@ -135,7 +135,7 @@ def joined(decision: Decision, event: Joined) -> None:
     if event.node not in run.cluster.homes:
         decision.open("cluster", "homes")[event.node] = Home(growth.host_of(newcomer), decision.now)
     decision.say(f"{event.worker} joined on node {event.node[:8]}")
-    known = latest.least_shard if latest is not None else decision.rules.layout.min_shard
+    known = latest.least_shard if latest is not None else decision.rules.layout.min_parts
     if event.least_shard > known and decision.rules.layout.shards is None:
         decision.say(
             f"the memory of its device requires that {event.least_shard} or more workers share the state"

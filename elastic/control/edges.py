@@ -148,11 +148,12 @@ def _announcement(plan: Plan, before: int, given_up: tuple[tuple[int, int, int],
 
 
 def _shortage(decision: Decision) -> str:
-    workers, low = candidates(decision.run, decision.rules), decision.rules.min_workers
+    workers, rule = candidates(decision.run, decision.rules), decision.rules.layout
+    low = max(decision.rules.min_workers, rule.group)
     if layout_of(decision.run, workers, decision.rules) is not None:
         return "there is no keeper to host the store of the world"
     there, shards = len(workers), least_shard(decision.run.members, workers)
-    if there >= low and shards > decision.rules.layout.min_shard:
+    if there >= low and shards > rule.min_parts:
         return (
             f"{count(there, 'worker')} cannot share the state: it fits the memory of {shards} or more workers"
         )

@@ -155,12 +155,12 @@ class Worker:
     holdings: tuple[Holding, ...] = ()
     unfit: str = ""  # the reason why the worker cannot take part any more and is replaced; "" while it is fit
     host: str = ""
-    least_shard: int = 1  # the smallest shard degree at which a member fits its device
+    least_shard: int = 1  # the smallest number of members of a replica at which one fits its device
     states: float = 0.0
     """The number of whole states for whose copies and saves its node has room; 0 if that is not known."""
     least_whole: int = 0
-    """The smallest shard degree at which its device also has room for whole weights to compute with; 0 if it
-    must not hold whole weights.
+    """The smallest number of members of a replica at which its device also has room for whole weights to
+    compute with; 0 if it must not hold whole weights.
     """
     device: str = ""  # the UUID of its accelerator; "" if that is not known
 

@@ -19,7 +19,7 @@ from elastic.control.rules import Rules
 from elastic.control.run import Members, RunState, Worker
 from elastic.ids import Cell, NodeId, Version, WorkerId
 from elastic.plan.layout import Layout, choose
-from elastic.plan.placement import padding
+from elastic.plan.placement import number_of_cells, padding
 from elastic.plan.seats import seat
 from elastic.plan.transfer import LIVE, Holding, covered, newest_covered
 from elastic.protocol import lineage
@@ -119,14 +119,16 @@ def _layout_of(members: Members, there: tuple[WorkerId, ...], rules: Rules) -> L
     nodes = Counter(members.workers[worker].node for worker in there)
     fits = cache(lambda shards: padding(members.classes, members.class_bytes, shards) <= PADDING)
     number = min(len(there), rules.max_workers)
-    copied = min(_least_copied(members, there, nodes), number // (rules.layout.replicas or 1))
+    copied = min(_least_copied(members, there, nodes), rules.layout.most_parts(number))
     rule = rules.layout.at_least(max(least_shard(members, there), copied))
     layout = choose(number, rule, tuple(nodes.values()), least=rules.min_workers, fits=fits)
     return layout if layout is not None and layout.world >= rules.min_workers else None
 
 
 def least_shard(members: Members, workers: Sequence[WorkerId]) -> int:
-    """Returns the smallest shard degree at which every worker's part of the state fits its device."""
+    """Returns the smallest number of members of a replica at which every worker's part of the state fits its
+    device.
+    """
     return max((members.workers[worker].least_shard for worker in workers), default=1)
 
 
@@ -135,12 +137,14 @@ def _may_gather_once(members: Members, seated: Sequence[WorkerId], layout: Layou
     gathered once a step, not for each microbatch.
     """
     return layout.shards > 1 and all(
-        0 < members.workers[worker].least_whole <= layout.shards for worker in seated
+        0 < members.workers[worker].least_whole <= number_of_cells(layout) for worker in seated
     )
 
 
 def _least_copied(members: Members, workers: Sequence[WorkerId], nodes: Mapping[NodeId, int]) -> int:
-    """Returns the smallest shard degree at which every node has room for the copies of its workers."""
+    """Returns the smallest number of members of a replica at which every node has room for the copies of its
+    workers.
+    """
     room = {members.workers[worker].node: members.workers[worker].states for worker in workers}
     return max((ceil(number / room[node]) for node, number in nodes.items() if room[node]), default=1)
 
@@ -256,9 +260,9 @@ def _without_loss(
     newest = newest_source(run, everyone, kept).version
     if newest_source(run, members, kept).version == newest:
         return layout, members
-    shards = min(len(everyone), rules.max_workers) // (rules.layout.replicas or 1)
-    fitting = tuple(worker for worker in everyone if run.workers[worker].least_shard <= shards)
-    widest = _layout_of(run.members, fitting, replace(rules, layout=rules.layout.at_least(shards)))
+    parts = rules.layout.most_parts(min(len(everyone), rules.max_workers))
+    fitting = tuple(worker for worker in everyone if run.workers[worker].least_shard <= parts)
+    widest = _layout_of(run.members, fitting, replace(rules, layout=rules.layout.at_least(parts)))
     if widest is None or widest.world < layout.world:
         return layout, members
     seated = _seated(run, fitting, widest, kept)

@@ -135,7 +135,7 @@ def _have(decision: Decision, state: Waiting, there: tuple[WorkerId, ...]) -> st
     have = f"{count(len(there), 'worker')} of at least {decision.rules.min_workers}"
     shards, layout = least_shard(run.members, there), decision.rules.layout
     if (
-        shards > layout.min_shard
+        shards > layout.min_parts
         and layout.shards is None
         and layout_of(run, tuple(there), decision.rules) is None
     ):

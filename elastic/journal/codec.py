@@ -29,6 +29,7 @@ from elastic.control.rules import Rules
 from elastic.control.run import Finished, RunState
 from elastic.journal import packed
 from elastic.journal.deltas import SAME, delta, patched
+from elastic.plan.layout import LayoutRule
 from elastic.protocol.actions import Retain
 from elastic.protocol.commit_record import Outcome
 from elastic.protocol.events import (
@@ -88,6 +89,7 @@ QUIET: Mapping[type, tuple[str, ...]] = {
     Finished: ("step", "why"),
     Plan: ("ends", "best", "worse"),
     Rules: ("patience", "min_delta"),
+    LayoutRule: ("model",),
     Retain: ("at_once",),
     Tensor: ("split", "depth"),
 }

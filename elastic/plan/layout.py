@@ -3,13 +3,17 @@
 Axes are ordered as in ``axes.py``: replicas are outside of shards, so that the shards of one replica, in one
 pipeline stage, have neighbouring world ranks.
 
-A :class:`LayoutRule` says which degrees may be used.  The shard degree has a smallest value, because every
-worker that leaves makes the shards of the others larger, and their memory is limited.  Below that value there
-is no layout: the run waits and does not run out of memory.
+A :class:`LayoutRule` says which degrees may be used.  It fixes those of the axes that divide the model, so
+a world has whole model groups, and replicas and shards are chosen for as many groups as the workers form.
+The shard degree has a smallest value, because every worker that leaves makes the shards of the others larger,
+and their memory is limited.  Below that value there is no layout: the run waits and does not run out of
+memory.
 
 Members of one replica exchange every weight in every step, so a replica should have its shards on one node.
 A world over several nodes therefore leaves a few workers over as spares before it takes a shard degree that
-fits no node: after the loss of one worker of 1,024, all replicas but one stay as they are.
+fits no node: after the loss of one worker of 1,024, all replicas but one stay as they are.  Members of one
+tensor group exchange activations in every layer, so a world leaves more workers over before one of these
+groups lies over several nodes.
 """
 
 from __future__ import annotations
@@ -33,6 +37,11 @@ USES = ("all", "fit")
 SPARED = 8
 """Fewer than one in ``SPARED`` workers may be left over.  It is a balance: a replica over several nodes slows
 every step, and so does a worker that waits.  Of up to this many workers, nobody is left over.
+"""
+TORN = 3
+"""Fewer than one in ``TORN`` workers may be left over so that every tensor group lies within a node.  Where
+the network is ten times slower than the links of a node, a step takes, by estimate, half as long again with a
+tensor group over two nodes, for all members: as if one in three of them were missing.
 """
 
 
@@ -137,18 +146,21 @@ class LayoutRule:
     """A rule says which layouts are allowed.  A degree of None is chosen by :func:`choose`.
 
     With ``use`` "all" the shard degree becomes larger if that uses workers that would be left over, except a
-    few (:data:`SPARED`). With "fit" it stays the smallest, and those workers become spares.  Raises
-    ValueError, which names the setting as the job file does, if no number of workers can meet the rule.
+    few (:data:`SPARED`). With "fit" it stays the smallest, and those workers become spares.  ``model`` has
+    (axis, degree) of the axes that divide the model, in the order of ``axes.py``; their degrees are fixed.
+    Raises ValueError, which names the setting as the job file does, if no number of workers can meet the
+    rule.
     """
 
     dp_replicate: int | None = None
     dp_shard: int | None = None
     min_shard: int = 1
     use: str = "all"
+    model: tuple[tuple[str, int], ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("dp_replicate", "dp_shard", "min_shard"):
-            degree = getattr(self, name)
+        data = [(name, getattr(self, name)) for name in ("dp_replicate", "dp_shard", "min_shard")]
+        for name, degree in (*data, *self.model):
             if degree is not None and degree < 1:
                 raise ValueError(f"parallel.{name} = {degree} must be at least 1")
         if self.use not in USES:
@@ -169,11 +181,29 @@ class LayoutRule:
         """The shard degree, if the rule fixes it."""
         return self.dp_shard
 
-    def at_least(self, shards: int) -> LayoutRule:
-        """Returns the rule without shard degrees below ``shards``, unless it fixes the degree."""
-        return (
-            self if self.dp_shard is not None or shards <= self.min_shard else replace(self, min_shard=shards)
-        )
+    @cached_property
+    def group(self) -> int:
+        """The number of workers of a model group."""
+        return math.prod(degree for _, degree in self.model)
+
+    @property
+    def min_parts(self) -> int:
+        """The smallest number of parts into which the state is cut: one for each member of a replica."""
+        return self.min_shard * self.group
+
+    def most_parts(self, workers: int) -> int:
+        """Returns the number of members of a replica if ``workers`` form as few replicas as the rule allows,
+        with any shard degree.
+        """
+        return workers // self.group // (self.replicas or 1) * self.group
+
+    def at_least(self, parts: int) -> LayoutRule:
+        """Returns the rule without layouts whose replicas have fewer than ``parts`` members, unless it fixes
+        the shard degree.
+        """
+        if self.dp_shard is not None or parts <= self.min_parts:
+            return self
+        return replace(self, min_shard=-(-parts // self.group))
 
     def check(self, min_workers: int, max_workers: int) -> None:
         """Raises ValueError if no number of workers from min to max forms a world of at least ``min_workers``
@@ -199,7 +229,7 @@ class LayoutRule:
         """Returns the smallest number, from ``workers`` up, that forms a world of at least ``workers``
         members, or None.
         """
-        period = (self.dp_replicate or 1) * (self.dp_shard or self.min_shard)
+        period = (self.dp_replicate or 1) * (self.dp_shard or self.min_shard) * self.group
         for n in range(workers, workers + period + 1):
             layout = choose(n, self, least=workers)
             if layout is not None and layout.world >= workers:
@@ -209,7 +239,8 @@ class LayoutRule:
     def __str__(self) -> str:
         settings = [f"dp_replicate = {self.dp_replicate or 'auto'}", f"dp_shard = {self.dp_shard or 'auto'}"]
         floor = [f"min_shard = {self.min_shard}"] if self.dp_shard is None else []
-        return f"parallel ({', '.join(settings + floor)})"
+        model = [f"{name} = {degree}" for name, degree in self.model]
+        return f"parallel ({', '.join(settings + floor + model)})"
 
 
 Test = Callable[[int], bool]
@@ -225,9 +256,9 @@ def choose(
     """Returns the layout that ``workers`` form; None means that they wait.
 
     ``nodes`` has the number of workers on each node; without it, each worker counts as a node.
-    ``fits(shards)`` says whether the state may be cut into so many parts.  Of the layouts whose number of
-    parts is allowed, and that use all workers but a few and at least ``least`` of them, the first of these is
-    taken:
+    ``fits(shards)`` says whether the rows may be cut into so many parts.  Of the layouts whose number of
+    parts is allowed, and that use all model groups but a few and at least ``least`` workers, the first of
+    these is taken:
 
     1. every replica lies within one node: most members, then the smallest shard degree;
     2. every replica has whole nodes: most replicas, then most members;
@@ -235,72 +266,103 @@ def choose(
 
     If there is none, it is the layout with most members, and of these the one with the smallest shard degree:
     workers that wait cost more than padding.  Degrees that the rule fixes are as it says.
+
+    If tensor groups would then lie over nodes, the choice is made again among as many model groups as have
+    all tensor groups within nodes.  The second choice is taken if it has at least ``least`` members, and
+    leaves few workers over (:data:`TORN`).
     """
+    sizes, tensor = Counter(nodes or [1] * workers), dict(rule.model).get("tp", 1)
+    anywhere = _of_groups(workers // rule.group, rule, sizes, least, fits)
+    whole = sum(count * (size // tensor) for size, count in sizes.items()) * tensor // rule.group
+    if anywhere is None or anywhere.world <= whole * rule.group:
+        return anywhere
+    within = _of_groups(whole, rule, sizes, least, fits)
+    if within is None or within.world < least or (anywhere.world - within.world) * TORN >= anywhere.world:
+        return anywhere
+    return within
+
+
+def _of_groups(groups: int, rule: LayoutRule, sizes: Counter[int], least: int, fits: Test) -> Layout | None:
+    """Returns the layout of as many model groups; ``sizes`` has the number of nodes by their number of
+    workers.
+    """
+    cut = math.prod(degree for name, degree in rule.model if name in SHARDS)
+    found = _choose(groups, rule, sizes, -(-least // rule.group), lambda shards: fits(shards * cut))
+    return replace(found, more=rule.model) if found is not None else None
+
+
+def _choose(groups: int, rule: LayoutRule, sizes: Counter[int], least: int, fits: Test) -> Layout | None:
+    """Returns the layout with one member for each model group, of which at least ``least`` are used."""
     lowest, replicas = rule.dp_shard or rule.min_shard, rule.dp_replicate
-    if workers < lowest * (replicas or 1):
+    if groups < lowest * (replicas or 1):
         return None
     if rule.dp_shard is not None or rule.use == "fit":
-        return Layout(replicas or workers // lowest, lowest)
+        return Layout(replicas or groups // lowest, lowest)
 
-    def enough(world: int) -> bool:
-        return world >= least and (workers - world) * SPARED < workers
+    def enough(used: int) -> bool:
+        return used >= least and (groups - used) * SPARED < groups
 
     if replicas is not None:
-        most = workers // replicas
+        most = groups // replicas
         return Layout(
             replicas, next((d for d in range(most, lowest - 1, -1) if enough(replicas * d) and fits(d)), most)
         )
-    sizes = Counter(nodes or [1] * workers)
     return (
-        _within_nodes(workers, lowest, sizes, enough, fits)
-        or _of_whole_nodes(workers, lowest, sizes, enough, fits)
-        or _most_replicas(range(lowest, workers + 1), workers, enough, fits)
+        _within_nodes(groups, rule, sizes, enough, fits)
+        or _of_whole_nodes(groups, rule, sizes, enough, fits)
+        or _most_replicas(range(lowest, groups + 1), groups, enough, fits)
         or max(
-            (Layout(workers // d, d) for d in range(lowest, workers + 1)),
+            (Layout(groups // d, d) for d in range(lowest, groups + 1)),
             key=lambda layout: (layout.world, -layout.dp_shard),
         )
     )
 
 
-def _within_nodes(workers: int, lowest: int, sizes: Counter[int], enough: Test, fits: Test) -> Layout | None:
-    """Applies rule 1 of :func:`choose`; ``sizes`` has the number of nodes by their number of workers."""
+def _within_nodes(
+    groups: int, rule: LayoutRule, sizes: Counter[int], enough: Test, fits: Test
+) -> Layout | None:
+    """Applies rule 1 of :func:`choose`."""
     best: Layout | None = None
-    for shards in range(lowest, max(sizes) + 1):
-        room = sum(count * (size // shards) for size, count in sizes.items())
-        layout = Layout(min(workers // shards, room), shards)
+    for shards in range(rule.min_shard, max(sizes) // rule.group + 1):
+        room = sum(count * (size // (shards * rule.group)) for size, count in sizes.items())
+        layout = Layout(min(groups // shards, room), shards)
         if enough(layout.world) and (best is None or layout.world > best.world) and fits(shards):
             best = layout
     return best
 
 
 def _of_whole_nodes(
-    workers: int, lowest: int, sizes: Counter[int], enough: Test, fits: Test
+    groups: int, rule: LayoutRule, sizes: Counter[int], enough: Test, fits: Test
 ) -> Layout | None:
     """Applies rule 2 of :func:`choose`, with nodes of the usual size and larger ones."""
     usual = max(sizes, key=lambda size: (sizes[size], size))
     room = usual * sum(count for size, count in sizes.items() if size >= usual)
+    step = usual // math.gcd(usual, rule.group)
     return (
         _most_replicas(
-            range(-(-lowest // usual) * usual, workers + 1, usual), min(workers, room), enough, fits
+            range(-(-rule.min_shard // step) * step, groups + 1, step),
+            min(groups, room // rule.group),
+            enough,
+            fits,
         )
         if usual > 1
         else None
     )
 
 
-def _most_replicas(degrees: range, workers: int, enough: Test, fits: Test) -> Layout | None:
+def _most_replicas(degrees: range, groups: int, enough: Test, fits: Test) -> Layout | None:
     """Returns the layout with most replicas, then with most members, whose shard degree is one of
     ``degrees``.
     """
     smallest = next(
-        (shards for shards in degrees if enough(workers // shards * shards) and fits(shards)), None
+        (shards for shards in degrees if enough(groups // shards * shards) and fits(shards)), None
     )
     if smallest is None:
         return None
-    replicas = workers // smallest
+    replicas = groups // smallest
     return Layout(
         replicas,
-        max(shards for shards in degrees if smallest <= shards <= workers // replicas and fits(shards)),
+        max(shards for shards in degrees if smallest <= shards <= groups // replicas and fits(shards)),
     )
 
 

@@ -9,6 +9,10 @@ of two blocks, and of what is in no block, count.  What comes and goes in a step
 not depend on the number of shards, if there are several; an estimate has it from a step on tensors without
 memory, and a worker measures it before it joins.  While a world forms, a member holds its old part beside the
 new one, and no gradients; the old part is not larger than that at the smallest degree.
+
+Axes that divide the model cut the state as shards do, so S is the number of members of a replica.  It is not
+counted that they also divide activations and the copies with which members compute, nor that one stage of a
+pipeline may have more of the state than another.
 """
 
 from __future__ import annotations

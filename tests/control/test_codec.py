@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from typing import Any, get_args
 
 import pytest
@@ -16,6 +17,7 @@ from elastic.ids import Version, WorkerId
 from elastic.journal import codec
 from elastic.journal.codec import UnknownFormat, decode, decode_event, decode_run, encode, fold
 from elastic.journal.deltas import Misfit
+from elastic.plan.layout import USES, LayoutRule
 from elastic.protocol.actions import Action
 from elastic.protocol.commit_record import Outcome
 from elastic.protocol.events import Event, Here, Recovered, SaveFailed, StepDone, Tick
@@ -37,6 +39,17 @@ def strategy(kind: Any) -> st.SearchStrategy[Any]:
 
 
 st.register_type_strategy(float, st.floats(allow_nan=False))
+st.register_type_strategy(
+    LayoutRule,
+    st.builds(
+        LayoutRule,
+        st.none() | st.integers(1, 9),
+        st.none() | st.integers(3, 9),
+        st.integers(1, 3),
+        st.sampled_from(USES),
+        st.sampled_from([(), (("cp", 2), ("tp", 4))]),
+    ),
+)
 st.register_type_strategy(WorkerId, st.integers(1, 99).map(lambda number: WorkerId(f"w{number}")))
 
 
@@ -111,6 +124,16 @@ def test_what_another_version_wrote_is_refused_by_name() -> None:
 def test_a_field_with_a_default_may_be_missing() -> None:
     """A journal that is older than the field lacks it."""
     assert decode_event({"$": "Ready", "worker": "w1", "generation": 3}).form_s == 0.0
+
+
+@given(rule=strategy(LayoutRule).filter(lambda rule: not rule.model))
+def test_a_layout_rule_is_written_as_before_if_no_axis_divides_the_model(rule: LayoutRule) -> None:
+    written = encode(rule)
+    assert set(written) == {"$", "dp_replicate", "dp_shard", "min_shard", "use"}
+    divided = replace(rule, model=(("pp", 2), ("tp", 4)))
+    for each in (rule, divided):
+        assert decode(LayoutRule, json.loads(json.dumps(encode(each)))) == each
+    assert decode(LayoutRule, encode(divided)).group == 8
 
 
 def test_what_has_no_place_in_a_journal_is_refused() -> None:

@@ -300,6 +300,36 @@ def test_workers_share_the_state_where_their_node_has_no_room_for_more_copies(
     assert str(play.plan.layout) == becomes
 
 
+TP = (("tp", 2),)
+
+
+@pytest.mark.parametrize(
+    ("least", "becomes"), [(1, Layout(2, 1, TP)), (2, Layout(2, 1, TP)), (3, Layout(1, 2, TP))]
+)
+def test_the_members_of_a_model_group_share_the_state(least: int, becomes: Layout) -> None:
+    """A device has room for a half or a third of the state: two members of a tensor group have a half each."""
+    play = Play(rules(max_workers=5, layout=LayoutRule(model=TP)))
+    play.tell(ev.Capacity(5))
+    said = joined(play, "w1", least)
+    assert (f"requires that {least} or more workers share the state" in said) is (least > 2)
+    said = [joined(play, f"w{number}", least) for number in range(2, 6)][-1]
+    assert f"({becomes})" in said and play.plan.layout == becomes
+
+
+@pytest.mark.parametrize(
+    ("count", "said"),
+    [
+        (3, "3 workers of at least 1, but 3 workers are too few for any layout (at least 4)"),
+        (4, "form generation 1 of w1, w2, w3 and w4 (1×1×2 pp×2 tp)"),
+    ],
+)
+def test_fewer_workers_than_a_model_group_wait(count: int, said: str) -> None:
+    play = Play(rules(max_workers=4, layout=LayoutRule(model=(("pp", 2), ("tp", 2)))))
+    play.tell(ev.Capacity(count))
+    last = [joined(play, f"w{number + 1}", 1) for number in range(count)][-1]
+    assert said in (last if count > 3 else play.later(400.0))
+
+
 @given(runs(), RULES, st.integers(1, 4))
 def test_no_layout_has_fewer_shards_than_a_device_needs(run: RunState, limits: Rules, least: int) -> None:
     there = candidates(run, limits)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from dataclasses import asdict
 
@@ -20,10 +21,23 @@ degrees = st.none() | st.integers(1, 5)
 
 
 @st.composite
+def models(draw: st.DrawFn) -> tuple[tuple[str, int], ...]:
+    """Draws the degrees of the axes that divide the model; in half of all cases there are none."""
+    degrees = draw(st.none() | st.lists(st.integers(1, 3), min_size=3, max_size=3)) or [1] * 3
+    return tuple(
+        (name, degree) for name, degree in zip(("pp", "cp", "tp"), degrees, strict=True) if degree > 1
+    )
+
+
+@st.composite
 def rules(draw: st.DrawFn) -> LayoutRule:
     dp_shard = draw(degrees)
     return LayoutRule(
-        draw(degrees), dp_shard, draw(st.integers(1, dp_shard or 5)), draw(st.sampled_from(("all", "fit")))
+        draw(degrees),
+        dp_shard,
+        draw(st.integers(1, dp_shard or 5)),
+        draw(st.sampled_from(("all", "fit"))),
+        draw(models()),
     )
 
 
@@ -50,10 +64,28 @@ def test_table_of_what_n_workers_become(rule: LayoutRule, becomes: str) -> None:
 def dumb_choose(
     workers: int, rule: LayoutRule, nodes: list[int], least: int, misfits: frozenset[int] = frozenset()
 ) -> Layout | None:
-    """Tries every grid of at most ``workers`` workers, one after the other."""
+    """Tries every grid of at most ``workers`` workers, one after the other.  If its tensor groups lie over
+    nodes, tries every grid of which all can lie within nodes, and takes the best if it is not much smaller.
+    """
+    model = dict(rule.model)
+    group, tensor = math.prod(model.values()), model.get("tp", 1)
+    anywhere = _best_grid(workers // group, rule, nodes, least, misfits)
+    whole = sum(size // tensor for size in nodes) // (group // tensor)
+    if anywhere is None or anywhere.world <= whole * group:
+        return anywhere
+    within = _best_grid(whole, rule, nodes, least, misfits)
+    taken = within is not None and within.world >= least and within.world > anywhere.world * 2 / 3
+    return within if taken else anywhere
+
+
+def _best_grid(
+    groups: int, rule: LayoutRule, nodes: list[int], least: int, misfits: frozenset[int]
+) -> Layout | None:
     best, chosen, auto = [], rule.dp_shard is None and rule.use == "all", rule.dp_replicate is None
-    for shards in range(1, workers + 1):
-        for replicas in range(1, workers // shards + 1):
+    model = dict(rule.model)
+    group = math.prod(model.values())
+    for shards in range(1, groups + 1):
+        for replicas in range(1, groups // shards + 1):
             wrong = (
                 shards < rule.min_shard
                 or (rule.dp_shard is not None and shards != rule.dp_shard)
@@ -61,27 +93,28 @@ def dumb_choose(
                 or (rule.dp_shard is None and rule.use == "fit" and shards != rule.min_shard)
             )
             if not wrong:
-                world = replicas * shards
-                enough = chosen and shards not in misfits and world >= least and workers - world < workers / 8
-                inside = enough and auto and sum(size // shards for size in nodes) >= replicas
-                whole = enough and auto and _has_whole_nodes(nodes, replicas, shards)
+                used, size = replicas * shards, shards * group
+                fitting = shards * model.get("cp", 1) not in misfits
+                enough = chosen and fitting and used * group >= least and groups - used < groups / 8
+                inside = enough and auto and sum(node // size for node in nodes) >= replicas
+                whole = enough and auto and _has_whole_nodes(nodes, replicas, size)
                 choice = (
-                    (3, world, -shards)
+                    (3, used, -shards)
                     if inside
                     else (2, replicas, shards)
                     if whole
                     else (1, replicas, shards)
                     if enough
-                    else (0, world, -shards)
+                    else (0, used, -shards)
                 )
-                best.append((choice, Layout(replicas, shards)))
+                best.append((choice, Layout(replicas, shards, rule.model)))
     return max(best, key=lambda each: each[0])[1] if best else None
 
 
-def _has_whole_nodes(nodes: list[int], replicas: int, shards: int) -> bool:
+def _has_whole_nodes(nodes: list[int], replicas: int, size: int) -> bool:
     usual = max(size for size in nodes if nodes.count(size) == max(map(nodes.count, nodes)))
     full = len([size for size in nodes if size >= usual])
-    return usual > 1 and shards % usual == 0 and shards // usual * replicas <= full
+    return usual > 1 and size % usual == 0 and size // usual * replicas <= full
 
 
 misfits = st.frozensets(st.integers(1, 24))
@@ -95,13 +128,72 @@ def test_choose_equals_the_dumb_search(
     assert found == dumb_choose(workers, rule, [1] * workers, least, wrong)
 
 
-@given(st.lists(st.integers(1, 9), min_size=1, max_size=7), st.integers(1, 9), st.integers(0, 3), misfits)
+@given(
+    st.lists(st.integers(1, 9), min_size=1, max_size=7),
+    st.integers(1, 9),
+    st.integers(0, 3),
+    misfits,
+    models(),
+    st.integers(1, 40),
+)
 def test_choose_knows_nodes_as_the_dumb_search_does(
-    nodes: list[int], lowest: int, spares: int, wrong: frozenset[int]
+    nodes: list[int],
+    lowest: int,
+    spares: int,
+    wrong: frozenset[int],
+    model: tuple[tuple[str, int], ...],
+    least: int,
 ) -> None:
-    workers, rule = max(1, sum(nodes) - spares), LayoutRule(min_shard=lowest)
-    found = choose(workers, rule, nodes, fits=lambda shards: shards not in wrong)
-    assert found == dumb_choose(workers, rule, nodes, 1, wrong)
+    workers, rule = max(1, sum(nodes) - spares), LayoutRule(min_shard=lowest, model=model)
+    found = choose(workers, rule, nodes, least=least, fits=lambda shards: shards not in wrong)
+    assert found == dumb_choose(workers, rule, nodes, least, wrong)
+
+
+EIGHT = (("pp", 8), ("tp", 8))
+
+
+@pytest.mark.parametrize(
+    ("nodes", "rule", "becomes"),
+    [
+        ([8] * 128, LayoutRule(model=EIGHT), Layout(16, 1, EIGHT)),
+        ([8] * 127, LayoutRule(model=EIGHT), Layout(15, 1, EIGHT)),
+        ([8] * 127 + [7], LayoutRule(model=EIGHT), Layout(15, 1, EIGHT)),
+        ([8] * 128, LayoutRule(min_shard=16, model=EIGHT), Layout(1, 16, EIGHT)),
+        ([8] * 127, LayoutRule(min_shard=16, model=EIGHT), None),
+        ([8] * 127, LayoutRule(dp_replicate=1, model=EIGHT), Layout(1, 15, EIGHT)),
+        ([8] * 4, LayoutRule(min_shard=2, model=(("tp", 4),)), Layout(4, 2, (("tp", 4),))),
+        ([8] * 4, LayoutRule(min_shard=3, model=(("tp", 4),)), Layout(2, 4, (("tp", 4),))),
+        ([7], LayoutRule(model=(("tp", 8),)), None),
+    ],
+    ids=str,
+)
+def test_a_world_has_whole_model_groups(nodes: list[int], rule: LayoutRule, becomes: Layout | None) -> None:
+    assert choose(sum(nodes), rule, nodes) == becomes
+
+
+@pytest.mark.parametrize(
+    ("nodes", "becomes"),
+    [([8, 8, 8, 7, 7], 3), ([8, 7, 7], 2), ([8] * 8 + [7, 7], 8), ([1] * 16, 2), ([8, 4, 4], 2)],
+    ids=str,
+)
+def test_workers_that_form_only_tensor_groups_over_nodes_are_left_over_if_they_are_few(
+    nodes: list[int], becomes: int
+) -> None:
+    """Eight workers are one of four groups on five nodes, and half of what there is on three."""
+    rule = LayoutRule(model=(("tp", 8),))
+    assert choose(sum(nodes), rule, nodes) == Layout(becomes, 1, rule.model)
+    wanted = sum(nodes) // 8 * 8
+    assert choose(sum(nodes), rule, nodes, least=wanted) == Layout(wanted // 8, 1, rule.model)
+
+
+def test_a_rule_counts_the_parts_of_all_axes() -> None:
+    rule = LayoutRule(model=(("pp", 2), ("tp", 4)))
+    assert (rule.group, rule.min_parts, rule.most_parts(31)) == (8, 8, 24)
+    assert rule.at_least(8) == rule and rule.at_least(9).min_shard == rule.at_least(16).min_shard == 2
+    assert str(rule) == "parallel (dp_replicate = auto, dp_shard = auto, min_shard = 1, pp = 2, tp = 4)"
+    assert str(choose(16, rule)) == "2×1×2 pp×4 tp"
+    fixed = LayoutRule(dp_shard=2, model=(("tp", 2),))
+    assert fixed.at_least(100) == fixed
 
 
 @pytest.mark.parametrize(
@@ -202,6 +294,7 @@ def test_check_refuses_what_can_never_run_and_each_fix_that_it_names_works(
         ({"dp_shard": 0}, r"parallel\.dp_shard = 0 must be at least 1"),
         ({"dp_replicate": -1}, r"parallel\.dp_replicate = -1 must be at least 1"),
         ({"min_shard": 0}, r"parallel\.min_shard = 0 must be at least 1"),
+        ({"model": (("tp", 0),)}, r"parallel\.tp = 0 must be at least 1"),
         ({"use": "some"}, r"parallel\.use = 'some' must be one of all, fit"),
     ],
 )
@@ -230,12 +323,15 @@ def test_check_says_what_is_missing() -> None:
         (Layout(2, 2), "aabb", Layout(1, 2)),
         (Layout(1, 2), "ab", Layout(1, 1)),
         (Layout(1, 1), "a", None),
+        (Layout(1, 4, (("tp", 2),)), "aaaabbbb", Layout(1, 2, (("tp", 2),))),
+        (Layout(1, 2, (("tp", 2),)), "aaaa", Layout(1, 1, (("tp", 2),))),
     ],
     ids=str,
 )
 def test_what_follows_a_loss(layout: Layout, nodes: str, becomes: Layout | None) -> None:
     """Losing the node with most members is foreseen; of a single node, losing one worker."""
-    rule = LayoutRule(dp_replicate=None if layout.dp_replicate > 1 else 1, min_shard=layout.dp_replicate)
+    replicas = None if layout.dp_replicate > 1 else 1
+    rule = LayoutRule(replicas, min_shard=layout.dp_replicate, model=layout.more)
     assert after_a_loss(layout, nodes, rule, 1) == becomes
     assert after_a_loss(layout, nodes, rule, layout.world) is None, "too few are left"
 

@@ -21,6 +21,7 @@ from elastic.errors import JobError
 from elastic.job import Job
 from elastic.plan.copy_budget import amount
 from elastic.plan.memory_need import NOTHING, Need, Transient, first_roomy, least_shard
+from elastic.plan.placement import number_of_cells
 from elastic.train.checks.demands import taken_by_copies
 from elastic.train.gauges.inventory import off_device
 from elastic.train.machine.device import (
@@ -136,20 +137,20 @@ def of_job(job: Job, tensors: Sequence[Tensor], found: Mapping[Policy, Need]) ->
         )
         transient = found[policy].transient if found else NOTHING
     layout = job.layouts(least)[-1]
-    shards = layout.shards
-    whole = shards > 1 and 0 < least_whole(job, tensors, memory, transient) <= shards
+    parts = number_of_cells(layout)
+    whole = layout.shards > 1 and 0 < least_whole(job, tensors, memory, transient) <= parts
     if whole:
         yield "zero = 2: a device has room for all weights, so they are gathered once a step"
     zero = 2 if whole else None
     held = ", ".join(
-        f"{gigabytes(size)} of {name}" for name, size in classes(job, tensors, shards, zero).items() if size
+        f"{gigabytes(size)} of {name}" for name, size in classes(job, tensors, parts, zero).items() if size
     )
     whose = (
-        f"if {shards} of {layout.world} workers share the state, each"
-        if shards > 1
+        f"if {parts} of {layout.world} workers share the state, each"
+        if parts > 1
         else "if each worker has the whole state, it"
     )
-    yield f"{whose} holds {held}; {gigabytes(need_of(job, tensors, zero).held(shards))} on its device"
+    yield f"{whose} holds {held}; {gigabytes(need_of(job, tensors, zero).held(parts))} on its device"
     yield taken_by_copies(job, bytes_of(tensors), least)
 
 

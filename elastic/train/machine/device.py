@@ -103,9 +103,9 @@ def measured_need(job: Job, tensors: Sequence[Tensor], took: int) -> Need:
 
 
 def most_shards(job: Job) -> int:
-    """Returns the largest shard degree that the job allows."""
+    """Returns the largest number of members of a replica that the job allows."""
     rule = job.layout_rule()
-    return rule.shards or job.workers.max // (rule.replicas or 1)
+    return rule.group * rule.shards if rule.shards else rule.most_parts(job.workers.max)
 
 
 def policies_of(job: Job) -> tuple[str | float, ...]:

@@ -108,6 +108,8 @@ class Timeline:
     """The newest incarnation.  A coordinator that takes over while the workers go on begins no new life."""
     _formed: bool = False
     """True once there was a world since the run was started."""
+    _lost: set[str] = field(default_factory=set)
+    """Workers that were lost, each of which is noted once: a death may be seen before it is certain."""
     _members: set[str] = field(default_factory=set)
     """Members of the newest world that are not known to be lost."""
     _begun: dict[Version, float] = field(default_factory=dict)
@@ -184,7 +186,8 @@ class Timeline:
 
     def _note_event(self, record: Mapping[str, Any], told: Mapping[str, Any]) -> None:
         at, kind, goes_on = record["at"], told["$"], self.state not in (*ENDED, "Finishing")
-        if kind == "Lost" and goes_on:
+        if kind == "Lost" and goes_on and told["worker"] not in self._lost:
+            self._lost.add(told["worker"])
             self._members.discard(told["worker"])
             self._add(at, LOST, record["reason"] or f"{told['worker']} is lost ({told['reason']})")
         elif kind == "KeeperLost" and told.get("with_its_node"):

@@ -210,6 +210,18 @@ def test_l2_a_takeover_is_no_new_start_and_a_restart_is(tmp_path: Path) -> None:
     assert told.spent["Away"] == 50
 
 
+def test_l2_a_death_that_is_seen_and_then_certain_is_one_loss(tmp_path: Path) -> None:
+    """L2: the control: the next worker that dies is a loss of its own."""
+    run, play = begun(tmp_path, stepping(3, save_every=50))
+    play.steps(1, 3)
+    play.tell(ev.Lost(WorkerId("w1"), "it exits", certain=False))
+    play.lose("w1")
+    play.lose("w2")
+    play.ship()
+    told = Timeline().read(journal.objects(run.store, "toy"))
+    assert [each.text[:10] for each in told.moments if each.kind == "lost"] == ["w1 is lost", "w2 is lost"]
+
+
 @pytest.mark.parametrize("found", [("w1",), ("w1", "w2")], ids=["one is gone", "both are there"])
 def test_l2_a_worker_that_the_next_coordinator_does_not_find_is_lost_as_any_other(
     tmp_path: Path, found: tuple[str, ...]

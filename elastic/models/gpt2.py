@@ -3,7 +3,7 @@
 With ``norm = "post"`` each part is normalised together with its input, as in the first Transformer (Vaswani
 and others 2017, section 3.1) and in GPT (Radford and others 2018).
 
-It is written for one device, as ``llama.py`` is; ``sharding()`` names the blocks that may be wrapped.
+It is written for one device, as ``llama.py`` is; ``sharding()`` says how it may be cut.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from elastic.kernels.attention import Kernel, Mask, attention_mask, causal_attention, positions_of
 from elastic.kernels.cross_entropy import cross_entropy
 from elastic.models.flops import matrix_parameters
-from elastic.models.spec import Equivalent, ShardingTable, with_preset
+from elastic.models.spec import Equivalent, Fused, ShardingTable, with_preset
 
 
 class Attention(nn.Module):
@@ -147,7 +147,18 @@ class GPT2(nn.Module):
         return 6 * self._matrices + (6 if causal else 12) * self.depth * self.embedding.embedding_dim * seq
 
     def sharding(self) -> ShardingTable:
-        return ShardingTable(blocks=tuple(f"layers.{i}" for i in range(self.depth)))
+        block: Any = self.layers[0]
+        dim = self.embedding.embedding_dim
+        head = dim // block.attention.heads
+        return ShardingTable(
+            blocks=tuple(f"layers.{i}" for i in range(self.depth)),
+            column={"*.qkv": Fused((dim, dim, dim), head), "*.w1": 1},
+            row={"*.attention.out": head, "*.w2": 1},
+            vocabulary=("embedding", "output"),
+            sequence=("*_norm", "norm"),
+            first=("embedding", "positions"),
+            last=("norm", "output"),
+        )
 
     def as_transformers(self) -> Equivalent:
         """Returns the GPT-2 of transformers, or its first GPT if norms come after the sums."""

@@ -4,7 +4,7 @@ section 2.2).
 With other arguments it is Llama 3 (Grattafiori et al. 2024, section 3.2) or Qwen 3 (Yang et al. 2025, section
 2), whose dense models also normalise each head's query and key; see :data:`PRESETS`.
 
-It is written for one device; ``sharding()`` names the blocks that may be wrapped.  Dropout draws from torch's
+It is written for one device; ``sharding()`` says how it may be cut.  Dropout draws from torch's
 default generator, which the engine seeds by (seed, step, microbatch).
 """
 
@@ -191,7 +191,18 @@ class Llama(nn.Module):
         return 6 * self._matrices + (6 if causal else 12) * self._attention * seq
 
     def sharding(self) -> ShardingTable:
-        return ShardingTable(blocks=tuple(f"layers.{i}" for i in range(self.depth)))
+        attention: Any = self.layers[0].attention
+        head = self.head_dim
+        sharing = head * (attention.heads // attention.kv_heads)  # the query heads of one key and value
+        return ShardingTable(
+            blocks=tuple(f"layers.{i}" for i in range(self.depth)),
+            column={"*.wq": sharing, "*.wk": head, "*.wv": head, "*.w1": 1, "*.w3": 1},
+            row={"*.wo": sharing, "*.w2": 1},
+            vocabulary=("embedding", "output"),
+            sequence=("*.attention_norm", "*.feed_forward_norm", "norm"),
+            first=("embedding",),
+            last=("norm", "output"),
+        )
 
     def as_transformers(self) -> Equivalent:
         """Returns the Llama of transformers, or the Qwen 3 if queries and keys are normalised.  Dropout is

@@ -6,19 +6,57 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
 
 @dataclass(frozen=True)
+class Fused:
+    """Several matrices that are one layer, side by side along the dimension that is cut: each of them is cut."""
+
+    lengths: tuple[int, ...]
+    """The lengths of the matrices along that dimension."""
+    unit: int = 1
+    """The number of elements that stay together there, as those of a head."""
+
+
+@dataclass(frozen=True)
 class ShardingTable:
-    """``blocks`` holds the dotted names of the modules that are wrapped, gathered and freed one at a time, in
-    forward order.
+    """The structure of a model, for the axes.
+
+    ``blocks`` are names of modules.  In all other fields ``*`` stands for any letters of a name, as in
+    ``optim.groups``: ``*.wq`` means that layer of each block.  Fields may be left out: the model is then
+    trained with the data axes only.
     """
 
     blocks: tuple[str, ...]
+    """The modules that are wrapped, gathered and freed one at a time, in forward order; pipeline stages are
+    whole blocks.
+    """
+    column: Mapping[str, int | Fused] = field(default_factory=dict)
+    """The linear layers of which each tensor rank computes some of the output features, with the number of
+    features that stay together, as those of a head.  A weight is [output, input], as in ``nn.Linear``.
+    """
+    row: Mapping[str, int | Fused] = field(default_factory=dict)
+    """The linear layers of which each tensor rank has some of the input features, so that their products are
+    added; their biases are whole.
+    """
+    vocabulary: tuple[str, ...] = ()
+    """The layers whose rows are the words of the vocabulary: embedding and head."""
+    sequence: tuple[str, ...] = ()
+    """The modules that work token by token, as norms do: each tensor rank runs them on a part of the
+    sequence, and has all of their weights.
+    """
+    experts: tuple[str, ...] = ()
+    """The modules, or weights, whose first dimension is the expert.  Tensor ranks have all of them."""
+    first: tuple[str, ...] = ()
+    """The modules before the blocks, which only the first pipeline stage has."""
+    last: tuple[str, ...] = ()
+    """The modules behind the blocks, which only the last pipeline stage has.  What is in no block, and neither
+    in ``first`` nor in ``last``, every stage has.
+    """
 
     @cached_property
     def _names(self) -> frozenset[str]:

@@ -45,6 +45,7 @@ from elastic.kernels.attention import (
 from elastic.kernels.cross_entropy import cross_entropy
 from elastic.models.causal import keeps_apart, looks_ahead, remedy
 from elastic.models.flops import matrix_parameters
+from elastic.models.plans import layers_of, stages_of
 from elastic.models.pretrained import Rename, check_weights, load_weights, same
 from elastic.models.spec import ShardingTable
 
@@ -257,13 +258,13 @@ class Fitted:
 
     def sharding(self: Any) -> ShardingTable:
         lists = [(name, module) for name, module in self.named_modules() if isinstance(module, nn.ModuleList)]
-        blocks = (
+        blocks = tuple(
             f"{name}.{n}"
             for name, each in lists
             for n, block in enumerate(each)
             if type(block).__name__ in self._no_split_modules
         )
-        return ShardingTable(blocks=tuple(blocks))
+        return ShardingTable(blocks, **stages_of(self, blocks), **layers_of(self, blocks))
 
     def mixes_documents(self: Any) -> str:
         """Returns a sentence that says why the model, on the meta device, cannot keep the documents of a

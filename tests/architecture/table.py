@@ -294,6 +294,7 @@ IMPORTS = {
         (
             "elastic.models.causal",
             "elastic.models.flops",
+            "elastic.models.plans",
             "elastic.models.pretrained",
             "elastic.models.spec",
             "elastic.kernels.*",

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from elastic.code.imports import code_digest, load
+from elastic.engine.cuts import Cuts, cuts_of
 from elastic.engine.kernels import apply_kernels
 from elastic.engine.loss import next_token
 from elastic.engine.recomputation import apply_recompute
@@ -208,8 +209,65 @@ def test_blocks_are_the_decoder_layers() -> None:
             kind: transformers_lm.build({"model_type": kind, **CONFIGS[kind][0]}).sharding()
             for kind in ("qwen3", "gpt2")
         }
-    assert found["qwen3"] == ShardingTable(("model.layers.0", "model.layers.1"))
-    assert found["gpt2"] == ShardingTable(("transformer.h.0", "transformer.h.1"))
+    assert found["qwen3"].blocks == ("model.layers.0", "model.layers.1")
+    assert found["gpt2"] == ShardingTable(("transformer.h.0", "transformer.h.1")), (
+        "the library has no plan of it"
+    )
+
+
+def cuts(kind: str, **more: Any) -> dict[str, Cuts]:
+    """Returns the cuts of the second block, by the end of the name, and of what is outside of blocks."""
+    with torch.device("meta"):
+        model = transformers_lm.build({"model_type": kind, **CONFIGS[kind][0], **more})
+    found = cuts_of(model)
+    return {name.rpartition(".1.")[2]: each for name, each in found.items() if ".layers.0." not in name}
+
+
+@pytest.mark.fast
+def test_a_table_follows_the_librarys_plans() -> None:
+    """Two query heads of 16 share a key; GPT-NeoX has query, key and value of a head side by side."""
+    outside = {
+        "model.embed_tokens.weight": Cuts((0, 1), (0, 2)),
+        "model.norm.weight": Cuts((), (1, 2)),
+        "lm_head.weight": Cuts((0, 1), (1, 2)),
+    }
+    attention = {"q_proj": (0, 32), "k_proj": (0, 16), "v_proj": (0, 16), "o_proj": (1, 32)}
+    layers = {"gate_proj": (0, 1), "up_proj": (0, 1), "down_proj": (1, 1)}
+    norms = ("input_layernorm.weight", "post_attention_layernorm.weight")
+    block = {f"self_attn.{name}.weight": Cuts(split, (1, 2)) for name, split in attention.items()}
+    block |= dict.fromkeys(norms, Cuts((), (1, 2)))
+    dense = {f"mlp.{name}.weight": Cuts(split, (1, 2)) for name, split in layers.items()}
+    assert cuts("llama") == {**outside, **block, **dense}
+    qk_norms = dict.fromkeys(("self_attn.q_norm.weight", "self_attn.k_norm.weight"), Cuts((), (1, 2)))
+    tied = {**outside, "model.embed_tokens.weight": Cuts((0, 1), ())}
+    del tied["lm_head.weight"]
+    assert cuts("qwen3") == {**tied, **block, **dense, **qk_norms}
+    experts = ("mlp.gate.weight", "mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+    assert cuts("mixtral") == {**outside, **block, **dict.fromkeys(experts, Cuts((), (1, 2)))}
+    neox = cuts("gpt_neox")
+    assert neox["attention.query_key_value.bias"] == Cuts((0, 48), (1, 2))
+    assert neox["attention.dense.weight"] == Cuts((1, 16), (1, 2))
+
+
+@pytest.mark.fast
+def test_where_a_plan_is_not_known_nothing_is_cut() -> None:
+    """GPT-2 has no plan, that of GPT-OSS has no layers, and an adapter is no plain layer."""
+    assert set(cuts("gpt2").values()) == {Cuts()}
+    assert not any(cut.split for cut in cuts("gpt_oss").values())
+    with torch.device("meta"):
+        model = transformers_lm.build({"model_type": "llama", **CONFIGS["llama"][0]})
+        model.model.layers[0].self_attn.q_proj = nn.Sequential(model.model.layers[0].self_attn.q_proj)
+    assert not any(cut.split for cut in cuts_of(model).values())
+    assert cuts_of(model)["model.norm.weight"] == Cuts((), (1, 2)), "stages are whole blocks"
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_the_table_fits_every_model(kind: str) -> None:
+    table = transformers_lm.build({"model_type": kind, **CONFIGS[kind][0]}).sharding()
+    assert len(table.blocks) == 2 and cuts(kind)
+    assert all("norm" in name for name in table.sequence) and bool(table.sequence) is bool(table.column)
+    assert bool(table.experts) is (kind == "mixtral")
 
 
 # torch's own, while it compiles

@@ -107,7 +107,9 @@ CLUSTER = {
     "offload_folder": "/other/disk",
     "offload_buffer_gb": 2,
     "workers": Workers(min=2, max=3, cpus=2, gpus=1, threads=4),
-    "parallel": Parallel(dp_shard=2, min_shard=2, use="fit", zero=2, bucket_elements=5),
+    "parallel": Parallel(
+        dp_shard=2, min_shard=2, use="fit", zero=2, bucket_elements=5, tp=2, cp=2, pp=2, ep=2
+    ),
     "checkpoint": Checkpoint(save_every=1, keep_last=2, keep_every=4, keep_younger="7d"),
     "copies": Copies(copy_every=1, buddy_every=9),
     "network": Network(interface="eth1"),

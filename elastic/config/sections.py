@@ -254,8 +254,17 @@ class BatchRamp(Section):
     """Samples after which the batch has its final size; each size before lasts for an equal share of them."""
 
 
+COMING = {
+    "tp": "tensor parallelism",
+    "cp": "context parallelism",
+    "pp": "pipeline parallelism",
+    "ep": "expert parallelism",
+}
+"""The degrees of ``parallel`` that may only be 1 yet, with the names of what they are for."""
+
+
 class Parallel(Section):
-    """The degrees of the data axes."""
+    """The degrees of the axes."""
 
     dp_replicate: Free[Positive | Auto] = "auto"
     """Number of replicas of the state.  ``auto``: as many as the workers allow with the given ``dp_shard``.
@@ -283,6 +292,17 @@ class Parallel(Section):
     use: Free[Literal["all", "fit"]] = "all"
     """``all`` takes a larger shard degree if that uses workers that would be left over, unless they are fewer
     than one in eight and replicas then fit into nodes.  ``fit`` keeps such workers as spares."""
+    tp: Free[Positive] = 1
+    """Tensor parallelism: number of workers that compute each layer together, each with a part of its heads
+    and features.  Only 1 is possible yet."""
+    cp: Free[Positive] = 1
+    """Context parallelism: number of workers over which each sequence is cut.  Only 1 is possible yet."""
+    pp: Free[Positive] = 1
+    """Pipeline parallelism: number of stages, each with some of the blocks of the model.  Only 1 is possible
+    yet."""
+    ep: Free[Positive] = 1
+    """Expert parallelism: number of workers over which the experts of a layer are spread.  Only 1 is possible
+    yet."""
 
     @property
     def shards(self) -> int | None:

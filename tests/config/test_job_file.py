@@ -12,6 +12,8 @@ from elastic.config.sections import Optim, Parallel, WorkerFault, Workers
 from elastic.config.settings import leaves, nearest
 from elastic.errors import JobError
 from elastic.job import Job
+from elastic.train.checks.early import check_early
+from tests.support.toys import toy_job
 from tests.test_job import job
 
 pytestmark = pytest.mark.fast
@@ -319,7 +321,7 @@ def test_help_shows_every_setting_with_its_meaning(capsys: pytest.CaptureFixture
             "",
             ["--parallel.tensor", "2"],
             "command line: unknown setting '--parallel.tensor'; [parallel] has dp_replicate, dp_shard, "
-            "min_shard, zero, bucket_elements, use",
+            "min_shard, zero, bucket_elements, use, tp, cp, pp, ep",
         ),
         (
             '[[faults]]\npoint = "save"\nstep = 1\nstp = 2',
@@ -458,6 +460,19 @@ def test_an_impossible_layout_is_refused_with_its_setting(job_file: Path) -> Non
     assert "dp_shard" in line
     assert "7" in line
     assert Job.load(job_file, ["--parallel.dp_shard", "4"]).layout_rule().dp_shard == 4
+
+
+@pytest.mark.parametrize("axis", ["tp", "cp", "pp", "ep"])
+def test_an_axis_that_does_not_compute_yet_is_refused_before_anything_starts(
+    tmp_path: Path, axis: str
+) -> None:
+    """Each of them may be 1, which is its default, so a job that does not name them is the same job."""
+    with pytest.raises(
+        JobError, match=rf"^parallel\.{axis} = 2: .* is not possible yet; set parallel\.{axis} to 1"
+    ):
+        check_early(toy_job(tmp_path, parallel={axis: 2}))
+    check_early(toy_job(tmp_path, parallel={axis: 1}))
+    assert toy_job(tmp_path, parallel={axis: 1}) == toy_job(tmp_path)
 
 
 @pytest.mark.parametrize(

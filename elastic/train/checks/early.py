@@ -1,11 +1,12 @@
-"""Checks the parts of a job that need no torch, whose import takes seconds: its code, tokens and sinks exist,
-and its bucket works.
+"""Checks the parts of a job that need no torch, whose import takes seconds: its axes compute, its code, tokens
+and sinks exist, and its bucket works.
 """
 
 from __future__ import annotations
 
 from elastic.code.imports import check_name
-from elastic.config.sections import TOKENS
+from elastic.config.sections import COMING, TOKENS
+from elastic.errors import JobError
 from elastic.job import Job
 from elastic.sinks.port import check_sink
 from elastic.train.checks.bucket import check_bucket, open_bucket
@@ -17,6 +18,12 @@ def check_early(job: Job, *, here: bool = False) -> None:
 
     ``here`` says that all workers will be on this machine.
     """
+    for name, axis in COMING.items():
+        if (degree := getattr(job.parallel, name)) != 1:
+            raise JobError(
+                f"parallel.{name} = {degree}: {axis} is not possible yet; set parallel.{name} to 1, or leave "
+                "it out"
+            )
     if here:
         interface.check(job.network.interface, gpu=bool(job.workers.gpus))
     for setting, path in job.named_code().items():

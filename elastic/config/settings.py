@@ -297,8 +297,8 @@ def nearest(setting: str, known: Sequence[str]) -> tuple[str, ...]:
         (tail for at in range(1, len(parts) - 1) if (tail := ".".join(parts[at:])) in known), ""
     ):
         return (inner,)
-    if found := tuple(name for name in known if _undotted(name) == _undotted(setting)):
-        return found
+    if undotted := tuple(name for name in known if _undotted(name) == _undotted(setting)):
+        return undotted
     by_last = {name.rpartition(".")[2]: (name,) for name in reversed(known)}
     if found := ELSEWHERE.get(setting) or by_last.get(last) or ELSEWHERE.get(last):
         return found

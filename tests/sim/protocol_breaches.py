@@ -316,7 +316,7 @@ PROTOCOL: dict[str, tuple[Breach, ...]] = {
         Breach(
             "a follower does not wait for the lease before it",
             FOLLOWED,
-            ("divided", 700),
+            ("divided", 479),
             Edit("authority", "return 0.0 if read_all else", "return 0.0 if True else"),
         ),
         Breach(

@@ -149,6 +149,34 @@ NAMED: tuple[tuple[str, ...], ...] = (
         "seed_all(microbatch_seed(job.seed, step, round_)",
         "tests/engine/test_bits.py",
     ),
+    (  # these are what was wrong of a world with other axes than those of data
+        "seats with equal cells are one seat",
+        "elastic/plan/seats.py",
+        "self.alike[number_of.setdefault(cell, number)].append(number)",
+        "self.alike[number].append(number_of.setdefault(cell, number))",
+        "tests/plan/test_seats.py",
+    ),
+    (
+        "a gradient goes the way of another data group",
+        "elastic/plan/routes.py",
+        "self.group = layout.data_group(rank)",
+        "self.group = layout.data_group(0)",
+        *("tests/engine/test_ordered.py", "-k", "columns or own_nodes"),
+    ),
+    (
+        "copies have the size of the first cell",
+        "elastic/train/session.py",
+        "slot_sizes(tensors, largest_cells(layout))[0]",
+        "slot_sizes(tensors, sorted(largest_cells(layout))[:1])[0]",
+        *("tests/state/test_toy_axes.py", "-k", "slot or sized"),
+    ),
+    (
+        "members with other columns are replicas",
+        "elastic/train/replica_check.py",
+        "cells = [cell_of(world.layout, rank) for rank in range(world.size)]",
+        'cells = [cell_of(world.layout, rank).partition("tp")[0] for rank in range(world.size)]',
+        *("tests/state/test_toy_axes.py", "-k", "replicas"),
+    ),
 )
 """The mutants that once passed all tests, and those that were drawn: name, file, old text, new text, and
 pytest's arguments.

@@ -76,9 +76,8 @@ def test_own_model_is_killed_and_ends_with_the_bits_of_local(
     assert 0 < killed.final["step"] < job.steps - 1
     assert chaos.witness.seen[survivor].final["updates_applied"] == job.steps
     told = [line.text for line in chaos.lines if isinstance(line, Sentence)]
-    assert "no sharding table: wraps layers.0 … layers.2" in told[0] and told[0].endswith(
-        "data parallel only"
-    )
+    (wrapped,) = [line for line in told if line.startswith("blocks: ")]
+    assert "layers.0 … layers.2" in wrapped and wrapped.endswith("data parallel only")
     (log,) = Path(job.bucket).glob(f"{job.name}/logs/*/{killed.worker}.log")
     assert "killed by signal 9 (SIGKILL)" in log.read_text().splitlines()[0]
     assert_nothing_left(chaos)

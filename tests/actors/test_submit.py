@@ -397,7 +397,7 @@ def begun_and_killed(
             assert "the run continues after this command has ended" in act.submitted.text
             log = act.submitted.log
             assert "SIGTERM: this command ends, the run goes on" in log
-            assert "no sharding table: wraps layers.0 … layers.2" in log and "; data parallel only" in log
+            assert "blocks: layers.0 … layers.2" in log and "so data parallel only" in log
             assert JobSubmissionClient(nodes.jobs).get_job_status(act.submitted.id) == "STOPPED"
             until(lambda: act.done.is_set() or not witness.is_alive())
         finally:

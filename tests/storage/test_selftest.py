@@ -170,6 +170,16 @@ def test_a_file_system_that_cannot_hold_objects_is_refused_before_anything_is_wr
     assert os.listdir(tmp_path) == ["toy.toml"]
 
 
+@pytest.mark.fast
+def test_a_folder_that_is_created_is_said_before(tmp_path: Path) -> None:
+    """A typo in its name is seen.  The control: nothing is said of a folder that is there."""
+    job = toy_job(tmp_path / "typo")
+    assert check_bucket(job) == [f"bucket {tmp_path / 'typo'} is new: it is created"]
+    assert not (tmp_path / "typo").exists()
+    (tmp_path / "typo").mkdir()
+    assert check_bucket(job) == []
+
+
 def test_a_folder_that_cannot_be_synced_is_used_and_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -178,10 +178,13 @@ def lines(job: Job) -> list[StepLine]:
 def test_l9_a_mean_is_refused_before_the_first_step(
     tmp_path: Path, loss: str, changes: dict[str, Any], said: str
 ) -> None:
-    """L9, U2: one sentence that names the loss, what came and what must come."""
-    job = job_of(tmp_path, loss, **changes)
+    """L9, U2: one sentence that names the loss, what came and what must come.  Nothing before it says that
+    the loss agrees with plain torch.
+    """
+    job, shown = job_of(tmp_path, loss, **changes), list[object]()
     with pytest.raises(LossError, match=rf"^loss = '{HERE}:{loss}': {said}") as error:
-        lines(job)
+        run_local(job, shown.append)
+    assert not any("compared with plain torch" in str(line) for line in shown), shown
     assert str(error.value).endswith(
         "two scalars, the sum over the terms of the microbatch and their number, not a mean"
     )

@@ -153,13 +153,12 @@ def _train(
         tell(show, run.passed_over(start, put_away=True))
         if build is not None:
             expect_same_samples(session, build)
-        if not start.history.saved:
-            tell(show, compare_with_torch(session, device))
+        compared = compare_with_torch(session, device) if not start.history.saved else ""
         data.bind(run, fingerprint_of(job, session.loader.dataset), len(session.loader.dataset))
         world = World.alone(device, generation=start.generation + 1)
         local, ended = _Local(run, session, world, start, show, ending), False
         try:
-            state, reason, step = local.train()
+            state, reason, step = local.train(compared)
             ended = True
             local.show_owed(state)
             tell(show, over_fits(run), local.story.speed.summary)
@@ -285,7 +284,10 @@ class _Local:
         """
         self.profiler = Profiler(run.job, run.store, self.show_sentence)
 
-    def train(self) -> tuple[str, str, int]:
+    def train(self, compared: str) -> tuple[str, str, int]:
+        """Trains to the end; returns (state, reason, step).  ``compared`` is the sentence about the comparison
+        with plain torch, which is shown once the loss is known to keep its contract.
+        """
         job = self.session.job
         state = self._healed()
         self._store_journaled()
@@ -301,6 +303,7 @@ class _Local:
         self.step = state.shard.version.step
         if not self.step and not job.offloads:
             check_loss(self.session, state, initialised=True)
+        tell(self.show, compared)
         effects = Effects(self.run.store, job.name, tells=True)
         assert self.session.loop is not None
         try:

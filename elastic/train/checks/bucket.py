@@ -33,7 +33,8 @@ def check_bucket(job: Job) -> list[str]:
     try:
         store = open_bucket(job)
         if store.local:
-            return _check_folder(named, Path(store.url, job.name))
+            new = [] if os.path.lexists(store.url) else [f"bucket {store.url} is new: it is created"]
+            return new + _check_folder(named, Path(store.url, job.name))
         late_s = check(store, job.name)
     except Unavailable as error:
         # a URL that is no bucket's may have a secret in it

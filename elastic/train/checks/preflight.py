@@ -583,18 +583,15 @@ def _wrapping(blocks: tuple[str, ...]) -> str:
     """Returns a sentence that says how a model without a sharding table is wrapped."""
     match blocks:
         case ():
-            what = "the model has no ModuleList either, so all its parameters are one unit"
+            what = "none (the model has no ModuleList), so all parameters are one unit"
         case (only,):
-            what = (
-                f"wraps {only}, the only child of the largest ModuleList, and all other parameters as one "
-                "unit"
-            )
+            what = f"{only} (the only child of the largest ModuleList), and all other parameters as one unit"
         case (first, *_, last):
             what = (
-                f"wraps {first} … {last}, the children of the largest ModuleList, and all other parameters "
-                "as one unit"
+                f"{first} … {last} (the children of the largest ModuleList), and all other parameters as one "
+                "unit"
             )
-    return f"no sharding table: {what}; data parallel only"
+    return f"blocks: {what}; there is no sharding table, so data parallel only"
 
 
 def _without_blocks(job: Job, model: nn.Module) -> list[str]:

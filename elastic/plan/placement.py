@@ -13,7 +13,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from functools import cache, lru_cache
-from itertools import pairwise
+from itertools import product
 
 from elastic.ids import Cell
 from elastic.plan.axes import AXES, Box, HeldPart, chunk_size, is_cut
@@ -170,11 +170,11 @@ def _corners(tensor: Tensor, cell: Cell) -> list[Corners]:
 # ---- coverage, without listing all tensors
 
 
-def classes_of(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
-    """Returns one tensor of each class.  Every axis cuts the tensors of a class alike, so all are covered if
-    one is.
+def classes_of(tensors: Iterable[Tensor], axes: Iterable[str] = AXES) -> tuple[Tensor, ...]:
+    """Returns one tensor of each class.  Each of ``axes`` cuts the tensors of a class alike, so all are
+    covered if one is.
     """
-    return tuple({class_of(tensor): tensor for tensor in reversed(list(tensors))}.values())[::-1]
+    return tuple({class_of(tensor, axes): tensor for tensor in reversed(list(tensors))}.values())[::-1]
 
 
 def same_classes(some: Iterable[Tensor], others: Iterable[Tensor]) -> bool:
@@ -206,66 +206,27 @@ def padding(classes: Sequence[Tensor], class_bytes: Sequence[int], shards: int) 
     return padded / sum(size for _, size in cut) if cut else 0.0
 
 
-def class_of(tensor: Tensor) -> Hashable:
-    """Returns the class of ``tensor``: all that the axes' cuts use of it, and whether it has no elements.
+def class_of(tensor: Tensor, axes: Iterable[str] = AXES) -> Hashable:
+    """Returns the class of ``tensor``: all that the cuts of ``axes`` use of it, and whether it has no
+    elements.
 
     Every member holds the same of a tensor without elements, namely nothing, so it cannot stand for others
     that are cut like it.
     """
-    return (0 in tensor.shape, *(axis.key(tensor) for axis in AXES.values()))
+    return (0 in tensor.shape, *(AXES[name].key(tensor) for name in axes))
 
 
-def complete(cells: Iterable[Cell]) -> bool:
-    """Returns whether all cells of a layout are among ``cells``, so that their members hold the whole state,
-    whatever tensors it has.
+def absent(cells: Iterable[Cell]) -> list[Cell]:
+    """Returns the cells that ``cells`` lack of a layout, the one of which fewest are absent.  All cells of a
+    layout have the whole state, whatever tensors it consists of.
     """
-    found = Counter(map(degrees_in, set(cells)))
-    return any(count == math.prod(degree for _, degree in degrees) for degrees, count in found.items())
-
-
-def covered(cells: Iterable[Cell], tensor: Tensor) -> bool:
-    """Returns whether members in ``cells`` hold every element of ``tensor`` between them."""
-    boxes = [corners for cell in cells for corners in _corners(tensor, cell)]
-    return fills(boxes, ((0,) * len(tensor.shape), tensor.shape))
-
-
-def fills(boxes: Sequence[Corners], whole: Corners, dim: int = 0) -> bool:
-    """Returns whether the boxes leave no gap in ``whole``, looking from dimension ``dim`` on."""
-    start, stop = whole
-    if any(a >= b for a, b in zip(start, stop, strict=True)):
-        return True
-    if dim == len(start):
-        return bool(boxes)
-    if all(_spans(box, whole, dim + 1) for box in boxes):
-        return _leaves_no_gap(((box[0][dim], box[1][dim]) for box in boxes), start[dim], stop[dim])
-    edges = sorted(
-        {
-            start[dim],
-            stop[dim],
-            *(edge for box in boxes for edge in (box[0][dim], box[1][dim]) if start[dim] < edge < stop[dim]),
-        }
-    )
-    return all(
-        fills([box for box in boxes if box[0][dim] <= a and b <= box[1][dim]], whole, dim + 1)
-        for a, b in pairwise(edges)
-    )
-
-
-def _spans(box: Corners, whole: Corners, dim: int) -> bool:
-    """Returns whether the box reaches from end to end in every dimension from ``dim`` on."""
-    return all(
-        a <= low and high <= b
-        for a, b, low, high in zip(box[0][dim:], box[1][dim:], whole[0][dim:], whole[1][dim:], strict=True)
-    )
-
-
-def _leaves_no_gap(intervals: Iterable[tuple[int, int]], first: int, last: int) -> bool:
-    reach = first
-    for low, high in sorted(intervals):
-        if low > reach:
-            return False
-        reach = max(reach, high)
-    return reach >= last
+    there = frozenset(cells)
+    found = Counter(map(degrees_in, there))
+    degrees = min(found, key=lambda each: math.prod(degree for _, degree in each) - found[each], default=())
+    if found[degrees] == math.prod(degree for _, degree in degrees):
+        return []
+    places = ([f"{name} {index}/{degree}" for index in range(degree)] for name, degree in degrees)
+    return [cell for cell in map(Cell, map(";".join, product(*places))) if cell not in there]
 
 
 # ---- model groups and their microbatches

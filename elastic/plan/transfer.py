@@ -86,14 +86,17 @@ def covered(holdings: Iterable[Holding], classes: Iterable[Tensor]) -> bool:
     """Returns whether the state is held completely.  ``classes`` has a tensor of each class
     (:func:`placement.classes_of`).
 
-    Raises ValueError if the holdings are of several versions: a mixture is no state.
+    Raises ValueError if the holdings are of several versions: a mixture is no state.  All cells of a
+    layout are the whole state, so only the cells that are absent from a layout are looked for in the others.
     """
     held = list(holdings)
     _one_version(held)
-    cells = {each.cell for each in held}
-    return bool(cells) and (
-        placement.complete(cells) or all(placement.covered(cells, tensor) for tensor in classes)
-    )
+    absent = placement.absent(each.cell for each in held)
+    if not (held and absent):
+        return bool(held)
+    geometry = _Geometry(held)
+    known = placement.classes_of(classes, {name for degrees in geometry.degrees for name, _ in degrees})
+    return not any(True for cell in absent for _ in geometry.lacking(known, cell))
 
 
 def newest_covered(holdings: Iterable[Holding], classes: Iterable[Tensor]) -> Version | None:
@@ -109,14 +112,7 @@ def newest_covered(holdings: Iterable[Holding], classes: Iterable[Tensor]) -> Ve
 
 def missing(tensors: Iterable[Tensor], holders: Iterable[Holding], cell: Cell) -> tuple[Slice, ...]:
     """Returns the slices of ``cell`` that none of ``holders`` has.  They are read from the bucket."""
-    geometry = _Geometry(holders)
-    wanted = ((tensor, box.slice) for tensor in tensors for box in placement.held(tensor, cell).boxes)
-    return tuple(
-        _slice(tensor, piece)
-        for tensor, part in wanted
-        for piece in geometry.pieces(tensor, part)
-        if not piece.cells
-    )
+    return tuple(_Geometry(holders).lacking(tensors, cell))
 
 
 # ---- moves
@@ -170,6 +166,14 @@ class _Geometry:
         _one_version([holding for held in self.by_cell.values() for holding in held])
         self.degrees = {placement.degrees_in(cell) for cell in self.by_cell}
         self._known: dict[Hashable, list[Piece]] = {}
+
+    def lacking(self, tensors: Iterable[Tensor], cell: Cell) -> Iterator[Slice]:
+        """Yields the slices of ``cell`` that nobody holds."""
+        for tensor in tensors:
+            for box in placement.held(tensor, cell).boxes:
+                for piece in self.pieces(tensor, box.slice):
+                    if not piece.cells:
+                        yield _slice(tensor, piece)
 
     def pieces(self, tensor: Tensor, part: Slice) -> list[Piece]:
         """Returns ``part``, cut at the edges of the boxes that are held, so that each box contains a piece or

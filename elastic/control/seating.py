@@ -233,7 +233,8 @@ def _seated(
     run: RunState, there: tuple[WorkerId, ...], layout: Layout, kept: Sequence[Holding]
 ) -> tuple[WorkerId, ...]:
     """Returns the members by world rank.  The nodes decide who is left out, unless the newest version is
-    incomplete without them.
+    incomplete without them: state is moved so that a tensor group lies in one node, but no step is given up
+    for that.
     """
     nodes = {worker: run.workers[worker].node for worker in there}
     best = newest_source(run, there, kept)

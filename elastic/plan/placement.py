@@ -70,11 +70,11 @@ def degrees_in(cell: Cell) -> Degrees:
     return tuple((name, degree) for name, _, degree in _places(cell))
 
 
-def middle_of(cell: Cell) -> tuple[float, ...]:
-    """Returns where the part of the state lies along each axis that cuts it, between 0 and 1.  It sorts
+def middle_of(cell: Cell) -> tuple[tuple[str, float], ...]:
+    """Returns each axis that cuts the state, and where the part lies along it, between 0 and 1.  It sorts
     cells, also of several layouts.
     """
-    return tuple((index + 0.5) / degree for _, index, degree in _places(cell))
+    return tuple((name, (index + 0.5) / degree) for name, index, degree in _places(cell))
 
 
 def distinct_cells(layout: Layout) -> dict[Cell, tuple[int, ...]]:

@@ -4,6 +4,7 @@ members.
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from itertools import combinations, product
 from typing import Any
@@ -14,12 +15,14 @@ from hypothesis import strategies as st
 
 from elastic.control import seating
 from elastic.control.rules import Rules
-from elastic.control.run import Cluster, Forming, History, Members, RunState, Waiting, Worker
+from elastic.control.run import Cluster, Forming, History, Host, Members, RunState, Waiting, Worker
 from elastic.control.seating import candidates, layout_of, make_plan
 from elastic.ids import NodeId, Version, WorkerId
 from elastic.plan.layout import USES, Layout, LayoutRule
+from elastic.plan.placement import cell_of
 from elastic.plan.transfer import Holding
 from elastic.protocol import events as ev
+from storage.slices import Tensor
 from tests.control.play import CLASSES, Play, but, reformed, rules
 from tests.support.cells import cell, classes, shard_interval, shard_of
 
@@ -328,6 +331,41 @@ def test_fewer_workers_than_a_model_group_wait(count: int, said: str) -> None:
     play.tell(ev.Capacity(count))
     last = [joined(play, f"w{number + 1}", 1) for number in range(count)][-1]
     assert said in (last if count > 3 else play.later(400.0))
+
+
+@pytest.mark.parametrize("replicas", [None, 1])
+def test_n4_a_large_world_of_all_axes_is_planned_in_a_second(replicas: int | None) -> None:
+    """A world of 1,024 workers on nodes of 8 loses a node; another one has its copies, and a new one joins."""
+    more = (("pp", 8), ("tp", 8))
+    by = rules(max_workers=2_000, layout=LayoutRule(replicas, model=more))
+    names = [WorkerId(f"w{number}") for number in range(1_032)]
+    nodes = {name: NodeId(f"n{number // 8}") for number, name in enumerate(names)}
+    layout = Layout(replicas or 16, 16 if replicas else 1, more)
+    held = {
+        name: Holding(name, Version(5, 2), cell_of(layout, rank)) for rank, name in enumerate(names[:1_024])
+    }
+    blocks = [
+        Tensor(f"b{number}", "parameter", "F32", (4_096, 64), (0, 8), (number, 8)) for number in range(8)
+    ]
+    workers = {name: Worker(nodes[name], "gpu", 0.0, (held[name],)) for name in names[8:1_024]}
+    workers |= {name: Worker(nodes[name], "gpu", 0.0) for name in names[1_024:]}
+    copies = tuple(replace(held[name], keeper=NodeId("n1")) for name in names[:8])
+    run = RunState(
+        1,
+        2,
+        Waiting(0.0),
+        Members(workers, classes=tuple(blocks), seats=tuple(names[:1_024])),
+        Cluster(keepers=tuple(dict.fromkeys(nodes.values()))[1:]),
+        History(LINEAGE, ()),
+    )
+    run = but(run, "copies", hosts={NodeId("n1"): Host(kept=copies)}, asked=2)
+    began = time.process_time()
+    plan = make_plan(run, by)
+    assert time.process_time() - began < 1.0
+    assert plan is not None and (plan.layout, plan.version.step) == (layout, 5)
+    assert all(len(set(plan.nodes[at : at + 8])) == 1 for at in range(0, 1_024, 8))
+    cells = {member: cell_of(layout, rank) for rank, member in enumerate(plan.members)}
+    assert all(cells[name] == held[name].cell for name in names[8:1_024])
 
 
 @given(runs(), RULES, st.integers(1, 4))

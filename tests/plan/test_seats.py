@@ -4,9 +4,11 @@ the other.
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import permutations
 
 import pytest
@@ -30,13 +32,29 @@ Seat = Callable[..., tuple[WorkerId, ...]]
 
 
 def replicas(members: Sequence[WorkerId], layout: Layout) -> list[Sequence[WorkerId]]:
-    size = layout.world // layout.dp_replicate
-    return [members[first : first + size] for first in range(0, layout.world, size)]
+    """Returns the members of each replica, those of its first stage first."""
+    degree = dict(layout.more)
+    size, stages = layout.world // layout.dp_replicate, degree.get("pp", 1)
+    stage, a_stage = layout.world // stages, size // stages
+    return [
+        [members[at * stage + row * a_stage + seat] for at in range(stages) for seat in range(a_stage)]
+        for row in range(layout.dp_replicate)
+    ]
 
 
-def within(members: Sequence[WorkerId], layout: Layout, nodes: Nodes) -> int:
-    """Returns how many replicas lie within one node."""
-    return sum(len({nodes[worker] for worker in each}) == 1 for each in replicas(members, layout))
+def within(members: Sequence[WorkerId], layout: Layout, nodes: Nodes, size: int = 0) -> int:
+    """Returns how many replicas, or blocks of ``size`` members of a replica, lie within one node."""
+    size = size or layout.world // layout.dp_replicate
+    blocks = [each[at : at + size] for each in replicas(members, layout) for at in range(0, len(each), size)]
+    return sum(len({nodes[worker] for worker in each}) == 1 for each in blocks)
+
+
+def blocks_of(layout: Layout) -> list[int]:
+    """Returns the sizes of a replica, of its stages, of model groups in a stage, and of tensor groups."""
+    degree = dict(layout.more)
+    inner = [degree.get(name, 1) for name in ("together", "tp", "cp")]
+    sizes = [math.prod(inner[:count]) for count in range(1, 4)]
+    return [layout.world // layout.dp_replicate, sizes[-1] * layout.dp_shard, *reversed(sizes)]
 
 
 def stay(members: Sequence[WorkerId], layout: Layout, holds: dict[WorkerId, Cell]) -> int:
@@ -51,12 +69,15 @@ def halls(draw: st.DrawFn) -> tuple[list[WorkerId], Nodes, Layout, dict[WorkerId
     """
     there = [WorkerId(f"w{number}") for number in range(draw(st.integers(1, 6)))]
     nodes = {worker: NodeId(draw(st.sampled_from("abc"))) for worker in there}
-    together = draw(st.integers(1, min(2, len(there))))
-    shards = draw(st.integers(1, len(there) // together))
-    replicas = draw(st.integers(1, len(there) // together // shards))
-    layout = Layout(replicas, shards, (("together", together),) if together > 1 else ())
-    cells = st.none() | st.integers(0, shards - 1).map(lambda index: cell(shards, index))
-    return there, nodes, layout, {worker: found for worker in there if (found := draw(cells)) is not None}
+    left, more = len(there), list[tuple[str, int]]()
+    for axis in draw(st.sampled_from([(), ("together",), ("tp",), ("pp", "tp"), ("cp", "tp")])):
+        if (degree := draw(st.integers(1, min(3, left)))) > 1:
+            more.append((axis, degree))
+            left //= degree
+    shards = draw(st.integers(1, left))
+    layout = Layout(draw(st.integers(1, left // shards)), shards, tuple(more))
+    held = st.none() | st.integers(0, layout.world - 1).map(lambda rank: cell_of(layout, rank))
+    return there, nodes, layout, {worker: found for worker in there if (found := draw(held)) is not None}
 
 
 def seated(
@@ -72,10 +93,15 @@ def worse(choose: Seat, hall: tuple[list[WorkerId], Nodes, Layout, dict[WorkerId
     members = seated(choose, hall)
     assert len(set(members)) == len(members) == layout.world and set(members) <= set(there)
     everything = list(permutations(there, layout.world))
-    most = max(within(each, layout, nodes) for each in everything)
-    if (found := within(members, layout, nodes)) != most:
-        return f"{found} replicas lie within a node, {most} could"
-    kept = max(stay(each, layout, holds) for each in everything if within(each, layout, nodes) == most)
+    best = everything
+    for size in blocks_of(layout):
+        most = max(within(each, layout, nodes, size) for each in best)
+        if (found := within(members, layout, nodes, size)) != most:
+            return f"{found} blocks of {size} lie within a node, {most} could"
+        best = [each for each in best if within(each, layout, nodes, size) == most]
+    if layout.more:
+        return ""
+    kept = max(stay(each, layout, holds) for each in best)
     if (found := stay(members, layout, holds)) != kept:
         return f"{found} members keep their cells, {kept} could"
     return ""
@@ -106,6 +132,59 @@ def test_a_member_that_holds_a_part_is_no_worse_off_by_others_that_hold_the_same
     assert members == tuple(there[1:])
 
 
+@given(halls())
+def test_no_tensor_group_lies_over_nodes_if_none_has_to(
+    hall: tuple[list[WorkerId], Nodes, Layout, dict[WorkerId, Cell]],
+) -> None:
+    """N6, whatever the workers hold: their cells move once, activations in every layer."""
+    there, nodes, layout, _ = hall
+    size = dict(layout.more).get("tp", 1)
+    groups = layout.world // size
+    possible = any(within(each, layout, nodes, size) == groups for each in permutations(there, layout.world))
+    assert (within(seated(seat, hall), layout, nodes, size) == groups) is possible
+
+
+@pytest.mark.parametrize(
+    "more", [(("pp", 8), ("tp", 8)), (("pp", 4), ("cp", 2), ("tp", 8)), (("tp", 4),)], ids=str
+)
+@pytest.mark.parametrize("shards", [1, 4])
+def test_a_node_is_lost_and_a_spare_node_joins(more: tuple[tuple[str, int], ...], shards: int) -> None:
+    """N6: 1,024 workers on nodes of 8.  Each tensor group lies within a node before and after the loss, and
+    when another node has come; then nobody but the newcomers takes another cell.
+    """
+    there, nodes = big(1024)
+    random.Random(3).shuffle(there)
+    size, group = dict(more)["tp"], math.prod(degree for _, degree in more) * shards
+    layout, smaller = Layout(1024 // group, shards, more), Layout(1016 // group, shards, more)
+    members = seat(there, nodes, layout)
+    assert within(members, layout, nodes, size) == 1024 // size
+    lost, holds = nodes[members[300]], held(members, layout)
+    left = [worker for worker in members if nodes[worker] != lost]
+    fewer = seated(seat, (left, nodes, smaller, holds))
+    assert within(fewer, smaller, nodes, size) == smaller.world // size
+    assert stay(fewer, smaller, holds) == smaller.world
+    came = {WorkerId(f"new{number}"): NodeId("new") for number in range(8)}
+    for before in (holds, held(fewer, smaller)):
+        again = seated(seat, ([*left, *came], nodes | came, layout, before))
+        assert within(again, layout, nodes | came, size) == 1024 // size
+        assert stay(again, layout, before) == len(before.keys() - {w for w in before if nodes[w] == lost})
+
+
+def test_a_tensor_group_comes_into_one_node_though_its_survivors_must_move() -> None:
+    """Two members of a group are left, and a node of newcomers has room for all: they take its cells.  The
+    control: without the newcomers the group lies over both nodes, and the survivors keep their cells.
+    """
+    more, names = (("tp", 4),), [WorkerId(f"w{number}") for number in range(8)]
+    nodes = {worker: NodeId("a" if number < 4 else "b") for number, worker in enumerate(names)}
+    holds = held(names, Layout(1, 2, more))
+    left, came = names[:6], [WorkerId(f"new{number}") for number in range(4)]
+    at = nodes | dict.fromkeys(came, NodeId("c"))
+    assert seated(seat, ([*left, *came], at, Layout(1, 2, more), holds)) == (*names[:4], *came)
+    two = {came[0]: NodeId("c"), came[1]: NodeId("d")}
+    again = seated(seat, ([*left, *two], nodes | two, Layout(1, 2, more), holds))
+    assert again == (*left, *two)
+
+
 def in_order(
     there: Sequence[WorkerId], nodes: Nodes, layout: Layout, holders: Sequence[Holding] = ()
 ) -> tuple[WorkerId, ...]:
@@ -117,7 +196,7 @@ def test_seats_in_the_order_of_joining_are_found_to_be_worse() -> None:
     """Negative control."""
     there = [WorkerId(f"w{number}") for number in range(4)]
     two = {worker: NodeId("ab"[number % 2]) for number, worker in enumerate(there)}
-    assert worse(in_order, (there, two, Layout(2, 2), {})) == "0 replicas lie within a node, 2 could"
+    assert worse(in_order, (there, two, Layout(2, 2), {})) == "0 blocks of 2 lie within a node, 2 could"
     one = dict.fromkeys(there, NodeId("a"))
     holds = {there[1]: cell(2, 0), there[2]: cell(2, 1)}
     assert worse(in_order, (there, one, Layout(1, 2), holds)) == "0 members keep their cells, 2 could"
@@ -223,10 +302,12 @@ def test_newcomers_take_the_cells_whose_copies_their_node_has() -> None:
     assert seat(there, nodes, Layout(1, 4), copies) == ("w2", "w3", "w0", "w1")
 
 
-def test_seating_is_linear_in_the_workers() -> None:
+@pytest.mark.parametrize("one", [Layout(1, 8), Layout(1, 1, (("pp", 8), ("tp", 8)))], ids=str)
+def test_seating_is_linear_in_the_workers(one: Layout) -> None:
     def cost(count: int) -> int:
         there, nodes = big(count)
-        holders = [Holding(worker, AT, cell(8, number % 8)) for number, worker in enumerate(there)]
-        return calls(lambda: seat(there[8:], nodes, Layout(count // 8 - 1, 8), holders))
+        layout, fewer = (replace(one, dp_replicate=count // one.world - less) for less in (0, 1))
+        holders = [Holding(worker, AT, cell_of(layout, rank)) for rank, worker in enumerate(there)]
+        return calls(lambda: seat(there[8:], nodes, fewer, holders))
 
     assert cost(2048) <= 4.5 * cost(512)

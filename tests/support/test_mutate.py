@@ -152,8 +152,8 @@ NAMED: tuple[tuple[str, ...], ...] = (
     (  # these are what was wrong of a world with other axes than those of data
         "seats with equal cells are one seat",
         "elastic/plan/seats.py",
-        "self.alike[number_of.setdefault(cell, number)].append(number)",
-        "self.alike[number].append(number_of.setdefault(cell, number))",
+        "where[self.first[number]].append((row, place))",
+        "where[number].append((row, place))",
         "tests/plan/test_seats.py",
     ),
     (

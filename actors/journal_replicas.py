@@ -106,8 +106,8 @@ class JournalReplicas:
             place = self._by_bucket(end, say)
             if not followed:
                 say(
-                    f"only {have} of {keepers} keepers had stored the journal in time, too few; the "
-                    f"journal is now {place}"
+                    f"the newest decisions of the run are now {place}, since too few keepers ({have} of "
+                    f"{keepers}) had stored them in time; the run goes on"
                 )
 
     def _by_bucket(self, end: int, say: Callable[[str], None]) -> str:

@@ -27,6 +27,17 @@ from storage.slices import Tensor, nbytes
 
 KEEPS = tuple(f"checkpoint.{name}" for name in ("keep_last", "keep_every", "keep_best", "keep_younger"))
 """The settings by which checkpoints are kept and deleted."""
+KEPT_BY = {
+    "newest": "being the newest",
+    "last": "checkpoint.keep_last",
+    "every": "checkpoint.keep_every",
+    "best": "checkpoint.keep_best",
+    "younger": "checkpoint.keep_younger",
+    "branch": "a branch or a fork that begins here",
+    "owed": "an export, samples or a validation that is owed",
+    "all": "checkpoint.keep_last = 0, which keeps all",
+}
+"""The rules that keep a checkpoint, as the ends of a sentence that begins with "kept by"."""
 
 
 @command("checkpoint ls", KEEPS)
@@ -86,7 +97,7 @@ def show(job: Job, /, step: str | None = None, quarantine: bool = False) -> None
             f"{len(manifest.files)}, {sum(file.size for file in manifest.files):,} bytes, "
             f"{reader.index.slices:,} slices"
         ),
-        "kept by": ", ".join(kept.get(version, ())),
+        "kept by": ", ".join(KEPT_BY[rule] for rule in kept.get(version, ())),
     }
     if held is not None:
         said["quarantine"] = counted(len(held), "sample") + ("; --quarantine lists them" if held else "")

@@ -52,11 +52,14 @@ def check(run: Run, fingerprint: str, samples: int) -> bool:
                 "if the samples are the same, and only computed numbers in their rows differ on this "
                 f"kind of CPU, give the dataset a fingerprint() that returns {found['fingerprint']!r}"
             )
+        there = without_secrets("data.args", found["args"])
+        other, data = (
+            (f" now and {there} in the run", "its data.args") if there != here else ("", "that data")
+        )
         raise JobError(
-            f"data.args = {here}: the dataset has the fingerprint {fingerprint}, but the run "
+            f"data.args = {here}{other}: the dataset has the fingerprint {fingerprint}, but the run "
             f"{run.job.name!r} in bucket = {run.job.bucket!r} was begun on data with the fingerprint "
-            f"{found['fingerprint']} (data.args = {without_secrets('data.args', found['args'])}); "
-            f"choose another name, or use that data again; {same}"
+            f"{found['fingerprint']}; choose another name, or use {data} again; {same}"
         )
     if (begun_on := found.get("samples", samples)) != samples:  # runs of earlier versions did not note it
         raise JobError(

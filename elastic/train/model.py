@@ -92,9 +92,8 @@ def build_model(job: Job, builder: Builder) -> nn.Module:
     _check_parameters(job, model)
     if not callable(getattr(model, "init_weights", None)):
         raise ModelError(
-            f"the model of {job.model!r} ({type(model).__name__}) has no init_weights() method; add a "
-            "method that sets every parameter (with the body `pass`, parameters keep the values of "
-            "the constructor)"
+            f"model = {job.model!r}: {type(model).__name__} has no init_weights() method; add a method "
+            "that sets every parameter (with the body `pass`, parameters keep the values of the constructor)"
         )
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.dtype not in DTYPE_NAMES:

@@ -235,8 +235,8 @@ def make_session(job: Job, counters: Counters, *, prefetch: int | None = None) -
     dataset = opened(job)
     if len(dataset) < job.batches().final:
         raise DataError(
-            f"data.args: the dataset has {len(dataset)} samples, fewer than one step's global_batch = "
-            f"{job.global_batch}; give it more samples, or lower global_batch"
+            f"global_batch = {job.global_batch}: data.dataset = {job.data.dataset!r} has {len(dataset)} "
+            "samples, fewer than one step takes; give it more samples (data.args), or lower global_batch"
         )
     rule = rule_of(job)
     check_schedule(job)

@@ -416,7 +416,8 @@ def test_too_little_data(tmp_path: Path, capsys: Shown, monkeypatch: pytest.Monk
     monkeypatch.chdir(tmp_path)
     job = written(tmp_path, data={"dataset": "tests.support.toys:Sums", "args": {"samples": 5}})
     assert main(["train", job]) == 1
-    assert "the dataset has 5 samples, fewer than one step's global_batch = 16" in sentence(capsys)
+    said = "global_batch = 16: data.dataset = 'tests.support.toys:Sums' has 5 samples, fewer than one step"
+    assert f"{said} takes; give it more samples (data.args), or lower global_batch" in sentence(capsys)
     assert_no_actor_left("toy")
 
 

@@ -366,7 +366,7 @@ def test_what_is_owed_is_what_the_run_has_recorded_whatever_the_job_file_says(
         checkpoint_commands.ls(job)
         assert capsys.readouterr().out.count("owed") == 2
         checkpoint_commands.show(job, "10")
-        assert "kept by     owed" in capsys.readouterr().out
+        assert "kept by     an export, samples or a validation that is owed" in capsys.readouterr().out
         checkpoint_commands.gc(job, dry_run=True, force=True)
         deleted = [
             int(line.split()[1]) for line in capsys.readouterr().out.splitlines() if line.startswith("step ")

@@ -303,7 +303,7 @@ def test_other_samples_are_refused_with_both_fingerprints(tmp_path: Path, text: 
                 JobError,
                 match=(
                     rf"the dataset has the fingerprint {found}, but the run 'run' in .* was begun on "
-                    rf"data with the fingerprint {old} \(d"
+                    rf"data with the fingerprint {old}; choose another name, or use (its data.args|that data) again"
                 ),
             ):
                 start(job)

@@ -202,6 +202,7 @@ def test_l12_a_terminal_shows_one_line_that_changes_and_nothing_of_it_is_left(tm
     """L12.  Also with the user's own prints in between.  The controls: the line was there, and with what a
     terminal does not know as an end of line it would be left.
     """
+    (tmp_path / "bucket").mkdir()
     run = InTerminal(
         tmp_path, "train", written(tmp_path, loss="shown_code:loss", trial=False), "--local", warm=True
     )

@@ -555,6 +555,7 @@ def test_an_address_at_which_nobody_answers_is_said_at_once(
     monkeypatch.setattr(cluster.ray, "is_initialized", lambda: False)
     monkeypatch.setattr(cluster.ray, "init", lambda **_: pytest.fail("it asks Ray"))
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "bucket").mkdir()
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
         address = "{}:{}".format(*nobody.getsockname())

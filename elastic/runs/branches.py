@@ -346,6 +346,8 @@ def begin(
     run.add(number, vars(branch))
     what = in_words(differs, " before and ", " now") or "its settings stay"
     gone = f"; it abandons {branch.left}" if branch.left else ""
+    if not branch.reached:
+        return f"{job.name} has saved no step yet, so it begins anew at step 0, as branch {number}: {what}"
     return f"branch {number} of {job.name} goes on from step {version.step}: {what}{gone}"
 
 

@@ -216,7 +216,7 @@ def test_l4_what_says_which_samples_are_drawn_begins_a_branch(
     assert (
         Run.look(extending(tmp_path, 3, **changed), branch=True)
         .branch(0.0)
-        .startswith("branch 2 of run goes on from step 0: ")
+        .startswith("run has saved no step yet, so it begins anew at step 0, as branch 2: ")
     )
     job = Run.look(extending(tmp_path, 3, **changed)).job
     assert job.stretches() == extending(tmp_path, 3, **changed).stretches(), "no step came before"
@@ -231,9 +231,9 @@ def test_two_commands_do_not_begin_the_same_branch(tmp_path: Path) -> None:
     slow = Run.look(extending(tmp_path, 5), branch=True)
     assert slow.claim("here") == 1
     quick = Run.look(extending(tmp_path, 4), branch=True)
-    assert quick.branch(0.0, incarnation=quick.claim("there")).startswith("branch 2 of run")
+    assert quick.branch(0.0, incarnation=quick.claim("there")).startswith("run has saved no step yet")
     with pytest.raises(Exists):
         slow.branch(0.0, incarnation=1)
     assert Run.find(slow.job).job.steps == 4, "the later claim has the later branch"
     again = Run.look(extending(tmp_path, 5), branch=True)
-    assert again.branch(0.0, incarnation=again.claim("here")).startswith("branch 3 of run")
+    assert ", as branch 3: " in again.branch(0.0, incarnation=again.claim("here"))

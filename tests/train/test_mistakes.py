@@ -409,7 +409,7 @@ def test_l9_another_name_is_taken_while_nothing_is_saved(
     )
     for text, code, said in (
         (wrong, 1, "it must return (sum, count)"),
-        (right, 0, "branch 2 of toy goes on from step 0"),
+        (right, 0, "toy has saved no step yet, so it begins anew at step 0, as branch 2: loss = "),
         (another, 1, "has other settings"),
     ):
         (tmp_path / "job.toml").write_text(text)

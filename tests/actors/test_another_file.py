@@ -114,7 +114,7 @@ def test_l6_a_changed_job_file_locks_nobody_out_of_a_run_that_lives(
     check_what_only_reads(other, "mine", tmp_path, capsys)
     (tmp_path / "job.toml").write_text(to_toml(job))
     assert main(["train", "job.toml", "--seed", "5"]) == 1, "the control"
-    assert "the run 'mine' has other settings" in capsys.readouterr().out
+    assert "the run 'mine' in bucket = " in capsys.readouterr().out
 
     assert main(["status", other, "--once"]) == 0
     assert re.match(r"mine-\d+-\w+: Running, step \d+ of 10000, generation 1, ", capsys.readouterr().out)
@@ -170,7 +170,7 @@ def _check_of_a_process(trains: Command, job: Job, other: str, folder: Path, cap
         assert main([command, other]) == 1
         assert said in capsys.readouterr().out
     assert main(["train", "job.toml", "--local", "--seed", "5"]) == 1, "the control"
-    assert "the run 'alone' has other settings" in capsys.readouterr().out
+    assert "the run 'alone' in bucket = " in capsys.readouterr().out
     trains.interrupt()
     assert trains.wait() == 3
     assert main(["status", other, "--once"]) == 0

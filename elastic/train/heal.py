@@ -33,7 +33,7 @@ from elastic.state.staging import STREAMS, StagingStream
 from elastic.state.streaming import in_groups, look_at
 from elastic.train.gauges.counters import OPERATIONS
 from elastic.train.initialise import initialise
-from elastic.train.model import AS_IT_IS_THERE, BUFFERS, State, begun_anew, misfit
+from elastic.train.model import AS_IT_IS_THERE, BUFFERS, State, as_stored, begun_anew, misfit
 from elastic.train.step import Session
 from storage.background import in_background
 from storage.checkpoints import Checkpoints, Reader
@@ -351,7 +351,8 @@ def from_bucket(
     """
     reader = checkpoints.open(plan.version)
     stored = reader.tensors()
-    anew = begun_anew(state.job, state.optimizer.rule, state.tensors).difference(stored)
+    anew = begun_anew(state.job, state.optimizer.rule, state.tensors)
+    anew = {tensor for tensor in anew if as_stored(tensor) not in stored}
     if why := misfit(
         state.job, [tensor for tensor in state.tensors if tensor not in anew], stored, plan.version
     ):

@@ -22,6 +22,7 @@ from elastic.code.imports import arguments, failure, less_memory, load, unknown_
 from elastic.config.values import without_secrets
 from elastic.engine import paged
 from elastic.engine.blocks import matrices_of, sharding_table
+from elastic.engine.cuts import cuts_of
 from elastic.engine.layers import Layers
 from elastic.engine.loss_scale import SCALARS, is_scaled
 from elastic.engine.meta import without_memory
@@ -231,24 +232,25 @@ def tensors_of(model: nn.Module, rule: Rule) -> tuple[Tensor, ...]:
     """Returns every tensor of the state in a fixed order: parameters, their moments by ``rule``, buffers, and
     scalars.
 
-    Raises :class:`ModelError` if the rule is for matrices of blocks, and the model has none.
+    Raises :class:`ModelError` if the rule is for matrices of blocks, and the model has none, or if the
+    model's sharding table does not fit it.
     """
-    found, matrices, trained = [], matrices_of(model), 0
+    found, matrices, trained, cuts = [], matrices_of(model), 0, cuts_of(model)
     if rule.matrix_moments is not None and not matrices:
         raise ModelError(
             "this optim.kind is for weights with two dimensions inside the model's blocks, and the "
             "model has none; name the blocks in sharding(), or use another optim.kind"
         )
     for name, parameter in model.named_parameters():
-        shape = shape_of(parameter)
-        found.append(Tensor(name, "parameter", DTYPE_NAMES[parameter.dtype], shape))
+        shape, cut = shape_of(parameter), (cuts[name].split, cuts[name].depth)
+        found.append(Tensor(name, "parameter", DTYPE_NAMES[parameter.dtype], shape, *cut))
         if parameter.requires_grad:
             trained += 1
             moments = rule.moments_of(is_matrix=name in matrices)
             dtype = DTYPE_NAMES[rule.moments_dtype or parameter.dtype]
-            found += [Tensor(name, f"moment.{moment}", dtype, shape) for moment in moments]
+            found += [Tensor(name, f"moment.{moment}", dtype, shape, *cut) for moment in moments]
             if rule.averages:
-                found.append(Tensor(name, AVERAGE, DTYPE_NAMES[dtype_of_average(parameter)], shape))
+                found.append(Tensor(name, AVERAGE, DTYPE_NAMES[dtype_of_average(parameter)], shape, *cut))
     persistent = model.state_dict(keep_vars=True).keys()
     for name, buffer in model.named_buffers():
         found.append(
@@ -283,6 +285,11 @@ def begun_anew(job: Job, rule: Rule, tensors: Iterable[Tensor]) -> set[Tensor]:
     return {*rule.kept, *(_scalar(name) for name in SCALARS if is_scaled(job.precision)), *averages}
 
 
+def as_stored(tensor: Tensor) -> Tensor:
+    """Returns the tensor as a checkpoint describes it, which does not say how it may be cut."""
+    return replace(tensor, split=(), depth=())
+
+
 def _scalar(name: str) -> Tensor:
     return Tensor(name, "scalar", "F32", ())
 
@@ -311,8 +318,7 @@ def misfit(
     lost = next(
         (tensor for key, tensor in there.items() if tensor.kind == "parameter" and key not in here), None
     )
-    # a checkpoint does not say how a tensor may be cut
-    differ = [tensor for key, tensor in here.items() if there.get(key) != replace(tensor, split=(), depth=())]
+    differ = [tensor for key, tensor in here.items() if there.get(key) != as_stored(tensor)]
     ours = next(
         (tensor for tensor in differ if tensor.name != MISSED),
         None if lost is not None else next(iter(differ), None),

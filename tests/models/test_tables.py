@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from elastic.engine.cuts import Cuts, cuts_of
+from elastic.engine.optim.base import rule_of
 from elastic.errors import ModelError
 from elastic.ids import Cell, WorkerId
 from elastic.models import gpt2, llama
@@ -25,6 +26,7 @@ from elastic.plan.layout import Layout
 from elastic.plan.placement import cell_of, classes_of, held, written_by
 from elastic.plan.transfer import Move, covered, moves
 from elastic.train.checks.preflight import preflight
+from elastic.train.model import build_model, builder_of, tensors_of
 from storage.slices import Slice, Tensor
 from tests.plan.test_placement import box, gathered, numbers, world
 from tests.support.toy_axes import LAYOUTS, TOYS
@@ -258,6 +260,16 @@ def test_it_is_refused_before_a_worker_starts(tmp_path: Path) -> None:
         ModelError, match=r"^sharding\(\) of Misspelt: row = \{'\*\.w4': 1\} matches no module"
     ):
         preflight(job)
+
+
+def test_moments_and_averages_are_cut_as_their_parameter(tmp_path: Path) -> None:
+    job = small_job(tmp_path, optim={"average": 0.9})
+    model = build_model(job, builder_of(job))
+    tensors, found = tensors_of(model, rule_of(job)), cuts_of(model)
+    for tensor in tensors:
+        cut = Cuts() if tensor.kind == "scalar" else found[tensor.name]
+        assert (tensor.split, tensor.depth) == (cut.split, cut.depth), tensor
+    assert len({tensor.kind for tensor in tensors if tensor.split}) == 4
 
 
 # ---- the state of a model in all layouts

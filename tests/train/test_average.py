@@ -113,6 +113,14 @@ def test_the_average_is_healed_from_members(ranks: Ranks, tmp_path: Path) -> Non
     )
 
 
+def test_the_average_of_a_model_with_a_table_is_read_from_the_bucket(tmp_path: Path) -> None:
+    """A checkpoint does not say how its tensors may be cut, and the state does."""
+    optim = {"average": DECAY}
+    stopped, whole = (small_job(tmp_path / name, global_batch=8, optim=optim) for name in ("a", "b"))
+    version = train_here(stopped, STEPS // 2).version
+    assert train_here(stopped, STEPS, version).hash == train_here(whole, STEPS).hash
+
+
 class Half(Net):
     def __init__(self) -> None:
         super().__init__()

@@ -24,7 +24,6 @@ from elastic.data.loader import Dataset
 from elastic.data.rows import notes_of
 from elastic.engine.batch_norm import tracking
 from elastic.engine.blocks import sharding_table
-from elastic.engine.cuts import cuts_of
 from elastic.engine.fp8 import MULTIPLE, layers_of
 from elastic.engine.kernels import apply_kernels, has_dropout
 from elastic.engine.loss import expect_documents
@@ -115,7 +114,6 @@ def preflight(
     """
     leaked = _check_secrets(job)
     model = build_model(job, builder_of(job))
-    cuts_of(model)  # its sharding table fits it
     _check_again(job, model)
     if not local:
         _check_shared(job, model)

@@ -133,7 +133,7 @@ class CopiesOracle:
         """Checks that nodes have room for their parts of the state under ``plan``.  With fewer replicas the
         parts are smaller.
         """
-        shards, fewest = plan.layout.shards, self.sim.rules.layout.replicas or 1
+        parts, fewest = plan.layout.world // plan.layout.replicas, self.sim.rules.layout.replicas or 1
         there = [
             (node, count, room)
             for node, count in Counter(plan.nodes).items()
@@ -142,8 +142,8 @@ class CopiesOracle:
         self.sim.oracle.occasions["members of a node must share a state"] += any(
             count > room for _, count, room in there
         )
-        crowded = [node for node, count, room in there if count / shards > room]
-        if crowded and plan.layout.world // shards > fewest:
+        crowded = [node for node, count, room in there if count / parts > room]
+        if crowded and plan.layout.replicas > fewest:
             raise Violation(
                 f"{crowded[0]} gets more of the state than it has room for, and {plan.layout} is not the "
                 "most that can share it"

@@ -10,6 +10,7 @@ whether cells cover a state.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from itertools import combinations
 from typing import TYPE_CHECKING
 
 from elastic.control.run import Failed, Finished, Finishing, Forming, Stopped, Stopping, Waiting
@@ -41,7 +42,7 @@ from elastic.protocol.events import (
 )
 from elastic.protocol.plan import Plan
 from elastic.sim.copies import CopiesOracle
-from elastic.sim.truth import a_budget_is_spent, base_of, check_last_step, covers, expanded, shard_of
+from elastic.sim.truth import a_budget_is_spent, base_of, check_last_step, covers, expanded, parts_of
 from elastic.sim.violation import Violation
 
 if TYPE_CHECKING:
@@ -525,7 +526,9 @@ class Oracle:
             raise Violation(f"generation {plan.generation} starts from {version}, which nobody holds whole")
         for better in self._held_whole(before, after.cluster.keepers):
             if better.step > version.step:
-                raise Violation(f"{better} is given up for {version} although every slice of it is held")
+                if self._can_be_seated(better, before, after.cluster.keepers):
+                    raise Violation(f"{better} is given up for {version} although every slice of it is held")
+                self.occasions["whole model groups leave over the only holder of a slice"] += 1
         lineage, truth = expanded(after.history.lineage), self.chain(version)
         if lineage != truth:
             raise Violation(f"the coordinator's lineage {lineage} is not what happened, {truth}")
@@ -535,7 +538,7 @@ class Oracle:
         self.occasions["steps are abandoned"] += given_up
         self.occasions[f"a world starts from tier {plan.tier}"] += 1
         self.occasions["shards are cut anew"] += any(
-            shard_of(cell)[0] != plan.layout.shards for cell in claimed
+            parts_of(cell) != plan.layout.world // plan.layout.replicas for cell in claimed
         )
 
     def _held_whole(self, before: RunState, keepers: tuple[NodeId, ...]) -> list[Version]:
@@ -554,6 +557,23 @@ class Oracle:
                 cells[version].add(cell)
         whole = [v for v, found in cells.items() if covers(frozenset(found), self.sim.scenario.rows)]
         return [v for v in (*whole, *self.counting) if self.on_lineage(v)]
+
+    def _can_be_seated(self, version: Version, before: RunState, keepers: tuple[NodeId, ...]) -> bool:
+        """Returns whether the members of a world of whole model groups can hold all of ``version`` in the
+        bucket, in their memory and in copies: a worker that is left over gives nobody its state.
+        """
+        group, rows = self.sim.rules.layout.group, self.sim.scenario.rows
+        if group == 1 or version in self.counting:
+            return True
+        copies = {cell for at, cell in self.copies.known(before, keepers) if at == version}
+        workers = [self.sim.cluster.workers[name] for name in self.joined - self.lost - self.expelled]
+        held = [
+            {cell for at, cell in worker.held_after(self.settle) if at == version}
+            for worker in workers
+            if worker.alive
+        ]
+        seats = min(len(held), self.sim.rules.max_workers) // group * group
+        return any(covers(frozenset(copies.union(*some)), rows) for some in combinations(held, seats))
 
     def resumed(self) -> None:
         """Notes that the run is resumed after a stop: no earlier worker belongs to it, and nobody has asked

@@ -26,6 +26,17 @@ LAYOUTS = (
 )
 
 
+MODELS = (
+    (("tp", 2),),
+    (("cp", 2),),
+    (("pp", 2),),
+    (("pp", 2), ("tp", 2)),
+)
+"""Degrees of the axes that divide the model."""
+DIVIDED_FROM = 200_000
+"""The first seed that may divide the model.  The stories of smaller seeds are recorded."""
+
+
 WORKERS_LOT = (
     *(Kind.SIGKILL, Kind.SIGSTOP) * 4,
     *(Kind.EXCEPTION,) * 2,
@@ -93,8 +104,20 @@ class Scenario:
     @property
     def classes(self) -> tuple[Tensor, ...]:
         """The model's tensors, as a worker reports them."""
+        count = len(self.rows)
         return tuple(
-            Tensor(f"t{number}", "parameter", "F32", (length,)) for number, length in enumerate(self.rows)
+            Tensor(f"t{number}", "parameter", "F32", (length,), (0, 1), (number, count))
+            for number, length in enumerate(self.rows)
+        )
+
+    def with_model(self, rng: random.Random) -> Scenario:
+        """Returns the scenario with a job that also divides the model, and with workers for it."""
+        rules, rule = self.rules, replace(self.rules.layout, model=rng.choice(MODELS))
+        most = max(rules.max_workers, rule.min_parts) + rng.randint(0, rule.group)
+        return replace(
+            self,
+            rules=replace(rules, layout=rule, max_workers=most),
+            slots=self.slots + most - rules.max_workers,
         )
 
     def room_of(self, node: NodeId) -> float:
@@ -109,8 +132,14 @@ class Scenario:
 
         One seed in twenty gives a scenario of :meth:`isolation`.  Of the others, one in ten has no faults.
         The rest have from a few to very many; half of these first let a world form and step.  Each schedule
-        with faults also has a :func:`pair`, so that consecutive seeds go through all pairs of kinds.
+        with faults also has a :func:`pair`, so that consecutive seeds go through all pairs of kinds.  From
+        :data:`DIVIDED_FROM` on, one seed in ten divides the model.
         """
+        axes, scenario = random.Random(f"axes {seed}"), Scenario._drawn(seed)
+        return scenario.with_model(axes) if axes.random() < 0.1 and seed >= DIVIDED_FROM else scenario
+
+    @staticmethod
+    def _drawn(seed: int) -> Scenario:
         rng = random.Random(f"scenario {seed}")
         if rng.random() < 0.05:
             return Scenario.isolation(rng)

@@ -4,7 +4,8 @@ machine that it judges.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -19,28 +20,42 @@ if TYPE_CHECKING:
     from elastic.sim.simulation import Simulation
     from elastic.sim.worker import Worker
 
+Place = tuple[str, int, int]
+
 
 @lru_cache(maxsize=4096)
 def covers(cells: frozenset[Cell], rows: tuple[int, ...]) -> bool:
-    """Returns whether ``cells`` together hold every row, looked at one by one.  Rows are cut by torch's chunk
-    rule.
-    """
-    shards = [shard_of(cell) for cell in cells]
-    if not shards:
-        return False
-    return all(
-        any(row // -(-length // count) == index for count, index in shards)
-        for length in rows
+    """Returns whether ``cells`` together hold every row, looked at one by one."""
+    places = [places_of(cell) for cell in cells]
+    return bool(places) and all(
+        any(_holds(place, row, length, number, len(rows)) for place in places)
+        for number, length in enumerate(rows)
         for row in range(length)
     )
 
 
-def shard_of(cell: Cell) -> tuple[int, int]:
-    """Returns the number of shards, and the index of ``cell`` among them.  Worlds of the simulator are cut
-    along one axis.
+def _holds(place: Sequence[Place], row: int, length: int, number: int, tensors: int) -> bool:
+    """Returns whether a member at ``place`` holds a row of tensor ``number``.  Each stage of a pipeline has
+    its tensors; any other axis cuts the rows that the axes after it leave, by torch's chunk rule.
     """
-    index, _, count = cell.removeprefix("dp_shard ").partition("/") if cell else ("0", "/", "1")
-    return int(count), int(index)
+    for axis, index, count in reversed(place):
+        size = -(-length // count)
+        if index != (number * count // tensors if axis == "pp" else row // size):
+            return False
+        if axis != "pp":
+            row, length = row - index * size, min(size, length - index * size)
+    return True
+
+
+def places_of(cell: Cell) -> list[Place]:
+    """Returns (axis, index of the part, number of parts) for each axis that cuts the state."""
+    parts = [part.replace("/", " ").split() for part in cell.split(";") if part]
+    return [(axis, int(index), int(count)) for axis, index, count in parts]
+
+
+def parts_of(cell: Cell) -> int:
+    """Returns the number of parts into which the world of ``cell`` cuts the state."""
+    return math.prod(count for _, _, count in places_of(cell))
 
 
 def base_of(plan: Plan, step: int) -> Version:

@@ -65,6 +65,11 @@ def edge(seed: int) -> Scenario:
     return Scenario(rules=rules, faults=(*wishes, *stops, *deaths))
 
 
+def axes(seed: int) -> Scenario:
+    """Members also divide the model, so a world has whole model groups."""
+    return Scenario.drawn(seed).with_model(random.Random(f"axes of {seed}"))
+
+
 def isolation(seed: int) -> Scenario:
     """A world is cut off from its coordinator again and again: only leases keep two worlds apart."""
     return Scenario.isolation(random.Random(seed))
@@ -409,6 +414,7 @@ ALL = {
     each.__name__: each
     for each in (
         drawn,
+        axes,
         poor,
         storm,
         barren,

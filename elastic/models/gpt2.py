@@ -88,6 +88,8 @@ class GPT2(nn.Module):
         before the output.
         """
         super().__init__()
+        if layers < 1:
+            raise ValueError(f"layers = {layers} must be at least 1")
         if dim % heads:
             raise ValueError(f"dim = {dim} must be a multiple of heads = {heads}")
         if norm not in ("pre", "post"):

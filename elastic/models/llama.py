@@ -137,6 +137,8 @@ class Llama(nn.Module):
             raise ValueError(
                 f"rope_scaling = {rope_scaling} must be [factor, low, high, old length], as [8, 1, 4, 8192]"
             )
+        if layers < 1:
+            raise ValueError(f"layers = {layers} must be at least 1")
         if heads % kv_heads:
             raise ValueError(
                 f"heads = {heads} must be a multiple of kv_heads = {kv_heads}: equal numbers of heads share "

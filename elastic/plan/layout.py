@@ -181,6 +181,13 @@ class LayoutRule:
         """The shard degree, if the rule fixes it."""
         return self.dp_shard
 
+    @property
+    def axes(self) -> frozenset[str]:
+        """The names of the axes that layouts may have.  Tensors that no other axis tells apart are of one
+        class.
+        """
+        return frozenset((*REPLICAS, "dp_shard", *(name for name, degree in self.model if degree > 1)))
+
     @cached_property
     def group(self) -> int:
         """The number of workers of a model group."""

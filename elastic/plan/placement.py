@@ -182,12 +182,12 @@ def same_classes(some: Iterable[Tensor], others: Iterable[Tensor]) -> bool:
     return some == others or set(map(class_of, some)) == set(map(class_of, others))
 
 
-def bytes_by_class(tensors: Iterable[Tensor]) -> tuple[int, ...]:
+def bytes_by_class(tensors: Iterable[Tensor], axes: Iterable[str] = AXES) -> tuple[int, ...]:
     """Returns the bytes of all tensors of each class, in the order of :func:`classes_of`."""
     everything, found = list(tensors), defaultdict[Hashable, int](int)
     for tensor in everything:
-        found[class_of(tensor)] += nbytes(tensor, tensor.whole())
-    return tuple(found[class_of(tensor)] for tensor in classes_of(everything))
+        found[class_of(tensor, axes)] += nbytes(tensor, tensor.whole())
+    return tuple(found[class_of(tensor, axes)] for tensor in classes_of(everything, axes))
 
 
 def padding(classes: Sequence[Tensor], class_bytes: Sequence[int], shards: int) -> float:

@@ -22,8 +22,8 @@ from elastic.errors import ModelError
 from elastic.ids import Cell, WorkerId
 from elastic.models import gpt2, llama
 from elastic.models.spec import Fused, ShardingTable
-from elastic.plan.layout import Layout
-from elastic.plan.placement import cell_of, classes_of, held, written_by
+from elastic.plan.layout import Layout, LayoutRule
+from elastic.plan.placement import bytes_by_class, cell_of, classes_of, held, written_by
 from elastic.plan.transfer import Move, covered, moves
 from elastic.train.checks.preflight import preflight
 from elastic.train.model import build_model, builder_of, tensors_of
@@ -362,3 +362,22 @@ def test_members_cover_the_state_and_write_it_once(model: str, layout: Layout) -
     assert covered(held_now, classes_of(tensors))
     for cell in {each.cell for each in held_now if each.cell}:
         assert not covered([each for each in held_now if each.cell != cell], classes_of(tensors))
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_classes_are_those_of_the_axes_that_a_run_may_have(model: str) -> None:
+    """Blocks are alike where no axis tells them apart: the coordinator gets as few classes as of a model
+    without a table.
+    """
+    tensors = state_of(MODELS[model])
+    plain = [replace(tensor, split=(), depth=()) for tensor in tensors]
+    few, many = LayoutRule().axes, LayoutRule(model=(("pp", 2), ("tp", 2))).axes
+    assert len(classes_of(tensors, few)) == len(classes_of(plain)) < len(classes_of(tensors, many))
+    assert bytes_by_class(tensors, few) == bytes_by_class(plain)
+    assert sum(bytes_by_class(tensors, many)) == sum(bytes_by_class(plain))
+
+
+@pytest.mark.parametrize("build", [llama.build, gpt2.build])
+def test_a_model_has_a_layer(build: Any) -> None:
+    with pytest.raises(ValueError, match="layers = 0 must be at least 1"):
+        build(layers=0)

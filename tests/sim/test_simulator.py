@@ -339,7 +339,7 @@ def test_the_oracle_and_the_product_agree_on_coverage(
 
 
 def test_no_promise_is_broken_where_members_divide_the_model() -> None:
-    """Worlds of whole model groups form, lose members, are cut anew and end; seeds from 200,000 on have some."""
+    """Worlds of whole model groups form, lose members, are cut anew and end; seeds from 200,000 have some."""
     met, occasions = Counter[str](), Counter[str]()
 
     def watched(run: RunState, event: Any, now: float, rules: Any, *more: Any) -> Transition:

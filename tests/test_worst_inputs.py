@@ -148,7 +148,8 @@ def test_a_job_file_that_cannot_be_read_is_refused_in_a_sentence(
 
 def test_too_few_samples_are_refused_in_a_sentence(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "job.toml").write_text(to_toml(toy_job(folder / "bucket", name=NAME, **TOO_FEW)))
-    assert "the dataset has 5 samples" in refused(capsys, folder, ["job.toml"])[1]
+    said = refused(capsys, folder, ["job.toml"])[1]
+    assert "global_batch = " in said and "has 5 samples, fewer than one step takes" in said
 
 
 def test_the_control_trains_and_writes(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -202,9 +202,10 @@ def _lost(decision: Decision, event: Lost) -> None:
     expelled = isinstance(state, Stopping) and event.worker in state.expelled
     if event.worker not in run.workers and not expelled:
         return decision.refuse(f"{event.worker} is no longer a worker of the run")
+    known = "is lost" if event.worker in run.workers else "has ended"  # it was lost or expelled before
     membership.remove(decision, (event.worker,))
     stopping.members_lost(
-        decision, (event.worker,), f"{event.worker} is lost ({event.reason})", certain=event.certain
+        decision, (event.worker,), f"{event.worker} {known} ({event.reason})", certain=event.certain
     )
 
 

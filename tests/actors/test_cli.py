@@ -617,7 +617,9 @@ def test_no_free_cpu(tmp_path: Path, capsys: Shown, monkeypatch: pytest.MonkeyPa
         r"workers.min = 1, but the cluster has room for 0 \(each needs 1 CPU; node \w{8} \(\S+, \S+\): 0 "
         r"of \d+ CPUs free\): "
     )
-    assert re.search(room, sentence(capsys))
+    *before, said = capsys.readouterr().out.splitlines()
+    assert re.search(room, said)
+    assert any(line.endswith("is not there yet: the run makes it") for line in before)
     assert_no_actor_left("toy")
 
 

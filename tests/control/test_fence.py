@@ -196,7 +196,7 @@ def test_a_single_member_that_is_killed_must_be_seen_dead() -> None:
         play.beat("n1", ("w1", 5, 1, 0))
     assert play.did(Kill) and isinstance(play.run.state, Stopping)
     assert play.later(10.0) == ""
-    assert play.lose("w1").startswith("w1 is lost (its process died); wait:")
+    assert play.lose("w1").startswith("w1 has ended (its process died); wait:")
 
 
 @pytest.mark.parametrize("known", ["lost", "answered"])

@@ -174,7 +174,7 @@ def test_a_file_system_that_cannot_hold_objects_is_refused_before_anything_is_wr
 def test_a_folder_that_is_created_is_said_before(tmp_path: Path) -> None:
     """A typo in its name is seen.  The control: nothing is said of a folder that is there."""
     job = toy_job(tmp_path / "typo")
-    assert check_bucket(job) == [f"bucket {tmp_path / 'typo'} is new: it is created"]
+    assert check_bucket(job) == [f"bucket {tmp_path / 'typo'} is not there yet: the run makes it"]
     assert not (tmp_path / "typo").exists()
     (tmp_path / "typo").mkdir()
     assert check_bucket(job) == []

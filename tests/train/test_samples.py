@@ -157,7 +157,7 @@ def test_a_run_and_a_node_are_bound_to_the_number_of_samples(tmp_path: Path) -> 
         bound = Run.open(job_of(tmp_path / other, Net))
         data.bind(bound, known, 48)
         with pytest.raises(
-            JobError, match=f"fingerprint {other}, but .* begun on data with the fingerprint {known} .*{fix}"
+            JobError, match=f"fingerprint {other}, but .* begun on data with the fingerprint {known}; .*{fix}"
         ):
             data.check(bound, other, 48)
     here, there = Build(data="numbers-1", samples="48"), Build(data="numbers-1", samples="60")

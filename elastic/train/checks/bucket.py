@@ -33,7 +33,11 @@ def check_bucket(job: Job) -> list[str]:
     try:
         store = open_bucket(job)
         if store.local:
-            new = [] if os.path.lexists(store.url) else [f"bucket {store.url} is not there yet: the run makes it"]
+            new = (
+                []
+                if os.path.lexists(store.url)
+                else [f"bucket {store.url} is not there yet: the run makes it"]
+            )
             return new + _check_folder(named, Path(store.url, job.name))
         late_s = check(store, job.name)
     except Unavailable as error:

@@ -145,6 +145,7 @@ class Timeline:
         journal whose oldest part is gone.
         """
         self.life += 1
+        self._lost.clear()
         if self.began_at is None:
             self.began_at = self.at = at
         else:

@@ -276,8 +276,8 @@ def check(job: Job, found: Job, *, asked: bool) -> None:
     anew = "begin at step 0 with another --name"
     if refused:
         raise JobError(
-            f"{holds}, and the state of the run does not fit another value of {', '.join(refused[:4])}; either {own}, "
-            f"or {anew}"
+            f"{holds}, and the state of the run does not fit another value of {', '.join(refused[:4])}; "
+            f"either {own}, or {anew}"
         )
     if parts != there:  # the place in a pool of samples says nothing of places in parts
         raise JobError(

@@ -153,7 +153,7 @@ def test_a_recovery_passes_few_files() -> None:
         )
         assert threads["Trainer._form"] == threads["Step.commit"] == "training"
     decided = {function for each in flow.processes["coordinator"] for function in each.threads}
-    assert {"Group._ended", "Coordinator._advance", "advance", "Group._form"} <= decided
+    assert {"ActorGroup._ended", "Coordinator._advance", "advance", "ActorGroup._form"} <= decided
     assert flow.strike.sent_at < flow.strike.dead_at < flow.strike.committed_at
     assert len(flow.only()) <= MOST_ONLY, sorted(flow.only())
     assert {

@@ -288,8 +288,8 @@ def nearest(setting: str, known: Sequence[str]) -> tuple[str, ...]:
     One whose whole name ends ``setting`` comes first, then one with other marks between its words, then what
     newcomers call just so, then one with the same last part (the right name in a wrong section), then what
     other trainers call so.  Next comes one of the same section whose last part is spelt alike, then one that
-    is spelt alike as a whole, then one whose last part is.  Without a section the last two
-    change places, and with a known one the likeness must be greater.
+    is spelt alike as a whole, then one whose last part is.  Without a section the last two change places, and
+    with a known one the likeness must be greater.
     """
     section, _, last = setting.rpartition(".")
     parts = setting.split(".")

@@ -26,6 +26,8 @@ Degrees = tuple[tuple[str, int], ...]
 """Axes that cut the state, with their degrees, in the order of the table."""
 Corners = tuple[tuple[int, ...], tuple[int, ...]]
 """Start and stop of a box."""
+Place = tuple[str, int, int]
+"""An axis that cuts the state, the index of a part along it, and the number of parts."""
 
 # ---- cells
 
@@ -36,13 +38,13 @@ def cell_of(layout: Layout, world_rank: int) -> Cell:
     for name, degree in layout.degrees:
         if into := AXES[name].into:
             index[into] = index[into] * degree + index[name]
-    text = ";".join(f"{name} {index[name]}/{degree}" for name, degree in degrees_of(layout))
+    text = _at([(name, index[name], degree) for name, degree in degrees_of(layout)])
     if len(text) > CELL_BYTES:
         raise ValueError(
             f"the cell {text!r} of layout {layout} takes {len(text)} bytes and may take {CELL_BYTES}; use "
             "fewer axes"
         )
-    return Cell(text)
+    return text
 
 
 def degrees_of(layout: Layout) -> Degrees:
@@ -54,9 +56,14 @@ def degrees_of(layout: Layout) -> Degrees:
     return tuple((name, degree) for name, degree in found.items() if degree > 1)
 
 
+def _at(places: Iterable[Place]) -> Cell:
+    """Returns the cell at these places, which :func:`_places` reads again."""
+    return Cell(";".join(f"{name} {index}/{degree}" for name, index, degree in places))
+
+
 @cache
-def _places(cell: Cell) -> tuple[tuple[str, int, int], ...]:
-    """Returns (axis, index, degree) of each axis that cuts."""
+def _places(cell: Cell) -> tuple[Place, ...]:
+    """Returns the place along each axis that cuts."""
     found = []
     for part in cell.split(";") if cell else ():
         name, _, place = part.partition(" ")
@@ -225,8 +232,8 @@ def absent(cells: Iterable[Cell]) -> list[Cell]:
     degrees = min(found, key=lambda each: math.prod(degree for _, degree in each) - found[each], default=())
     if found[degrees] == math.prod(degree for _, degree in degrees):
         return []
-    places = ([f"{name} {index}/{degree}" for index in range(degree)] for name, degree in degrees)
-    return [cell for cell in map(Cell, map(";".join, product(*places))) if cell not in there]
+    places = ([(name, index, degree) for index in range(degree)] for name, degree in degrees)
+    return [cell for cell in map(_at, product(*places)) if cell not in there]
 
 
 # ---- model groups and their microbatches

@@ -22,14 +22,14 @@ class Joined:
     """A worker's process is up, its imports are done, and it can be given a plan.
 
     ``kind`` names device, torch and threads: workers of different kinds do not give equal bits.  ``classes``
-    has one tensor of the state for each class of tensors that all axes cut alike; coverage depends on nothing
-    else.  ``build`` must be the same everywhere. ``class_bytes`` has the bytes of all tensors of each class;
-    it is empty in journals of older releases.  ``least_shard`` is the smallest shard degree at which a member
-    fits the worker's device.  ``states`` is the number of states of which the node has room for all copies, 0
-    if that is not known.  ``least_whole`` is the smallest shard degree at which the device also has room for
-    the whole weights with which the model computes; 0 if there is none, if that is not known, or if the job
-    has chosen its stage of ZeRO.  ``device`` is the UUID of the worker's accelerator; "" if it has none, or
-    if that is not known.
+    has one tensor of the state for each class of tensors that the axes of the job cut alike; coverage depends
+    on nothing else.  ``build`` must be the same everywhere.  ``class_bytes`` has the bytes of all tensors of
+    each class; it is empty in journals of older releases.  ``least_shard`` is the smallest number of members
+    of a replica at which one fits the worker's device.  ``states`` is the number of states of which the node
+    has room for all copies, 0 if that is not known.  ``least_whole`` is the smallest such number at which the
+    device also has room for the whole weights with which the model computes; 0 if there is none, if that is
+    not known, or if the job has chosen its stage of ZeRO.  ``device`` is the UUID of the worker's accelerator;
+    "" if it has none, or if that is not known.
     """
 
     worker: WorkerId

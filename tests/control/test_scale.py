@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import pytest
 
-from elastic.control import seating
-from elastic.plan.layout import Layout
 from elastic.plan.placement import classes_of
 from elastic.protocol import member
 from elastic.protocol.authority import WITNESSES
-from tests.benchmarks.scale.control import CUT_CLASSES, measure
+from tests.benchmarks.scale.control import CUT_CLASSES, DIVIDED, measure
 
 SIZES = SMALL, LARGE = 64, 256
 PHASES = ("join", "form", "fence", "form_again")
@@ -36,15 +34,10 @@ def test_n3_a_worker_costs_about_the_same_journal_in_a_larger_world(
     assert large < 2 * small and large < 10_000
 
 
-def test_n3_a_worker_of_stages_costs_no_more_journal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_n3_a_worker_of_stages_costs_no_more_journal() -> None:
     """Each block of a Llama of 70 B has classes of its own where stages may cut the model: 483 in all."""
-
-    def choose(workers: int, *_: object, **__: object) -> Layout:
-        return Layout(workers // 8, 1, (("pp", 2), ("tp", 4)))
-
-    monkeypatch.setattr(seating, "choose", choose)
     assert classes_of(CUT_CLASSES) == CUT_CLASSES and len(CUT_CLASSES) == 483
-    small, large = (journal_of_a_worker(measure(size, CUT_CLASSES), size) for size in SIZES)
+    small, large = (journal_of_a_worker(measure(size, CUT_CLASSES, DIVIDED), size) for size in SIZES)
     assert large < 2 * small and large < 10_000
 
 

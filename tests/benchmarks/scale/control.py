@@ -64,6 +64,9 @@ CUT_CLASSES = (
 )
 """The classes of that Llama's 80 blocks if pipeline stages and tensor parallelism may cut it."""
 PER_NODE = 8
+SHARDED = LayoutRule(dp_shard=8, min_shard=8)
+DIVIDED = LayoutRule(dp_shard=1, model=(("pp", 2), ("tp", 4)))
+"""Rules of replicas of eight members: shards, and stages of tensor groups."""
 SAMPLES = 4
 """Samples of a step for each worker."""
 STEPS, BEATS_S, LEASE_S = 20, 0.5, 120.0
@@ -76,12 +79,13 @@ a second here.
 class Coordinator:
     """A coordinator without Ray: its processor time, its journal and its messages are counted."""
 
-    def __init__(self, workers: int, folder: Path, tensors: tuple[Tensor, ...] = CLASSES) -> None:
-        layout = LayoutRule(dp_replicate=None, dp_shard=8, min_shard=8)
+    def __init__(
+        self, workers: int, folder: Path, tensors: tuple[Tensor, ...] = CLASSES, rule: LayoutRule = SHARDED
+    ) -> None:
         self.rules = Rules(
             8,
             workers,
-            layout,
+            rule,
             target_step=10**6,
             save_every=1000,
             lease_s=LEASE_S,
@@ -283,13 +287,13 @@ def orders(action: Any) -> list[tuple[int, Any]]:
     return []
 
 
-def measure(n: int, tensors: tuple[Tensor, ...] = CLASSES) -> dict[str, float]:
+def measure(n: int, tensors: tuple[Tensor, ...] = CLASSES, rule: LayoutRule = SHARDED) -> dict[str, float]:
     """Returns the coordinator's processor time in seconds and its journal in bytes, by phase.  ``tensors``
-    has one tensor of each class of the model's.
+    has one tensor of each class of the model's, and ``rule`` says which layouts are allowed.
     """
     gc.set_threshold(RARELY)
     with tempfile.TemporaryDirectory() as folder:
-        one = Coordinator(n, Path(folder), tensors)
+        one = Coordinator(n, Path(folder), tensors, rule)
         found: dict[str, float] = {}
 
         def phase(name: str, do: Callable[[], object]) -> None:

@@ -89,7 +89,7 @@ from elastic.plan.retention import Keep
 from elastic.plan.stretches import Stretch, Stretches, batches, followed
 from elastic.protocol.copy_schedule import due
 
-NUMERICS = 5
+NUMERICS = 6
 """The newest number of the setting ``numerics``; a new run begins with it."""
 ROUNDS = 4
 """Number of microbatches of each worker in a step from which on uneven division among the workers wastes
@@ -205,6 +205,8 @@ class Job(Section):
     """Number of the rules by which the bits are computed.  Leave it out: a new run begins with the newest,
     and each run goes on with its own.  5 differs from 4 in what no microbatch of a step gave a gradient: its
     update leaves that alone, as those of ``torch.optim`` do, so that it does not decay, and its moments stay.
+    6 differs from 5 in random numbers, for which each block of the model has a seed of its own, and in a
+    weight that is both embedding and head, whose gradients have a sum for each of the two.
     """
     trial: Free[Flag] = True
     """``true`` lets a new run compare the engine with plain torch before its first step: on the model, the

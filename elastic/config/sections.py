@@ -35,6 +35,10 @@ UNUSED_SINCE = 5
 """The first ``numerics`` in which an update leaves a parameter alone that no microbatch of the step gave a
 gradient.
 """
+STAGES_SINCE = 6
+"""The first ``numerics`` whose bits do not depend on how blocks are divided into stages: each block draws
+random numbers from a seed of its own, and a weight of both ends of the model has a sum for each end.
+"""
 TOKENS = "elastic.data.tokens:TokenDataset"
 """The dataset of most jobs: tokens that `elastic data prepare` wrote."""
 

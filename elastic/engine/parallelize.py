@@ -2,7 +2,7 @@
 
 1. What a block computes: kernels, precision, recomputation, batch norms.  All of it is compiled together.
 2. What is put around a compiled block: its weights visit the device, its input is computed again, and what it
-   keeps is moved or compressed.  Each policy is put around the ones before it.
+   keeps is moved or compressed, its random numbers have a seed.  Each is put around the ones before it.
 3. How parameters are held: whole or split.  They get memory, and a scheme sums their gradients.
 
 The process group of a wrapped model cannot be replaced, so no generation uses the model of an earlier one.
@@ -23,12 +23,14 @@ from elastic.engine.fp8 import apply_fp8
 from elastic.engine.kernels import apply_kernels, open_kernels
 from elastic.engine.parameters.base import Parameters
 from elastic.engine.parameters.gathers import COLLECTIVES
+from elastic.engine.parameters.leaves import second_leaves
 from elastic.engine.parameters.split import apply_split
 from elastic.engine.parameters.visits import Visits
 from elastic.engine.parameters.whole import apply_whole
 from elastic.engine.precision import precision_of
 from elastic.engine.recomputation import apply_recompute
 from elastic.engine.recomputed_groups import apply_groups
+from elastic.engine.seeds import Seeds, for_stages
 from elastic.engine.streams import stream
 from elastic.engine.sync.base import Scheme
 from elastic.engine.sync.collective import Collective
@@ -40,12 +42,12 @@ from elastic.plan.batch import deal_of
 
 def parallelize(
     blueprint: nn.Module, world: World, job: Job, *, backend: str = INDUCTOR
-) -> tuple[nn.Module, Parameters, Scheme, Statistics]:
+) -> tuple[nn.Module, Parameters, Scheme, Statistics, Seeds]:
     """Wraps ``blueprint`` (on meta) for ``world`` and gives it memory, but no values yet.  ``backend``
     compiles its blocks, if the job says so.
 
     Returns the wrapped model, this member's parts of its parameters, the scheme that sums their gradients,
-    and the running statistics.
+    the running statistics, and the seeds of random numbers.
     """
     _wait_for_earlier_worlds(world.device)
     table, precision = sharding_table(blueprint), precision_of(job, blueprint)
@@ -69,16 +71,26 @@ def parallelize(
         apply_groups(blueprint, table)
     if job.activations != "keep":
         apply_activations(blueprint, table, job.activations)
+    seeds = Seeds(blueprint, job, world.device)
 
     # how parameters are held
     parameters: Parameters
+    behind = second_leaves(blueprint, table) if for_stages(job) else {}
     if world.layout.shards == 1 or job.zero in (1, 2):
         parameters = apply_whole(
-            blueprint, world, table, precision, scheme, job.parallel, offloads=job.offloads, visits=visits
+            blueprint,
+            world,
+            table,
+            precision,
+            scheme,
+            job.parallel,
+            offloads=job.offloads,
+            visits=visits,
+            behind=behind,
         )
     else:
-        parameters = apply_split(blueprint, world, table, precision, scheme)
-    return blueprint, parameters, scheme, statistics
+        parameters = apply_split(blueprint, world, table, precision, scheme, behind)
+    return blueprint, parameters, scheme, statistics, seeds
 
 
 def scheme_of(job: Job) -> type[Scheme]:
@@ -87,8 +99,8 @@ def scheme_of(job: Job) -> type[Scheme]:
 
 
 def _wraps_compiled_blocks(job: Job) -> bool:
-    """Returns whether a policy of ``job`` replaces ``forward`` of the blocks once they are compiled."""
-    return job.recompute == "sqrt" or job.activations != "keep" or job.offload == "weights"
+    """Returns whether ``forward`` of the blocks is replaced once they are compiled."""
+    return for_stages(job) or job.recompute == "sqrt" or job.activations != "keep" or job.offload == "weights"
 
 
 def _wait_for_earlier_worlds(device: torch.device) -> None:

@@ -73,7 +73,7 @@ def peak_bytes(
     """
     (job, rounds), model = in_few_rounds(job.replace(offload="none")), build()
     with _imagined(device, shards) as world, _fake(gpu=job.workers.gpus > 0) as fake:
-        model, parameters, scheme, statistics = parallelize(model, world, job, backend=TRACED)
+        model, parameters, scheme, statistics, _ = parallelize(model, world, job, backend=TRACED)
         model.train()
         watch = _Peak()
         host_memory(pinned=False).making = watch.elsewhere

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from elastic.code.imports import failure
 from elastic.data.text_sources import Document
 from elastic.data.tokenizer import Bytes, Encoder
+from elastic.engine.seeds import microbatch_seed
 from elastic.errors import FencedOff, ModelError
 from elastic.ids import Version
 from elastic.job import Job
@@ -33,7 +34,7 @@ from elastic.state.shard import DTYPES
 from elastic.train.alone.revisit import evaluate_between
 from elastic.train.model import BUFFERS, build_model, builder_of
 from elastic.train.session import held_out_of, opened
-from elastic.train.step import Session, microbatch_seed
+from elastic.train.step import Session
 from storage.checkpoints import Checkpoints, Reader
 from storage.errors import Unavailable
 

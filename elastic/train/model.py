@@ -401,7 +401,9 @@ class State:
         self.job, self.world = job, world
         self.layers = Layers.of(blueprint)
         self.arithmetic = Arithmetic(blueprint, world, job.precision)
-        self.model, self.parameters, self.sync, self.statistics = parallelize(blueprint, world, job)
+        self.model, self.parameters, self.sync, self.statistics, self.seeds = parallelize(
+            blueprint, world, job
+        )
         self.guard = Guard(self.model, self.parameters, world, job.model, compiles=job.compile)
         self._modules, self._put_into_training = [*self.model.modules()], False
         self.used: torch.Tensor | None = None

@@ -7,15 +7,12 @@ so all apply or none does.
 
 from __future__ import annotations
 
-import hashlib
-import random
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-import numpy
 import torch
 import torch.distributed as dist
 
@@ -314,7 +311,7 @@ class Step:
                 else f"step {step}, an idle round"
             )
             session.faults.aim(step, state.model, world)
-            seed_all(microbatch_seed(job.seed, step, 0 if index is None else index), world.device)
+            state.seeds.begin(step, 0 if index is None else index)
             self._index, self._ids, self._open = index, tuple(ids), True
             yield {name: world.to_device(f"{name} {round_}", value) for name, value in batch.items()}
 
@@ -442,25 +439,6 @@ def compare_tokens(session: Session, model: torch.nn.Module) -> None:
     known = getattr(model, "vocab", None) if by_next_token(session) else None
     for loader in filter(None, (session.loader, session.held_out)):
         loader.vocab = known if isinstance(known, int) else None
-
-
-def seed_all(seed: int, device: torch.device) -> None:
-    """Seeds the generators from which the user's code may draw: torch's, of the CPU and of ``device``,
-    Python's and numpy's.
-
-    It does not call ``torch.manual_seed``, which formats a traceback each time if there is no GPU.
-    """
-    torch.default_generator.manual_seed(seed)
-    random.seed(seed)
-    numpy.random.seed(seed % 2**32)
-    if device.type == "cuda":
-        torch.cuda.manual_seed(seed)
-
-
-def microbatch_seed(seed: int, step: int, microbatch: int) -> int:
-    """Returns the seed of all random numbers of a microbatch, a function of (job, step, microbatch) alone."""
-    digest = hashlib.blake2b(f"{seed}/{step}/{microbatch}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
 
 
 def prepare(session: Session, state: State, fence: ApplyFence, step: int, share: Share) -> torch.Tensor:

@@ -26,7 +26,7 @@ from elastic.protocol.commit_record import Validated, is_count
 from elastic.train.apply_fence import ApplyFence
 from elastic.train.checks.contract import without_compiling
 from elastic.train.model import State
-from elastic.train.step import Session, loss_of, microbatch_seed, seed_all
+from elastic.train.step import Session, loss_of
 from elastic.train.terms import wrong_count
 
 SLOTS = LEAD + 1
@@ -83,7 +83,7 @@ def validate(session: Session, state: State, fence: ApplyFence, step: int) -> Va
             session.counters.at("validates")
             session.computing = f"the validation after step {step}, samples {list(mine[number])}"
             session.faults.strike("validation", step + 1, world)
-            seed_all(microbatch_seed(session.job.seed, 0, number * ranks + rank), world.device)
+            state.seeds.begin(0, number * ranks + rank)
             short = len(mine[number]) < blocks.microbatch
             place = "at last" if short else number % SLOTS
             there = {

@@ -315,6 +315,9 @@ IMPORTS = {
         ),
         ("torch",),
     ),
+    "elastic.engine.seeds": Row(
+        ("elastic.engine.blocks", "elastic.config.sections", "elastic.job"), ("numpy", "torch")
+    ),
     "elastic.state": Row(
         (
             *(

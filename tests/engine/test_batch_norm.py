@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from elastic.engine.batch_norm import Statistics
 from elastic.engine.parallelize import parallelize
 from elastic.engine.precision import PRECISIONS, Precision
+from elastic.engine.seeds import microbatch_seed
 from elastic.engine.world import World
 from elastic.errors import ModelError
 from elastic.ids import Version
@@ -28,7 +29,6 @@ from elastic.train.checks.preflight import preflight
 from elastic.train.gauges.counters import Counters
 from elastic.train.model import build_model, tensors_of
 from elastic.train.session import make_session
-from elastic.train.step import microbatch_seed
 from elastic.train.warmup import warm_up
 from tests.engine.test_bits import plain_training
 from tests.support.carried import Broken, Healed, broken, go_on, holdings

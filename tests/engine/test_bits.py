@@ -4,6 +4,7 @@ in ``test_covering.py``.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from elastic.code.imports import load
 from elastic.data.cursor import Cursor
 from elastic.engine.optim.schedule import learning_rate_of
 from elastic.engine.precision import PRECISIONS, Precision
+from elastic.engine.seeds import microbatch_seed
 from elastic.engine.sync.ordered import OrderedReduction
 from elastic.engine.world import World
 from elastic.ids import Version
@@ -24,7 +26,6 @@ from elastic.job import Job
 from elastic.models.llama import build
 from elastic.plan.layout import Layout
 from elastic.runs.run import Run
-from elastic.train.step import microbatch_seed
 from tests.support.ranks import Ranks
 from tests.support.segments import Part, segment, train, train_here
 from tests.support.toys import Own, small_job
@@ -79,6 +80,16 @@ def adamw_of(job: Job, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Op
     return torch.optim.AdamW(groups, lr=job.optim.lr, betas=job.optim.betas, eps=job.optim.eps)
 
 
+def seed_by_block(model: nn.Module, seed: int) -> None:
+    """Lets torch draw from ``seed`` before the layers of ``model``, and from a seed of its own in each."""
+    torch.manual_seed(seed)
+    for number, layer in enumerate(model.layers):  # type: ignore[arg-type]
+        digest = hashlib.blake2b(f"{seed}/layers.{number}/1".encode(), digest_size=8).digest()
+        own = int.from_bytes(digest, "little") >> 1
+        layer._forward_pre_hooks.clear()
+        layer.register_forward_pre_hook(lambda *_, own=own: torch.manual_seed(own) and None)
+
+
 def plain_training(
     job: Job,
     steps: int,
@@ -100,7 +111,7 @@ def plain_training(
         optimizer.zero_grad()
         total, count = 0.0, 0
         for index in range(job.microbatches):
-            torch.manual_seed(microbatch_seed(job.seed, step, index))
+            seed_by_block(model, microbatch_seed(job.seed, step, index))
             loss, tokens = load(job.loss)(
                 model, data.read(cursor.microbatch_ids(step, index, job.microbatch))
             )
@@ -184,15 +195,15 @@ def exactly(world: World, job: Job, steps: int, lossy: bool) -> Part:
 
 
 def test_blocks_against_plain_torch_in_float64(ranks: Ranks, tmp_path: Path) -> None:
-    """N7: the losses of a plain loop to 1e-10, with two nodes that add blocks of two; equal bits would hide
-    an error that all share.
+    """N7: the losses of a plain loop to 1e-10, with two nodes that add blocks of two, with a weight of two
+    leaves and seeds of blocks; equal bits would hide an error that all share.
 
     The control: a gradient of every block is lost.
     """
     job = small_job(
         tmp_path,
         model="tests.engine.test_bits:double",
-        model_args={"vocab": 29, "dim": 32, "layers": 2, "heads": 2},
+        model_args={"vocab": 29, "dim": 32, "layers": 2, "heads": 2, "dropout": 0.1, "tied": True},
         loss="tests.engine.test_bits:exact_next_token",
         data={"dataset": "tests.support.toys:Sums", "args": {"masked": False}},
         optim={"lr": 1e-2, "clip_norm": 1e9},

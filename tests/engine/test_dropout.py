@@ -13,11 +13,11 @@ import numpy
 import pytest
 from torch import Tensor, nn
 
+from elastic.engine import seeds
 from elastic.engine.world import World
 from elastic.ids import Version
 from elastic.job import Job
 from elastic.plan.layout import Layout
-from elastic.train import step as stepping
 from tests.support.ranks import Ranks
 from tests.support.segments import here, member, train, train_here
 from tests.support.toys import Own, small_job
@@ -35,7 +35,7 @@ def masks(world: World, job: Job, one_seed: bool = False) -> Masks:
     found: Masks = defaultdict(lambda: defaultdict(list))
     with pytest.MonkeyPatch.context() as patch, member(world, job, Version(0, 0)) as me:
         if one_seed:
-            patch.setattr(stepping, "microbatch_seed", lambda seed, *_: seed)
+            patch.setattr(seeds, "microbatch_seed", lambda seed, *_: seed)
 
         def note(name: str, output: Tensor) -> None:
             at, microbatch, *_ = me.session.computing.removeprefix("step ").split(", ")

@@ -15,12 +15,12 @@ from elastic import launch
 from elastic.engine import loss_scale
 from elastic.engine.loss import next_token
 from elastic.engine.loss_scale import FIRST, SCALARS
+from elastic.engine.seeds import microbatch_seed
 from elastic.engine.world import World
 from elastic.ids import Version
 from elastic.job import Job
 from elastic.plan.layout import Layout
 from elastic.runs.run import Run
-from elastic.train.step import microbatch_seed
 from tests.support.ranks import Ranks
 from tests.support.segments import compute, here, member, train, train_here
 from tests.support.toys import small_job, toy_job
@@ -39,8 +39,9 @@ def faint(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tenso
 
 def infinite_once(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     """A loss that is infinite in one microbatch of step ``BAD``, which one member runs."""
+    wrong = torch.initial_seed() == microbatch_seed(0, BAD, 1)  # later blocks have seeds of their own
     loss, count = next_token(model, batch)
-    return loss * (float("inf") if torch.initial_seed() == microbatch_seed(0, BAD, 1) else 1.0), count
+    return loss * (float("inf") if wrong else 1.0), count
 
 
 def gradients(world: World, job: Job) -> float:

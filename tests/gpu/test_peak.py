@@ -31,7 +31,7 @@ def allocated(job: Job) -> int:
     compiles, and opens libraries.
     """
     world = World.imagined(Layout(1, 1), DEVICE)
-    model, parameters, scheme, _ = parallelize(build_model(job, builder_of(job)), world, job)
+    model, parameters, scheme, *_ = parallelize(build_model(job, builder_of(job)), world, job)
     world.close()
     for part in parameters.parts.values():
         part.normal_(std=0.02)

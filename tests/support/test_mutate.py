@@ -145,8 +145,8 @@ NAMED: tuple[tuple[str, ...], ...] = (
     (
         "dropout depends on the place of a microbatch",
         "elastic/train/step.py",
-        "seed_all(microbatch_seed(job.seed, step, 0 if index is None else index)",
-        "seed_all(microbatch_seed(job.seed, step, round_)",
+        "state.seeds.begin(step, 0 if index is None else index)",
+        "state.seeds.begin(step, round_)",
         "tests/engine/test_bits.py",
     ),
     (  # these are what was wrong of a world with other axes than those of data

@@ -389,6 +389,12 @@ class SplitParameter:
         """True if the parameter is trained, and no backward pass of the present round gave it a gradient."""
         return self.is_trained and self._held.unused
 
+    @property
+    def whole(self) -> nn.Parameter:
+        """The gathered parameter, once FSDP2 has gathered it; its memory may be free again."""
+        found: nn.Parameter = self._held._unsharded_param
+        return found
+
     def begin_round(self) -> None:
         """Counts as unused until a backward pass gives a gradient."""
         self._held.unused = True

@@ -29,8 +29,10 @@ from elastic.engine.parameters.fsdp import (
     split_parameters,
     wrapped,
 )
+from elastic.engine.parameters.leaves import Behind, SecondLeaf, read_behind
 from elastic.engine.parameters.order import Order
 from elastic.engine.parameters.ties import aliases_of, tie
+from elastic.engine.parameters.units import SummedUnit
 from elastic.engine.precision import Precision
 from elastic.engine.sync.base import Scheme
 from elastic.engine.world import World
@@ -80,10 +82,15 @@ def tell_of_reads(error: Exception) -> None:
 
 
 def apply_split(
-    model: nn.Module, world: World, table: ShardingTable, precision: Precision, scheme: Scheme
+    model: nn.Module,
+    world: World,
+    table: ShardingTable,
+    precision: Precision,
+    scheme: Scheme,
+    behind: Behind | None = None,
 ) -> Split:
     """Splits the parameters of ``model``, gives them and the buffers memory, and lets ``scheme`` sum the
-    gradients.
+    gradients.  ``behind`` are the places of second leaves.
     """
     aliases = aliases_of(model)
     before = {
@@ -101,7 +108,7 @@ def apply_split(
         settle(model)
     if world.device.type == "cuda":
         keep_streams(model, world)
-    return Split(model, scheme, fp8)
+    return Split(model, scheme, fp8, read_behind(model, behind or {}), precision.wire)
 
 
 class Split(Parameters):
@@ -110,7 +117,14 @@ class Split(Parameters):
     needs_every_pass = True
     order: Order
 
-    def __init__(self, model: nn.Module, scheme: Scheme, fp8: Fp8Weights | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        scheme: Scheme,
+        fp8: Fp8Weights | None,
+        leaves: Mapping[str, SecondLeaf],
+        wire: torch.dtype | None,
+    ) -> None:
         self.scheme, self._fp8 = scheme, fp8
         self._parameters, self._modules = split_parameters(model), wrapped(model)
         self.parts = {name: each.part for name, each in self._parameters.items()}
@@ -119,6 +133,13 @@ class Split(Parameters):
         self.order = Order(scheme.world, [*self._modules])
         for place, module in enumerate(self._modules.values()):
             note(module, partial(self.order.gathers, place), partial(self.order.sums, place))
+        shards = scheme.world.layout.shards
+        self._leaves = {
+            name: (leaf, SummedUnit(scheme.reduction(wire), shards, [name])) for name, leaf in leaves.items()
+        }
+        """The second leaves, which FSDP2 does not know, and their sums.  FSDP2 makes a gathered weight when it
+        gathers it first, so a unit gets its parameter later.
+        """
         self._reduces = {
             name: reduce
             for name, module in self._modules.items()
@@ -186,10 +207,22 @@ class Split(Parameters):
                 else ""
             ):
                 raise ModelError(wrong.format(name=name or "the model itself"))
-        self.missing = frozenset(name for name, each in self._parameters.items() if each.missing)
+        missing = {name for name, each in self._parameters.items() if each.missing}
+        for name, (leaf, unit) in self._leaves.items():
+            second = leaf.of(self._parameters[name].whole)
+            missing -= {name} if second.grad is not None else set()
+            unit.computing = [second]
+            unit.add(unit.flat(unit.came_or_zeros()), self.scheme.round)
+            second.grad = None
+        self.missing = frozenset(missing)
 
     def grads(self) -> dict[str, Tensor]:
-        return {name: each.grad() for name, each in self._parameters.items() if each.is_trained}
+        found = {name: each.grad() for name, each in self._parameters.items() if each.is_trained}
+        for name, (_, unit) in self._leaves.items():
+            unit.ends = [0]
+            (second,) = unit.grads([self.parts[name]])
+            found[name] = found[name] + second
+        return found
 
     def writes(self) -> Mapping[str, Hashable]:
         return {name: each.mark() for name, each in self._parameters.items()}
@@ -200,6 +233,8 @@ class Split(Parameters):
     def forget_grads(self) -> None:
         for parameter in self._parameters.values():
             parameter.forget_grad()
+        for _, unit in self._leaves.values():
+            unit.forget()
 
 
 def shared_across(model: nn.Module) -> tuple[str, str] | None:

@@ -23,8 +23,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass, field
-from functools import partial, reduce
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,11 +36,13 @@ from elastic.engine.fp8_weights import Fp8Weights, weights_of
 from elastic.engine.parameters.base import Parameters, in_place_of, with_rows
 from elastic.engine.parameters.buckets import ALONE, buckets_of
 from elastic.engine.parameters.gathers import COLLECTIVES, Gathers, Weight, ends_of
+from elastic.engine.parameters.leaves import Behind, read_behind
 from elastic.engine.parameters.ties import aliases_of, tie
+from elastic.engine.parameters.units import SummedUnit
 from elastic.engine.parameters.visits import Visits, absent
 from elastic.engine.precision import Precision
 from elastic.engine.streams import stream
-from elastic.engine.sync.base import GradientReduction, Scheme
+from elastic.engine.sync.base import Scheme
 from elastic.engine.world import World
 from elastic.errors import ModelError
 from elastic.models.spec import ShardingTable
@@ -70,49 +71,20 @@ def apply_whole(
     *,
     offloads: bool = False,
     visits: Visits | None = None,
+    behind: Behind | None = None,
 ) -> Whole:
     """Gives the parameters and buffers of ``model`` memory, and lets ``scheme`` sum the gradients.  The
     arguments are those of :class:`Whole`.
     """
     aliases = aliases_of(model)
     bucket = parallel.elements or (ALONE if world.size == 1 and visits is None else 0)
-    whole = Whole(model, world, table, precision, scheme, offloads=offloads, bucket=bucket, visits=visits)
+    more: dict[str, Any] = {"offloads": offloads, "bucket": bucket, "visits": visits, "behind": behind}
+    whole = Whole(model, world, table, precision, scheme, **more)
     for module in model.modules():
         for name, buffer in list(module.named_buffers(recurse=False)):
             module._buffers[name] = torch.empty_like(buffer, device=world.device)
     tie(model, aliases)
     return whole
-
-
-@dataclass
-class _SummedUnit:
-    """Parameters whose gradients are summed together."""
-
-    reduction: GradientReduction
-    names: list[str] = field(default_factory=list)
-    computing: list[nn.Parameter] = field(default_factory=list)
-    """The parameters with which the model computes, in the order of ``names``."""
-    ends: list[int] = field(default_factory=list)
-    """The places in ``total`` where the gradients begin, and where the last one ends."""
-    hooked: set[int] = field(default_factory=set)
-    """The places in ``computing`` of the parameters that tell when their gradient came."""
-    total: Tensor | None = None
-    """The sum of the gradients of a step, one after the other."""
-
-    def came(self) -> list[Tensor] | None:
-        """Returns the gradients, in the order of ``names``, once the present backward pass has brought all of
-        them; else None.
-        """
-        found = list[Tensor]()
-        for parameter in self.computing:
-            if (grad := parameter.grad) is None:
-                return None
-            found.append(grad)
-        return found
-
-    def missing(self) -> int | None:
-        """Returns the place of the first parameter whose gradient has not come yet; None if all have."""
-        return next((place for place, parameter in enumerate(self.computing) if parameter.grad is None), None)
 
 
 class Whole(Parameters):
@@ -131,13 +103,15 @@ class Whole(Parameters):
         offloads: bool = False,
         bucket: int = 0,
         visits: Visits | None = None,
+        behind: Behind | None = None,
     ) -> None:
         """Gives the parameters of ``model``, which may be on the meta device, memory on the device of
         ``world``.
 
         A parameter that has memory there already keeps it, unless it is cut.  With ``offloads`` the parts are
         on the meta device until :meth:`live_in` sets them.  A bucket of joined blocks has at
-        most ``bucket`` elements.  With ``visits`` the copies are in the host's memory, too.
+        most ``bucket`` elements.  With ``visits`` the copies are in the host's memory, too.  ``behind`` are
+        the places of second leaves.
         """
         self.world, self.scheme, self.shards, self.offloads = world, scheme, world.layout.shards, offloads
         self._visits = visits
@@ -166,14 +140,18 @@ class Whole(Parameters):
         self.copies = [
             copy for name, copy in self._used.items() if copy.untyped_storage()._cdata != memory[name]
         ]
-        self._units: list[_SummedUnit] = []
-        """The units in the order in which a backward pass completes them."""
+        self._leaves = read_behind(model, behind or {})
+        self._units: list[SummedUnit] = []
+        """The units in the order in which a backward pass completes them: second leaves, then the buckets."""
         self._next = 0
         """The number of units that are summed in the present round."""
         self._found: dict[str, Tensor] | None = None
         """The gradients of the step, once somebody has asked for them."""
+        for name, leaf in self._leaves.items():
+            self._add_unit([name], [leaf.of(self._computing[name])], precision.wire)
         for each in buckets:
-            self._add_unit([*each.parameters], precision.wire)
+            if names := [name for name in each.parameters if name in self.trained]:
+                self._add_unit(names, [self._computing[name] for name in names], precision.wire)
         blocks = [model.get_submodule(block) for block in table.blocks]
         order = (
             [[*each.parameters] for each in reversed(buckets)]
@@ -228,14 +206,11 @@ class Whole(Parameters):
             found[name] = whole.view(torch.uint8)
         return found
 
-    def _add_unit(self, names: list[str], wire: torch.dtype | None) -> None:
-        if names := [name for name in names if name in self.trained]:
-            computing = [self._computing[name] for name in names]
-            self._units.append(
-                _SummedUnit(self.scheme.reduction(wire), names, computing, ends_of(computing, self.shards))
-            )
-            # what is used first in the forward pass usually comes last in the backward pass
-            self._watch(len(self._units) - 1, 0)
+    def _add_unit(self, names: list[str], computing: list[nn.Parameter], wire: torch.dtype | None) -> None:
+        ends = ends_of(computing, self.shards)
+        self._units.append(SummedUnit(self.scheme.reduction(wire), self.shards, names, computing, ends))
+        # what is used first in the forward pass usually comes last in the backward pass
+        self._watch(len(self._units) - 1, 0)
 
     def _watch(self, number: int, place: int) -> None:
         """Lets a parameter of a unit tell when its gradient came."""
@@ -330,24 +305,20 @@ class Whole(Parameters):
             for place, parameter in enumerate(unit.computing):
                 if parameter.grad is not None:
                     raise ModelError(TWICE.format(unit.names[place]))
-        missing = set[str]()
+        came = {name for unit in self._units[: self._next] for name in unit.names}
         for unit in self._units[self._next :]:
-            missing |= {
-                name
-                for name, parameter in zip(unit.names, unit.computing, strict=True)
-                if parameter.grad is None
-            }
-            came = ((parameter, parameter.grad) for parameter in unit.computing)
-            self._sum(
-                unit, [grad if grad is not None else torch.zeros_like(parameter) for parameter, grad in came]
-            )
-        self.missing = frozenset(missing)
+            grads = zip(unit.names, unit.computing, strict=True)
+            came |= {name for name, parameter in grads if parameter.grad is not None}
+            self._sum(unit, unit.came_or_zeros())
+        self.missing = self.trained - came
         if self._visits is not None:
             self._visits.end(last=self.scheme.round.last)
+            for name, leaf in self._leaves.items():
+                leaf.of(self._computing[name])  # which may have left the device
         if self.world.device.type == "cuda" and self.world.size > 1 and self.scheme.round.last:
             torch.cuda.current_stream().wait_stream(self._stream)
 
-    def _sum(self, unit: _SummedUnit, came: list[Tensor]) -> None:
+    def _sum(self, unit: SummedUnit, came: list[Tensor]) -> None:
         """Sums the gradients of the next unit."""
         self._next += 1
         if sparse := next(
@@ -355,34 +326,17 @@ class Whole(Parameters):
             None,
         ):
             raise ModelError(SPARSE.format(sparse))
-        if self.shards == 1:
-            flat = torch._utils._flatten_dense_tensors(came)
-        else:
-            dtype = reduce(torch.promote_types, {grad.dtype for grad in came})
-            flat = torch._chunk_cat(
-                [with_rows(grad.detach()).to(dtype) for grad in came], 0, self.shards
-            ).view(-1)
+        flat = unit.flat(came)
         for parameter in unit.computing:
             parameter.grad = None
         if self._visits is not None:
             self._visits.release(unit.computing)
         if self.world.device.type != "cuda" or self.world.size == 1:
-            return self._add(unit, flat)
+            return unit.add(flat, self.scheme.round)
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            self._add(unit, flat)
+            unit.add(flat, self.scheme.round)
             flat.record_stream(self._stream)
-
-    def _add(self, unit: _SummedUnit, flat: Tensor) -> None:
-        """Sums the gradients of a round over the members, and over the rounds unless the scheme has done
-        that.
-        """
-        reduction = unit.reduction
-        if (total := reduction.reduce(flat)) is not None:
-            unit.total = total if unit.total is None else unit.total.add_(total)
-        if self.scheme.round.last and self.shards > 1 and reduction.across_replicas is not None:
-            assert unit.total is not None
-            reduction.across_replicas(unit.total)
 
     @property
     def _stream(self) -> torch.cuda.Stream:
@@ -392,20 +346,10 @@ class Whole(Parameters):
         if self._found is None:
             found = dict[str, Tensor]()
             for unit in self._units:
-                assert unit.total is not None, "the last round has summed every unit"
-                parts = [self.parts[name] for name in unit.names]
-                if self.shards == 1:
-                    grads = torch._utils._unflatten_dense_tensors(unit.total, parts)
-                else:  # what is behind a short part belongs to none
-                    places = zip(unit.ends, parts, strict=False)
-                    grads = [
-                        unit.total[first : first + part.numel()].view(part.shape) for first, part in places
-                    ]
-                alike = (
-                    grad if grad.dtype == part.dtype else grad.to(part.dtype)
-                    for grad, part in zip(grads, parts, strict=True)
-                )
-                found.update(zip(unit.names, alike, strict=True))
+                for name, grad in zip(
+                    unit.names, unit.grads([self.parts[name] for name in unit.names]), strict=True
+                ):
+                    found[name] = found[name].add_(grad) if name in found else grad
             self._found = {name: found[name] for name in self.parts if name in found}
         return self._found
 
@@ -426,9 +370,7 @@ class Whole(Parameters):
     def forget_grads(self) -> None:
         self._found = None
         for unit in self._units:
-            unit.total = None
-            for parameter in unit.computing:
-                parameter.grad = None
+            unit.forget()
 
 
 def _came(whole: weakref.ref[Whole], number: int, _: Tensor) -> None:

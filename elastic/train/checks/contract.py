@@ -25,7 +25,7 @@ from elastic.engine.batch_norm import about_one_value
 from elastic.errors import DataError, ElasticError, LossError, ModelError
 from elastic.protocol.commit_record import is_count
 from elastic.train.model import State, remedy
-from elastic.train.step import Session, compare_tokens, loss_of, microbatch_seed, seed_all
+from elastic.train.step import Session, compare_tokens, loss_of
 from elastic.train.terms import CONTRACT, wrong_count
 
 CLOSE = 1e-2
@@ -143,7 +143,7 @@ def _tried(session: Session, state: State, batch: dict[str, Any]) -> tuple[float
     """Returns the loss of the microbatch, and its count.  Raises :class:`LossError` if that is no number of
     terms.
     """
-    seed_all(microbatch_seed(session.job.seed, 0, 0), state.world.device)
+    state.seeds.begin(0, 0)
     loss, count = loss_of(
         session, state.model, {name: value.to(state.world.device, copy=True) for name, value in batch.items()}
     )
@@ -186,7 +186,7 @@ def _check(session: Session, state: State, read: dict[str, Any]) -> None:
     half = size // 2
 
     def lost(first: int, last: int, draw: int = 0) -> tuple[float, float]:
-        seed_all(microbatch_seed(job.seed, 0, draw), world.device)
+        state.seeds.begin(0, draw)
         loss, count = loss_of(
             session, state.model, {name: value[first:last].clone() for name, value in batch.items()}
         )

@@ -27,6 +27,7 @@ from elastic.engine.optim.base import rule_of
 from elastic.engine.optim.groups import decays, parameter_groups
 from elastic.engine.parameters.base import take_over
 from elastic.engine.parameters.ties import aliases_of, tie
+from elastic.engine.seeds import Seeds
 from elastic.errors import ElasticError, ModelError, StateChanged
 from elastic.job import Job
 from elastic.models.spec import ShardingTable
@@ -36,7 +37,7 @@ from elastic.train.checks.differences import apart_by, summary_of, values_of
 from elastic.train.checks.guards import BUFFER, WRITTEN
 from elastic.train.checks.remembered import attributes_of, changed
 from elastic.train.model import build_model
-from elastic.train.step import Session, loss_of, microbatch_seed, seed_all
+from elastic.train.step import Session, loss_of
 
 EXACT = 1e-5
 """Largest difference in float32, as a part of the loss or of the norm of a gradient."""
@@ -199,8 +200,9 @@ class PlainSide:
         self.left_out = [name for name, is_set in _others(job) if is_set]
         self.exact = job.precision == "fp32"
         """True if both sides compute in one format."""
-        self._passes, self._draws, self._skipped = 0, False, 0
-        self._seeded: Hashable = None
+        self._passes, self._skipped = 0, 0
+        self.seeds: WatchedSeeds
+        """The seeds of the model in plain torch, once it is built."""
         self._updates = ""
         self._at_first: Mapping[str, Hashable] = {}
         self._noted: Mapping[str, Hashable] = {}
@@ -278,9 +280,9 @@ class PlainSide:
         self._passes += 1
         self.tell(f"computes in plain torch, pass {self._passes}")
         with self._alike(), NoWrites(model, self.job.model) if watch else nullcontext():
-            loss, count = self._loss(model, batch, number)
+            loss, count = self._loss(model, self.seeds, batch, number)
             loss.backward()
-        self._draws = self._draws or _state(self.device) != self._seeded
+        self.seeds.look()
         grads = {
             name: each.grad
             for name, each in model.named_parameters()
@@ -294,9 +296,10 @@ class PlainSide:
             )
         return PlainResult(float(loss.detach()), float(count), grads)
 
-    def _loss(self, model: nn.Module, batch: Batch, number: int) -> tuple[Tensor, Tensor | float]:
-        seed_all(microbatch_seed(self.job.seed, 1, number), self.device)
-        self._seeded = _state(self.device)
+    def _loss(
+        self, model: nn.Module, seeds: Seeds, batch: Batch, number: int
+    ) -> tuple[Tensor, Tensor | float]:
+        seeds.begin(1, number)
         there = {name: value.to(self.device, copy=True) for name, value in batch.items()}
         try:
             return loss_of(self.session, model, there)
@@ -379,7 +382,7 @@ class PlainSide:
         try:
             with NoWrites(model, self.job.model), torch.no_grad():
                 model.eval()
-                self._loss(model, batch, 0)
+                self._loss(model, self.seeds, batch, 0)
                 model.train()
         except (StateChanged, torch.OutOfMemoryError):
             raise
@@ -402,6 +405,28 @@ def _others(job: Job) -> Iterator[tuple[str, bool]]:
 def _steps(precision: str) -> float:
     name, multiple = STEPS[precision]
     return multiple * format_of(FORMATS[name]).eps
+
+
+class WatchedSeeds(Seeds):
+    """Notes whether anything draws random numbers."""
+
+    found = False
+    """True once something drew a number."""
+    _seeded: Hashable = None
+    """The state of the generators at the last seeding of the present microbatch."""
+
+    def begin(self, step: int, microbatch: int) -> None:
+        self._seeded = None
+        super().begin(step, microbatch)
+
+    def seed(self, seed: int) -> None:
+        self.look()
+        super().seed(seed)
+        self._seeded = _state(self.device)
+
+    def look(self) -> None:
+        """Compares the generators with their state at the last seeding."""
+        self.found = self.found or self._seeded not in (None, _state(self.device))
 
 
 def _state(device: torch.device) -> Hashable:

@@ -39,7 +39,15 @@ from elastic.job import Job
 from elastic.plan.layout import Layout
 from elastic.protocol.commit_record import Outcome, is_count
 from elastic.train.checks.differences import ROUNDED, apart_by, moved, parts_of
-from elastic.train.checks.plain import Batch, PlainResult, PlainSide, Theirs, TooLarge, TorchOptimizer
+from elastic.train.checks.plain import (
+    Batch,
+    PlainResult,
+    PlainSide,
+    Theirs,
+    TooLarge,
+    TorchOptimizer,
+    WatchedSeeds,
+)
 from elastic.train.checks.remembered import changed
 from elastic.train.initialise import cut
 from elastic.train.model import BUFFERS, State, build_model, remedy
@@ -100,6 +108,7 @@ class Trial(PlainSide):
         first, second = self._samples()
         try:
             plain = self._plain(blueprint)
+            self.seeds = WatchedSeeds(plain, self.job, self.device)
             self._remembers(plain, first, second)
         except (Theirs, TooLarge) as error:
             return f"not compared with plain torch: {error}"
@@ -235,7 +244,7 @@ class Trial(PlainSide):
             state.guard.begin(values=True)
             state.statistics.begin_round(0, deal)
             with self._alike():
-                loss, count = self._loss(state.model, batch, number)
+                loss, count = self._loss(state.model, state.seeds, batch, number)
                 state.parameters.end_forward()
                 state.statistics.add(0)
                 (loss * scale if scale != 1 else loss).backward()
@@ -287,7 +296,7 @@ class Trial(PlainSide):
                     "of plain torch"
                 )
             plain = kept
-        if wrong and self._draws and not self.exact:  # torch draws other numbers in 16 bits
+        if wrong and self.seeds.found and not self.exact:  # torch draws other numbers in 16 bits
             self._skipped += 1
             return
         if wrong:

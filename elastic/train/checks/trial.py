@@ -394,8 +394,8 @@ class Trial(PlainSide):
                 parameter.detach().reshape(-1),
                 before[name].reshape(-1),
             )
-            if grad is not None:  # AdamW enlarges rounding
-                sure = grad.reshape(-1).abs() >= 1e-4 * largest
+            if grad is not None:  # AdamW enlarges rounding, and that of two parts that cancel
+                sure = grad.reshape(-1).abs() >= max(1e-4, self.most) * largest
                 ours, theirs, was = ours[sure], theirs[sure], was[sure]
             moved_ = float((theirs - was).float().norm())
             apart_ = float((ours - theirs).float().norm())

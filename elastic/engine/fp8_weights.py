@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from elastic.engine.fp8 import FORWARD, Recipe, layers_of, power_of
 from elastic.engine.world import World
 from elastic.models.spec import ShardingTable
-from elastic.plan.axes import chunk, chunk_size
+from elastic.plan.placement import most_rows, rows_of
 
 UNSIGNED = 0x7FFFFFFF
 """Mask of a float32's bits without its sign bit, which a NaN may have set."""
@@ -45,13 +45,12 @@ class Fp8Weights:
     """This member's parts of the weights in fp8, and the scales of the whole weights."""
 
     def __init__(self, layers: Mapping[str, nn.Linear], world: World, recipe: Recipe) -> None:
-        self.layers, self.world, self.recipe, shards = layers, world, recipe, world.layout.shards
-        index = world.layout.shard(world.rank)
-        self.rows = {name: chunk(layer.out_features, shards, index) for name, layer in layers.items()}
+        self.layers, self.world, self.recipe, layout = layers, world, recipe, world.layout
+        self.rows = {name: rows_of(layer.out_features, layout, world.rank) for name, layer in layers.items()}
         """The rows [first, last) of each weight that this member holds."""
         self.parts = {
             name: torch.zeros(
-                chunk_size(layer.out_features, shards), layer.in_features, dtype=FORWARD, device=world.device
+                most_rows(layer.out_features, layout), layer.in_features, dtype=FORWARD, device=world.device
             )
             for name, layer in layers.items()
         }

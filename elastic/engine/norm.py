@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from elastic.engine.world import World, all_gather
-from elastic.plan.axes import chunk_size
+from elastic.plan.layout import Layout
+from elastic.plan.placement import most_rows
 
 TURN_ROWS = 1 << 20
 """Number of rows that take one turn, if no tensor has more: 8 MiB as float64.  Each turn costs one
@@ -63,9 +64,9 @@ def squared_norms(grads: Sequence[Tensor], rows: Sequence[int], world: World) ->
     The elements are squared as float32, so those below 1e-23 count as zero.  ``grads[i]`` is this member's
     shard [its rows, ...] of a tensor that has ``rows[i]`` rows.
     """
-    shards, totals = world.layout.shards, dict[int, Tensor]()
-    sizes = [chunk_size(count, shards) for count in rows]
-    for turn in _turns(rows, shards):
+    totals = dict[int, Tensor]()
+    sizes = [most_rows(count, world.layout) for count in rows]
+    for turn in _turns(rows, world.layout):
         mine: dict[int, Tensor] = {}
         for alike in _alike(turn, lambda number: (sizes[number], grads[number].shape, grads[number].dtype)):
             mine.update(
@@ -87,11 +88,11 @@ def squared_norms(grads: Sequence[Tensor], rows: Sequence[int], world: World) ->
     return torch.stack([totals[number] for number in range(len(rows))])
 
 
-def _turns(rows: Sequence[int], shards: int) -> Iterator[list[int]]:
+def _turns(rows: Sequence[int], layout: Layout) -> Iterator[list[int]]:
     """Yields the numbers of the tensors that are added in one turn, in order of their rows: the same lists on
     every member.
     """
-    padded = [chunk_size(count, shards) * shards for count in rows]
+    padded = [most_rows(count, layout) * layout.shards for count in rows]
     most, turn, taken = max([TURN_ROWS, *padded]), list[int](), 0
     for number in sorted(range(len(rows)), key=rows.__getitem__):
         if turn and taken + padded[number] > most:

@@ -125,6 +125,22 @@ def _cut(name: str, tensor: Tensor, before: HeldPart, degree: int, index: int) -
     return cut(tensor, before, degree, index)
 
 
+@lru_cache(maxsize=2**14)
+def rows_of(count: int, layout: Layout, world_rank: int) -> tuple[int, int]:
+    """Returns the rows ``[first, last)`` that a member holds of a parameter with ``count`` rows in the part of
+    the model with which the member computes.
+    """
+    boxes = held(Tensor("", "parameter", "U8", (count,)), cell_of(layout, world_rank)).boxes
+    return (boxes[0].slice.start[0], boxes[0].slice.stop[0]) if boxes else (count, count)
+
+
+def most_rows(count: int, layout: Layout) -> int:
+    """Returns the most rows that :func:`rows_of` gives a member, which is the first one.  Shorter parts are
+    padded to it where all must be equal.
+    """
+    return rows_of(count, layout, 0)[1]
+
+
 def cells_meeting(tensor: Tensor, part: Slice, degrees: Degrees) -> Iterator[Cell]:
     """Yields the cells, of a layout with these ``degrees``, that have elements of ``part``: the inverse of
     :func:`held`.

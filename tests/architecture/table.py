@@ -307,9 +307,10 @@ IMPORTS = {
                 "elastic.engine.*",
                 "elastic.kernels.*",
                 "elastic.models.spec",
-                "elastic.plan.*",
                 "elastic.protocol.commit_record",
             ),
+            # placement says which part a member holds, so no other module has the rules of the axes
+            *("elastic.plan.batch", "elastic.plan.layout", "elastic.plan.placement", "elastic.plan.routes"),
             *("elastic.protocol.spikes", "elastic.job", "elastic.config.sections", *NAMES),
             "elastic.config.optimizers",
         ),

@@ -67,6 +67,20 @@ def test_a_cell_has_what_numpy_cuts(layout: Layout) -> None:
         assert sum(each.slice.count for each in found.boxes) == expected.size
 
 
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_the_rows_of_a_parameter_are_those_that_numpy_cuts(layout: Layout) -> None:
+    """The rows are counted within the part of the model that the member computes with."""
+    plain = Layout(layout.dp_replicate, layout.dp_shard, tuple(each for each in layout.more if "cp" in each))
+    for count in range(12):
+        tensor, longest = Tensor("w", "parameter", "F32", (count,)), 0
+        for rank, place in enumerate(toy_axes.places(layout)):
+            found = toy_axes.local(np.arange(count), tensor, plain, {"cp": 0} | place)
+            first, last = placement.rows_of(count, layout, rank)
+            assert found.tolist() == list(range(first, last))
+            longest = max(longest, len(found))
+        assert placement.most_rows(count, layout) == longest
+
+
 def test_cells_are_equal_exactly_where_what_is_held_is() -> None:
     """Over all layouts: replicas and members of other layouts may hold the same, and then they have one cell."""
     seen: dict[str, set[bytes]] = {}

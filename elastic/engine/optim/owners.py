@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from elastic.engine.world import World
-from elastic.plan.axes import chunk
+from elastic.plan.placement import rows_of
 
 TURN_ELEMENTS = 1 << 25
 """Largest number of elements that an owner has in one turn, unless one matrix has more: 64 MiB in bfloat16.
@@ -90,7 +90,7 @@ def _take_turn(
     """Returns the results of :func:`by_owners` for the matrices of one turn."""
 
     def size(number: int, member: int) -> int:
-        first, last = chunk(shapes[number][0], len(mates), member)
+        first, last = rows_of(shapes[number][0], world.layout, mates[member])
         return (last - first) * shapes[number][1]
 
     me = mates.index(world.rank)
@@ -107,8 +107,8 @@ def _take_turn(
         torch.cat(pieces[place :: len(mine)], out=matrix.view(-1))
         results.append(compute(matrix))
     back = [
-        result[slice(*chunk(len(result), len(mates), member))].reshape(-1)
-        for member in members
+        result[slice(*rows_of(len(result), world.layout, mate))].reshape(-1)
+        for mate in mates
         for result in results
     ]
     came = world.all_to_all(torch.cat([came.new_empty(0), *back]), got, sent, 1)

@@ -26,7 +26,8 @@ from torch import Tensor, nn
 from elastic.engine.parameters.base import shape_of
 from elastic.engine.streams import stream
 from elastic.engine.world import World
-from elastic.plan.axes import chunk_size
+from elastic.plan.layout import Layout
+from elastic.plan.placement import most_rows
 
 AHEAD = 1
 """Number of groups that are gathered before they are needed.  Each takes memory for its weights, and for this
@@ -131,7 +132,7 @@ class Gathers:
         the model has them.
         """
         whole, shards = [weight.whole for weight in weights], self.world.layout.shards
-        ends = ends_of(whole, shards)
+        ends = ends_of(whole, self.world.layout)
         mine = torch.empty(ends[-1], dtype=whole[0].dtype, device=self.world.device)
         places = [mine[first:][: weight.part.numel()] for weight, first in zip(weights, ends, strict=False)]
         # the parts may be in the host's memory
@@ -185,14 +186,14 @@ class Old(dict[str, Any]):
         return self.own.items()
 
 
-def ends_of(whole: Sequence[Tensor], shards: int) -> list[int]:
+def ends_of(whole: Sequence[Tensor], layout: Layout) -> list[int]:
     """Returns the places at which the parameters begin in the memory of one shard, and the place at which the
     last one ends.  A part takes as much memory as the longest part of its parameter.
     """
     ends = [0]
     for parameter in whole:
         rows = shape_of(parameter)[0]
-        ends.append(ends[-1] + chunk_size(rows, shards) * (parameter.numel() // rows))
+        ends.append(ends[-1] + most_rows(rows, layout) * (parameter.numel() // rows))
     return ends
 
 

@@ -46,7 +46,7 @@ from elastic.engine.sync.base import Scheme
 from elastic.engine.world import World
 from elastic.errors import ModelError
 from elastic.models.spec import ShardingTable
-from elastic.plan.axes import chunk
+from elastic.plan.placement import rows_of
 
 TWICE = (
     "the model uses {!r} more than once, and a part of its gradient came after the gradient was "
@@ -179,7 +179,7 @@ class Whole(Parameters):
 
     def _mine(self, whole: Tensor) -> Tensor:
         """Returns this member's rows of a whole tensor."""
-        first, last = chunk(len(whole), self.shards, self.world.layout.shard(self.world.rank))
+        first, last = rows_of(len(whole), self.world.layout, self.world.rank)
         return whole.detach()[first:last]
 
     def _copy(self, name: str, parameter: nn.Parameter, dtype: torch.dtype | None) -> nn.Parameter:
@@ -207,7 +207,7 @@ class Whole(Parameters):
         return found
 
     def _add_unit(self, names: list[str], computing: list[nn.Parameter], wire: torch.dtype | None) -> None:
-        ends = ends_of(computing, self.shards)
+        ends = ends_of(computing, self.world.layout)
         self._units.append(SummedUnit(self.scheme.reduction(wire), self.shards, names, computing, ends))
         # what is used first in the forward pass usually comes last in the backward pass
         self._watch(len(self._units) - 1, 0)

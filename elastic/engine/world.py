@@ -93,11 +93,13 @@ class World:
     rank: int
     device: torch.device
     shard_group: dist.ProcessGroup
-    """The members that hold one replica together."""
+    """The members that hold the rows of one part of the model together."""
     replicate_group: dist.ProcessGroup | None
     """The members that hold the same shard, or None if no such group was asked for."""
     data_group: dist.ProcessGroup
     """The members that sum the gradients of the same parameters."""
+    stage_group: dist.ProcessGroup
+    """The members of one replica that hold parts of the same tensors."""
     store: dist.Store
     listening: frozenset[int]
     """Ports on which this member's groups accept connections (gloo)."""
@@ -129,7 +131,13 @@ class World:
         self.groups = tuple(
             dict.fromkeys(
                 group
-                for group in (everyone, self.shard_group, self.replicate_group, self.data_group)
+                for group in (
+                    everyone,
+                    self.shard_group,
+                    self.replicate_group,
+                    self.data_group,
+                    self.stage_group,
+                )
                 if group is not None
             )
         )
@@ -166,6 +174,7 @@ class World:
             shard = group(layout.shard_ranks(rank))
             replicate = group(layout.replica_ranks(rank)) if replicas else None
             data = group(layout.data_group(rank))
+            stage = group(layout.stage_ranks(rank))
             listening = sockets.listening() - before
             peers = (
                 _exchange_endpoints(store, rank, layout.world, listening)
@@ -180,6 +189,7 @@ class World:
                 shard,
                 replicate,
                 data,
+                stage,
                 store,
                 frozenset(p for _, p in listening),
                 peers,
@@ -205,14 +215,16 @@ class World:
         Its collectives end at once and their results mean nothing (torch's fake backend).
         """
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=layout.world)
+        group = cache(partial(_group, layout=layout))
         return cls(
             0,
             layout,
             0,
             device,
-            _group(layout.shard_ranks(0), layout),
+            group(layout.shard_ranks(0)),
             None,
-            _group(layout.data_group(0), layout),
+            group(layout.data_group(0)),
+            group(layout.stage_ranks(0)),
             FakeStore(),
             frozenset(),
             frozenset(),

@@ -32,6 +32,8 @@ SHARDS = tuple(name for name, axis in AXES.items() if "dp_shard" in (name, axis.
 """The axes along which members hold the same part of the state, and those whose members, counted as one
 index, hold the parts into which rows are cut.
 """
+STAGES = ("pp",)
+"""The axes along which members hold other tensors, and not other parts of the same ones."""
 USES = ("all", "fit")
 """Values of ``LayoutRule.use``."""
 SPARED = 8
@@ -123,6 +125,14 @@ class Layout:
     def replica_ranks(self, world_rank: int) -> tuple[int, ...]:
         """Returns the members that hold the same part in other replicas."""
         return self.along(REPLICAS, world_rank)
+
+    def stage_ranks(self, world_rank: int) -> tuple[int, ...]:
+        """Returns the members of one replica that hold parts of the same tensors: those of a pipeline stage.
+
+        The members of a shard are neighbours there, and the shards are in the order of their parts.
+        """
+        outside = (*REPLICAS, *STAGES)
+        return self.along([name for name, _ in self.degrees if name not in outside], world_rank)
 
     def replica(self, number: int) -> tuple[int, ...]:
         """Returns the members of a replica."""

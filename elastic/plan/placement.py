@@ -125,6 +125,22 @@ def _cut(name: str, tensor: Tensor, before: HeldPart, degree: int, index: int) -
     return cut(tensor, before, degree, index)
 
 
+def model_part(cell: Cell) -> Cell:
+    """Returns the cell of all that a member in ``cell`` computes with: its part of the model, of which it holds
+    the part that the data axes leave to it.
+    """
+    return _at(place for place in _places(cell) if AXES[place[0]].cuts_model)
+
+
+@cache
+def model_parts(layout: Layout, world_rank: int) -> tuple[Cell, ...]:
+    """Returns the parts of the model of the members that share a shard in a pipeline stage, in their order.
+    They are the same for all shards of the stage.
+    """
+    members = layout.stage_ranks(world_rank)
+    return tuple(model_part(cell_of(layout, rank)) for rank in members[: len(members) // layout.shards])
+
+
 @lru_cache(maxsize=2**14)
 def rows_of(count: int, layout: Layout, world_rank: int) -> tuple[int, int]:
     """Returns the rows ``[first, last)`` that a member holds of a parameter with ``count`` rows in the part of

@@ -395,7 +395,12 @@ class State:
         blueprint = build_model(job, builder)
         self.tensors = tensors_of(blueprint, rule)
         shapes = {name: shape_of(parameter) for name, parameter in blueprint.named_parameters()}
-        self.rows, matrices = {name: shape[0] for name, shape in shapes.items()}, matrices_of(blueprint)
+        matrices = matrices_of(blueprint)
+        trained = {name for name, parameter in blueprint.named_parameters() if parameter.requires_grad}
+        self.gradient = tuple(
+            each for each in self.tensors if each.kind == "parameter" and each.name in trained
+        )
+        """The trained parameters of the whole model, also those of other pipeline stages."""
         groups = parameter_groups(job.optim, blueprint)
         decayed = frozenset(name for name, group in groups.items() if decays(group, len(shapes[name])))
         self.job, self.world = job, world

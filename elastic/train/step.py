@@ -447,9 +447,7 @@ def prepare(session: Session, state: State, fence: ApplyFence, step: int, share:
     """
     session.counters.at("commits")
     grads = state.parameters.grads()
-    share.squares = squared_norms(
-        [grads[name] for name in grads], [state.rows[name] for name in grads], state.world
-    )
+    share.squares = squared_norms(grads, state.gradient, state.world)
     norm = tree_sum(share.squares)
     if (scale := state.optimizer.loss_scale.value) != 1:
         norm = norm / scale**2  # in place it would change the square of a single tensor

@@ -192,7 +192,7 @@ def _compute(session: Session, world: World, zero: int | None) -> int:
     # a model may behave otherwise with the real values of its flags; the first microbatch checks that
     state.guard.check(buffers=not flags)
     grads = state.parameters.grads()
-    norm = squared_norm([grads[name] for name in grads], [state.rows[name] for name in grads], world)
+    norm = squared_norm(grads, state.gradient, world)
     if state.optimizer.rule.prepare is not None:
         state.optimizer.prepare(grads, norm, torch.ones_like(norm), world)
     if session.held_out is not None:  # without gradients blocks compile to other code

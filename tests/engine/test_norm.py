@@ -4,6 +4,8 @@ A7, first half.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -12,12 +14,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic.engine import norm
-from elastic.engine.norm import squared_norm, tree_sum
+from elastic.engine.norm import squared_norm, squared_norms, tree_sum
 from elastic.engine.world import World
 from elastic.plan.layout import Layout
+from elastic.plan.placement import cell_of, held
+from elastic.state.shard import DTYPES
+from storage.slices import Tensor
 from tests.support.cells import shard_interval
 from tests.support.live import Live
 from tests.support.ranks import Ranks
+from tests.support.toy_axes import LAYOUTS as AXES_LAYOUTS
+from tests.support.toy_axes import TENSORS, registered
 
 LAYOUTS = [Layout(1, 1), Layout(1, 2), Layout(1, 3), Layout(2, 2), Layout(1, 4)]
 SHAPES = [
@@ -46,13 +53,23 @@ def gradient() -> list[torch.Tensor]:
     ]
 
 
+def norm_of(grads: list[torch.Tensor], counts: list[int], world: World) -> float:
+    """Returns the product's norm of these shards of tensors, which have so many rows."""
+    tensors = [
+        Tensor(str(number), "parameter", "F32", (count, *grad.shape[1:]))
+        for number, (grad, count) in enumerate(zip(grads, counts, strict=True))
+    ]
+    named = {each.name: grad for each, grad in zip(tensors, grads, strict=True)}
+    return squared_norm(named, tensors, world).item()
+
+
 def shards(world: World) -> list[torch.Tensor]:
     count, index = world.layout.dp_shard, world.layout.coordinates(world.rank)["dp_shard"]
     return [whole[slice(*shard_interval(len(whole), count, index))] for whole in gradient()]
 
 
 def tree_norm(world: World) -> float:
-    return squared_norm(shards(world), [shape[0] for shape in SHAPES], world).item()
+    return norm_of(shards(world), [shape[0] for shape in SHAPES], world)
 
 
 def library_norm(world: World) -> float:
@@ -121,7 +138,7 @@ def test_tensors_with_other_numbers_of_rows_do_not_change_the_bits() -> None:
         counts = torch.randint(0, 9, (40,), generator=draw).tolist()
         # so wide that float64 rounds
         grads = [10.0 ** (8 * torch.rand(count, 3, generator=draw) - 4) for count in counts]
-        found = squared_norm(grads, counts, world).item()
+        found = norm_of(grads, counts, world)
         assert found.hex() == padded_norm(grads).item().hex()
         moved += found != padded_norm(sorted(grads, key=len)).item()
     world.close()
@@ -146,7 +163,7 @@ def norm_of_experts(turn_rows: int, squared: int) -> tuple[float, Live]:
     with pytest.MonkeyPatch.context() as patch, Live() as live:
         patch.setattr(norm, "TURN_ROWS", turn_rows)
         patch.setattr(norm, "SQUARED", squared)
-        found = squared_norm(grads, [len(grad) for grad in grads], world).item()
+        found = norm_of(grads, [len(grad) for grad in grads], world)
     world.close()
     assert found.hex() == padded_norm(grads).item().hex()
     return found, live
@@ -182,7 +199,7 @@ def test_a_large_tensor_is_squared_in_portions_of_its_rows() -> None:
         )
         with pytest.MonkeyPatch.context() as patch, Live() as live:
             patch.setattr(norm, "SQUARED", squared)
-            found = squared_norm([grad], [1_000], world).item()
+            found = norm_of([grad], [1_000], world)
         world.close()
         return found, live.peak_bytes
 
@@ -194,6 +211,121 @@ def test_a_large_tensor_is_squared_in_portions_of_its_rows() -> None:
 def test_turns_and_portions_change_no_bit_in_any_layout(norms: dict[str, list[list[float]]]) -> None:
     """Each tensor of these has a turn of its own, or shares one, and most are squared in portions."""
     assert {value.hex() for values in norms["small turns"] for value in values} == {norms["tree"][0][0].hex()}
+
+
+# ---- other axes than those of data
+
+MORE = (
+    *(tensor for tensor in TENSORS if tensor.kind == "parameter"),
+    Tensor("merged", "parameter", "BF16", (9, 40), (1, 2, 16, 24), (0, 2)),
+    Tensor("second cube", "parameter", "F32", (3, 5, 4), (1, 1), (1, 2)),
+    Tensor("second fused", "parameter", "F32", (12, 6), (0, 2, 6, 6), (1, 2)),
+    Tensor("expert", "parameter", "F32", (13, 6), (), (1, 2)),
+    Tensor("scale", "parameter", "F32", (1,)),
+)
+"""Tensors that tensor parallelism cuts along rows, inside of rows, or not at all, and tensors of one stage or
+of all; some are cut alike.
+"""
+TENSOR_PARALLEL = Layout(1, 2, (("tp", 2),))
+
+
+def of_axes(number: int) -> torch.Tensor:
+    """Returns the whole gradient of one of ``MORE``."""
+    tensor, draw = MORE[number], torch.Generator().manual_seed(number)
+    values = torch.randn(tensor.shape, generator=draw) * 10.0 ** torch.randn(tensor.shape, generator=draw)
+    return values.to(DTYPES[tensor.dtype])
+
+
+def own_part(world: World, number: int) -> torch.Tensor:
+    """Returns what a member holds of the gradient of one of ``MORE``."""
+    whole, part = of_axes(number), held(MORE[number], cell_of(world.layout, world.rank))
+    memory = whole.new_empty(part.shape)
+    for box in part.boxes:
+        size = zip(box.at, box.slice.shape, strict=True)
+        memory[tuple(slice(at, at + length) for at, length in size)] = whole[
+            tuple(slice(a, b) for a, b in zip(box.slice.start, box.slice.stop, strict=True))
+        ]
+    return memory
+
+
+def squares_of_axes(world: World, patches: dict[str, Any]) -> list[str]:
+    """Returns the squared norm of each of ``MORE`` with these values in place of the product's, and the norm
+    of all, in hexadecimal.  No member has anything of a tensor of another stage.
+    """
+    stage = range(world.size) if "pp" not in dict(world.layout.more) else world.layout.stage_ranks(world.rank)
+    here = [
+        number
+        for number, tensor in enumerate(MORE)
+        if any(held(tensor, cell_of(world.layout, rank)).boxes for rank in stage)
+    ]
+    grads = {MORE[number].name: own_part(world, number) for number in here}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in patches.items():
+            patch.setattr(norm, name, value)
+        squares = squared_norms(grads, MORE, world)
+    return [float(each).hex() for each in (*squares, tree_sum(squares))]
+
+
+def left_out(squares: torch.Tensor) -> torch.Tensor:
+    """Returns the squared norms of one stage alone."""
+    return squares
+
+
+def by_the_library(world: World) -> list[float]:
+    """Adds the squares of all parts that a stage holds, whoever else has them too."""
+    total = torch.stack([own_part(world, number).double().square().sum() for number in range(len(MORE))])
+    dist.all_reduce(total, group=world.stage_group)
+    return total.tolist()
+
+
+@pytest.fixture(scope="module")
+def judged() -> list[str]:
+    """The squared norm of each of ``MORE``, and of all, by trees over whole tensors."""
+    found = [
+        tree_sum(tree_sum(each.float().square().reshape(len(each), -1)).double())
+        for each in map(of_axes, range(len(MORE)))
+    ]
+    return [float(each).hex() for each in (*found, tree_sum(torch.stack(found)))]
+
+
+@pytest.mark.parametrize("turns", [{}, {"TURN_ROWS": 33, "SQUARED": 40}], ids=["", "small turns"])
+def test_every_tensor_counts_once_along_every_axis(
+    ranks: Ranks, judged: list[str], turns: dict[str, int]
+) -> None:
+    """A7: the same bits for each tensor, on every member, whichever axes cut the state."""
+    with registered():
+        for layout in AXES_LAYOUTS:
+            for found in ranks.run(layout, squares_of_axes, turns):
+                assert found == judged, str(layout)
+
+
+def test_a_stage_that_is_left_out_shows(ranks: Ranks, judged: list[str]) -> None:
+    """Negative control: without the exchange between stages each member lacks the tensors of the others."""
+    for found in ranks.run(Layout(1, 2, (("pp", 2),)), squares_of_axes, {"_of_all_stages": left_out}):
+        wrong = {MORE[number].name for number in range(len(MORE)) if found[number] != judged[number]}
+        assert found[-1] != judged[-1]
+        assert wrong in (
+            {each.name for each in MORE if each.depth == (0, 2)},
+            {each.name for each in MORE if each.depth == (1, 2)},
+        )
+
+
+def test_the_library_sum_counts_a_tensor_that_is_not_cut_once_for_each_member(
+    ranks: Ranks, judged: list[str]
+) -> None:
+    """Negative control: torchtitan #596 and its kind, and other bits for tensors that are cut."""
+    right = [float.fromhex(each) for each in judged[:-1]]
+    for found in ranks.run(TENSOR_PARALLEL, by_the_library):
+        times = [2 if not tensor.split else 1 for tensor in MORE]
+        assert found == pytest.approx([a * b for a, b in zip(right, times, strict=True)], rel=1e-6)
+        assert sum(a != b for a, b in zip(found, right, strict=True)) > times.count(2)
+
+
+def test_a_part_of_a_row_is_no_subtree() -> None:
+    """Negative control: sums of the parts of rows, added, have other bits, so members exchange elements."""
+    whole = of_axes([each.name for each in MORE].index("merged")).float().square()
+    halves = tree_sum(whole[:, :20]) + tree_sum(whole[:, 20:])
+    assert torch.allclose(halves, tree_sum(whole)) and not torch.equal(halves, tree_sum(whole))
 
 
 def dumb_tree(values: list[float]) -> float:

@@ -19,6 +19,7 @@ from elastic.plan.layout import Layout
 from elastic.protocol.commit_record import CommitShape, conclude, head_of
 from elastic.train.record import blank_record, fill_record
 from elastic.train.step import Share
+from storage.slices import Tensor
 from tests.support.live import Live
 
 SHARDS = 64
@@ -62,12 +63,16 @@ def measure(n: int) -> dict[str, float]:
     figures: dict[str, float] = {}
     world = World.imagined(Layout(-(-n // SHARDS), SHARDS), torch.device("meta"))
     for name, shapes in (("70b", list(dense())), ("experts", list(experts()))):
-        grads = [torch.empty(-(-shape[0] // SHARDS), *shape[1:], device="meta") for shape in shapes]
+        tensors = [Tensor(str(number), "parameter", "F32", shape) for number, shape in enumerate(shapes)]
+        grads = {
+            each.name: torch.empty(-(-each.shape[0] // SHARDS), *each.shape[1:], device="meta")
+            for each in tensors
+        }
         began = time.process_time()
-        squared_norm(grads, [shape[0] for shape in shapes], world)
+        squared_norm(grads, tensors, world)
         figures[f"{name}_norm_launching_s"] = time.process_time() - began
         with Live() as live:
-            squared_norm(grads, [shape[0] for shape in shapes], world)
+            squared_norm(grads, tensors, world)
         figures[f"{name}_norm_bytes"] = live.peak_bytes
         figures[f"{name}_norm_operations"] = live.operations
     shape = CommitShape(

@@ -412,16 +412,15 @@ class State:
         self.guard = Guard(self.model, self.parameters, world, job.model, compiles=job.compile)
         self._modules, self._put_into_training = [*self.model.modules()], False
         self.used: torch.Tensor | None = None
-        """A number for each trained parameter: 0 if no microbatch of the prepared step gave it a gradient,
-        else 1.  None counts as all 1.
+        """A number for each tensor of the gradient: 0 if no microbatch of the prepared step gave its
+        parameter a gradient, else 1.  None counts as all 1.
         """
         self.tried = False
         """True once a microbatch was computed."""
         local = self.parameters.parts
         self.trained = {name: part for name, part in local.items() if name in self.parameters.trained}
         cell = cell_of(world.layout, world.rank)
-        parameters = (tensor for tensor in self.tensors if tensor.kind == "parameter")
-        boxes = {tensor.name: tuple(box.slice for box in held(tensor, cell).boxes) for tensor in parameters}
+        boxes = {each.name: tuple(box.slice for box in held(each, cell).boxes) for each in self.gradient}
         self.optimizer = Optimizer(job, rule, self.trained, boxes, decayed, shapes, matrices, groups)
         self.spikes = SpikeMemory(job, self.optimizer.kept)
         self.shard = Shard(version, cell, self._values(local, cell))
@@ -544,13 +543,13 @@ class State:
         if self.used is None:
             return frozenset()
         used = self.world.to_host(self.used, key="used anywhere").tolist()
-        return frozenset(name for name, is_used in zip(self.trained, used, strict=True) if not is_used)
+        return frozenset(each.name for each, is_used in zip(self.gradient, used, strict=True) if not is_used)
 
     def reserve(self) -> None:
         """Reserves the host memory of :meth:`unused`, and of the guard, before anything is launched that may
         hang.
         """
-        self.world.reserve("used anywhere", torch.empty(len(self.trained), dtype=torch.uint8))
+        self.world.reserve("used anywhere", torch.empty(len(self.gradient), dtype=torch.uint8))
         self.guard.reserve()
 
     def train(self) -> None:

@@ -387,10 +387,10 @@ def reserve(state: State, shape: CommitShape) -> None:
         return
     record = torch.empty(shape.fields, dtype=torch.float64)
     state.world.reserve("record", record)
-    state.world.reserve("used", torch.empty(len(state.trained), dtype=torch.uint8))
+    state.world.reserve("used", torch.empty(len(state.gradient), dtype=torch.uint8))
     state.reserve()
     state.world.reserve(
-        TO_HOST, record.new_empty(shape.world * shape.fields + len(state.trained) * _watches(state))
+        TO_HOST, record.new_empty(shape.world * shape.fields + len(state.gradient) * _watches(state))
     )
 
 
@@ -463,25 +463,23 @@ def prepare(session: Session, state: State, fence: ApplyFence, step: int, share:
 
 
 def used_anywhere(state: State, share: Share) -> torch.Tensor | None:
-    """Returns, for each trained parameter, 1 if a microbatch of any member of the data group gave it a
+    """Returns, for each trained parameter of the whole model, 1 if a microbatch of any member gave it a
     gradient, else 0: uint8, on the device.
 
-    Returns None if this worker is the only member of the group and all parameters are used.
+    Returns None if this worker is alone and all parameters are used.
     """
-    unused, alone = (
-        frozenset(state.trained) if share.unused is None else share.unused,
-        len(state.world.data_members) == 1,
-    )
+    unused = frozenset(state.trained) if share.unused is None else share.unused
+    used, alone = state.trained.keys() - unused, state.world.size == 1
     if alone and not unused:
         return None
-    mine = torch.ones(len(state.trained), dtype=torch.uint8)
-    if unused:
-        mine = torch.tensor([name not in unused for name in state.trained], dtype=torch.uint8)
+    mine = torch.ones(len(state.gradient), dtype=torch.uint8)
+    if len(used) < len(mine):  # some are unused, or in other stages
+        mine = torch.tensor([each.name in used for each in state.gradient], dtype=torch.uint8)
     if alone:
         return mine
-    used = state.world.to_device("used", mine)
-    dist.all_reduce(used, dist.ReduceOp.MAX, group=state.world.data_group)
-    return used
+    found = state.world.to_device("used", mine)
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return found
 
 
 def tokens_of(share: Share, world: World) -> torch.Tensor:

@@ -21,6 +21,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from elastic.engine.optim.base import Optimizer, rule_of
 from elastic.engine.world import World
 from elastic.errors import ElasticError
 from elastic.ids import NodeId, Version, WorkerId
@@ -29,6 +30,7 @@ from elastic.plan import placement
 from elastic.plan.copy_budget import CopyRule
 from elastic.plan.layout import Layout
 from elastic.plan.transfer import Holding, missing, moves
+from elastic.protocol.commit_record import Outcome
 from elastic.protocol.plan import Plan
 from elastic.state.hosts import Access, read
 from elastic.state.keeper_store import KeeperStore
@@ -42,6 +44,7 @@ from elastic.train.heal import from_bucket, from_members
 from elastic.train.own_faults import Faults
 from elastic.train.replica_check import compare
 from elastic.train.session import make_snapshots
+from elastic.train.step import Share, used_anywhere
 from storage.checkpoints import Checkpoints, ShardReceipt
 from storage.objects import ObjectStore
 from storage.slices import Tensor
@@ -291,6 +294,50 @@ def test_replicas_are_the_members_with_equal_parts(ranks: Ranks) -> None:
         {0: "", 1: "", 2: "", 3: ""},
         {0: "", 1: "", 2: "", 3: "StateDamaged"},
     ]
+
+
+GRADIENT = tuple(tensor for tensor in TENSORS if tensor.kind == "parameter")
+
+
+def used_there(world: World, unused: Sequence[str]) -> list[int]:
+    """Returns what a member finds that has a gradient of each parameter of its stage but ``unused``.  Member
+    0 had no microbatch.
+    """
+    with toy_axes.registered():
+        cell = placement.cell_of(world.layout, world.rank)
+        trained = {each.name: None for each in GRADIENT if placement.held(each, cell).boxes}
+        state: Any = SimpleNamespace(world=world, trained=trained, gradient=GRADIENT)
+        share = Share([], [], [], unused=None if world.rank == 0 else trained.keys() & set(unused))
+        found = used_anywhere(state, share)
+    assert found is not None
+    return found.tolist()
+
+
+@pytest.mark.parametrize(
+    "layout", [Layout(1, 2, (("pp", 2),)), Layout(2, 1, (("pp", 2),)), Layout(1, 2, (("tp", 2),))], ids=str
+)
+def test_every_stage_knows_which_parameters_were_used(ranks: Ranks, layout: Layout) -> None:
+    """The stages have other numbers of parameters, and ``updates.missed`` of the state has one for each of the
+    whole model, on every member.
+    """
+    unused = ("cube", "embed")
+    want = [int(each.name not in unused) for each in GRADIENT]
+    assert ranks.run(layout, used_there, unused) == [want] * 4
+
+
+def test_updates_of_other_stages_are_counted_too() -> None:
+    """The counts are those of the whole model, which all members must agree on."""
+    job = Job(name="toys", bucket="/nowhere", steps=9, global_batch=2)
+    boxes = {each.name: () for each in GRADIENT}
+    stage = Optimizer(job, rule_of(job), {"norm": torch.ones(7)}, boxes, frozenset())
+    outcome = Outcome(1, 1, 1.0, (1.0,), (1,), ((0,),), finite=True)
+    stage.apply({"norm": torch.ones(7)}, outcome, frozenset({"cube", "norm"}))
+    assert dict(zip(sorted(boxes), stage.missed.tolist(), strict=True)) == {
+        "cube": 1,
+        "embed": 0,
+        "fused": 0,
+        "norm": 1,
+    }
 
 
 @pytest.mark.parametrize("before", LAYOUTS, ids=str)

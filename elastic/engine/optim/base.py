@@ -289,8 +289,9 @@ class Optimizer:
     ) -> None:
         """Makes the state of ``rule``, which is the job's.
 
-        ``parameters`` are local shards by name, which share memory with the model; ``boxes`` are their places
-        in the whole tensors.  ``decayed`` has the names of the parameters whose weights decay, ``matrices``
+        ``parameters`` are local shards by name, which share memory with the model.  ``boxes`` are their places
+        in the whole tensors, for each trained parameter of the whole model: those of other pipeline stages
+        have none.  ``decayed`` has the names of the parameters whose weights decay, ``matrices``
         those of the matrices of blocks.  ``shapes`` has the shapes of the whole tensors, if ``parameters``
         are not whole.  ``groups`` has the group of each parameter that is not in
         :data:`~elastic.engine.optim.groups.REST`.
@@ -299,8 +300,8 @@ class Optimizer:
         self._settings = job.optim.model_copy(update={"args": arguments("optim.args", job.optim.args)})
         self.updates = torch.zeros((), dtype=torch.float32)
         """Number of updates applied.  A step that is skipped does not count."""
-        self._names = sorted(parameters)
-        self.missed = torch.zeros(len(parameters) if rule.counts else 0, dtype=torch.float32)
+        self._names = sorted(boxes)
+        self.missed = torch.zeros(len(boxes) if rule.counts else 0, dtype=torch.float32)
         """Number of updates that left each parameter alone, in the order of their names, because their order
         in the model may change.
         """

@@ -29,7 +29,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, cached_property, partial
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -39,7 +39,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from elastic.engine import sockets, streams
 from elastic.engine.sockets import Endpoint, Service, Waking
 from elastic.errors import WorldBroken
-from elastic.plan.layout import Layout
+from elastic.plan.layout import REPLICAS, SHARDS, Layout
 from elastic.plan.placement import data_rank
 
 LEAD = 8
@@ -92,14 +92,8 @@ class World:
     layout: Layout
     rank: int
     device: torch.device
-    shard_group: dist.ProcessGroup
-    """The members that hold the rows of one part of the model together."""
-    replicate_group: dist.ProcessGroup | None
-    """The members that hold the same shard, or None if no such group was asked for."""
-    data_group: dist.ProcessGroup
-    """The members that sum the gradients of the same parameters."""
-    stage_group: dist.ProcessGroup
-    """The members of one replica that hold parts of the same tensors."""
+    by_ranks: Mapping[tuple[int, ...], dist.ProcessGroup]
+    """The groups of this member by the world ranks of their members."""
     store: dist.Store
     listening: frozenset[int]
     """Ports on which this member's groups accept connections (gloo)."""
@@ -128,19 +122,7 @@ class World:
     def __post_init__(self) -> None:
         everyone = dist.group.WORLD
         assert everyone is not None
-        self.groups = tuple(
-            dict.fromkeys(
-                group
-                for group in (
-                    everyone,
-                    self.shard_group,
-                    self.replicate_group,
-                    self.data_group,
-                    self.stage_group,
-                )
-                if group is not None
-            )
-        )
+        self.groups = tuple(dict.fromkeys((everyone, *self.by_ranks.values())))
 
     @classmethod
     def form(
@@ -170,11 +152,7 @@ class World:
             undo.callback(_forget_groups, device)
             _init_default_group(store, rank, layout.world, device, form_s)
             met()
-            group = cache(partial(_group, layout=layout))  # the same members need one group only
-            shard = group(layout.shard_ranks(rank))
-            replicate = group(layout.replica_ranks(rank)) if replicas else None
-            data = group(layout.data_group(rank))
-            stage = group(layout.stage_ranks(rank))
+            groups = _smaller_groups(layout, rank, replicas=replicas)
             listening = sockets.listening() - before
             peers = (
                 _exchange_endpoints(store, rank, layout.world, listening)
@@ -186,10 +164,7 @@ class World:
                 layout,
                 rank,
                 device,
-                shard,
-                replicate,
-                data,
-                stage,
+                groups,
                 store,
                 frozenset(p for _, p in listening),
                 peers,
@@ -215,25 +190,41 @@ class World:
         Its collectives end at once and their results mean nothing (torch's fake backend).
         """
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=layout.world)
-        group = cache(partial(_group, layout=layout))
-        return cls(
-            0,
-            layout,
-            0,
-            device,
-            group(layout.shard_ranks(0)),
-            None,
-            group(layout.data_group(0)),
-            group(layout.stage_ranks(0)),
-            FakeStore(),
-            frozenset(),
-            frozenset(),
-        )
+        groups = _smaller_groups(layout, 0, replicas=False)
+        return cls(0, layout, 0, device, groups, FakeStore(), frozenset(), frozenset())
 
     @cached_property
     def size(self) -> int:
         """The number of members."""
         return self.layout.world
+
+    def along(self, axes: Collection[str]) -> dist.ProcessGroup:
+        """Returns the group of the members that differ from this one along ``axes`` alone, in order of world
+        rank.
+
+        Raises KeyError if :meth:`form` made no group of these members.
+        """
+        return self.by_ranks[self.layout.along(axes, self.rank)]
+
+    @cached_property
+    def shard_group(self) -> dist.ProcessGroup:
+        """The members that hold the rows of one part of the model together."""
+        return self.along(SHARDS)
+
+    @cached_property
+    def replicate_group(self) -> dist.ProcessGroup:
+        """The members that hold the same shard.  Raises KeyError if no such group was asked for."""
+        return self.along(REPLICAS)
+
+    @cached_property
+    def data_group(self) -> dist.ProcessGroup:
+        """The members that sum the gradients of the same parameters."""
+        return self.by_ranks[self.data_members]
+
+    @cached_property
+    def stage_group(self) -> dist.ProcessGroup:
+        """The members of one replica that hold parts of the same tensors."""
+        return self.by_ranks[self.layout.stage_ranks(self.rank)]
 
     @cached_property
     def data_members(self) -> tuple[int, ...]:
@@ -334,16 +325,18 @@ class World:
         dist.all_to_all_single(output, mine[: sum(given)], received, given, group=self.data_group)
         return output
 
-    def begin_all_gather(self, output: torch.Tensor, mine: torch.Tensor) -> Callable[[], None]:
-        """Begins to fill ``output``, flat [shards × n], with every shard's ``mine`` [n], and returns a call
-        that waits for it.
+    def begin_all_gather(
+        self, output: torch.Tensor, mine: torch.Tensor, group: dist.ProcessGroup | None = None
+    ) -> Callable[[], None]:
+        """Begins to fill ``output``, flat [members × n], with the ``mine`` [n] of each member of ``group``,
+        or of each shard, and returns a call that waits for it.
 
         The wait is this thread's on a CPU.  On CUDA the collective is on the present stream, whose work waits
         for it by itself.  Both raise :class:`WorldBroken` after an abort, and the wait also if the collective
         fails.
         """
         self._refuse_if_aborted()
-        work = all_gather(output, mine, self.shard_group, later=self.device.type == "cpu")
+        work = all_gather(output, mine, group or self.shard_group, later=self.device.type == "cpu")
 
         def wait() -> None:
             try:
@@ -474,6 +467,17 @@ def _init_default_group(
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=world, timeout=datetime.timedelta(seconds=form_s)
     )
+
+
+def _smaller_groups(layout: Layout, rank: int, *, replicas: bool) -> dict[tuple[int, ...], dist.ProcessGroup]:
+    """Returns the groups of a member by their ranks: its shards, its replicas if they are asked for, those
+    that sum gradients with it, its stage, and the members along each axis that has more of them.  The same members have
+    one group only.
+    """
+    asked = [layout.shard_ranks(rank), *([layout.replica_ranks(rank)] if replicas else [])]
+    asked += [layout.data_group(rank), layout.stage_ranks(rank)]
+    asked += [layout.along((name,), rank) for name, degree in layout.more if degree > 1]
+    return {ranks: _group(ranks, layout) for ranks in dict.fromkeys(asked)}
 
 
 def _group(ranks: Sequence[int], layout: Layout) -> dist.ProcessGroup:

@@ -9,7 +9,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from types import SimpleNamespace
@@ -73,6 +73,9 @@ COLLECTIVES: dict[str, Callable[[World], object]] = {
     "all_reduce": lambda world: dist.all_reduce(torch.ones(1000)),
     "all_gather": lambda world: all_gather(torch.empty(world.size * 1000), torch.ones(1000)),
     "begun": lambda world: world.begin_all_gather(torch.empty(world.size * 1000), torch.ones(1000))(),
+    "columns": lambda world: world.begin_all_gather(
+        torch.empty(2000), torch.ones(1000), world.along(["tp"])
+    )(),
     "all_to_all": lambda world: dist.all_to_all_single(
         torch.empty(world.size * 1000), torch.ones(world.size * 1000)
     ),
@@ -259,6 +262,50 @@ def test_a_member_that_never_begins_a_gather_that_is_under_way(own: Ranks) -> No
     """The others have begun it and wait for it; the abort frees them."""
     for each in survivors_of_an_absent(own, Layout(1, 3), "begun", "gloo:all_gather #2 of [[1000]]"):
         assert each.error == "WorldBroken"
+
+
+def test_a_member_that_never_comes_to_a_gather_along_an_axis(own: Ranks) -> None:
+    """Its mate waits in the group of that axis, which the abort knows as all others."""
+    later = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    own.start(Layout(2, 1, (("tp", 2),)), [1, 2, 3, 0], survive, "columns", 3, "absent", later.port)
+    found = [own.answer(process) for process in (1, 2, 3)]
+    later.set("survivors are free", "")
+    assert own.answer(0) is None
+    for each in found:
+        assert each.free and each.took_s < FREED_S and each.bystanders and each.next_sum == 3.0
+    assert [(each.stuck, each.error) for each in found] == [(False, ""), (False, ""), (True, "WorldBroken")]
+
+
+def groups_along(world: World, asked: Sequence[tuple[str, ...]]) -> tuple[list[tuple[int, ...]], int]:
+    """Returns the ranks of the group along each of ``asked``, and the number of groups that are smaller than
+    the world and larger than a member.
+    """
+    found = []
+    for axes in asked:
+        group = world.along(axes)
+        found.append(tuple(dist.get_process_group_ranks(group)))
+        assert found[-1] == world.layout.along(axes, world.rank)
+        assert (group is dist.group.WORLD) is (len(found[-1]) == world.size)
+    return found, sum(1 < group.size() < world.size for group in world.groups)
+
+
+@pytest.mark.parametrize(
+    ("layout", "expected", "smaller"),
+    [
+        (Layout(2, 2), {("dp_shard", "cp"): (2, 3), ("dp_replicate",): (1, 3)}, 2),
+        (Layout(2, 1, (("tp", 2),)), {("tp",): (2, 3), ("dp_replicate",): (1, 3)}, 2),
+        (Layout(1, 2, (("cp", 2),)), {("cp",): (2, 3), ("dp_shard", "cp"): (0, 1, 2, 3)}, 1),
+        (Layout(1, 1, (("cp", 2), ("tp", 2))), {("cp",): (1, 3), ("tp",): (2, 3)}, 2),
+        (Layout(1, 1, (("tp", 4),)), {("tp",): (0, 1, 2, 3)}, 0),
+    ],
+    ids=lambda value: str(value) if isinstance(value, Layout) else "",
+)
+def test_the_members_along_axes_have_a_group(
+    ranks: Ranks, layout: Layout, expected: dict[tuple[str, ...], tuple[int, ...]], smaller: int
+) -> None:
+    """Equal members have one group, and the whole world needs none of its own."""
+    *_, (found, count) = ranks.run(layout, groups_along, [*expected])
+    assert found == [*expected.values()] and count == smaller
 
 
 def leave_it_under_way(world: World, port: int) -> tuple[list[str], float, str, float]:

@@ -517,7 +517,8 @@ class Job(Section):
         return steps_of(self.profile)
 
     def layout_rule(self) -> LayoutRule:
-        return LayoutRule(*self.parallel.degrees(self.zero), self.parallel.min_shard, self.parallel.use)
+        parallel = self.parallel
+        return LayoutRule(*parallel.degrees(self.zero), parallel.min_shard, parallel.use, parallel.model)
 
     def layouts(self, least_shard: int = 1) -> list[Layout]:
         """Returns the layouts that the permitted numbers of workers form, from the fewest workers to

@@ -322,6 +322,12 @@ class Parallel(Section):
         return replicas, shards
 
     @property
+    def model(self) -> tuple[tuple[str, int], ...]:
+        """The axes that divide the model, the outermost first, with their degrees; those of 1 are left out."""
+        degrees = {"pp": self.pp, "cp": self.cp, "tp": self.tp}
+        return tuple((name, degree) for name, degree in degrees.items() if degree > 1)
+
+    @property
     def elements(self) -> int:
         """The largest number of elements of joined blocks: 0 if none are joined."""
         return 0 if self.bucket_elements == "block" else self.bucket_elements

@@ -20,6 +20,7 @@ from elastic.engine.peak import in_few_rounds
 from elastic.engine.world import World
 from elastic.errors import JobError, LossError, StateChanged
 from elastic.ids import Version
+from elastic.job import Job
 from elastic.plan.layout import Layout
 from elastic.plan.memory_need import first_roomy
 from elastic.plan.placement import cell_of, data_ranks
@@ -50,7 +51,7 @@ def warm_up(session: Session, tensors: Sequence[Tensor], device: torch.device) -
         world = World.alone(device, generation=0)  # opens the communication library
         world.abort()
         world.close()
-        took = _computed_in(Layout(1, session.job.workers.max), session, device)
+        took = _computed_in(_of_one_replica(session.job), session, device)
         for layout, zero in _with_whole_weights(session, tensors, device, took):
             gc.collect()  # the state of the first world would take memory beside that of the second
             with suppress(torch.OutOfMemoryError):  # such a world compiles when it forms, if it ever does
@@ -133,8 +134,14 @@ def _with_whole_weights(
     except JobError:  # the caller of the warm-up meets the same error
         return []
     if least == 1 and any(layout.shards == 1 for layout in job.layouts()):
-        return [(Layout(1, 1), None)]
-    return [(Layout(1, job.workers.max), 2)] if fitting_whole(job, tensors, device, took) else []
+        return [(Layout(1, 1, job.parallel.model), None)]
+    return [(_of_one_replica(job), 2)] if fitting_whole(job, tensors, device, took) else []
+
+
+def _of_one_replica(job: Job) -> Layout:
+    """Returns the layout in which all workers are one replica."""
+    rule = job.layout_rule()
+    return Layout(1, job.workers.max // rule.group, rule.model)
 
 
 def _compiled() -> str:

@@ -12,6 +12,7 @@ from elastic.config.sections import Optim, Parallel, WorkerFault, Workers
 from elastic.config.settings import leaves, nearest
 from elastic.errors import JobError
 from elastic.job import Job
+from elastic.plan.layout import Layout
 from elastic.train.checks.early import check_early
 from tests.support.toys import toy_job
 from tests.test_job import job
@@ -473,6 +474,14 @@ def test_an_axis_that_does_not_compute_yet_is_refused_before_anything_starts(
         check_early(toy_job(tmp_path, parallel={axis: 2}))
     check_early(toy_job(tmp_path, parallel={axis: 1}))
     assert toy_job(tmp_path, parallel={axis: 1}) == toy_job(tmp_path)
+
+
+def test_layouts_have_the_axes_that_divide_the_model(tmp_path: Path) -> None:
+    """Their degrees are fixed, and workers form as many model groups as they can."""
+    job = toy_job(tmp_path, parallel={"tp": 2, "pp": 2, "cp": 1}, workers={"min": 4, "max": 9})
+    model = (("pp", 2), ("tp", 2))
+    assert job.layouts() == [Layout(each, 1, model) for each in (1, 1, 1, 1, 2, 2)]
+    assert toy_job(tmp_path).layout_rule().model == ()
 
 
 @pytest.mark.parametrize(

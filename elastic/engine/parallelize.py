@@ -1,6 +1,7 @@
 """Applies all policies and axes to a model, in their order.
 
-1. What a block computes: kernels, precision, recomputation, batch norms.  All of it is compiled together.
+1. What a block computes: its part along the axes that divide the model, kernels, precision, recomputation,
+   batch norms.  All of it is compiled together.
 2. What is put around a compiled block: its weights visit the device, its input is computed again, and what it
    keeps is moved or compressed, its random numbers have a seed.  Each is put around the ones before it.
 3. How parameters are held: whole or split.  They get memory, and a scheme sums their gradients.
@@ -11,6 +12,8 @@ members, keepers or checkpoints that hold them.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -37,7 +40,19 @@ from elastic.engine.sync.collective import Collective
 from elastic.engine.sync.ordered import Ordered
 from elastic.engine.world import World
 from elastic.job import Job
+from elastic.models.spec import ShardingTable
 from elastic.plan.batch import deal_of
+
+Rewrite = Callable[[nn.Module, World, ShardingTable], None]
+"""``rewrite(model, world, table)`` puts modules that compute a member's part in the place of modules of
+``model``, which is on meta.  Parameters keep their names, and have the shapes that ``plan/placement.py``
+says.
+"""
+REWRITES: dict[str, Rewrite] = {}
+"""Maps the name of an axis that divides the model to what rewrites modules for it.  It is called in every
+world, also at degree 1, so that modules can add in the same order at each degree.  No axis of the product is
+here yet.
+"""
 
 
 def parallelize(
@@ -55,6 +70,8 @@ def parallelize(
     scheme = scheme_of(job)(world, deal, deferred=job.zero == 1)
 
     # what a block computes
+    for rewrite in REWRITES.values():
+        rewrite(blueprint, world, table)
     apply_kernels(blueprint, world.device, job)
     open_kernels(blueprint)
     if precision.fp8 is not None:

@@ -136,7 +136,7 @@ def groups_made(file: Path, source: str) -> Iterator[str]:
 
 def axes_named(file: Path, source: str) -> Iterator[str]:
     """Yields a sentence for each use of the name of an axis in code: texts for users may have them."""
-    if file.as_posix() in table.KNOW_AXES:
+    if file.as_posix() in table.KNOW_AXES or file.parent.as_posix() == table.AXIS_FILES:
         return
     for node in nodes(source):
         match node:

@@ -449,11 +449,18 @@ GROUPS = frozenset(
 )
 """Names that make or leave process groups and meshes; only ``World`` uses them (``elastic/engine/world.py``).
 """
-AXES = frozenset({"dp_replicate", "dp_shard"})
-KNOW_AXES = frozenset({"elastic/plan/axes.py", "elastic/plan/layout.py", "elastic/config/sections.py"})
-"""The names of axes, and the files whose code may have them."""
-SAY_AXES = frozenset({"elastic/config/agreement.py"})
-"""Files that name a setting of axes to the user by a word of its own."""
+AXES = frozenset({"dp_replicate", "dp_shard", "tp", "cp", "pp", "ep"})
+KNOW_AXES = {
+    "elastic/plan/axes.py": "its row",
+    "elastic/engine/parallelize.py": "its entry in REWRITES",
+    "elastic/config/sections.py": "its degree, a setting of the job",
+    "elastic/plan/layout.py": "nothing, unless layouts are chosen by the links that it needs",
+}
+"""The names of axes, and the files whose code may have them, each with all that a new axis adds to it."""
+AXIS_FILES = "elastic/engine/axes"
+"""The folder of the axes that compute, each a file."""
+SAY_AXES = frozenset({"elastic/config/agreement.py", "elastic/sim/scenario.py", "elastic/sim/truth.py"})
+"""Files that name a setting of axes to the user by a word of its own, or layouts that the simulator tries."""
 SEAM = "elastic/engine/world.py"
 
 ENVIRONMENT = {

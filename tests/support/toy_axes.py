@@ -1,8 +1,9 @@
-"""Layouts of all axes, and two axes that the product does not have, each a row in its table; numpy computes
+"""Layouts of all axes, and three axes that the product does not have, each a row in its table; numpy computes
 what each leaves to a member, as a second opinion.
 
 ``opt`` cuts the moments over members that hold the same parameters.  ``together`` cuts nothing: its members
-hold the same part, and run each microbatch together.
+hold the same part, and run each microbatch together.  ``columns`` computes, too: its members compute other
+columns of what linear layers return (``columns.py``).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from elastic.plan.axes import AXES, Axis, HeldPart, chunk
+from elastic.plan.axes import AXES, Axis, HeldPart, chunk, cut_split, split_key
 from elastic.plan.layout import Layout
 from storage.slices import Tensor
 
@@ -40,7 +41,11 @@ def _name(tensor: Tensor) -> tuple[str, str, tuple[int, ...]]:
     return tensor.name, tensor.kind, tensor.shape
 
 
-TOYS = {"opt": Axis(data=True, cut=_opt, key=_name), "together": Axis(data=False)}
+TOYS = {
+    "opt": Axis(data=True, cut=_opt, key=_name),
+    "together": Axis(data=False),
+    "columns": Axis(data=False, cut=cut_split, key=split_key),
+}
 
 
 @contextmanager

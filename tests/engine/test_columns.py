@@ -1,0 +1,135 @@
+"""An axis that computes is one file, one row of ``plan/axes.py`` and one entry of ``REWRITES``.
+
+The axis is a test's own (``tests/support/columns.py``), and everything else is the product's: the step, the
+reduction, the optimizer, checkpoints and export.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import reduce
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from elastic.engine.parallelize import REWRITES
+from elastic.engine.world import World
+from elastic.ids import Version
+from elastic.job import Job
+from elastic.plan.axes import chunk_size
+from elastic.plan.layout import Layout
+from tests.support import columns
+from tests.support.columns import Blocks
+from tests.support.ranks import Ranks
+from tests.support.segments import Part, Trained, segment, train, train_here
+from tests.support.toy_axes import registered
+from tests.support.toys import LIGHT, toy_job
+
+STEPS = 3
+
+
+def of_columns(world: World, job: Job, version: Version, last: int) -> Part:
+    """Trains with the axis in the product's table."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(REWRITES, columns.AXIS, columns.rewrite)
+        return segment(world, job, version, last)
+
+
+def job_of(bucket: Path, **changes: object) -> Job:
+    """Returns the toy job.  It clips nothing, because the norm does not know other columns yet."""
+    args = {**LIGHT["model_args"], "hidden": 56}
+    optim = {"lr": 1e-2, "clip_norm": 1e9}
+    settings = {**LIGHT, "model": "tests.support.columns:build", "model_args": args, "optim": optim}
+    return toy_job(bucket, **(settings | changes))
+
+
+def trained(
+    ranks: Ranks,
+    job: Job,
+    layout: Layout,
+    last: int = STEPS,
+    version: Version = Version(0, 0),  # noqa: B008 (frozen)
+    how: Callable[..., Part] = of_columns,
+) -> Trained:
+    with registered():
+        return train(ranks, job, layout, last, version, how=how)
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    return train_here(job_of(tmp_path_factory.mktemp("one")), STEPS, how=of_columns)
+
+
+def over(degree: int) -> tuple[tuple[str, int], ...]:
+    return ((columns.AXIS, degree),)
+
+
+@pytest.mark.parametrize(
+    ("layout", "zero"),
+    [
+        (Layout(2, 1, over(2)), "auto"),
+        (Layout(1, 1, over(4)), "auto"),
+        (Layout(4, 1), "auto"),
+        (Layout(1, 2, over(2)), 2),
+        (Layout(1, 2, over(2)), 3),
+    ],
+    ids=str,
+)
+def test_the_degree_of_an_axis_shows_in_no_bit(
+    ranks: Ranks, tmp_path: Path, one: Trained, layout: Layout, zero: object
+) -> None:
+    """Each member has its own columns of weights and moments, and one exported state has the bits of one
+    worker.
+    """
+    found = trained(ranks, job_of(tmp_path, parallel={"zero": zero}), layout)
+    assert found.hash == one.hash
+    assert [each.losses for each in found.outcomes] == [each.losses for each in one.outcomes]
+
+
+def test_it_computes_what_linear_layers_do(tmp_path: Path, one: Trained) -> None:
+    """Equal bits would hide an error that all degrees share."""
+    plain = train_here(job_of(tmp_path), STEPS)
+    assert plain.hash != one.hash
+    for ours, theirs in zip(one.outcomes, plain.outcomes, strict=True):
+        assert ours.loss == pytest.approx(theirs.loss, rel=1e-5)
+
+
+def test_a_checkpoint_goes_on_at_another_degree(ranks: Ranks, tmp_path: Path, one: Trained) -> None:
+    job = job_of(tmp_path)
+    two = trained(ranks, job, Layout(2, 1, over(2)), 2)
+    assert trained(ranks, job, Layout(1, 1, over(4)), STEPS, two.version).hash == one.hash
+
+
+def turned(world: World, job: Job, version: Version, last: int) -> Part:
+    """Trains with the members' blocks in the wrong order."""
+    with pytest.MonkeyPatch.context() as patch:
+        gathered = Blocks.all
+        patch.setattr(Blocks, "all", lambda self, mine, count: gathered(self, mine, count).flip(0))
+        return of_columns(world, job, version, last)
+
+
+def left_out(world: World, job: Job, version: Version, last: int) -> Part:
+    """Trains without the exchange in backward."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Blocks, "sum", lambda self, mine, count: mine.sum(0))
+        return of_columns(world, job, version, last)
+
+
+def by_member(world: World, job: Job, version: Version, last: int) -> Part:
+    """Trains with sums in which each member adds its own blocks first, as the library's collectives do."""
+
+    def added(self: Blocks, mine: Tensor, count: int) -> Tensor:
+        each = self.all(mine, count).split(chunk_size(count, self.degree))
+        return reduce(torch.add, [reduce(torch.add, blocks) for blocks in each])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Blocks, "sum", added)
+        return of_columns(world, job, version, last)
+
+
+@pytest.mark.parametrize("how", [turned, left_out, by_member], ids=lambda how: how.__name__)
+def test_a_wrong_exchange_shows(ranks: Ranks, tmp_path: Path, one: Trained, how: Callable[..., Part]) -> None:
+    """The negative controls."""
+    assert trained(ranks, job_of(tmp_path), Layout(2, 1, over(2)), how=how).hash != one.hash

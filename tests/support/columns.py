@@ -10,11 +10,13 @@ everybody adds from the first to the last.  So the degree shows in no bit.
 from __future__ import annotations
 
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from elastic.engine.parallelize import REWRITES
 from elastic.engine.world import World
 from elastic.models.llama import Llama
 from elastic.models.spec import ShardingTable
@@ -23,11 +25,11 @@ from elastic.plan.axes import chunk, chunk_size
 AXIS = "columns"
 
 
-def rewrite(model: nn.Module, world: World, table: ShardingTable) -> None:
+def rewrite(model: nn.Module, world: World, table: ShardingTable, axis: str = AXIS) -> None:
     """Lets each linear layer of ``table.column`` compute this member's columns: the axis' entry in
     ``REWRITES`` of ``engine/parallelize.py``.
     """
-    blocks = Blocks(world)
+    blocks = Blocks(world, axis)
     for name, layer in [*model.named_modules()]:
         together = next((size for each, size in table.column.items() if fnmatchcase(name, each)), 0)
         if together:
@@ -36,12 +38,12 @@ def rewrite(model: nn.Module, world: World, table: ShardingTable) -> None:
 
 
 class Blocks:
-    """The exchange of blocks between the members along the axis."""
+    """The exchange of blocks between the members along ``axis``."""
 
-    def __init__(self, world: World) -> None:
-        self.world, self.degree = world, dict(world.layout.degrees).get(AXIS, 1)
-        self.index = world.layout.coordinates(world.rank).get(AXIS, 0)
-        self.group = world.along([AXIS]) if self.degree > 1 else None
+    def __init__(self, world: World, axis: str) -> None:
+        self.world, self.degree = world, dict(world.layout.degrees).get(axis, 1)
+        self.index = world.layout.coordinates(world.rank).get(axis, 0)
+        self.group = world.along([axis]) if self.degree > 1 else None
 
     def mine(self, count: int) -> slice:
         """Returns which of ``count`` blocks are this member's."""
@@ -123,3 +125,11 @@ class OfColumns(Llama):
 
 def build(**args: Any) -> nn.Module:
     return OfColumns(**args)
+
+
+def build_in_a_job(**args: Any) -> nn.Module:
+    """Builds the same model, of which a job gets columns by ``parallel.tp``: in each process of the job, the
+    axis comes into the product's table with the model.
+    """
+    REWRITES["tp"] = partial(rewrite, axis="tp")
+    return build(**args)

@@ -132,7 +132,7 @@ class Worker:
             self._enter("builds the model")
             model = build_model(self.job, session.builder)
             session.job, tensors = in_its_stage(self.job, model), tensors_of(model, session.rule)
-            axes = self.job.layout_rule().axes
+            degrees = self.job.layout_rule().degrees
             session.secret = self.secret
             least, states = fitting_shard(session.job, tensors, device), states_fitting(self.job, tensors)
             shared = ceil(cluster.workers_here(self.job.workers) / states)
@@ -169,9 +169,9 @@ class Worker:
             self.worker,
             cluster.here(),
             kind,
-            classes_of(tensors, axes),
+            classes_of(tensors, degrees),
             build,
-            bytes_by_class(tensors, axes),
+            bytes_by_class(tensors, degrees),
             least,
             states,
             whole,

@@ -65,7 +65,7 @@ def _first(degree: int) -> int:
     return 0
 
 
-def _nothing(tensor: Tensor) -> Hashable:
+def _nothing(tensor: Tensor, degree: int | None) -> Hashable:
     return ()
 
 
@@ -81,9 +81,9 @@ class Axis:
     """True if members along it run different microbatches."""
     cut: Cut | None = None
     """The rule by which it cuts what a member holds, or None if all members along it hold the same."""
-    key: Callable[[Tensor], Hashable] = _nothing
-    """Returns all that ``cut`` uses of a tensor, with every dimension of its shape that it cuts along or
-    looks at.
+    key: Callable[[Tensor, int | None], Hashable] = _nothing
+    """``key(tensor, degree)`` returns all that ``cut`` uses of a tensor at a degree, with every dimension of
+    its shape that it cuts along or looks at.  A degree of None stands for all degrees.
 
     One tensor stands for all tensors with an equal key: members that together hold all of one must together
     hold all of every other.
@@ -130,14 +130,19 @@ def cut_rows(tensor: Tensor, held: HeldPart, degree: int, index: int) -> HeldPar
 
 
 def reaches_rows(tensor: Tensor, held: HeldPart, degree: int, part: Slice) -> Iterable[int]:
-    """Returns the indices of :func:`cut_rows` that can have rows of ``part``, and perhaps more: all, unless
-    ``held`` is one box.
-    """
+    """Returns the indices of :func:`cut_rows` that can have rows of ``part``, and perhaps more."""
     size = chunk_size(held.shape[0], degree) if is_cut(tensor) else 0
+    return _reaches(0, size, held, degree, part)
+
+
+def _reaches(dim: int, size: int, held: HeldPart, degree: int, part: Slice) -> range:
+    """Returns the indices of the chunks of ``size`` along ``dim`` that can have elements of ``part``: all,
+    unless ``held`` is one box.
+    """
     if not size or len(held.boxes) != 1:
         return range(degree)
-    offset = held.boxes[0].at[0] - held.boxes[0].slice.start[0]
-    first, last = max(part.start[0] + offset, 0), min(part.stop[0] + offset, held.shape[0])
+    offset = held.boxes[0].at[dim] - held.boxes[0].slice.start[dim]
+    first, last = max(part.start[dim] + offset, 0), min(part.stop[dim] + offset, held.shape[dim])
     return range(first // size, -(-last // size)) if first < last else range(0)
 
 
@@ -159,7 +164,17 @@ def cut_split(tensor: Tensor, held: HeldPart, degree: int, index: int) -> HeldPa
     return HeldPart((*held.shape[:dim], size, *held.shape[dim + 1 :]), tuple(boxes))
 
 
-def split_key(tensor: Tensor) -> Hashable:
+def reaches_split(tensor: Tensor, held: HeldPart, degree: int, part: Slice) -> Iterable[int]:
+    """Returns the indices of :func:`cut_split` that can have elements of ``part``, and perhaps more: all, if
+    matrices are fused.
+    """
+    if not (tensor.split and is_cut(tensor)) or len(tensor.split) > 2:
+        return range(degree)
+    dim, unit = tensor.split
+    return _reaches(dim, unit * chunk_size(tensor.shape[dim] // unit, degree), held, degree, part)
+
+
+def split_key(tensor: Tensor, degree: int | None) -> Hashable:
     """Returns the split and the length of its dimension, or () for a tensor that it does not cut."""
     return (tensor.split, tensor.shape[tensor.split[0]]) if tensor.split and is_cut(tensor) else ()
 
@@ -185,8 +200,12 @@ def reaches_depth(tensor: Tensor, held: HeldPart, degree: int, part: Slice) -> I
     return range(degree) if stage is None else (stage,)
 
 
-def depth_key(tensor: Tensor) -> Hashable:
-    """Returns the place among the blocks, or () for a tensor that each stage has."""
+def depth_key(tensor: Tensor, degree: int | None) -> Hashable:
+    """Returns the stage that has the tensor, or for all degrees its place among the blocks; None or () for a
+    tensor that each stage has.
+    """
+    if degree is not None:
+        return stage_of(tensor, degree)
     return tensor.depth if is_cut(tensor) else ()
 
 
@@ -194,7 +213,7 @@ def _last(degree: int) -> int:
     return degree - 1
 
 
-def rows_key(tensor: Tensor) -> Hashable:
+def rows_key(tensor: Tensor, degree: int | None) -> Hashable:
     """Returns the number of rows, or None for a tensor that no axis may cut."""
     return tensor.shape[0] if is_cut(tensor) else None
 
@@ -209,7 +228,7 @@ AXES: dict[str, Axis] = {
     "dp_replicate": Axis(data=True),
     "dp_shard": Axis(data=True, cut=cut_rows, key=rows_key, reaches=reaches_rows),
     "cp": Axis(data=False, into="dp_shard"),
-    "tp": Axis(data=False, cut=cut_split, key=split_key),
+    "tp": Axis(data=False, cut=cut_split, key=split_key, reaches=reaches_split),
 }
 """All axes by name, the outermost first.  Members that are neighbours along the last axis have neighbouring
 world ranks.  The state can be cut along all of them; only the data axes compute, so no job has others yet.

@@ -192,11 +192,12 @@ class LayoutRule:
         return self.dp_shard
 
     @property
-    def axes(self) -> frozenset[str]:
-        """The names of the axes that layouts may have.  Tensors that no other axis tells apart are of one
-        class.
+    def degrees(self) -> tuple[tuple[str, int | None], ...]:
+        """Pairs of (axis, degree) of the axes that layouts may have; None stands for any degree.  Tensors
+        that these cut alike are of one class for the whole run.
         """
-        return frozenset((*REPLICAS, "dp_shard", *(name for name, degree in self.model if degree > 1)))
+        data = ((name, None) for name in (*REPLICAS, "dp_shard"))
+        return (*data, *((name, degree) for name, degree in self.model if degree > 1))
 
     @cached_property
     def group(self) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from functools import cache, lru_cache
 from itertools import product
 
@@ -24,6 +24,10 @@ CELL_BYTES = 64
 """Largest size of a cell's text in bytes.  The header of a copy has that much room for it."""
 Degrees = tuple[tuple[str, int], ...]
 """Axes that cut the state, with their degrees, in the order of the table."""
+Cuts = Collection[tuple[str, int | None]]
+"""Axes with the degrees at which they may cut the state, an axis several times if it may have several; None
+stands for all degrees.
+"""
 Corners = tuple[tuple[int, ...], tuple[int, ...]]
 """Start and stop of a box."""
 Place = tuple[str, int, int]
@@ -157,15 +161,16 @@ def most_rows(count: int, layout: Layout) -> int:
     return rows_of(count, layout, 0)[1]
 
 
-def cells_meeting(tensor: Tensor, part: Slice, degrees: Degrees) -> Iterator[Cell]:
-    """Yields the cells, of a layout with these ``degrees``, that have elements of ``part``: the inverse of
-    :func:`held`.
+def cells_meeting(tensor: Tensor, part: Slice, degrees: Degrees) -> Iterator[tuple[Cell, HeldPart]]:
+    """Yields the cells, of a layout with these ``degrees``, that have elements of ``part``, each with what it
+    has of ``tensor``: the inverse of :func:`held`.
     """
 
-    def descend(left: Degrees, before: HeldPart, text: str) -> Iterator[Cell]:
+    def descend(left: Degrees, before: HeldPart, text: str) -> Iterator[tuple[Cell, HeldPart]]:
+        if not any(box.slice.intersect(part) for box in before.boxes):
+            return
         if not left:
-            if any(box.slice.intersect(part) for box in before.boxes):
-                yield Cell(text)
+            yield Cell(text), before
             return
         *outer, (name, degree) = left
         for index in AXES[name].reaches(tensor, before, degree, part):
@@ -183,7 +188,7 @@ def written_by(tensors: Sequence[Tensor], layout: Layout, world_rank: int) -> It
 
     Members that hold the same boxes of a tensor take turns, tensor by tensor.
     """
-    cells = distinct_cells(layout)
+    cells, degrees = distinct_cells(layout), degrees_of(layout)
     own = cell_of(layout, world_rank)
 
     @cache
@@ -197,7 +202,7 @@ def written_by(tensors: Sequence[Tensor], layout: Layout, world_rank: int) -> It
         )
 
     for number, tensor in enumerate(tensors):
-        ranks = sharing(class_of(tensor))
+        ranks = sharing(class_of(tensor, degrees))
         if ranks[number % len(ranks)] == world_rank:
             yield from ((tensor, box) for box in held(tensor, own).boxes)
 
@@ -209,11 +214,11 @@ def _corners(tensor: Tensor, cell: Cell) -> list[Corners]:
 # ---- coverage, without listing all tensors
 
 
-def classes_of(tensors: Iterable[Tensor], axes: Iterable[str] = AXES) -> tuple[Tensor, ...]:
-    """Returns one tensor of each class.  Each of ``axes`` cuts the tensors of a class alike, so all are
-    covered if one is.
+def classes_of(tensors: Iterable[Tensor], cuts: Cuts | None = None) -> tuple[Tensor, ...]:
+    """Returns one tensor of each class.  Each of ``cuts`` cuts the tensors of a class alike, so all are
+    covered if one is.  Without ``cuts`` any layout does.
     """
-    return tuple({class_of(tensor, axes): tensor for tensor in reversed(list(tensors))}.values())[::-1]
+    return tuple({class_of(tensor, cuts): tensor for tensor in reversed(list(tensors))}.values())[::-1]
 
 
 def same_classes(some: Iterable[Tensor], others: Iterable[Tensor]) -> bool:
@@ -221,12 +226,12 @@ def same_classes(some: Iterable[Tensor], others: Iterable[Tensor]) -> bool:
     return some == others or set(map(class_of, some)) == set(map(class_of, others))
 
 
-def bytes_by_class(tensors: Iterable[Tensor], axes: Iterable[str] = AXES) -> tuple[int, ...]:
+def bytes_by_class(tensors: Iterable[Tensor], cuts: Cuts | None = None) -> tuple[int, ...]:
     """Returns the bytes of all tensors of each class, in the order of :func:`classes_of`."""
     everything, found = list(tensors), defaultdict[Hashable, int](int)
     for tensor in everything:
-        found[class_of(tensor, axes)] += nbytes(tensor, tensor.whole())
-    return tuple(found[class_of(tensor, axes)] for tensor in classes_of(everything, axes))
+        found[class_of(tensor, cuts)] += nbytes(tensor, tensor.whole())
+    return tuple(found[class_of(tensor, cuts)] for tensor in classes_of(everything, cuts))
 
 
 def padding(classes: Sequence[Tensor], class_bytes: Sequence[int], shards: int) -> float:
@@ -245,14 +250,15 @@ def padding(classes: Sequence[Tensor], class_bytes: Sequence[int], shards: int) 
     return padded / sum(size for _, size in cut) if cut else 0.0
 
 
-def class_of(tensor: Tensor, axes: Iterable[str] = AXES) -> Hashable:
-    """Returns the class of ``tensor``: all that the cuts of ``axes`` use of it, and whether it has no
-    elements.
+def class_of(tensor: Tensor, cuts: Cuts | None = None) -> Hashable:
+    """Returns the class of ``tensor``: all that ``cuts``, or without them all layouts, use of it, and whether
+    it has no elements.
 
     Every member holds the same of a tensor without elements, namely nothing, so it cannot stand for others
     that are cut like it.
     """
-    return (0 in tensor.shape, *(AXES[name].key(tensor) for name in axes))
+    pairs = ((name, None) for name in AXES) if cuts is None else cuts
+    return (0 in tensor.shape, *(AXES[name].key(tensor, degree) for name, degree in pairs))
 
 
 def absent(cells: Iterable[Cell]) -> list[Cell]:

@@ -84,7 +84,7 @@ class Piece:
 
 def covered(holdings: Iterable[Holding], classes: Iterable[Tensor]) -> bool:
     """Returns whether the state is held completely.  ``classes`` has a tensor of each class
-    (:func:`placement.classes_of`).
+    (:func:`placement.classes_of`) at the degrees that the cells of a run may have.
 
     Raises ValueError if the holdings are of several versions: a mixture is no state.  All cells of a
     layout are the whole state, so only the cells that are absent from a layout are looked for in the others.
@@ -95,7 +95,7 @@ def covered(holdings: Iterable[Holding], classes: Iterable[Tensor]) -> bool:
     if not (held and absent):
         return bool(held)
     geometry = _Geometry(held)
-    known = placement.classes_of(classes, {name for degrees in geometry.degrees for name, _ in degrees})
+    known = placement.classes_of(classes, {each for degrees in geometry.degrees for each in degrees})
     return not any(True for cell in absent for _ in geometry.lacking(known, cell))
 
 
@@ -188,9 +188,9 @@ class _Geometry:
         """Returns what is held of ``part``: each cell, with the corners of what one of its boxes has."""
         found: list[tuple[Cell, Corners]] = []
         for degrees in self.degrees:
-            for cell in placement.cells_meeting(tensor, part, degrees):
+            for cell, its in placement.cells_meeting(tensor, part, degrees):
                 if cell in self.by_cell:
-                    boxes = (box.slice.intersect(part) for box in placement.held(tensor, cell).boxes)
+                    boxes = (box.slice.intersect(part) for box in its.boxes)
                     found += [(cell, (box.start, box.stop)) for box in boxes if box is not None]
         return found
 
@@ -369,7 +369,7 @@ class _Transfer:
         wanted = {
             cell
             for box in boxes
-            for cell in placement.cells_meeting(tensor, box, self.degrees)
+            for cell, _ in placement.cells_meeting(tensor, box, self.degrees)
             if self.wanting[cell]
         }
         ranks: dict[Part, list[int]] = defaultdict(list)

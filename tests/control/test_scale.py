@@ -35,8 +35,11 @@ def test_n3_a_worker_costs_about_the_same_journal_in_a_larger_world(
 
 
 def test_n3_a_worker_of_stages_costs_no_more_journal() -> None:
-    """Each block of a Llama of 70 B has classes of its own where stages may cut the model: 483 in all."""
+    """Each block of a Llama of 70 B has classes of its own if any number of stages may cut the model, 483 in
+    all.  A worker tells those of the two stages that its run has.
+    """
     assert classes_of(CUT_CLASSES) == CUT_CLASSES and len(CUT_CLASSES) == 483
+    assert len(classes_of(CUT_CLASSES, DIVIDED.degrees)) == 15
     small, large = (journal_of_a_worker(measure(size, CUT_CLASSES, DIVIDED), size) for size in SIZES)
     assert large < 2 * small and large < 10_000
 

@@ -371,7 +371,7 @@ def test_classes_are_those_of_the_axes_that_a_run_may_have(model: str) -> None:
     """
     tensors = state_of(MODELS[model])
     plain = [replace(tensor, split=(), depth=()) for tensor in tensors]
-    few, many = LayoutRule().axes, LayoutRule(model=(("pp", 2), ("tp", 2))).axes
+    few, many = LayoutRule().degrees, LayoutRule(model=(("pp", 2), ("tp", 2))).degrees
     assert len(classes_of(tensors, few)) == len(classes_of(plain)) < len(classes_of(tensors, many))
     assert bytes_by_class(tensors, few) == bytes_by_class(plain)
     assert sum(bytes_by_class(tensors, many)) == sum(bytes_by_class(plain))

@@ -14,7 +14,7 @@ import pytest
 
 from elastic.ids import Cell, Version, WorkerId
 from elastic.plan import placement
-from elastic.plan.axes import AXES, is_cut
+from elastic.plan.axes import AXES, is_cut, stage_of
 from elastic.plan.layout import Layout
 from elastic.plan.transfer import Holding, Move, covered, missing, moves
 from storage.slices import Slice, Tensor
@@ -114,7 +114,8 @@ def test_the_inverse_finds_every_cell_with_elements_of_a_box(layout: Layout) -> 
                 for rank, place in enumerate(toy_axes.places(layout))
                 if wanted & set(toy_axes.local(numbers(tensor), tensor, layout, place).flat)
             }
-            assert set(placement.cells_meeting(tensor, part, degrees)) == expected
+            found = dict(placement.cells_meeting(tensor, part, degrees))
+            assert found == {cell: placement.held(tensor, cell) for cell in expected}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
@@ -187,24 +188,22 @@ def test_deliver_notices_a_move_left_out_made_twice_or_from_a_stranger() -> None
 
 @pytest.mark.parametrize("seed", range(4))
 def test_two_broken_worlds_cover_exactly_what_numpy_finds(seed: int) -> None:
-    """Cells of two layouts, some of them lost: coverage by classes, and what is left to the bucket, element
-    by element.
+    """Cells of two layouts, some of them lost: coverage by classes of all layouts or of these two, and what
+    is left to the bucket, element by element.
     """
     rng = random.Random(seed)
     for _ in range(12):
-        held = [
-            each
-            for layout, name in zip(rng.sample(LAYOUTS, 2), "ab", strict=True)
-            for each in world(layout, name)
-        ]
+        both = rng.sample(LAYOUTS, 2)
+        held = [each for layout, name in zip(both, "ab", strict=True) for each in world(layout, name)]
+        cuts = {cut for layout in both for cut in placement.degrees_of(layout)}
         held = [each for each in held if rng.random() < 0.7]
         masks = {tensor: np.zeros(tensor.shape, bool) for tensor in TENSORS}
         for tensor, each in itertools.product(TENSORS, held):
             for b in placement.held(tensor, each.cell).boxes:
                 masks[tensor][box(b.slice)] = True
-        assert covered(held, placement.classes_of(TENSORS)) == (
-            bool(held) and all(mask.all() for mask in masks.values())
-        )
+        truth = bool(held) and all(mask.all() for mask in masks.values())
+        assert covered(held, placement.classes_of(TENSORS)) is truth
+        assert covered(held, placement.classes_of(TENSORS, cuts)) is truth
         layout = rng.choice(LAYOUTS)
         own = placement.cell_of(layout, rng.randrange(layout.world))
         for tensor in TENSORS:
@@ -252,6 +251,15 @@ def test_n3_a_state_that_is_held_whole_is_known_by_its_cells() -> None:
     for held, there in ((whole[1:], False), (whole[:-1], False), (whole[1:] + fewer[:-1], True)):
         assert covered(held, classes) is there
         assert calls(lambda held=held: covered(held, classes)) < len(classes) * len(cells)
+
+
+def test_blocks_of_one_stage_are_of_one_class_at_its_degree() -> None:
+    """Equal blocks make as many classes as a degree has stages, or as several degrees tell stages apart."""
+    blocks = [Tensor(f"t{n}", "parameter", "F32", (64, 64), (0, 8), (n, 80)) for n in range(80)]
+    for degrees, count in (((1,), 1), ((8,), 8), ((8, 4, 2), 8), ((8, 3), 10), ((None,), 80)):
+        cuts = [("pp", degree) for degree in degrees]
+        assert len(placement.classes_of(blocks, cuts)) == count, degrees
+        assert len(placement.classes_of(blocks, [*cuts, ("dp_shard", None), ("tp", 8)])) == count
 
 
 def test_many_blocks_cost_no_more_than_one_where_stages_do_not_cut() -> None:
@@ -305,8 +313,9 @@ def classes_that_lie(rng: random.Random, layout: Layout, *, columns: bool = Fals
     ]
     held = [Holding(WorkerId("w"), AT, cell) for cell in cells]
     truth = all(is_whole(cells, tensor) for tensor in tensors)
-    if covered(held, placement.classes_of(tensors)) != truth:
-        found.append(f"coverage of {tensors} by {cells}")
+    for cuts in (None, placement.degrees_of(layout)):
+        if covered(held, placement.classes_of(tensors, cuts)) != truth:
+            found.append(f"coverage of {tensors} by {cells}, with classes of {cuts}")
     written = [
         (tensor, each.slice)
         for rank in range(layout.world)
@@ -346,26 +355,28 @@ def test_a_class_along_the_toys_stands_for_its_tensors_too(layout: Layout) -> No
 
 @pytest.mark.usefixtures("own_axes")
 @pytest.mark.parametrize(
-    ("key", "right"),
+    ("axis", "key", "right"),
     [
-        (AXES["tp"].key, True),
-        (lambda tensor: (is_cut(tensor), tensor.split), False),
+        ("tp", AXES["tp"].key, True),
+        ("tp", lambda tensor, degree: (is_cut(tensor), tensor.split), False),
+        ("pp", AXES["pp"].key, True),
+        ("pp", lambda tensor, degree: stage_of(tensor, 1), False),
     ],
-    ids=["with-what-it-cuts", "without"],
+    ids=["with-what-it-cuts", "without", "with-the-stage", "of-another-degree"],
 )
 def test_the_key_of_an_axis_needs_the_dimension_that_it_cuts(
-    key: Callable[[Tensor], Hashable], right: bool
+    axis: str, key: Callable[[Tensor, int | None], Hashable], right: bool
 ) -> None:
-    """The part of the shape that the docstring of ``Axis.key`` asks for is enough, and less is not: the
-    second key is the control.
+    """The part of the shape that the docstring of ``Axis.key`` asks for is enough, and less is not: every
+    second key is a control.
     """
-    AXES["tp"], before = replace(AXES["tp"], key=key), AXES["tp"]
-    layout = Layout(1, 2, (("tp", 4),))
+    AXES[axis], before = replace(AXES[axis], key=key), AXES[axis]
+    layout = Layout(1, 2, ((axis, 4 if axis == "tp" else 2),))
     try:
         draws = map(random.Random, range(200))
-        lies = [lie for rng in draws for lie in classes_that_lie(rng, layout, columns=True)]
+        lies = [lie for rng in draws for lie in classes_that_lie(rng, layout, columns=axis == "tp")]
     finally:
-        AXES["tp"] = before
+        AXES[axis] = before
     assert (lies == []) is right
 
 

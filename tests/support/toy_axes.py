@@ -37,7 +37,7 @@ def _opt(tensor: Tensor, held: HeldPart, degree: int, index: int) -> HeldPart:
     return held.cut(0, *chunk(held.shape[0], degree, index)) if tensor.kind.startswith("moment.") else held
 
 
-def _name(tensor: Tensor) -> tuple[str, str, tuple[int, ...]]:
+def _name(tensor: Tensor, degree: int | None) -> tuple[str, str, tuple[int, ...]]:
     return tensor.name, tensor.kind, tensor.shape
 
 

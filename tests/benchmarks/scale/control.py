@@ -28,7 +28,7 @@ from elastic.control.run import Forming, Running, RunState, Stopping
 from elastic.ids import NodeId, Version, WorkerId
 from elastic.journal import codec
 from elastic.plan.layout import LayoutRule
-from elastic.plan.placement import bytes_by_class, cell_of
+from elastic.plan.placement import bytes_by_class, cell_of, classes_of
 from elastic.plan.transfer import Holding
 from elastic.protocol import events as ev
 from elastic.protocol.actions import Fence, Form, Go, Kill, Pause, Settle
@@ -62,7 +62,7 @@ CUT_CLASSES = (
         for number, (shape, split) in enumerate(BLOCK)
     ),
 )
-"""The classes of that Llama's 80 blocks if pipeline stages and tensor parallelism may cut it."""
+"""A tensor of each class of that Llama if any number of pipeline stages may cut its 80 blocks."""
 PER_NODE = 8
 SHARDED = LayoutRule(dp_shard=8, min_shard=8)
 DIVIDED = LayoutRule(dp_shard=1, model=(("pp", 2), ("tp", 4)))
@@ -94,7 +94,8 @@ class Coordinator:
         )
         self.run = self.recorded = RunState.begin(1, 0.0)
         self.nodes = [NodeId(f"{number:056x}") for number in range(-(-workers // PER_NODE))]
-        self.tensors, self.bytes = tensors, bytes_by_class(tensors)
+        self.tensors = classes_of(tensors, rule.degrees)
+        self.bytes = bytes_by_class(tensors, rule.degrees)
         self.names = [WorkerId(f"w{number}") for number in range(1, workers + 1)]
         self.home = {name: self.nodes[i // PER_NODE] for i, name in enumerate(self.names)}
         store = ObjectStore.open((folder / "bucket").as_uri())
@@ -289,7 +290,7 @@ def orders(action: Any) -> list[tuple[int, Any]]:
 
 def measure(n: int, tensors: tuple[Tensor, ...] = CLASSES, rule: LayoutRule = SHARDED) -> dict[str, float]:
     """Returns the coordinator's processor time in seconds and its journal in bytes, by phase.  ``tensors``
-    has one tensor of each class of the model's, and ``rule`` says which layouts are allowed.
+    are those of the model, and ``rule`` says which layouts are allowed.
     """
     gc.set_threshold(RARELY)
     with tempfile.TemporaryDirectory() as folder:

@@ -471,8 +471,8 @@ def _init_default_group(
 
 def _smaller_groups(layout: Layout, rank: int, *, replicas: bool) -> dict[tuple[int, ...], dist.ProcessGroup]:
     """Returns the groups of a member by their ranks: its shards, its replicas if they are asked for, those
-    that sum gradients with it, its stage, and the members along each axis that has more of them.  The same members have
-    one group only.
+    that sum gradients with it, its stage, and the members along each axis that has more of them.  The same
+    members have one group only.
     """
     asked = [layout.shard_ranks(rank), *([layout.replica_ranks(rank)] if replicas else [])]
     asked += [layout.data_group(rank), layout.stage_ranks(rank)]

@@ -166,7 +166,10 @@ def _check_of_a_process(trains: Command, job: Job, other: str, folder: Path, cap
             f"alone is trained by process {trains.process.pid} of this machine (--local); stop it "
             "with Ctrl-C in its terminal"
         ) in capsys.readouterr().out
-    for command, said in (("replay", "alone has no journal"), ("logs", "alone runs with --local, which stores no logs")):
+    for command, said in (
+        ("replay", "alone has no journal"),
+        ("logs", "alone runs with --local, which stores no logs"),
+    ):
         assert main([command, other]) == 1
         assert said in capsys.readouterr().out
     assert main(["train", "job.toml", "--local", "--seed", "5"]) == 1, "the control"

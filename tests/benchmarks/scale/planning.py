@@ -2,8 +2,9 @@
 is cut anew.
 
 Each case plans for the member with most to do: one that stays, one that is new, one whose copy comes from
-keepers.  CPU seconds are those of this process; ``peak_bytes`` is the largest memory that Python took
-meanwhile, measured in a second run.
+keepers.  The cases of ``stages`` have pipeline stages and tensor groups of 8: a lost seat, half as many
+stages, and the coverage of the state by one half of a world of each.  CPU seconds are those of this process;
+``peak_bytes`` is the largest memory that Python took meanwhile, measured in a second run.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from elastic.engine.optim.base import rule_of
 from elastic.ids import NodeId, Version, WorkerId
 from elastic.job import Job
 from elastic.plan.layout import Layout
-from elastic.plan.placement import cell_of
+from elastic.plan.placement import cell_of, classes_of, degrees_of
 from elastic.plan.placement import held as held_at
-from elastic.plan.transfer import Holding, missing, moves
+from elastic.plan.transfer import Holding, covered, missing, moves
 from elastic.protocol.plan import Plan
 from elastic.state.hosts import _turns
 from elastic.train.model import build_model, builder_of, tensors_of
@@ -61,6 +62,12 @@ def cases(n: int) -> dict[str, Callable[[], int]]:
     plan = Plan(1, 2, one, tuple(fresh), AT, "host", kept, NodeId("node0"), nodes=tuple(homes(n)))
     found = moves(tensors(), kept, one, fresh, homes(n), of=fresh[3])
 
+    def stages(count: int) -> Layout:
+        return Layout(1, n // 8 // count, (("pp", count), ("tp", 8)))
+
+    staged = held(stages(8), names)
+    classes = classes_of(tensors(), {*degrees_of(stages(8)), *degrees_of(stages(4))})
+
     def planned(
         before: list[Holding], after: Layout, members: Sequence[WorkerId], of: WorkerId
     ) -> Callable[[], int]:
@@ -77,6 +84,9 @@ def cases(n: int) -> dict[str, Callable[[], int]]:
             len(ranges) for _, ranges in _turns(tensors(), plan, fresh[3], found)
         ),
         "from_bucket": planned(cut[A_NODE:], one, with_new, with_new[-1]),
+        "stages_seat_lost": planned(staged[1:], stages(8), [*with_new[-1:], *names[1:]], with_new[-1]),
+        "stages_halved": planned(staged, stages(4), names, names[n // 2]),
+        "stages_broken": lambda: covered(staged[: n // 2] + held(stages(4), names)[n // 2 :], classes),
         "from_bucket_missing": lambda: len(missing(tensors(), cut[A_NODE:], cell_of(one, 3))),
     }
 

@@ -1,0 +1,250 @@
+"""N3, N4: the state of two large models on 1,024 workers: a Llama of 70 B (pp 8, dp 16, tp 8), and 400 B with
+experts (pp 8, dp 32, tp 4).
+
+Costs are counted in calls; ``python -m tests.benchmarks.scale planning`` measures seconds, and has its limits.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+from functools import cache
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from elastic.engine.cuts import cuts_of
+from elastic.ids import NodeId, Version, WorkerId
+from elastic.models import llama
+from elastic.models.spec import ShardingTable
+from elastic.plan.layout import Layout, LayoutRule
+from elastic.plan.placement import cell_of, classes_of, degrees_of, distinct_cells, held, written_by
+from elastic.plan.seats import seat
+from elastic.plan.transfer import Holding, Move, covered, missing, moves
+from elastic.state.region import ALIGNED, frame
+from storage.slices import Slice, Tensor
+from tests.support.calls import calls
+
+AT = Version(4, 1)
+A_NODE = 8
+STAGES = 8
+DIM, LAYERS, HEADS, EXPERTS, HIDDEN, WORDS = 5120, 48, 40, 128, 8192, 200_000
+"""The sizes of the model with experts: every second layer has them, the others a dense part of two HIDDEN."""
+
+
+class Mixture(nn.Module):
+    """A decoder whose experts are stored as rows, [experts × features, features]; it only has a state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.output = nn.Embedding(WORDS, DIM), nn.Linear(DIM, WORDS, bias=False)
+        self.layers = nn.ModuleList(MixtureBlock(number % 2 == 1) for number in range(LAYERS))
+        self.norm = nn.RMSNorm(DIM)
+
+    def sharding(self) -> ShardingTable:
+        head = DIM // HEADS
+        return ShardingTable(
+            blocks=tuple(f"layers.{number}" for number in range(LAYERS)),
+            column={"*.wq": 5 * head, "*.wk": head, "*.wv": head, "*.w1": 1, "*.w3": 1},
+            row={"*.wo": 5 * head, "*.w2": 1},
+            vocabulary=("embedding", "output"),
+            experts=("*.experts",),
+            first=("embedding",),
+            last=("norm", "output"),
+        )
+
+
+class MixtureBlock(nn.Module):
+    def __init__(self, has_experts: bool) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.RMSNorm(DIM) for _ in range(2))
+        for name, features in {"wq": DIM, "wk": DIM // 5, "wv": DIM // 5}.items():
+            self.add_module(name, nn.Linear(DIM, features, bias=False))
+        self.wo = nn.Linear(DIM, DIM, bias=False)
+        if has_experts:
+            self.router = nn.Linear(DIM, EXPERTS, bias=False)
+            self.experts = nn.ParameterDict(
+                {
+                    "up": torch.empty(EXPERTS * HIDDEN, DIM),
+                    "gate": torch.empty(EXPERTS * HIDDEN, DIM),
+                    "down": torch.empty(EXPERTS * DIM, HIDDEN),
+                }
+            )
+        else:
+            self.w1, self.w3 = (nn.Linear(DIM, 2 * HIDDEN, bias=False) for _ in range(2))
+            self.w2 = nn.Linear(2 * HIDDEN, DIM, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+@cache
+def tensors_of(name: str) -> tuple[Tensor, ...]:
+    """Returns the parameters of a model and two moments of each, in bf16 and float32."""
+    with torch.device("meta"):
+        model = Mixture() if name == "mixture" else llama.build(preset="llama3-70b")
+    cuts = cuts_of(model)
+    return tuple(
+        Tensor(each, kind, dtype, tuple(weight.shape), cuts[each].split, cuts[each].depth)
+        for each, weight in model.named_parameters()
+        for kind, dtype in (("parameter", "BF16"), ("moment.exp_avg", "F32"), ("moment.exp_avg_sq", "F32"))
+    )
+
+
+LAYOUTS = {
+    "llama": Layout(1, 16, (("pp", STAGES), ("tp", 8))),
+    "mixture": Layout(1, 32, (("pp", STAGES), ("tp", 4))),
+}
+MODELS = pytest.mark.parametrize("name", LAYOUTS)
+SIZES = {"llama": 70.6e9, "mixture": 397.7e9}
+
+
+def some_of(name: str) -> list[Tensor]:
+    """Returns the parameters of the last block of each kind, and those outside of the blocks."""
+    blocks = ("layers.79.",) if name == "llama" else ("layers.46.", "layers.47.")
+    parameters = tensors_of(name)[::3]
+    return [each for each in parameters if each.name.startswith(blocks) or "layers" not in each.name]
+
+
+def workers() -> tuple[list[WorkerId], dict[WorkerId, NodeId]]:
+    names = [WorkerId(f"w{number}") for number in range(1024)]
+    return names, {name: NodeId(f"n{number // A_NODE}") for number, name in enumerate(names)}
+
+
+def holdings(layout: Layout, names: Sequence[WorkerId]) -> list[Holding]:
+    return [Holding(name, AT, cell_of(layout, rank)) for rank, name in enumerate(names)]
+
+
+@MODELS
+def test_a_model_is_as_large_as_it_is_called(name: str) -> None:
+    assert sum(np.prod(each.shape) for each in tensors_of(name)[::3]) == pytest.approx(SIZES[name], rel=1e-3)
+    split = {each.name.rpartition(".")[0].rpartition(".")[2] for each in tensors_of(name) if not each.split}
+    assert "experts" in split if name == "mixture" else "experts" not in split
+
+
+@MODELS
+def test_tensor_groups_sit_within_nodes_of_eight(name: str) -> None:
+    """The workers joined in any order.  After the loss of a worker, only its own tensor group is torn."""
+    layout, (names, nodes) = LAYOUTS[name], workers()
+    mixed = random.Random(3).sample(names, 1024)
+    members = seat(mixed, nodes, layout)
+    groups = {layout.along(("tp",), rank) for rank in range(1024)}
+    assert all(len({nodes[members[rank]] for rank in group}) == 1 for group in groups)
+    spare = WorkerId("spare")
+    left = [*(worker for worker in mixed if worker != members[5]), spare]
+    again = seat(left, {**nodes, spare: NodeId("other")}, layout, holdings(layout, members))
+    assert [rank for rank in range(1024) if again[rank] != members[rank]] == [5]
+
+
+def chunk(length: int, count: int, index: int) -> int:
+    """Returns the length of one chunk, as numpy would slice it."""
+    size = -(-length // count)
+    return max(min((index + 1) * size, length) - index * size, 0)
+
+
+@MODELS
+def test_the_bytes_of_a_member_are_what_arithmetic_says(name: str) -> None:
+    """A member of each stage, each with other places along the other axes."""
+    layout, tensors = LAYOUTS[name], tensors_of(name)
+    tensor_degree = dict(layout.more)["tp"]
+    for stage in range(STAGES):
+        shard, tensor_rank = stage * 3 % layout.dp_shard, stage % tensor_degree
+        rank = (stage * layout.dp_shard + shard) * tensor_degree + tensor_rank
+        expected = 0
+        for each in tensors:
+            if each.depth and each.depth[0] * STAGES // each.depth[1] != stage:
+                continue
+            shape = list(each.shape)
+            if each.split:
+                dim, unit = each.split
+                shape[dim] = unit * chunk(shape[dim] // unit, tensor_degree, tensor_rank)
+            shape[0] = chunk(shape[0], layout.dp_shard, shard)
+            size = int(np.prod(shape)) * (2 if each.dtype == "BF16" else 4)
+            expected += -(-size // ALIGNED) * ALIGNED
+        assert frame(tensors, cell_of(layout, rank)).bytes == expected
+
+
+def times_held(tensor: Tensor, parts: Sequence[Slice]) -> set[int]:
+    """Returns how often elements of ``tensor`` are in ``parts``, with numpy over the edges of the parts."""
+    edges = [
+        sorted({0, size, *(at for part in parts for at in (part.start[dim], part.stop[dim]))})
+        for dim, size in enumerate(tensor.shape)
+    ]
+    times = np.zeros([len(list(pairwise(each))) for each in edges], int)
+    for part in parts:
+        at = (np.searchsorted(each, (part.start[dim], part.stop[dim])) for dim, each in enumerate(edges))
+        times[tuple(slice(first, last) for first, last in at)] += 1
+    return set(times.flat)
+
+
+@MODELS
+def test_every_element_is_held_once_and_where_no_axis_cuts_by_all(name: str) -> None:
+    """A tensor that tensor ranks do not cut, such as a norm or experts, is on each of them."""
+    layout = LAYOUTS[name]
+    cells = distinct_cells(layout)
+    assert len(cells) == 1024
+    for each in some_of(name):
+        copies = (1 if each.split else dict(layout.more)["tp"]) * (1 if each.depth else STAGES)
+        assert times_held(each, [box.slice for cell in cells for box in held(each, cell).boxes]) == {copies}
+
+
+@MODELS
+def test_a_tensor_group_writes_each_of_its_elements_once(name: str) -> None:
+    """Members that hold the same part are those of a tensor group, so each group writes all that it holds."""
+    layout = LAYOUTS[name]
+    tensors = [each for each in some_of(name) if "layers" in each.name]
+    group = layout.along(("tp",), 1024 - 1)
+    written = [(tensor, box.slice) for rank in group for tensor, box in written_by(tensors, layout, rank)]
+    for each in tensors:
+        own = [box.slice for rank in group for box in held(each, cell_of(layout, rank)).boxes]
+        assert sorted(part for tensor, part in written if tensor == each) == sorted(set(own)), each
+
+
+@MODELS
+def test_n3_the_classes_are_those_of_stages(name: str) -> None:
+    """N3: a worker tells few classes: of each stage a class for each kind of weight, and one for each end."""
+    rule = LayoutRule(model=LAYOUTS[name].more)
+    kinds = {"llama": 6, "mixture": 9}[name]
+    assert len(classes_of(tensors_of(name), rule.degrees)) <= kinds * STAGES + 3
+    assert len(classes_of(tensors_of(name))) > 4 * kinds * STAGES
+
+
+def with_half_of_the_stages(layout: Layout) -> Layout:
+    more = tuple((axis, STAGES // 2 if axis == "pp" else degree) for axis, degree in layout.more)
+    return Layout(1, 2 * layout.dp_shard, more)
+
+
+@MODELS
+def test_n4_one_member_plans_its_own_moves_at_1024(name: str) -> None:
+    """N4: half as many stages, and a lost seat.  Two million calls take about a second."""
+    layout, (names, nodes), tensors = LAYOUTS[name], workers(), tensors_of(name)
+    held_now, other, homes = holdings(layout, names), with_half_of_the_stages(layout), [*nodes.values()]
+    found: list[Move] = []
+    assert calls(lambda: found.extend(moves(tensors, held_now, other, names, homes, of=names[500]))) < 2e6
+    into = Counter[tuple[str, str]]()
+    for move in found:
+        if move.destination == names[500]:
+            into[move.slice.kind, move.slice.name] += move.slice.count
+    boxes = [box.slice for each in tensors for box in held(each, cell_of(other, 500)).boxes]
+    assert into == {(part.kind, part.name): part.count for part in boxes}
+    lost: list[Slice] = []
+    assert calls(lambda: lost.extend(missing(tensors, held_now[1:], cell_of(layout, 0)))) < 2e6
+    cut = [box.slice for each in tensors if each.split for box in held(each, cell_of(layout, 0)).boxes]
+    assert sorted(lost) == sorted(cut), "the other tensor ranks have the rest"
+
+
+@pytest.mark.full
+@MODELS
+def test_n4_two_broken_worlds_cover_the_state_at_1024(name: str) -> None:
+    """N4: one half of a world of 8 stages, and one half of a world of 4.  The control lacks a cell of each."""
+    layout, (names, _) = LAYOUTS[name], workers()
+    other = with_half_of_the_stages(layout)
+    known = classes_of(tensors_of(name), {*degrees_of(layout), *degrees_of(other)})
+    half, rest = holdings(layout, names)[:512], holdings(other, names)[512:]
+    count = calls(lambda: None if covered(half + rest, known) else pytest.fail("it is covered"))
+    assert count < 4e6
+    assert not covered(half[1:] + rest, known)

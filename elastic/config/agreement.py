@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from elastic.config.optimizers import OPTIMIZERS
+from elastic.plan.layout import uneven_experts
 from elastic.plan.mixture import MOST_TURNS, shares
 
 if TYPE_CHECKING:
@@ -52,6 +53,10 @@ def disagreements(job: Job) -> Iterator[str]:
             f"parallel.zero = 0 shares nothing, so parallel.{cut} = {getattr(job.parallel, cut)} is "
             "not possible; leave one of the two settings out"
         )
+    if job.parallel.shards is not None and (
+        uneven := uneven_experts(job.parallel.ep, job.parallel.shards * job.parallel.cp)
+    ):
+        yield uneven
     if job.parallel.bucket_elements != "block" and _gathers_blocks(job):
         yield (
             f"parallel.bucket_elements = {job.parallel.bucket_elements} with parallel.zero = "

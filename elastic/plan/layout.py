@@ -122,6 +122,18 @@ class Layout:
         """Returns the members that hold one replica's rows together, in the order of their parts."""
         return self.along(SHARDS, world_rank)
 
+    def expert_group(self, world_rank: int, experts: int) -> tuple[int, ...]:
+        """Returns the members over which one replica's experts are spread, at the degree ``experts`` of
+        expert parallelism: :meth:`shard_ranks` at equal distances.
+
+        The degree cuts no state: where experts are stored as rows, the members between two of the group hold
+        the other parts of the same experts.  Raises ValueError if it does not divide :attr:`shards`.
+        """
+        if wrong := uneven_experts(experts, self.shards):
+            raise ValueError(wrong)
+        distance = self.shards // experts
+        return self.shard_ranks(world_rank)[self.shard(world_rank) % distance :: distance]
+
     def replica_ranks(self, world_rank: int) -> tuple[int, ...]:
         """Returns the members that hold the same part in other replicas."""
         return self.along(REPLICAS, world_rank)
@@ -259,6 +271,18 @@ class LayoutRule:
         floor = [f"min_shard = {self.min_shard}"] if self.dp_shard is None else []
         model = [f"{name} = {degree}" for name, degree in self.model]
         return f"parallel ({', '.join(settings + floor + model)})"
+
+
+def uneven_experts(experts: int, shards: int) -> str:
+    """Returns a sentence that refuses a degree of expert parallelism; "" if it divides the ``shards``."""
+    if shards % experts == 0:
+        return ""
+    *fewer, last = (degree for degree in range(1, shards + 1) if shards % degree == 0)
+    fits = f"{', '.join(map(str, fewer))} or {last}" if fewer else "1"
+    return (
+        f"parallel.ep = {experts} does not divide parallel.dp_shard × parallel.cp = {shards}; set parallel.ep "
+        f"to {fits}"
+    )
 
 
 Test = Callable[[int], bool]

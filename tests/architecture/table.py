@@ -103,7 +103,13 @@ IMPORTS = {
         ("pydantic",),
     ),
     "elastic.config.agreement": Row(
-        ("elastic.config.optimizers", "elastic.config.sections", "elastic.job", "elastic.plan.mixture")
+        (
+            "elastic.config.optimizers",
+            "elastic.config.sections",
+            "elastic.job",
+            "elastic.plan.layout",
+            "elastic.plan.mixture",
+        )
     ),
     "elastic.job": Row(
         (

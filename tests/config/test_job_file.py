@@ -456,6 +456,15 @@ def test_several_settings_that_disagree_are_all_named(job_file: Path) -> None:
     ]
 
 
+def test_experts_that_shards_cannot_spread_evenly_are_refused(job_file: Path) -> None:
+    """The control spreads them evenly; where the shard degree is chosen later, so is this."""
+    words = ["--parallel.dp-shard", "4", "--parallel.ep"]
+    (line,) = refusal(job_file, *words, "3")
+    assert "parallel.ep = 3 does not divide parallel.dp_shard × parallel.cp = 4; set parallel.ep to" in line
+    assert Job.load(job_file, [*words, "2"]).parallel.ep == 2
+    assert Job.load(job_file, ["--parallel.ep", "3"]).parallel.ep == 3
+
+
 def test_an_impossible_layout_is_refused_with_its_setting(job_file: Path) -> None:
     (line,) = refusal(job_file, "--parallel.dp_shard", "7")
     assert "dp_shard" in line

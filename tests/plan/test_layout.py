@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.plan.layout import Layout, LayoutRule, after_a_loss, choose, layouts_by_size
+from elastic.plan.layout import Layout, LayoutRule, after_a_loss, choose, layouts_by_size, uneven_experts
 from elastic.plan.placement import padding
 from storage.slices import Tensor
 
@@ -254,6 +254,29 @@ def test_every_world_rank_has_coordinates_of_its_own(dp_replicate: int, dp_shard
     grid = [(replica, shard) for replica in range(dp_replicate) for shard in range(dp_shard)]
     assert [tuple(layout.coordinates(rank).values()) for rank in range(layout.world)] == grid
     assert layout.world == len(grid)
+
+
+@pytest.mark.parametrize(
+    "layout", [Layout(2, 4, (("cp", 2), ("tp", 2))), Layout(1, 8, (("pp", 2),))], ids=str
+)
+@pytest.mark.parametrize("experts", [1, 2, 4, 8])
+def test_an_expert_group_is_a_view_of_shards_and_parts_of_sequences(layout: Layout, experts: int) -> None:
+    """Each member is in one group, in which each part of the experts is once, in order; a group lies in one
+    replica, stage and tensor rank.
+    """
+    groups = {layout.expert_group(rank, experts) for rank in range(layout.world)}
+    assert sorted(rank for group in groups for rank in group) == [*range(layout.world)]
+    for group in groups:
+        parts = [layout.shard(rank) * experts // layout.shards for rank in group]
+        assert parts == [*range(experts)] and set(group) <= set(layout.shard_ranks(group[0]))
+    assert layout.expert_group(0, 1) == (0,) and layout.expert_group(0, 8) == layout.shard_ranks(0)
+
+
+def test_a_degree_of_experts_that_does_not_divide_the_shards_is_refused() -> None:
+    said = r"parallel\.ep = 3 does not divide parallel\.dp_shard × parallel\.cp = 8; set .* to 1, 2, 4 or 8$"
+    with pytest.raises(ValueError, match=said):
+        Layout(1, 4, (("cp", 2),)).expert_group(0, 3)
+    assert uneven_experts(2, 1).endswith("= 1; set parallel.ep to 1") and not uneven_experts(1, 1)
 
 
 def test_an_axis_that_nobody_knows_is_refused() -> None:

@@ -204,6 +204,26 @@ def test_a_tensor_group_writes_each_of_its_elements_once(name: str) -> None:
         assert sorted(part for tensor, part in written if tensor == each) == sorted(set(own)), each
 
 
+@pytest.mark.parametrize("degree", [8, 32])
+def test_an_expert_group_has_whole_experts(degree: int) -> None:
+    """The members between two of a group hold the rows of the experts of the first of them, and at 32 of 32
+    shards each member holds its own experts.  The degree is in no cell, so no state moves if it changes.
+    """
+    layout, rank = LAYOUTS["mixture"], 1000  # of the last stage
+    shards, group = layout.shard_ranks(rank), layout.expert_group(rank, degree)
+    between, each = len(shards) // degree, EXPERTS // degree
+    assert rank in group and len(group) == degree
+    for tensor in (every for every in some_of("mixture") if ".experts." in every.name):
+        features = tensor.shape[0] // EXPERTS
+        for number, place in enumerate(range(0, len(shards), between)):
+            there = shards[place : place + between]
+            assert group[number] in there
+            boxes = [box.slice for rank in there for box in held(tensor, cell_of(layout, rank)).boxes]
+            rows = [(part.start[0], part.stop[0]) for part in boxes]
+            assert (rows[0][0], rows[-1][1]) == (number * each * features, (number + 1) * each * features)
+            assert all(before[1] == after[0] for before, after in pairwise(rows))
+
+
 @MODELS
 def test_n3_the_classes_are_those_of_stages(name: str) -> None:
     """N3: a worker tells few classes: of each stage a class for each kind of weight, and one for each end."""

@@ -30,6 +30,7 @@ def estimate(file: JobFile | None = None, /, params: float | None = None) -> Non
     params: only tell how much memory this number of parameters takes, say 7e9
     """
     from elastic.train.checks import estimate as memory
+    from elastic.train.checks.early import check_axes
 
     if params is not None and file is None:
         if not 1 <= params <= MOST_PARAMS:
@@ -45,7 +46,9 @@ def estimate(file: JobFile | None = None, /, params: float | None = None) -> Non
             "command line: elastic estimate takes a job file, or --params and a number, say --params 7e9"
         )
     import_from_here()
-    job = _sized(file.load())
+    job = file.load()
+    check_axes(job)
+    job = _sized(job)
     tensors = memory.tensors_of_job(job)
     try:
         found = memory.by_recompute(job)

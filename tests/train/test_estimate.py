@@ -147,6 +147,17 @@ def said(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return " ".join(capsys.readouterr().out.split())
 
 
+@pytest.mark.parametrize("axis", ["tp", "cp", "pp", "ep"])
+def test_an_axis_that_does_not_compute_yet_is_refused_as_by_train(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], axis: str
+) -> None:
+    sentences = []
+    for command in ("estimate", "train"):
+        assert main([command, str(job_file(tmp_path)), f"--parallel.{axis}", "2"]) == 1
+        sentences.append(capsys.readouterr().out)
+    assert sentences[0] == sentences[1] and f"parallel.{axis} = 2" in sentences[0]
+
+
 def test_a_job_file_is_told_without_its_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = str(
         job_file(

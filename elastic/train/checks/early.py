@@ -18,12 +18,7 @@ def check_early(job: Job, *, here: bool = False) -> None:
 
     ``here`` says that all workers will be on this machine.
     """
-    for name, axis in COMING.items():
-        if (degree := getattr(job.parallel, name)) != 1:
-            raise JobError(
-                f"parallel.{name} = {degree}: {axis} is not possible yet; set parallel.{name} to 1, or leave "
-                "it out"
-            )
+    check_axes(job)
     if here:
         interface.check(job.network.interface, gpu=bool(job.workers.gpus))
     for setting, path in job.named_code().items():
@@ -38,3 +33,13 @@ def check_early(job: Job, *, here: bool = False) -> None:
         from elastic.data.show import open_tokens  # it imports numpy and pyarrow
 
         open_tokens(folder)
+
+
+def check_axes(job: Job) -> None:
+    """Raises :class:`~elastic.errors.JobError` for a degree of an axis that does not compute yet."""
+    for name, axis in COMING.items():
+        if (degree := getattr(job.parallel, name)) != 1:
+            raise JobError(
+                f"parallel.{name} = {degree}: {axis} is not possible yet; set parallel.{name} to 1, or leave "
+                "it out"
+            )

@@ -267,14 +267,14 @@ def tensors_of(model: nn.Module, rule: Rule) -> tuple[Tensor, ...]:
 
 def digest_of(model: nn.Module) -> str:
     """Returns a digest of all that members must have in common to add their gradients: each tensor in its
-    order, and its block.
+    order, and how the model is cut.
     """
-    blocks = sharding_table(model).blocks
+    table = sharding_table(model)
     tensors = [
         (name, [*each.shape], str(each.dtype), each.requires_grad)
         for name, each in (*model.named_parameters(), *model.named_buffers())
     ]
-    return hashlib.blake2b(repr((tensors, blocks)).encode(), digest_size=6).hexdigest()
+    return hashlib.blake2b(repr((tensors, table)).encode(), digest_size=6).hexdigest()
 
 
 def begun_anew(job: Job, rule: Rule, tensors: Iterable[Tensor]) -> set[Tensor]:

@@ -26,6 +26,7 @@ from elastic.data.cursor import Cursor
 from elastic.data.loader import LOOKED_AT, Loader
 from elastic.errors import JobError
 from elastic.job import Job
+from elastic.models.spec import ShardingTable
 from elastic.protocol.builds import Build, difference
 from elastic.runs import data
 from elastic.runs.data import OF_ROWS
@@ -287,6 +288,12 @@ def test_a_node_with_another_order_of_tensors_is_refused(
     assert difference(builds[2], builds[0], True) is None
     frozen = Net()
     assert digest_of(frozen) != digest_of(frozen.requires_grad_(False))
+    tables = (ShardingTable(()), ShardingTable((), vocabulary=("a",)), ShardingTable((), column={"a": 1}))
+    digests = set[str]()
+    for table in tables:
+        frozen.sharding = lambda table=table: table  # type: ignore[assignment]
+        digests.add(digest_of(frozen))
+    assert len(digests) == len(tables), "how the model is cut counts, too"
 
 
 class Reusing(Numbers):

@@ -2,7 +2,9 @@
 
 A weight goes from the member's part of it (the master) to bf16, as all weights do, and from there to fp8 by
 the scale of ``fp8.py``.  So the bits are those of casting the whole weight in bf16.  The scale needs the
-largest element of all parts: one all-reduce of the maxima of all weights together, at the start of a step.
+largest element of all parts: one all-reduce of the maxima of all weights together, at the start of a step,
+among the members that hold parts of the same weights.  It has a place for each row of a whole weight if rows
+have scales of their own, so members may hold other rows, or other parts of the same rows.
 The maxima travel as integers, with the bits of the float32: for numbers of 0 and more the order is the same,
 and infinity and NaN come last.  So a maximum also shows that an element is not finite, and it depends on no
 order.
@@ -23,10 +25,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import storage.slices
+from elastic.engine.cuts import cuts_of
 from elastic.engine.fp8 import FORWARD, Recipe, layers_of, power_of
 from elastic.engine.world import World
 from elastic.models.spec import ShardingTable
-from elastic.plan.placement import most_rows, rows_of
+from elastic.plan.placement import cell_of, held, model_part, most_rows, rows_of
 
 UNSIGNED = 0x7FFFFFFF
 """Mask of a float32's bits without its sign bit, which a NaN may have set."""
@@ -41,11 +45,43 @@ def weights_of(model: nn.Module, table: ShardingTable) -> dict[str, nn.Linear]:
     return {name: layers[id(weight)] for name, weight in model.named_parameters() if id(weight) in layers}
 
 
+def whole_weights(model: nn.Module, layers: Mapping[str, nn.Linear]) -> dict[str, storage.slices.Tensor]:
+    """Returns the whole weights of ``layers``, which are layers of ``model``, as the state has them."""
+    cuts = cuts_of(model) if layers else {}
+    return {
+        name: storage.slices.Tensor(
+            name, "parameter", "F8", tuple(layer.weight.shape), cuts[name].split, cuts[name].depth
+        )
+        for name, layer in layers.items()
+    }
+
+
 class Fp8Weights:
     """This member's parts of the weights in fp8, and the scales of the whole weights."""
 
-    def __init__(self, layers: Mapping[str, nn.Linear], world: World, recipe: Recipe) -> None:
+    def __init__(
+        self,
+        layers: Mapping[str, nn.Linear],
+        whole: Mapping[str, storage.slices.Tensor],
+        world: World,
+        recipe: Recipe,
+    ) -> None:
+        """``whole`` has the whole weights, of which ``layers`` have this member's part of the model."""
         self.layers, self.world, self.recipe, layout = layers, world, recipe, world.layout
+        cell = cell_of(layout, world.rank)
+        self._held = {name: held(whole[name], cell) for name in layers}
+        """The parts of the whole weights that this member holds."""
+        self._scales = {name: whole[name].shape[0] if recipe == "row" else 1 for name in layers}
+        """The number of scales of each whole weight."""
+        self._own = dict[str, list[tuple[int, int]]]()
+        """The rows [first, last) of the whole weights that each layer has, one after the other."""
+        for name, layer in layers.items():
+            part = held(whole[name], model_part(cell))
+            assert part.shape == tuple(layer.weight.shape), (
+                f"{name!r} has the shape {[*layer.weight.shape]}, and placement says {[*part.shape]}"
+            )
+            rows = {box.at[0]: (box.slice.start[0], box.slice.stop[0]) for box in part.boxes}
+            self._own[name] = [rows[at] for at in sorted(rows)]
         self.rows = {name: rows_of(layer.out_features, layout, world.rank) for name, layer in layers.items()}
         """The rows [first, last) of each weight that this member holds."""
         self.parts = {
@@ -76,31 +112,45 @@ class Fp8Weights:
         if not self.layers:
             return
         power = power_of(self._largest(masters), FORWARD)
-        sizes = [each.numel() for each in self.inverse.values()]
+        powers = self._of_layers(power)
         inverse = [
             each.view_as(own)
-            for each, own in zip((1 / power).split(sizes), self.inverse.values(), strict=True)
+            for each, own in zip(self._of_layers(1 / power), self.inverse.values(), strict=True)
         ]
         torch._foreach_copy_([*self.inverse.values()], inverse)
-        for each, (name, (first, last)) in zip(power.split(sizes), self.rows.items(), strict=True):
+        for each, (name, (first, last)) in zip(powers, self.rows.items(), strict=True):
             factor = each[first:last, None] if self.recipe == "row" else each
             half = torch.empty_like(masters[name], dtype=torch.bfloat16)
             # rounds as if it multiplied after rounding, because factors are powers of two
             torch.mul(masters[name], factor, out=half)
             self.parts[name][: last - first].copy_(half)
 
+    def _of_layers(self, scales: Tensor) -> list[Tensor]:
+        """Returns, of one value for each scale of each whole weight, those of each layer."""
+        found = []
+        for (name, count), each in zip(
+            self._scales.items(), scales.split([*self._scales.values()]), strict=True
+        ):
+            if self.recipe == "row" and self._own[name] != [(0, count)]:
+                each = torch.cat([each[:0], *(each[first:last] for first, last in self._own[name])])
+            found.append(each)
+        return found
+
     def _largest(self, masters: Mapping[str, Tensor]) -> Tensor:
-        """Returns the largest element behind each scale of each weight, one after the other, float32."""
+        """Returns the largest element behind each scale of each whole weight, one after the other, float32."""
         found = [
-            torch.zeros(each.numel(), dtype=torch.bfloat16, device=each.device)
-            for each in self.inverse.values()
+            torch.zeros(count, dtype=torch.bfloat16, device=self.world.device)
+            for count in self._scales.values()
         ]
-        for into, (name, (first, last)) in zip(found, self.rows.items(), strict=True):
-            if first < last and self.recipe == "row":
-                into[first:last].copy_(torch.linalg.vector_norm(masters[name], math.inf, dim=1))
-            elif first < last:
+        for into, (name, part) in zip(found, self._held.items(), strict=True):
+            if part.boxes and self.recipe == "row":
+                largest = torch.linalg.vector_norm(masters[name], math.inf, dim=1)
+                for box in part.boxes:
+                    first, last = box.slice.start[0], box.slice.stop[0]
+                    into[first:last].copy_(largest[box.at[0] : box.at[0] + last - first])
+            elif part.boxes:
                 into.copy_(torch.linalg.vector_norm(masters[name], math.inf))
         bits = torch.cat(found).float().view(torch.int32) & UNSIGNED
-        if self.world.layout.shards > 1:
-            dist.all_reduce(bits, dist.ReduceOp.MAX, group=self.world.shard_group)
+        if self.world.stage_group.size() > 1:
+            dist.all_reduce(bits, dist.ReduceOp.MAX, group=self.world.stage_group)
         return bits.view(torch.float32)

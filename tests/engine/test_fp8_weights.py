@@ -8,6 +8,7 @@ import gc
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +19,17 @@ from torch import Tensor, nn
 from torch._functorch.aot_autograd import aot_module_simplified
 
 from elastic.engine.fp8 import BACKWARD, FORWARD, Recipe, apply_fp8, held_by, hold, scaled
-from elastic.engine.fp8_weights import Fp8Weights, weights_of
+from elastic.engine.fp8_weights import Fp8Weights, weights_of, whole_weights
 from elastic.engine.world import World
 from elastic.ids import Version
 from elastic.job import Job
 from elastic.models.llama import build, rotary
 from elastic.models.spec import ShardingTable
-from elastic.plan.axes import chunk
+from elastic.plan.axes import HeldPart, chunk
 from elastic.plan.layout import Layout
+from elastic.plan.placement import cell_of, held, model_part
 from elastic.train.model import build_model, builder_of
+from storage.slices import Tensor as Described
 from tests.engine.test_fp8 import rounded
 from tests.support.collectives import Calls, counting
 from tests.support.ranks import Ranks
@@ -62,7 +65,8 @@ def cast(world: World, recipe: Recipe, scale: float, spoiled: float) -> dict[str
     model = two_layers(scale)
     if spoiled:
         model[0].weight.data[47, 3] = spoiled
-    weights = Fp8Weights(weights_of(model, TABLE), world, recipe)
+    layers = weights_of(model, TABLE)
+    weights = Fp8Weights(layers, whole_weights(model, layers), world, recipe)
     index = world.layout.coordinates(world.rank)["dp_shard"]
     weights.cast(
         {
@@ -75,7 +79,12 @@ def cast(world: World, recipe: Recipe, scale: float, spoiled: float) -> dict[str
 
 def judged(recipe: Recipe, scale: float) -> dict[str, Tensor]:
     """The judge: whole weights as bf16, and then as fp8 can hold them."""
-    whole = {name: each.detach().bfloat16() for name, each in two_layers(scale).named_parameters()}
+    return judged_of(two_layers(scale), recipe)
+
+
+def judged_of(model: nn.Module, recipe: Recipe) -> dict[str, Tensor]:
+    """Returns the values of the weights of ``model`` by the judge."""
+    whole = {name: each.detach().bfloat16() for name, each in model.named_parameters()}
     if recipe == "tensor":
         return {name: rounded(each, FORWARD) for name, each in whole.items()}
     return {name: torch.stack([rounded(row, FORWARD) for row in each]) for name, each in whole.items()}
@@ -92,6 +101,82 @@ def test_parts_are_rounded_as_the_whole_weight_is(ranks: Ranks) -> None:
         assert all(torch.equal(alone[name], want[name]) for name in want)
         assert all(torch.equal(torch.cat([part[name] for part in parts]), want[name]) for name in want)
         assert not torch.equal(alone["0.weight"], judged(recipe, scale * 1.7)["0.weight"])
+
+
+SPLITS: tuple[dict[str, tuple[int, ...]], ...] = (
+    {"0.weight": (0, 4), "1.weight": (1, 4)},
+    {"0.weight": (0, 2, 24, 24), "1.weight": (1, 4, 16, 32)},
+)
+"""A weight whose rows are cut, and one that is cut inside of its rows; whole, and of two fused matrices."""
+
+
+DIVIDED = tuple(
+    Layout(*data, more)
+    for data, more in (
+        ((1, 2), (("tp", 2),)),
+        ((2, 1), (("tp", 2),)),
+        ((1, 1), (("tp", 3),)),
+        ((1, 1), (("cp", 2), ("tp", 2))),
+        ((1, 1), (("pp", 2), ("tp", 2))),
+    )
+)
+
+
+def uneven() -> nn.Sequential:
+    """Returns two layers whose parts have largest elements of other magnitudes."""
+    model = two_layers()
+    with torch.no_grad():
+        for each in model.parameters():
+            rows, columns = (torch.logspace(-1.5, 1.5, size) for size in each.shape)
+            each.mul_(rows[:, None] * columns)
+    return model
+
+
+def divided(
+    world: World, recipe: Recipe, splits: dict[str, tuple[int, ...]], shards_alone: bool
+) -> list[bool]:
+    """Casts what this member has of the weights of a model that is divided between members.  Returns, for
+    each weight of its stage, whether the values are those of the whole weight; with ``shards_alone`` whether
+    the scales are those that the shards of one part of the model find by themselves.
+    """
+    cell = cell_of(world.layout, world.rank)
+    layers, whole, masters, right, model = {}, {}, {}, {}, uneven()
+    for place, (name, weight) in enumerate(model.named_parameters()):
+        whole[name] = Described(name, "parameter", "F32", tuple(weight.shape), splits[name], (place, 2))
+        rows, columns = held(whole[name], model_part(cell)).shape
+        if rows:
+            layers[name] = nn.Linear(columns, rows, bias=False, device="meta")
+            masters[name] = own_part(weight.detach(), held(whole[name], cell))
+            right[name] = own_part(judged_of(model, recipe)[name], held(whole[name], cell))
+    weights = Fp8Weights(layers, whole, world, recipe)
+    weights.cast(masters)
+    if shards_alone:
+        others = Fp8Weights(layers, whole, replace(world, stage_group=world.shard_group), recipe)
+        others.cast(masters)
+        return [torch.equal(weights.inverse[name], others.inverse[name]) for name in layers]
+    return [torch.equal(values_of(weights, name), right[name]) for name in layers]
+
+
+def own_part(whole: Tensor, part: HeldPart) -> Tensor:
+    """Returns the memory of a part of a weight."""
+    memory = whole.new_empty(part.shape)
+    for box in part.boxes:
+        rows, columns = (slice(a, a + n) for a, n in zip(box.at, box.slice.shape, strict=True))
+        (top, left), (bottom, right) = box.slice.start, box.slice.stop
+        memory[rows, columns] = whole[top:bottom, left:right]
+    return memory
+
+
+def test_all_that_hold_a_part_of_a_weight_know_its_scale(ranks: Ranks) -> None:
+    """Tensor parallelism cuts the weights, and stages have one each.  The control: the shards of one part of
+    the model alone find other scales.
+    """
+    cases = [(recipe, splits, False) for recipe in ("tensor", "row") for splits in SPLITS]
+    for layout in DIVIDED:
+        found = ranks.run_each(layout, divided, cases)
+        assert all(member and all(member) for case in found for member in case), str(layout)
+    wrong = ranks.run_each(DIVIDED[0], divided, [(*case[:2], True) for case in cases])
+    assert not any(all(map(all, case)) for case in wrong)
 
 
 def test_every_member_knows_what_is_not_finite_anywhere(ranks: Ranks) -> None:

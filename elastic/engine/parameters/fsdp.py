@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from elastic.engine.fp8 import FORWARD, Recipe, hold
-from elastic.engine.fp8_weights import Fp8Weights, weights_of
+from elastic.engine.fp8_weights import Fp8Weights, weights_of, whole_weights
 from elastic.engine.parameters.base import take_over
 from elastic.engine.precision import Precision
 from elastic.engine.streams import stream
@@ -199,7 +199,8 @@ class _Master(Tensor):
 
 def apply_fp8_gather(model: nn.Module, world: World, table: ShardingTable, recipe: Recipe) -> Fp8Weights:
     """Lets the weights of layers that multiply in fp8 be gathered in fp8, before ``model`` is wrapped."""
-    weights = Fp8Weights(weights_of(model, table), world, recipe)
+    layers = weights_of(model, table)
+    weights = Fp8Weights(layers, whole_weights(model, layers), world, recipe)
     for name, layer in weights.layers.items():
         layer.weight = nn.Parameter(_Master(layer.weight.detach()), layer.weight.requires_grad)
         layer.fp8_part, layer.fp8_carrier, layer.fp8_inverse = (

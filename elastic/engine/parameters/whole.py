@@ -32,7 +32,7 @@ from torch.utils._pytree import tree_map_only
 
 from elastic.config.sections import Parallel
 from elastic.engine.fp8 import hold
-from elastic.engine.fp8_weights import Fp8Weights, weights_of
+from elastic.engine.fp8_weights import Fp8Weights, weights_of, whole_weights
 from elastic.engine.parameters.base import Parameters, in_place_of, with_rows
 from elastic.engine.parameters.buckets import ALONE, buckets_of
 from elastic.engine.parameters.gathers import COLLECTIVES, Gathers, Weight, ends_of
@@ -125,7 +125,7 @@ class Whole(Parameters):
         self.parts = {name: self._part(parameter) for name, parameter in known.items()}
         self.trained = frozenset(name for name, parameter in known.items() if parameter.requires_grad)
         layers = weights_of(model, table) if precision.fp8 is not None and not offloads else {}
-        self._fp8 = Fp8Weights(layers, world, precision.fp8 or "tensor")
+        self._fp8 = Fp8Weights(layers, whole_weights(model, layers), world, precision.fp8 or "tensor")
         self._computing = {
             name: self._copy(name, parameter, precision.compute) for name, parameter in known.items()
         }

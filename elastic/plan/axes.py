@@ -9,8 +9,8 @@ Everything else follows from the rows: the place of a world rank, the part of a 
 (``placement.py``), the members that can send it (``transfer.py``), and the members that know the losses of a
 microbatch.
 
-A new axis of the state is a new row here.  An axis that also changes the computation needs more: see
-``examples/guide/extending.md``.
+A new axis of the state is a new row here.  An axis that also changes the computation has a file and an entry
+in ``engine/parallelize.py``, too: see ``examples/guide/extending.md``.
 """
 
 from __future__ import annotations

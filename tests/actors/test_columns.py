@@ -25,7 +25,6 @@ def test_a_worker_of_a_tensor_group_is_killed(tmp_path: Path, monkeypatch: pytes
     settings = {
         **LIGHT,
         "model": "tests.support.columns:build_in_a_job",
-        "optim": {"lr": 1e-2, "clip_norm": 1e9},
         "steps": 8,
     }
     expected = alone(toy_job(tmp_path / "alone", name="local", **settings))

@@ -106,7 +106,7 @@ CLUSTER = {
     "offload": "optimizer",
     "offload_folder": "/other/disk",
     "offload_buffer_gb": 2,
-    "workers": Workers(min=2, max=3, cpus=2, gpus=1, threads=4),
+    "workers": Workers(min=2, max=16, cpus=2, gpus=1, threads=4),
     "parallel": Parallel(
         dp_shard=2, min_shard=2, use="fit", zero=2, bucket_elements=5, tp=2, cp=2, pp=2, ep=2
     ),

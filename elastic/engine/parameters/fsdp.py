@@ -405,6 +405,11 @@ class SplitParameter:
         grad = self._parameter.grad
         return torch.zeros_like(self.part) if grad is None else _local(grad)
 
+    def add(self, grad: Tensor) -> None:
+        """Adds to this member's part of the summed gradient."""
+        assert self._parameter.grad is not None, "a module sums the gradients of all of its parameters"
+        _local(self._parameter.grad).add_(grad)
+
     def forget_grad(self) -> None:
         self._parameter.grad = None
 

@@ -135,7 +135,8 @@ class Split(Parameters):
             note(module, partial(self.order.gathers, place), partial(self.order.sums, place))
         shards = scheme.world.layout.shards
         self._leaves = {
-            name: (leaf, SummedUnit(scheme.reduction(wire), shards, [name])) for name, leaf in leaves.items()
+            name: (leaf, SummedUnit(scheme.reduction(wire), shards, [name], ends=[0]))
+            for name, leaf in leaves.items()
         }
         """The second leaves, which FSDP2 does not know, and their sums.  FSDP2 makes a gathered weight when it
         gathers it first, so a unit gets its parameter later.
@@ -214,15 +215,12 @@ class Split(Parameters):
             unit.computing = [second]
             unit.add(unit.flat(unit.came_or_zeros()), self.scheme.round)
             second.grad = None
+            if self.scheme.round.last:
+                self._parameters[name].add(*unit.grads([self.parts[name]]))
         self.missing = frozenset(missing)
 
     def grads(self) -> dict[str, Tensor]:
-        found = {name: each.grad() for name, each in self._parameters.items() if each.is_trained}
-        for name, (_, unit) in self._leaves.items():
-            unit.ends = [0]
-            (second,) = unit.grads([self.parts[name]])
-            found[name] = found[name] + second
-        return found
+        return {name: each.grad() for name, each in self._parameters.items() if each.is_trained}
 
     def writes(self) -> Mapping[str, Hashable]:
         return {name: each.mark() for name, each in self._parameters.items()}

@@ -344,12 +344,14 @@ class Whole(Parameters):
 
     def grads(self) -> dict[str, Tensor]:
         if self._found is None:
-            found = dict[str, Tensor]()
-            for unit in self._units:
-                for name, grad in zip(
-                    unit.names, unit.grads([self.parts[name] for name in unit.names]), strict=True
-                ):
-                    found[name] = found[name].add_(grad) if name in found else grad
+            found, seconds = dict[str, Tensor](), len(self._leaves)
+            for unit in self._units[seconds:]:
+                grads = unit.grads([self.parts[name] for name in unit.names])
+                found.update(zip(unit.names, grads, strict=True))
+            for unit in self._units[:seconds]:
+                (name,) = unit.names
+                found[name].add_(*unit.grads([self.parts[name]]))
+                unit.total = None
             self._found = {name: found[name] for name in self.parts if name in found}
         return self._found
 

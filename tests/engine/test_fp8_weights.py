@@ -151,7 +151,12 @@ def divided(
     weights = Fp8Weights(layers, whole, world, recipe)
     weights.cast(masters)
     if shards_alone:
-        others = Fp8Weights(layers, whole, replace(world, by_ranks={world.layout.stage_ranks(world.rank): world.shard_group}), recipe)
+        others = Fp8Weights(
+            layers,
+            whole,
+            replace(world, by_ranks={world.layout.stage_ranks(world.rank): world.shard_group}),
+            recipe,
+        )
         others.cast(masters)
         return [torch.equal(weights.inverse[name], others.inverse[name]) for name in layers]
     return [torch.equal(values_of(weights, name), right[name]) for name in layers]

@@ -120,7 +120,9 @@ class OfColumns(Llama):
 
     def sharding(self) -> ShardingTable:
         layers = ("wq", "wk", "wv", "wo", "w1", "w2", "w3")
-        return ShardingTable(super().sharding().blocks, column={f"*.{name}": 8 for name in layers})
+        columns = {f"*.{name}": 8 for name in layers}
+        # of four members two have none of its columns
+        return ShardingTable(super().sharding().blocks, column={**columns, "*.wo": 16})
 
 
 def build(**args: Any) -> nn.Module:

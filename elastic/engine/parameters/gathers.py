@@ -188,12 +188,12 @@ class Old(dict[str, Any]):
 
 def ends_of(whole: Sequence[Tensor], layout: Layout) -> list[int]:
     """Returns the places at which the parameters begin in the memory of one shard, and the place at which the
-    last one ends.  A part takes as much memory as the longest part of its parameter.
+    last one ends.  A part takes as much memory as the longest part of its parameter; a member may have no row.
     """
     ends = [0]
     for parameter in whole:
         rows = shape_of(parameter)[0]
-        ends.append(ends[-1] + most_rows(rows, layout) * (parameter.numel() // rows))
+        ends.append(ends[-1] + most_rows(rows, layout) * (parameter.numel() // max(rows, 1)))
     return ends
 
 

@@ -53,9 +53,7 @@ def disagreements(job: Job) -> Iterator[str]:
             f"parallel.zero = 0 shares nothing, so parallel.{cut} = {getattr(job.parallel, cut)} is "
             "not possible; leave one of the two settings out"
         )
-    if job.parallel.shards is not None and (
-        uneven := uneven_experts(job.parallel.ep, job.parallel.shards * job.parallel.cp)
-    ):
+    if uneven := uneven_experts(*job.parallel.experts):
         yield uneven
     if job.parallel.bucket_elements != "block" and _gathers_blocks(job):
         yield (

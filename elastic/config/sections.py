@@ -328,6 +328,13 @@ class Parallel(Section):
         return tuple((name, degree) for name, degree in degrees.items() if degree > 1)
 
     @property
+    def experts(self) -> tuple[int, int]:
+        """The degree over which experts are spread, and the number that it must divide; the degree again if the
+        job does not fix that number.
+        """
+        return self.ep, self.shards * self.cp if self.shards is not None else self.ep
+
+    @property
     def elements(self) -> int:
         """The largest number of elements of joined blocks: 0 if none are joined."""
         return 0 if self.bucket_elements == "block" else self.bucket_elements

@@ -53,7 +53,7 @@ def disagreements(job: Job) -> Iterator[str]:
             f"parallel.zero = 0 shares nothing, so parallel.{cut} = {getattr(job.parallel, cut)} is "
             "not possible; leave one of the two settings out"
         )
-    if uneven := uneven_experts(*job.parallel.experts):
+    if not job.parallel.coming and (uneven := uneven_experts(*job.parallel.experts)):
         yield uneven
     if job.parallel.bucket_elements != "block" and _gathers_blocks(job):
         yield (
@@ -93,7 +93,8 @@ def disagreements(job: Job) -> Iterator[str]:
         )
         return
     try:
-        job.layout_rule().check(job.workers.min, job.workers.max)
+        if not job.parallel.coming:  # which is refused by a sentence of its own
+            job.layout_rule().check(job.workers.min, job.workers.max)
     except ValueError as error:
         yield str(error)
 

@@ -328,6 +328,11 @@ class Parallel(Section):
         return tuple((name, degree) for name, degree in degrees.items() if degree > 1)
 
     @property
+    def coming(self) -> dict[str, int]:
+        """The degrees above 1 of axes that do not compute yet, by name."""
+        return {name: degree for name in COMING if (degree := getattr(self, name)) != 1}
+
+    @property
     def experts(self) -> tuple[int, int]:
         """The degree over which experts are spread, and the number that it must divide; the degree again if the
         job does not fix that number.

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from actors.cli import main
-from elastic.config.sections import Optim, Parallel, WorkerFault, Workers
+from elastic.config.sections import COMING, Optim, Parallel, WorkerFault, Workers
 from elastic.config.settings import leaves, nearest
 from elastic.errors import JobError
 from elastic.job import Job
 from elastic.plan.layout import Layout
-from elastic.train.checks.early import check_early
+from elastic.train.checks.early import check_axes, check_early
 from tests.support.toys import toy_job
 from tests.test_job import job
 
@@ -456,9 +456,19 @@ def test_several_settings_that_disagree_are_all_named(job_file: Path) -> None:
     ]
 
 
-def test_experts_that_shards_cannot_spread_evenly_are_refused(job_file: Path) -> None:
-    """The control spreads them evenly; where the shard degree is chosen later, so is this."""
+def test_experts_that_shards_cannot_spread_evenly_are_refused(
+    job_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control spreads them evenly; where the shard degree is chosen later, so is this.  While experts are
+    not possible, this is said first, as of all degrees.
+    """
     words = ["--parallel.dp-shard", "4", "--parallel.ep"]
+    for waiting in ([*words, "3"], ["--parallel.tp", "64"]):
+        with pytest.raises(
+            JobError, match=r"= (3|64): (expert|tensor) parallelism is not possible yet; set "
+        ):
+            check_axes(Job.load(job_file, waiting))
+    monkeypatch.delitem(COMING, "ep")
     (line,) = refusal(job_file, *words, "3")
     assert "parallel.ep = 3 does not divide parallel.dp_shard × parallel.cp = 4; set parallel.ep to" in line
     assert Job.load(job_file, [*words, "2"]).parallel.ep == 2

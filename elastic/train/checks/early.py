@@ -37,9 +37,8 @@ def check_early(job: Job, *, here: bool = False) -> None:
 
 def check_axes(job: Job) -> None:
     """Raises :class:`~elastic.errors.JobError` for a degree of an axis that does not compute yet."""
-    for name, axis in COMING.items():
-        if (degree := getattr(job.parallel, name)) != 1:
-            raise JobError(
-                f"parallel.{name} = {degree}: {axis} is not possible yet; set parallel.{name} to 1, or leave "
-                "it out"
-            )
+    for name, degree in job.parallel.coming.items():
+        raise JobError(
+            f"parallel.{name} = {degree}: {COMING[name]} is not possible yet; set parallel.{name} to 1, or "
+            "leave it out"
+        )

@@ -206,7 +206,8 @@ class Job(Section):
     and each run goes on with its own.  5 differs from 4 in what no microbatch of a step gave a gradient: its
     update leaves that alone, as those of ``torch.optim`` do, so that it does not decay, and its moments stay.
     6 differs from 5 in random numbers, for which each block of the model has a seed of its own, and in a
-    weight that is both embedding and head, whose gradients have a sum for each of the two.
+    weight that the model's table has both in ``first`` and in ``last``, as a head that is the embedding, whose
+    gradients have a sum for each of the two.
     """
     trial: Free[Flag] = True
     """``true`` lets a new run compare the engine with plain torch before its first step: on the model, the

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Iterator
 
 from torch import nn
@@ -16,15 +17,26 @@ def sharding_table(model: nn.Module) -> ShardingTable:
     A block is a module that is called, because the engine acts on a block by wrapping its ``forward``.  A
     container, such as a ModuleList of the parts of a layer, is no block; where the largest list holds a
     container, the modules in the container are blocks.  Raises :class:`ModelError` for a container in the
-    model's own table.
+    model's own table, for a name that is no module's, and for anything but a table.
     """
     own: Callable[[], ShardingTable] | None = getattr(model, "sharding", None)
     if own is not None:
-        table = own()
+        table, named = own(), f"sharding() of {type(model).__name__}"
+        if not isinstance(table, ShardingTable):
+            raise ModelError(
+                f"{named} returned a {type(table).__name__}; return an elastic.models.spec.ShardingTable"
+            )
+        known = dict(model.named_modules(remove_duplicate=False))
         for name in table.blocks:
-            if not _is_called(block := model.get_submodule(name)):
+            if name not in known:
+                near = difflib.get_close_matches(name, known, 1)
                 raise ModelError(
-                    f"sharding() of {type(model).__name__} names {name!r}, a {type(block).__name__}, which "
+                    f"{named} names the block {name!r}, which is no module"
+                    f"{f'; did you mean {near[0]!r}?' if near else '; name modules as named_modules() does'}"
+                )
+            if not _is_called(block := known[name]):
+                raise ModelError(
+                    f"{named} names {name!r}, a {type(block).__name__}, which "
                     "is never called, for it has no forward(); name modules that are called, such as its "
                     "children, or give it a forward() and call it"
                 )

@@ -25,8 +25,8 @@ from elastic.engine.compile import INDUCTOR, apply_compile
 from elastic.engine.fp8 import apply_fp8
 from elastic.engine.kernels import apply_kernels, open_kernels
 from elastic.engine.parameters.base import Parameters
+from elastic.engine.parameters.ends import weights_of_both_ends
 from elastic.engine.parameters.gathers import COLLECTIVES
-from elastic.engine.parameters.leaves import second_leaves
 from elastic.engine.parameters.split import apply_split
 from elastic.engine.parameters.visits import Visits
 from elastic.engine.parameters.whole import apply_whole
@@ -92,7 +92,7 @@ def parallelize(
 
     # how parameters are held
     parameters: Parameters
-    behind = second_leaves(blueprint, table) if for_stages(job) else {}
+    behind = weights_of_both_ends(blueprint, table) if for_stages(job) else {}
     if world.layout.shards == 1 or job.zero in (1, 2):
         parameters = apply_whole(
             blueprint,

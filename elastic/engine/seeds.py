@@ -27,9 +27,9 @@ from elastic.job import Job
 class Seeds:
     """Seeds the generators of torch, Python and numpy for each microbatch, and before each call of a block.
 
-    A call of a block is known by the seed that it finds.  No two calls in a microbatch find the same seed,
-    since each leaves its own behind; and where torch's checkpoint runs a block again, it brings back the
-    generators as they were before the first run.
+    A call of a block is known by the seed that it finds.  Two calls find the same seed only where the user's
+    code brings back the generators, since each call leaves its own seed behind.  So does torch's checkpoint
+    where it runs a block again: the block then draws what it drew first.
     """
 
     def __init__(self, model: nn.Module, job: Job, device: torch.device) -> None:
@@ -66,10 +66,14 @@ class Seeds:
         if self._microbatch is not None:
             call = block, torch.default_generator.initial_seed()
             if call not in self._known:
-                self._calls[block] += 1
-                self._known[call] = _derived(f"{self._microbatch}/{block}/{self._calls[block]}")
+                self._known[call] = self._next(block)
             self.seed(self._known[call])
         return forward(*args, **kwargs)
+
+    def _next(self, block: str) -> int:
+        """Returns the seed of the next call of a block."""
+        self._calls[block] += 1
+        return _derived(f"{self._microbatch}/{block}/{self._calls[block]}")
 
 
 def for_stages(job: Job) -> bool:

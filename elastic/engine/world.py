@@ -255,7 +255,11 @@ class World:
             if free < ROOM:
                 torch.cuda.empty_cache()
         before = sockets.services() if self.device.type == "cuda" else set[Service]()
-        one, expected, until = torch.ones((), device=self.device), 1, time.monotonic() + form_s
+        one, expected, until = (
+            torch.ones((), dtype=torch.float64, device=self.device),  # exact up to 2**53
+            1,
+            time.monotonic() + form_s,
+        )
         for number, group in enumerate(self.groups):
             # in a smaller group of one there is nobody to wait for
             if group.size() > 1 or len(self.groups) == 1:

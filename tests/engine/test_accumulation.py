@@ -22,7 +22,7 @@ from tests.support.segments import compute, here, member
 from tests.support.toys import small_job
 
 STEPS, UNITS = 2, 4
-"""Steps of a run; units of the model: its two blocks, the rest, and the second leaf of the weight of its head."""
+"""Steps of a run; units of the model: its two blocks, the rest, and the second sum of the weight of its head."""
 
 
 def next_token(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:

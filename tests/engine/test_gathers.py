@@ -182,7 +182,7 @@ def test_b12_gradients_of_a_block_are_summed_while_the_backward_pass_goes_on(
     blocks = [f"block {number}" for number in reversed(range(LAYERS))]
     assert (
         later == ["begins", *blocks, "ends", *["sum"] * (LAYERS + 2)] * rounds
-    )  # the rest, and the second leaf of the head
+    )  # the rest, and the second sum of the weight of the head
     assert sorted(order) == sorted(later) and hashes == plain and hashes[0] != hashes[1]
     for round_ in range(rounds):
         found = order[round_ * len(order) // rounds :][: len(order) // rounds]

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from elastic.engine.seeds import Seeds
 from elastic.models.spec import ShardingTable
+from elastic.train.checks.plain import WatchedSeeds
 from tests.support.toys import small_job
 
 CPU = torch.device("cpu")
@@ -43,11 +44,13 @@ class Model(nn.Module):
     def __init__(self, *draws: int, again: bool | None = None) -> None:
         super().__init__()
         self.layers, self.again, self.after = nn.ModuleList(map(Draws, draws)), again, list[float]()
+        self.draws_after = True
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
             x = layer(x) if self.again is None else checkpoint(layer, x, use_reentrant=self.again)
-        self.after.append(torch.rand(()).item())
+        if self.draws_after:
+            self.after.append(torch.rand(()).item())
         return x
 
 
@@ -133,3 +136,20 @@ def test_nothing_is_seeded_before_the_first_microbatch(tmp_path: Path) -> None:
     torch.manual_seed(5)
     model(torch.ones(8))
     assert torch.initial_seed() == 5
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("again", [None, False])
+def test_the_trial_sees_whether_anything_draws(tmp_path: Path, again: bool | None) -> None:
+    """Also where torch's checkpoint runs a block again, with older generators.  The controls draw: in a
+    block, and after the last one.
+    """
+    for draws, after, found in ((0, False, False), (1, False, True), (0, True, True)):
+        model = Model(draws, 0, again=again)
+        model.draws_after = after
+        seeds = WatchedSeeds(model, small_job(tmp_path), CPU)
+        for number in range(2):
+            seeds.begin(1, number)
+            model(torch.ones(8, requires_grad=True) * 1).sum().backward()
+            seeds.look()
+        assert seeds.found is found

@@ -163,7 +163,7 @@ def test_c6_stage_and_layers_change_the_number_of_gathers(ranks: Ranks, tmp_path
     found = [members[0] for members in ranks.run_each(PAIR, calls_of, cases)]
     for layers, full, once in zip(numbers, found[::2], found[1::2], strict=True):
         assert len(gathers(full)) == rounds * (2 * layers + 1) and len(gathers(once)) == layers + 1
-        # the rest, and the second leaf of the weight of the head
+        # the rest, and the second sum of the weight of the head
         assert len(sums(full)) == len(sums(once)) == rounds * (layers + 2)
         assert gathers(full).bytes(*{call.name for call in full}) > rounds * gathers(once).bytes(
             *{call.name for call in once}

@@ -27,6 +27,7 @@ from storage import journal
 from storage.objects import ObjectStore
 from tests.golden.jobs import LOCAL, PINNED, Request, answered, ask, final_hash, golden, kernels, pinned
 from tests.golden.make import NEWEST, facts, read, unpack
+from tests.golden.runs import JOBS
 from tests.golden.simulator import SEEDS, seen
 from tests.support.job_file import to_toml
 from tests.support.ranks import Ranks
@@ -44,9 +45,10 @@ REQUESTS: Sequence[Request] = (
         ("muon", "1x2", {}),
     ),
     ("base", "1x2", {"numerics": 4}),
+    ("base", "1x2", {"numerics": 5}),
 )
-"""Jobs with the newest ``numerics``, and one with 4; :func:`test_a_kept_run_goes_on_to_the_golden_bits` has
-another one of the newest.
+"""Jobs with the newest ``numerics``, and one with each older number; the run of
+:func:`test_a_kept_run_goes_on_to_the_golden_bits` has 5.
 """
 OTHERS: Mapping[str, Request] = {
     "the seed": ("own model", LOCAL, {"seed": 1}),
@@ -110,11 +112,15 @@ def test_the_bits_are_the_golden_ones(answer: Any, request_: Request) -> None:
 @pytest.mark.fast
 def test_each_numerics_has_golden_bits_of_its_own() -> None:
     assert NEWEST == NUMERICS
-    of_four, of_five = (
+    of_four, of_five, of_six = (
         {name: entry["hash"] for jobs in golden(numerics)["kinds"].values() for name, entry in jobs.items()}
-        for numerics in (4, 5)
+        for numerics in (4, 5, 6)
     )
     assert of_four.keys() < of_five.keys() and not set(of_four.values()) & set(of_five.values())
+    # without a tied weight and without dropout 6 has nothing to change
+    same = {"untied", "bf16 untied", "own model"}
+    assert of_six.keys() == of_five.keys()
+    assert {name for name in of_six if of_six[name] == of_five[name]} == same
 
 
 @pytest.mark.parametrize("what", OTHERS)
@@ -162,14 +168,8 @@ def test_runs_on_a_cluster_have_the_golden_bits(tmp_path: Path, run: str) -> Non
     """
     done = pinned("-m", "tests.golden.runs", str(tmp_path), run)
     assert done.returncode == 0, done.stdout + done.stderr
-    jobs = [
-        (name, entry["hash"])
-        for jobs in golden()["kinds"].values()
-        for name, entry in jobs.items()
-        if f"run {run}" in entry["seen"]
-    ]
-    kinds = ask([(name, LOCAL, {}) for name, _ in jobs])["kinds"]
-    assert json.loads(done.stdout.splitlines()[-1]) == {run: entry_of(jobs[0][0], kinds)["hash"]}
+    kinds = ask([(JOBS[run], LOCAL, {})])["kinds"]
+    assert json.loads(done.stdout.splitlines()[-1]) == {run: entry_of(JOBS[run], kinds)["hash"]}
 
 
 @pytest.mark.full
@@ -257,8 +257,9 @@ def test_a_kept_run_goes_on_to_the_golden_bits(
     tmp_path: Path, pool: Ranks, answer: Any, options: str
 ) -> None:
     """Four workers saved the run, as two replicas of two shards; the command line goes on with it."""
-    expected = entry_of("stopped", {"stopped": answer["kinds"]["base"]})  # both are in float32
     job, step = kept_run(tmp_path)
+    kinds = {"stopped": answer["kinds"]["base"]}  # both are in float32
+    expected = entry_of("stopped", kinds, job.numerics)
     # the run noted the code of its day, and files of tests have changed since
     command = ["train", str(tmp_path / "job.toml"), "--accept-code", *options.split()]
     if options == "--local":

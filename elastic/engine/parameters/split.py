@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from elastic.engine.blocks import sharding_table
 from elastic.engine.fp8_weights import Fp8Weights
 from elastic.engine.parameters.base import Parameters
+from elastic.engine.parameters.ends import Behind, SecondSum, open_all, read_behind
 from elastic.engine.parameters.fsdp import (
     apply_fp8_gather,
     apply_fsdp,
@@ -29,7 +30,6 @@ from elastic.engine.parameters.fsdp import (
     split_parameters,
     wrapped,
 )
-from elastic.engine.parameters.leaves import Behind, SecondLeaf, read_behind
 from elastic.engine.parameters.order import Order
 from elastic.engine.parameters.ties import aliases_of, tie
 from elastic.engine.parameters.units import SummedUnit
@@ -90,7 +90,7 @@ def apply_split(
     behind: Behind | None = None,
 ) -> Split:
     """Splits the parameters of ``model``, gives them and the buffers memory, and lets ``scheme`` sum the
-    gradients.  ``behind`` are the places of second leaves.
+    gradients.  ``behind`` are the places of weights with second sums.
     """
     aliases = aliases_of(model)
     before = {
@@ -122,7 +122,7 @@ class Split(Parameters):
         model: nn.Module,
         scheme: Scheme,
         fp8: Fp8Weights | None,
-        leaves: Mapping[str, SecondLeaf],
+        seconds: Mapping[str, SecondSum],
         wire: torch.dtype | None,
     ) -> None:
         self.scheme, self._fp8 = scheme, fp8
@@ -134,11 +134,11 @@ class Split(Parameters):
         for place, module in enumerate(self._modules.values()):
             note(module, partial(self.order.gathers, place), partial(self.order.sums, place))
         shards = scheme.world.layout.shards
-        self._leaves = {
-            name: (leaf, SummedUnit(scheme.reduction(wire), shards, [name], ends=[0]))
-            for name, leaf in leaves.items()
+        self._seconds = {
+            name: (second, SummedUnit(scheme.reduction(wire), shards, [name], ends=[0]))
+            for name, second in seconds.items()
         }
-        """The second leaves, which FSDP2 does not know, and their sums.  FSDP2 makes a gathered weight when it
+        """The second sums, which FSDP2 does not know, and their units.  FSDP2 makes a gathered weight when it
         gathers it first, so a unit gets its parameter later.
         """
         self._reduces = {
@@ -164,6 +164,7 @@ class Split(Parameters):
             self.forget_grads()
         if number == 0:
             self.refresh()
+        open_all((second for second, _ in self._seconds.values()), False)
         for each in self._reduces.values():
             each.summed = each.passes = each.runs = 0
         for parameter in self._parameters.values():
@@ -194,6 +195,7 @@ class Split(Parameters):
             )
             if wrong:
                 raise ModelError(wrong.format(name=name or "the model itself"))
+        open_all((second for second, _ in self._seconds.values()), True)
 
     def end_round(self) -> None:
         """Checks that each module was summed once in the backward pass.  Raises :class:`ModelError` if
@@ -209,12 +211,13 @@ class Split(Parameters):
             ):
                 raise ModelError(wrong.format(name=name or "the model itself"))
         missing = {name for name, each in self._parameters.items() if each.missing}
-        for name, (leaf, unit) in self._leaves.items():
-            second = leaf.of(self._parameters[name].whole)
-            missing -= {name} if second.grad is not None else set()
-            unit.computing = [second]
+        for name, (second, unit) in self._seconds.items():
+            second.is_open = False
+            holder = second.of(self._parameters[name].whole)
+            missing -= {name} if holder.grad is not None else set()
+            unit.computing = [holder]
             unit.add(unit.flat(unit.came_or_zeros()), self.scheme.round)
-            second.grad = None
+            holder.grad = None
             if self.scheme.round.last:
                 self._parameters[name].add(*unit.grads([self.parts[name]]))
         self.missing = frozenset(missing)
@@ -231,7 +234,7 @@ class Split(Parameters):
     def forget_grads(self) -> None:
         for parameter in self._parameters.values():
             parameter.forget_grad()
-        for _, unit in self._leaves.values():
+        for _, unit in self._seconds.values():
             unit.forget()
 
 

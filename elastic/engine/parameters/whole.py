@@ -35,8 +35,8 @@ from elastic.engine.fp8 import hold
 from elastic.engine.fp8_weights import Fp8Weights, weights_of, whole_weights
 from elastic.engine.parameters.base import Parameters, in_place_of, with_rows
 from elastic.engine.parameters.buckets import ALONE, buckets_of
+from elastic.engine.parameters.ends import Behind, open_all, read_behind
 from elastic.engine.parameters.gathers import COLLECTIVES, Gathers, Weight, ends_of
-from elastic.engine.parameters.leaves import Behind, read_behind
 from elastic.engine.parameters.ties import aliases_of, tie
 from elastic.engine.parameters.units import SummedUnit
 from elastic.engine.parameters.visits import Visits, absent
@@ -111,7 +111,7 @@ class Whole(Parameters):
         A parameter that has memory there already keeps it, unless it is cut.  With ``offloads`` the parts are
         on the meta device until :meth:`live_in` sets them.  A bucket of joined blocks has at
         most ``bucket`` elements.  With ``visits`` the copies are in the host's memory, too.  ``behind`` are
-        the places of second leaves.
+        the places of weights with second sums.
         """
         self.world, self.scheme, self.shards, self.offloads = world, scheme, world.layout.shards, offloads
         self._visits = visits
@@ -140,18 +140,21 @@ class Whole(Parameters):
         self.copies = [
             copy for name, copy in self._used.items() if copy.untyped_storage()._cdata != memory[name]
         ]
-        self._leaves = read_behind(model, behind or {})
+        self._seconds = read_behind(model, behind or {})
         self._units: list[SummedUnit] = []
-        """The units in the order in which a backward pass completes them: second leaves, then the buckets."""
+        """The units in the order in which a backward pass completes them: the second sums, then the buckets."""
         self._next = 0
         """The number of units that are summed in the present round."""
         self._found: dict[str, Tensor] | None = None
         """The gradients of the step, once somebody has asked for them."""
-        for name, leaf in self._leaves.items():
-            self._add_unit([name], [leaf.of(self._computing[name])], precision.wire)
+        for number, (name, second) in enumerate(self._seconds.items()):
+            self._add_unit([name], [second.of(self._computing[name])], precision.wire)
+            second.came = partial(_came, weakref.ref(self), number)
         for each in buckets:
             if names := [name for name in each.parameters if name in self.trained]:
                 self._add_unit(names, [self._computing[name] for name in names], precision.wire)
+                # what is used first in the forward pass usually comes last in the backward pass
+                self._watch(len(self._units) - 1, 0)
         blocks = [model.get_submodule(block) for block in table.blocks]
         order = (
             [[*each.parameters] for each in reversed(buckets)]
@@ -209,8 +212,6 @@ class Whole(Parameters):
     def _add_unit(self, names: list[str], computing: list[nn.Parameter], wire: torch.dtype | None) -> None:
         ends = ends_of(computing, self.world.layout)
         self._units.append(SummedUnit(self.scheme.reduction(wire), self.shards, names, computing, ends))
-        # what is used first in the forward pass usually comes last in the backward pass
-        self._watch(len(self._units) - 1, 0)
 
     def _watch(self, number: int, place: int) -> None:
         """Lets a parameter of a unit tell when its gradient came."""
@@ -241,6 +242,7 @@ class Whole(Parameters):
                 self._visits.end(last=True)  # somebody may have called the model since the last round
             self._visits.begin()
         self._next = 0
+        open_all(self._seconds.values(), False)
 
     def _make_copies(self) -> None:
         """Writes the present values into the parameters with which the model computes, or begins to gather
@@ -276,6 +278,7 @@ class Whole(Parameters):
 
     def end_forward(self) -> None:
         self._gathers.finish()
+        open_all(self._seconds.values(), True)
         if self._visits is not None:
             self._visits.turn()
 
@@ -301,6 +304,7 @@ class Whole(Parameters):
             self._watch(number, missing)
 
     def end_round(self) -> None:
+        open_all(self._seconds.values(), False)
         for unit in self._units[: self._next]:
             for place, parameter in enumerate(unit.computing):
                 if parameter.grad is not None:
@@ -313,8 +317,6 @@ class Whole(Parameters):
         self.missing = self.trained - came
         if self._visits is not None:
             self._visits.end(last=self.scheme.round.last)
-            for name, leaf in self._leaves.items():
-                leaf.of(self._computing[name])  # which may have left the device
         if self.world.device.type == "cuda" and self.world.size > 1 and self.scheme.round.last:
             torch.cuda.current_stream().wait_stream(self._stream)
 
@@ -344,7 +346,7 @@ class Whole(Parameters):
 
     def grads(self) -> dict[str, Tensor]:
         if self._found is None:
-            found, seconds = dict[str, Tensor](), len(self._leaves)
+            found, seconds = dict[str, Tensor](), len(self._seconds)
             for unit in self._units[seconds:]:
                 grads = unit.grads([self.parts[name] for name in unit.names])
                 found.update(zip(unit.names, grads, strict=True))
@@ -375,7 +377,7 @@ class Whole(Parameters):
             unit.forget()
 
 
-def _came(whole: weakref.ref[Whole], number: int, _: Tensor) -> None:
+def _came(whole: weakref.ref[Whole], number: int, _: Tensor | None = None) -> None:
     """Tells the owner of a parameter, if it is still there, that its gradient came.
 
     The parameter's hook must not hold its owner, which holds the parameter: torch 2.11 hides hooks of a

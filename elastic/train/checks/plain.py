@@ -12,6 +12,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -420,9 +421,17 @@ class WatchedSeeds(Seeds):
         super().begin(step, microbatch)
 
     def seed(self, seed: int) -> None:
-        self.look()
         super().seed(seed)
         self._seeded = _state(self.device)
+
+    def _next(self, block: str) -> int:
+        self.look()  # where a block runs again, torch has brought back older generators
+        return super()._next(block)
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        result = super()._run(*args, **kwargs)
+        self.look()
+        return result
 
     def look(self) -> None:
         """Compares the generators with their state at the last seeding."""
@@ -432,7 +441,8 @@ class WatchedSeeds(Seeds):
 def _state(device: torch.device) -> Hashable:
     """Returns the state of the generators from which a pass may draw."""
     cuda = torch.cuda.get_rng_state(device).numpy().tobytes() if device.type == "cuda" else b""
-    return torch.get_rng_state().numpy().tobytes(), cuda, random.getstate()
+    theirs = numpy.random.get_state(legacy=False)
+    return torch.get_rng_state().numpy().tobytes(), cuda, random.getstate(), repr(theirs)
 
 
 def _room(device: torch.device, job: Job) -> float:

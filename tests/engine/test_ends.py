@@ -1,4 +1,4 @@
-"""Numerics 6: a weight that is embedding and head has a leaf, and a sum, for each of the two."""
+"""Numerics 6: a weight that is embedding and head has a sum of its gradients for each of the two."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from elastic.engine.loss import next_token
-from elastic.engine.parameters.leaves import _Behind, second_leaves
+from elastic.engine.parameters.ends import _Behind, weights_of_both_ends
 from elastic.engine.world import World
 from elastic.ids import Version
 from elastic.job import Job
@@ -20,7 +20,7 @@ from tests.support.ranks import Ranks
 from tests.support.segments import compute, member, train, train_each, train_here
 from tests.support.toys import small_job
 
-HERE = "tests.engine.test_leaves"
+HERE = "tests.engine.test_ends"
 SMALL = {"vocab": 29, "dim": 16, "layers": 2, "heads": 2}
 
 
@@ -28,6 +28,13 @@ def penalised(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tenso
     """A loss with a penalty on all parameters, each counted once."""
     loss, count = next_token(model, batch)
     return loss + sum(each.square().sum() for each in model.parameters()) * 1e-3, count
+
+
+def asked(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """A loss that depends on its own gradient, of both ends together."""
+    loss, count = next_token(model, batch)
+    (grad,) = torch.autograd.grad(loss, model.embedding.weight, retain_graph=True)
+    return loss * (1 + grad.norm().detach()), count
 
 
 def only_read(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -46,7 +53,7 @@ def tied(folder: Path, **more: Any) -> Job:
 
 
 def looked_at(world: World, job: Job) -> tuple[list[str], bool, bool, dict[str, float], list[str]]:
-    """Returns what one step shows: the names of the parameters, whether the head reads another leaf in the same
+    """Returns what one step shows: the names of the parameters, whether the head reads another tensor in the same
     memory, the largest gradients by name, and which trained parameters had none.
     """
     with member(world, job, Version(0, 0)) as me:
@@ -76,7 +83,7 @@ def test_whoever_lists_parameters_finds_one_and_the_head_reads_the_other(
 
 
 def test_the_bits_are_those_of_two_sums(ranks: Ranks, tmp_path: Path) -> None:
-    """All layouts and stages of ZeRO end with one hash.  The controls: one leaf, as before numerics 6, has
+    """All layouts and stages of ZeRO end with one hash.  The controls: one sum, as before numerics 6, has
     other bits, and an untied model has the same ones with both numbers.
     """
     one = train_here(tied(tmp_path / "one"), 2)
@@ -105,10 +112,10 @@ def test_the_bits_are_those_of_two_sums(ranks: Ranks, tmp_path: Path) -> None:
 @pytest.mark.parametrize("zero", [2, 3])
 def test_what_reads_the_weights_gets_all_of_the_gradient(ranks: Ranks, tmp_path: Path, zero: int) -> None:
     """A penalty counts the weight once, and a loss that reads the head alone trains it.  The outcomes are
-    those of one leaf.
+    those of one sum.
     """
     # stage 3 refuses a penalty, and a model that does not run
-    losses = ["only_read", "penalised"] if zero == 2 else ["next_token"]
+    losses = ["only_read", "penalised", "asked"] if zero == 2 else ["next_token"]
     for loss in losses:
         one, two = (
             train_each(
@@ -138,10 +145,10 @@ def test_without_the_second_sum_the_norm_is_another(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.fast
-def test_a_weight_with_a_hook_and_one_of_one_end_have_one_leaf() -> None:
+def test_a_weight_with_a_hook_and_one_of_one_end_have_one_sum() -> None:
     model: Any = build(**SMALL, tied=True)
-    assert [*second_leaves(model, model.sharding())] == ["embedding.weight"]
+    assert [*weights_of_both_ends(model, model.sharding())] == ["embedding.weight"]
     for other in (hooked(**SMALL, tied=True), build(**SMALL, tied=False)):
-        assert not second_leaves(other, other.sharding())  # type: ignore[operator]
+        assert not weights_of_both_ends(other, other.sharding())  # type: ignore[operator]
     model.embedding.weight.requires_grad_(False)
-    assert not second_leaves(model, model.sharding())
+    assert not weights_of_both_ends(model, model.sharding())

@@ -304,7 +304,7 @@ class Oracle:
                 self.joined.add(event.worker)
             case Lost() if event.certain:
                 self.lost.add(event.worker)
-            case Lost():
+            case Lost() if event.worker not in self.lost:  # the reports of one that is surely dead stay facts
                 self.expelled.add(event.worker)
             case Stumbled():
                 self.stumbles[event.what] += 1

@@ -318,6 +318,21 @@ def test_the_next_coordinators_clock_does_not_say_whether_a_keeper_answered_in_t
     )
 
 
+def test_a_late_word_of_a_death_does_not_take_back_what_the_dead_worker_reported() -> None:
+    """Seed 265,928: a coordinator that took over had found the worker dead.  A word that it might live came
+    before its last commit, which the oracle then did not count: "step 10 of generation 1 is to be applied
+    without evidence".
+    """
+    faults = (
+        Fault(10.933, Kind.SIGSEGV, state="Stopping"),
+        Fault(12.829, Kind.COORDINATOR_CUT, target=5, duration_s=5.348, amount=0.683),
+        Fault(13.804, Kind.SIGSEGV, target=2),
+    )
+    report = simulate(265_928, replace(Scenario.drawn(265_928), faults=faults))
+    assert report.occasions["a dead worker's report is evidence"]
+    assert "step 10 was committed: it is applied by w5 too" in report.story()
+
+
 def test_a_violation_names_seed_and_time_and_tells_the_end_of_the_story() -> None:
     with pytest.raises(Violation, match=r"no end after 3 s.*\n.*seed 5, 3\.\d+ s; the story ends") as caught:
         simulate(5, replace(CALM, patience_s=3.0))

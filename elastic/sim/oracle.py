@@ -90,7 +90,7 @@ class Oracle:
         """
         self.answered_at: dict[int, dict[WorkerId, int]] = defaultdict(dict)
         """The latest step, by generation, that each worker had applied when it answered the fence.  A worker
-        that was asked again and was lost before it answered is left out.
+        is left out that was lost while the world stopped and before its answer brought its commits.
         """
         self.leases: dict[WorkerId, float] = {}
         """The time, by its own clock, until which each worker may apply steps."""
@@ -226,9 +226,10 @@ class Oracle:
         for action in transition.actions:
             self.settle = action if isinstance(action, Settle) else self.settle
             self._judge_action(before, after, action, transition.reason)
-        # a worker that is asked again may be gone before it answers
-        for worker in before.state.pending if isinstance(before.state, Stopping) else ():
-            if worker not in after.workers:
+        if isinstance(before.state, Stopping):
+            # a worker is asked again for its commits only once all have answered; it may be gone before
+            brief = (answer.worker for answer in before.state.answers if not answer.whole)
+            for worker in {*before.state.pending, *brief} - after.workers.keys():
                 self.answered_at[before.generation].pop(worker, None)
         if (
             before.plan is not None

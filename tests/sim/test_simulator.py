@@ -333,6 +333,22 @@ def test_a_late_word_of_a_death_does_not_take_back_what_the_dead_worker_reported
     assert "step 10 was committed: it is applied by w5 too" in report.story()
 
 
+def test_a_worker_that_dies_before_it_is_asked_for_its_commits_tells_nobody() -> None:
+    """Seed 228,906: one of the two workers that bring commits had died and the other had not answered yet,
+    so the worker with step 2 was not asked for it: "nobody told what step 2 of generation 2 consumed".
+    """
+    faults = (
+        Fault(6.329, Kind.LOSS, duration_s=7.012, amount=0.22),
+        Fault(6.716, Kind.SIGKILL, target=7, point=Point.BEFORE_UPDATE),
+        Fault(7.118, Kind.SIGKILL),
+        Fault(7.395, Kind.BUCKET_DOWN, target=4, duration_s=3.02, amount=0.718),
+        Fault(8.83, Kind.SIGKILL, state="Stopping"),
+    )
+    report = simulate(228_906, replace(Scenario.drawn(228_906), faults=faults))
+    assert report.end == "Finished"
+    assert report.occasions["what a step consumed is known from the bucket only"]
+
+
 def test_a_violation_names_seed_and_time_and_tells_the_end_of_the_story() -> None:
     with pytest.raises(Violation, match=r"no end after 3 s.*\n.*seed 5, 3\.\d+ s; the story ends") as caught:
         simulate(5, replace(CALM, patience_s=3.0))

@@ -212,7 +212,7 @@ class Oracle:
         if after.generation < before.generation or after.incarnation < before.incarnation:
             raise Violation("generation or incarnation went back")
         for each in parts(event):
-            self._note(before, each)
+            self._note(before, each, taken=each in transition.taken)
         self._judge_saves(before, event, after)
         self.copies.note(before, event, refused=not transition.taken)
         for each in transition.taken:
@@ -297,7 +297,7 @@ class Oracle:
                 "acted on"
             )
 
-    def _note(self, before: RunState, event: Fact) -> None:
+    def _note(self, before: RunState, event: Fact, *, taken: bool) -> None:
         if not isinstance(event, Recovered | Attached | Stumbled | Tick | Beat | Renewed | Capacity | Kept):
             self.startups = 0
         match event:
@@ -339,7 +339,7 @@ class Oracle:
                 # those that still live were not killed, although that may have been ordered
                 self.expelled -= ours.intersection(event.workers)
             case Attached() if (
-                event.worker in before.workers  # the coordinator ignores all others
+                taken  # the coordinator ignores strangers; a worker may join in this very decision
                 and event.plan is not None
                 and event.plan.generation in self.unread
                 and event.plan.generation

@@ -349,6 +349,26 @@ def test_a_worker_that_dies_before_it_is_asked_for_its_commits_tells_nobody() ->
     assert report.occasions["what a step consumed is known from the bucket only"]
 
 
+def test_a_worker_that_joins_and_tells_of_a_lost_plan_in_one_decision_is_heard() -> None:
+    """Seed 244,962: the journal ended before generation 4, of which a worker told right after it had joined.
+    The oracle took it for a stranger: "generation 303 starts from step 5 of generation 4, which was given up".
+    """
+    faults = (
+        Fault(8.133, Kind.SIGKILL, target=5),
+        Fault(9.322, Kind.COORDINATOR_CUT, target=4, duration_s=10.872, amount=0.019),
+        Fault(9.668, Kind.COORDINATOR_CLOCK, target=2, amount=-16.262),
+        Fault(14.013, Kind.SIGKILL, target=5, point=Point.FORWARD),
+        Fault(15.083, Kind.SIGKILL, target=1),
+        Fault(15.921, Kind.SIGKILL, target=1, point=Point.FORWARD),
+        Fault(17.405, Kind.KEEPER_KILL, target=3, duration_s=5.425),
+        Fault(18.745, Kind.SIGSTOP, target=7, duration_s=1.837, point=Point.IN_UPDATE),
+        Fault(20.261, Kind.COORDINATOR_CUT, target=2, duration_s=7.384, amount=0.735),
+    )
+    report = simulate(244_962, replace(Scenario.drawn(244_962), faults=faults))
+    assert "the journal ends in generation 2, but generation 4 was begun" in report.story()
+    assert "form generation 303" in report.story()
+
+
 def test_a_violation_names_seed_and_time_and_tells_the_end_of_the_story() -> None:
     with pytest.raises(Violation, match=r"no end after 3 s.*\n.*seed 5, 3\.\d+ s; the story ends") as caught:
         simulate(5, replace(CALM, patience_s=3.0))

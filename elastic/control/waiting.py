@@ -116,7 +116,8 @@ def _only_refused_are_left(decision: Decision, state: Waiting) -> bool:
     run, refused = decision.run, decision.run.cluster.refused
     joined_at = max((worker.joined_at for worker in run.workers.values()), default=0.0)
     refused_at = max((refusal.at for refusal in refused.values()), default=joined_at)
-    waited_s = decision.now - max(state.since, refused_at, joined_at)
+    # what a new coordinator knows of room counts from its beginning, at which the watch begins anew
+    waited_s = decision.now - max(state.since, refused_at, joined_at, run.watch.moved_at)
     nothing_to_come = (
         not run.members.starting and run.cluster.slots == 0 and waited_s >= decision.rules.refused_s
     )

@@ -112,6 +112,8 @@ class Oracle:
         endanger it.
         """
         self.waiting_since: float | None = 0.0
+        self.took_over_at = 0.0
+        """The time at which the present coordinator took over.  Before it, it knew of no free places."""
         self.pending_since: dict[tuple[Version, int], float] = {}
         """The time since which each save has been on its way, by its version and the generation that writes
         it.
@@ -244,9 +246,8 @@ class Oracle:
             self._judge_end(after, transition.reason)
             # a run that leaves ``Stopping`` has asked every member that can report
             self.asked = isinstance(before.state, Stopping)
-            self.waiting_since = (
-                (self.waiting_since or self.sim.clock.now) if isinstance(after.state, Waiting) else None
-            )
+            since = self.sim.clock.now if self.waiting_since is None else self.waiting_since
+            self.waiting_since = since if isinstance(after.state, Waiting) else None
 
     def _judge_the_superseded(self, transition: Transition, by: Coordinator) -> None:
         """Checks that a superseded coordinator begins and settles a generation only if its follower has read
@@ -310,6 +311,7 @@ class Oracle:
             case Stumbled():
                 self.stumbles[event.what] += 1
             case Recovered():  # the record of what its predecessors achieved may be lost
+                self.took_over_at = self.sim.clock.now
                 self.startups = max(self.startups, before.takeover.startups) + 1
                 self.headless.add(before.generation)
                 known = self.evidence[before.generation]

@@ -86,7 +86,8 @@ def a_budget_is_spent(seen: Oracle) -> bool:
     generations without progress, a long wait for workers, or a refused last save.
 
     A short wait is enough if there are nodes that see another bucket and no world was ordered, or nodes on
-    which no world forms and no step was committed.
+    which no world forms and no step was committed.  A coordinator that took over needs it for itself, since it
+    knows of no free places at first.
     """
     raised = [worker for _, worker in seen.sim.cluster.errors_raised]
     alone = seen.plan is not None and len(seen.plan.members) == 1
@@ -102,6 +103,8 @@ def a_budget_is_spent(seen: Oracle) -> bool:
     enough_s = rules.refused_s if misfits and not seen.begun else rules.wait_s
     if misset and not any(step for step, _ in reached):
         enough_s = min(enough_s, rules.refused_s - LATE_S)
+    if seen.sim.clock.now - seen.took_over_at < rules.refused_s - LATE_S:
+        enough_s = rules.wait_s
     return (
         seen.refused or again or fruitless_at_the_end(reached) > rules.max_fruitless or waited_s >= enough_s
     )

@@ -146,6 +146,26 @@ def test_a_run_whose_nodes_are_all_refused_fails_by_name() -> None:
     assert "Ray is 2.59.0 on this node" in reason and isinstance(play.run.state, Failed)
 
 
+def test_a_new_coordinator_hears_of_room_before_it_gives_up() -> None:
+    """The run has waited long enough already, but the coordinator that takes over does not know of the room
+    that came meanwhile (simulated seed 284821).  The control: no room comes.
+    """
+    ends = list[type]()
+    for slots in (1, 0):
+        play = begun(min_workers=2)
+        joins(play, "w1", "n1")
+        joins(play, "w2", "n2", build=replace(THERE, ray="2.59.0"))
+        play.tell(ev.Capacity(0))
+        play.now += 60.0
+        play.tell(ev.Recovered(2, ("w1",), ("n1", "n2")))
+        play.later(9.0)
+        assert isinstance(play.run.state, Waiting)
+        play.tell(ev.Capacity(slots))
+        play.later(1.0)
+        ends.append(type(play.run.state))
+    assert ends == [Waiting, Failed]
+
+
 @pytest.mark.parametrize("faults", [(True, True), (True, False), (False,)], ids=str)
 def test_a_run_that_no_node_can_do_ends_with_an_error_of_the_job(faults: tuple[bool, ...]) -> None:
     """If it is the job that asks for too much on each of them.  The controls: a node that is refused for

@@ -369,6 +369,23 @@ def test_a_worker_that_joins_and_tells_of_a_lost_plan_in_one_decision_is_heard()
     assert "form generation 303" in report.story()
 
 
+def test_a_coordinator_that_takes_over_hears_of_room_before_it_gives_up() -> None:
+    """Seed 284,821: it gave up a run for a refused node within a second, and another node had room: "failed
+    with its budget unspent: no node has room for another worker that the run can use".
+    """
+    faults = (
+        Fault(1.66, Kind.SIGSEGV, target=7),
+        Fault(2.52, Kind.NODE_MISFIT, target=6),
+        Fault(3.344, Kind.COORDINATOR_FREEZE, target=1, duration_s=10.548),
+        Fault(4.853, Kind.START_FAILURE, target=5, duration_s=7.91, amount=0.889),
+        Fault(5.142, Kind.COORDINATOR_FREEZE, target=5, duration_s=6.057),
+        Fault(7.933, Kind.NODE_KILL, target=5, duration_s=3.905),
+        Fault(9.593, Kind.BUCKET_DOWN, target=2, duration_s=2.061, amount=0.716),
+    )
+    report = simulate(284_821, replace(Scenario.drawn(284_821), faults=faults))
+    assert report.end == "Finished" and "node n4 is refused" in report.story()
+
+
 def test_a_violation_names_seed_and_time_and_tells_the_end_of_the_story() -> None:
     with pytest.raises(Violation, match=r"no end after 3 s.*\n.*seed 5, 3\.\d+ s; the story ends") as caught:
         simulate(5, replace(CALM, patience_s=3.0))

@@ -300,27 +300,28 @@ def _choose_members(
     """Returns ``world`` of the workers in ``there``.
 
     It leaves out those that hold least, the last ones first, but keeps every worker without which the newest
-    version is incomplete.
+    version is incomplete.  Copies count if the version needs them, or if nobody can be left out without them.
     """
     members = list(there)
     while len(members) > world:
         held = held_by(run, members)
-        newest = newest_covered(held, run.members.classes)
-        if kept and newest != (with_copies := newest_covered([*held, *kept], run.members.classes)):
-            held, newest = [*held, *kept], with_copies
-        copies = Counter(each.cell for each in held if each.version == newest)
+        newest, both = newest_covered(held, run.members.classes), [*held, *kept]
+        if kept and newest != (with_copies := newest_covered(both, run.members.classes)):
+            held, newest = both, with_copies
         own: dict[WorkerId, list[Cell]] = {worker: [] for worker in members}
         for each in held:
             if each.version == newest and each.keeper == LIVE:
                 own[each.worker].append(each.cell)
         ranked = sorted(reversed(members), key=lambda worker: len(own[worker]))
         surplus, left_out = len(members) - world, set[WorkerId]()
-        for worker in ranked:
-            if len(left_out) < surplus and (
-                newest is None or _spared(copies, own[worker], newest, run.members.classes)
-            ):
-                left_out.add(worker)
-                copies.subtract(own[worker])
+        for sources in (held, both) if kept else (held,):
+            copies = Counter(each.cell for each in sources if each.version == newest)
+            for worker in () if left_out else ranked:
+                if len(left_out) < surplus and (
+                    newest is None or _spared(copies, own[worker], newest, run.members.classes)
+                ):
+                    left_out.add(worker)
+                    copies.subtract(own[worker])
         left_out = left_out or {ranked[0]}
         members = [worker for worker in members if worker not in left_out]
     return tuple(members)

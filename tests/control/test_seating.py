@@ -417,6 +417,28 @@ def test_a_wider_layout_is_chosen_if_only_that_loses_nothing(
     assert (str(play.plan.layout), play.plan.version, play.plan.tier) == expected
 
 
+@pytest.mark.parametrize(("kept", "at", "tier"), [((1,), 5, "host"), ((), 0, "init")], ids=["", "control"])
+def test_a_holder_is_left_out_whose_shard_a_keeper_has(kept: tuple[int, ...], at: int, tier: str) -> None:
+    """Each of five workers holds a shard that no other has, and a world has room for four.  In the control
+    there is no copy, and five steps are lost.
+    """
+    workers = {
+        (name := WorkerId(f"w{n}")): Worker(
+            NODES[0], "cpu", 0.0, (Holding(name, Version(5, 2), cell(5, n)),)
+        )
+        for n in range(5)
+    }
+    copies = tuple(
+        replace(workers[name].holdings[0], keeper=NODES[0]) for n, name in enumerate(workers) if n in kept
+    )
+    members = Members(workers, classes=classes((10,)), seats=tuple(workers))
+    run = RunState(1, 2, Waiting(0.0), members, Cluster(keepers=NODES), History(LINEAGE))
+    run = but(run, "copies", hosts={NODES[0]: Host(kept=copies)}, asked=2)
+    plan = make_plan(run, rules(max_workers=4, layout=LayoutRule(1, None, 1, "all")))
+    assert plan is not None and (len(plan.members), plan.version.step, plan.tier) == (4, at, tier)
+    assert not kept or "w1" not in plan.members
+
+
 def crowded(
     rows: tuple[int, ...], states: tuple[float, ...], nodes: str
 ) -> tuple[Play, tuple[WorkerId, ...]]:

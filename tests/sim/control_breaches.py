@@ -216,6 +216,12 @@ CONTROL: dict[str, tuple[Breach, ...]] = {
         ),
         Breach("what is still held is given up", HELD, ("drawn", 0), Edit("seating", COVERED, "live = None")),
         Breach(
+            "a copy spares no holder",
+            HELD,
+            ("drawn", 297_461),
+            Edit("seating", "(held, both) if kept else (held,)", "(held,)"),
+        ),
+        Breach(
             "versions are mixed",
             "and its holders hold",
             ("drawn", 8),

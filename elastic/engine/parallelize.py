@@ -25,7 +25,7 @@ from elastic.engine.compile import INDUCTOR, apply_compile
 from elastic.engine.fp8 import apply_fp8
 from elastic.engine.kernels import apply_kernels, open_kernels
 from elastic.engine.parameters.base import Parameters
-from elastic.engine.parameters.ends import weights_of_both_ends
+from elastic.engine.parameters.both_ends import weights_of_both_ends
 from elastic.engine.parameters.gathers import COLLECTIVES
 from elastic.engine.parameters.split import apply_split
 from elastic.engine.parameters.visits import Visits

@@ -423,9 +423,7 @@ def test_a_holder_is_left_out_whose_shard_a_keeper_has(kept: tuple[int, ...], at
     there is no copy, and five steps are lost.
     """
     workers = {
-        (name := WorkerId(f"w{n}")): Worker(
-            NODES[0], "cpu", 0.0, (Holding(name, Version(5, 2), cell(5, n)),)
-        )
+        (name := WorkerId(f"w{n}")): Worker(NODES[0], "cpu", 0.0, (Holding(name, Version(5, 2), cell(5, n)),))
         for n in range(5)
     }
     copies = tuple(

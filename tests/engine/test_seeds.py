@@ -141,7 +141,7 @@ def test_nothing_is_seeded_before_the_first_microbatch(tmp_path: Path) -> None:
 @pytest.mark.fast
 @pytest.mark.parametrize("again", [None, False])
 def test_the_trial_sees_whether_anything_draws(tmp_path: Path, again: bool | None) -> None:
-    """Also where torch's checkpoint runs a block again, with older generators.  The controls draw: in a
+    """Nothing does, where torch's checkpoint runs a block again, with older generators.  The controls draw: in a
     block, and after the last one.
     """
     for draws, after, found in ((0, False, False), (1, False, True), (0, True, True)):

@@ -401,7 +401,9 @@ KEPT = {
 
 
 @pytest.mark.parametrize(("seed", "step"), [(297_461, 3), (272_950, 12)])
-def test_a_world_with_fewer_seats_than_holders_loses_no_step_that_copies_complete(seed: int, step: int) -> None:
+def test_a_world_with_fewer_seats_than_holders_loses_no_step_that_copies_complete(
+    seed: int, step: int
+) -> None:
     """Seeds 297,461 and 272,950: five workers hold parts of a version, a world has four seats, and a keeper has
     a copy of one part: "step 3 of generation 1 is given up for step 1 of generation 1 although every slice of
     it is held".

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from elastic.engine.blocks import sharding_table
 from elastic.engine.fp8_weights import Fp8Weights
 from elastic.engine.parameters.base import Parameters
-from elastic.engine.parameters.ends import Behind, SecondSum, open_all, read_behind
+from elastic.engine.parameters.both_ends import Behind, SecondSum, open_all, read_behind
 from elastic.engine.parameters.fsdp import (
     apply_fp8_gather,
     apply_fsdp,

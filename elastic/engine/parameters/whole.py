@@ -34,8 +34,8 @@ from elastic.config.sections import Parallel
 from elastic.engine.fp8 import hold
 from elastic.engine.fp8_weights import Fp8Weights, weights_of, whole_weights
 from elastic.engine.parameters.base import Parameters, in_place_of, with_rows
+from elastic.engine.parameters.both_ends import Behind, open_all, read_behind
 from elastic.engine.parameters.buckets import ALONE, buckets_of
-from elastic.engine.parameters.ends import Behind, open_all, read_behind
 from elastic.engine.parameters.gathers import COLLECTIVES, Gathers, Weight, ends_of
 from elastic.engine.parameters.ties import aliases_of, tie
 from elastic.engine.parameters.units import SummedUnit

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from elastic.engine.loss import next_token
-from elastic.engine.parameters.ends import _Behind, weights_of_both_ends
+from elastic.engine.parameters.both_ends import _Behind, weights_of_both_ends
 from elastic.engine.world import World
 from elastic.ids import Version
 from elastic.job import Job
@@ -20,7 +20,7 @@ from tests.support.ranks import Ranks
 from tests.support.segments import compute, member, train, train_each, train_here
 from tests.support.toys import small_job
 
-HERE = "tests.engine.test_ends"
+HERE = "tests.engine.test_both_ends"
 SMALL = {"vocab": 29, "dim": 16, "layers": 2, "heads": 2}
 
 

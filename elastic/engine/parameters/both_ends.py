@@ -34,7 +34,7 @@ class SecondSum:
         of both ends together.
         """
         self.holder: nn.Parameter | None = None
-        """Has the gradient of the present round; it is made when the weight has memory."""
+        """The parameter whose ``grad`` is that of the present round; it is made when the weight has memory."""
         self.came: Callable[[], None] = lambda: None
         """Called once a gradient came."""
 
@@ -50,7 +50,7 @@ class SecondSum:
         self.came()
 
 
-class _Read(torch.autograd.Function):
+class _ReadBehind(torch.autograd.Function):
     """Gives a weight to a module behind the blocks."""
 
     @staticmethod
@@ -80,7 +80,7 @@ class _Behind(dict[str, Any]):
         found = super().__getitem__(name)
         if name not in self._seconds or isinstance(found, DTensor) or not torch.is_grad_enabled():
             return found
-        return _Read.apply(found, self._seconds[name])
+        return _ReadBehind.apply(found, self._seconds[name])
 
 
 def weights_of_both_ends(model: nn.Module, table: ShardingTable) -> Behind:

@@ -152,22 +152,25 @@ def test_a_step_asks_little_more_of_the_host_than_a_plain_loop(
 ) -> None:
     """A microbatch: one operator for each parameter, two for each unit and three.  Of a parameter torch takes
     over a gradient and the unit takes a view of it, where the plain loop adds it up.  Of Python calls only a
-    unit has some, and a parameter none.  There are two units, however many blocks: small blocks are joined
-    where nothing travels, and the rest of the model is the other.  Of the three operators one copies the
+    unit and a block have some, for sums and for seeds, and a parameter none.  There are three units, however
+    many blocks: small blocks are joined where nothing travels, the rest of the model is another, and the weight
+    of the head has a second sum.  Of the three operators one copies the
     tokens, which a loss may change, and one compares them with the vocabulary; where something reads ahead,
     its thread does that.
 
     A step: what the norm in a fixed order and the commit have more; the update has fewer.  The control, of
     one block: one operator for each parameter more.
     """
-    parameters, units = 9 * layers + 2, 2
+    parameters, units = 9 * layers + 2, 3
     few, more = (extra(tmp_path / f"{many}", layers, many, reproducible=reproducible) for many in (2, 4))
     each = of_a_microbatch(few, more)
     assert each.operators == parameters + 2 * units + 3
-    assert each.calls <= 107  # of which four note what is read, for the case that the process dies of it
-    assert few.operators - 2 * each.operators <= parameters + 180
-    # torch's optimizer makes more calls for each parameter than all of ours
-    assert few.calls - 2 * each.calls <= -32
+    assert (
+        each.calls <= 181 + 6 * layers
+    )  # of which four note what is read, for the case that the process dies of it
+    assert few.operators - 2 * each.operators <= parameters + 185
+    # torch's optimizer makes as many calls for each parameter as all of ours
+    assert few.calls - 2 * each.calls <= 32
 
     if layers > 1:
         return

@@ -153,7 +153,7 @@ def test_u4_so_have_weights_in_fp8(ranks: Ranks, tmp_path: Path, changes: dict[s
     rounds, so plain torch is near only.  The control: the next step is farther away.
     """
     layout = Layout(1, 2) if changes else Layout(1, 1)
-    settings: dict[str, Any] = {"precision": "fp8", "optim": {"lr": 0.2}, "steps": STEPS, **SMALL}
+    settings: dict[str, Any] = {"precision": "fp8", "optim": {"lr": 0.5}, "steps": STEPS, **SMALL}
     job = toy_job(tmp_path, **settings, **changes)
     first = ranks.run(layout, reading, job, Version(0, 0), STEPS - 1)
     end = Version(STEPS - 1, first[0][2][-1].generation)

@@ -9,7 +9,7 @@ gradient of that end.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from itertools import accumulate
 from typing import Any
@@ -37,12 +37,25 @@ class SecondSum:
         """The parameter whose ``grad`` is that of the present round; it is made when the weight has memory."""
         self.came: Callable[[], None] = lambda: None
         """Called once a gradient came."""
+        self._read: tuple[nn.Parameter, Tensor] | None = None
+        """The weight, and what its readers of the present round have: torch adds their gradients first."""
 
     def of(self, weight: nn.Parameter) -> nn.Parameter:
         """Returns the holder of gradients of ``weight``."""
         if self.holder is None:
             self.holder = nn.Parameter(weight.detach(), requires_grad=False)
         return self.holder
+
+    def read(self, weight: nn.Parameter) -> Tensor:
+        """Returns the weight for a reader behind the blocks."""
+        if self._read is None or self._read[0] is not weight:
+            self._read = weight, _ReadBehind.apply(weight, self)
+        return self._read[1]
+
+    def turn(self, *, is_open: bool) -> None:
+        """Tells whether the backward pass of a round runs; where none does, readers read anew."""
+        self.is_open = is_open
+        self._read = self._read if is_open else None
 
     def take(self, weight: nn.Parameter, grad: Tensor) -> None:
         holder = self.of(weight)
@@ -80,7 +93,7 @@ class _Behind(dict[str, Any]):
         found = super().__getitem__(name)
         if name not in self._seconds or isinstance(found, DTensor) or not torch.is_grad_enabled():
             return found
-        return _ReadBehind.apply(found, self._seconds[name])
+        return self._seconds[name].read(found)
 
 
 def weights_of_both_ends(model: nn.Module, table: ShardingTable) -> Behind:
@@ -119,9 +132,3 @@ def read_behind(model: nn.Module, places: Behind) -> dict[str, SecondSum]:
         reader = model.get_submodule(where)
         reader.__dict__["_parameters"] = _Behind(reader._parameters, own)
     return seconds
-
-
-def open_all(seconds: Iterable[SecondSum], is_open: bool) -> None:
-    """Tells the sums whether the backward pass of a round runs."""
-    for each in seconds:
-        each.is_open = is_open

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from elastic.engine.blocks import sharding_table
 from elastic.engine.fp8_weights import Fp8Weights
 from elastic.engine.parameters.base import Parameters
-from elastic.engine.parameters.both_ends import Behind, SecondSum, open_all, read_behind
+from elastic.engine.parameters.both_ends import Behind, SecondSum, read_behind
 from elastic.engine.parameters.fsdp import (
     apply_fp8_gather,
     apply_fsdp,
@@ -164,7 +164,8 @@ class Split(Parameters):
             self.forget_grads()
         if number == 0:
             self.refresh()
-        open_all((second for second, _ in self._seconds.values()), False)
+        for second, _ in self._seconds.values():
+            second.turn(is_open=False)
         for each in self._reduces.values():
             each.summed = each.passes = each.runs = 0
         for parameter in self._parameters.values():
@@ -195,7 +196,8 @@ class Split(Parameters):
             )
             if wrong:
                 raise ModelError(wrong.format(name=name or "the model itself"))
-        open_all((second for second, _ in self._seconds.values()), True)
+        for second, _ in self._seconds.values():
+            second.turn(is_open=True)
 
     def end_round(self) -> None:
         """Checks that each module was summed once in the backward pass.  Raises :class:`ModelError` if
@@ -212,7 +214,7 @@ class Split(Parameters):
                 raise ModelError(wrong.format(name=name or "the model itself"))
         missing = {name for name, each in self._parameters.items() if each.missing}
         for name, (second, unit) in self._seconds.items():
-            second.is_open = False
+            second.turn(is_open=False)
             holder = second.of(self._parameters[name].whole)
             missing -= {name} if holder.grad is not None else set()
             unit.computing = [holder]

@@ -34,7 +34,7 @@ from elastic.config.sections import Parallel
 from elastic.engine.fp8 import hold
 from elastic.engine.fp8_weights import Fp8Weights, weights_of, whole_weights
 from elastic.engine.parameters.base import Parameters, in_place_of, with_rows
-from elastic.engine.parameters.both_ends import Behind, open_all, read_behind
+from elastic.engine.parameters.both_ends import Behind, read_behind
 from elastic.engine.parameters.buckets import ALONE, buckets_of
 from elastic.engine.parameters.gathers import COLLECTIVES, Gathers, Weight, ends_of
 from elastic.engine.parameters.ties import aliases_of, tie
@@ -242,7 +242,8 @@ class Whole(Parameters):
                 self._visits.end(last=True)  # somebody may have called the model since the last round
             self._visits.begin()
         self._next = 0
-        open_all(self._seconds.values(), False)
+        for each in self._seconds.values():
+            each.turn(is_open=False)
 
     def _make_copies(self) -> None:
         """Writes the present values into the parameters with which the model computes, or begins to gather
@@ -278,7 +279,8 @@ class Whole(Parameters):
 
     def end_forward(self) -> None:
         self._gathers.finish()
-        open_all(self._seconds.values(), True)
+        for each in self._seconds.values():
+            each.turn(is_open=True)
         if self._visits is not None:
             self._visits.turn()
 
@@ -304,7 +306,8 @@ class Whole(Parameters):
             self._watch(number, missing)
 
     def end_round(self) -> None:
-        open_all(self._seconds.values(), False)
+        for each in self._seconds.values():
+            each.turn(is_open=False)
         for unit in self._units[: self._next]:
             for place, parameter in enumerate(unit.computing):
                 if parameter.grad is not None:

@@ -255,11 +255,8 @@ class World:
             if free < ROOM:
                 torch.cuda.empty_cache()
         before = sockets.services() if self.device.type == "cuda" else set[Service]()
-        one, expected, until = (
-            torch.ones((), dtype=torch.float64, device=self.device),  # exact up to 2**53
-            1,
-            time.monotonic() + form_s,
-        )
+        one = torch.ones((), dtype=torch.float64, device=self.device)  # the product is exact up to 2**53
+        expected, until = 1, time.monotonic() + form_s
         for number, group in enumerate(self.groups):
             # in a smaller group of one there is nobody to wait for
             if group.size() > 1 or len(self.groups) == 1:

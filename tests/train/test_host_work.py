@@ -162,15 +162,17 @@ def test_a_step_asks_little_more_of_the_host_than_a_plain_loop(
     one block: one operator for each parameter more.
     """
     parameters, units = 9 * layers + 2, 3
+    extra(
+        tmp_path / "before", layers, 2, reproducible=reproducible
+    )  # what is known of a layout is found again
     few, more = (extra(tmp_path / f"{many}", layers, many, reproducible=reproducible) for many in (2, 4))
     each = of_a_microbatch(few, more)
     assert each.operators == parameters + 2 * units + 3
-    assert (
-        each.calls <= 181 + 6 * layers
-    )  # of which four note what is read, for the case that the process dies of it
+    # of which four note what is read, for the case that the process dies of it
+    assert each.calls <= 181 + 6 * layers
     assert few.operators - 2 * each.operators <= parameters + 185
     # torch's optimizer makes as many calls for each parameter as all of ours
-    assert few.calls - 2 * each.calls <= 32
+    assert few.calls - 2 * each.calls <= 28
 
     if layers > 1:
         return
@@ -180,7 +182,7 @@ def test_a_step_asks_little_more_of_the_host_than_a_plain_loop(
     )
     hooked = of_a_microbatch(few, more)
     assert hooked.operators == each.operators + parameters
-    assert hooked.calls > each.calls  # the sums begin in another order, which saves some
+    assert hooked.calls >= each.calls + parameters - 1
 
 
 # ---- many tensors

@@ -48,6 +48,7 @@ from elastic.protocol.actions import (
     Form,
     Go,
     Kill,
+    LetGo,
     ListCopies,
     Pair,
     Pause,
@@ -166,8 +167,8 @@ class ActorGroup:
                 self._do(self._forms, self._form, action)
             case Go(generation, members):
                 self.orders.send(members, "go", generation)
-            case Pause(generation, members, save):
-                self.orders.send(members, "pause", generation, save)
+            case Pause(generation, members, save, hand_over):
+                self.orders.send(members, "pause", generation, save, hand_over)
             case Fence(generation, members, whole):
                 self.orders.send(members, "fence", generation, whole)
             case Settle(generation, members, outcome):
@@ -207,6 +208,9 @@ class ActorGroup:
                 for node, _, address in buddies:
                     for keeper in self._those((node,)):
                         keeper.pair.remote(self.incarnation, address)
+            case LetGo(nodes):
+                for keeper in self._those(nodes):
+                    keeper.left_world.remote(self.incarnation)
             case Exit(workers):
                 self.orders.send(workers, "exit")
             case _:

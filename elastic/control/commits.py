@@ -55,7 +55,7 @@ def step_done(decision: Decision, event: StepDone) -> None:
     state = decision.run.state
     if isinstance(state, Stopping) and state.planned and event.outcome.boundary == GO_ON:
         # the first request was too late for this commit, or lost
-        decision.do(Pause(state.plan.generation, state.plan.members, state.save))
+        decision.do(Pause(state.plan.generation, state.plan.members, state.save, state.hand_over))
 
 
 def _complete_the_quarantine(decision: Decision, event: StepDone) -> None:

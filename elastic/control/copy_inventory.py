@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 
@@ -253,7 +253,14 @@ def buddies_of(run: RunState, rules: Rules, nodes: Sequence[NodeId]) -> dict[Nod
     """
     hosts = run.copies.hosts
     zones = {node: hosts[node].zone if node in hosts else "" for node in run.cluster.keepers}
-    return choose_buddies(nodes, zones, run.copies.buddies, cross_zone=rules.cross_zone)
+    leave = frozenset(run.cluster.notices)
+    before, cross_zone = run.copies.buddies, rules.cross_zone
+    if not leave:
+        return choose_buddies(nodes, zones, before, cross_zone=cross_zone)
+    # a node that has no other gets one that will or may be taken
+    first = choose_buddies(nodes, zones, before, cross_zone=cross_zone, without=leave)
+    rest = [node for node in nodes if node not in first]
+    return first | choose_buddies(rest, zones, before, cross_zone=cross_zone)
 
 
 def pair(decision: Decision, plan: Plan) -> None:
@@ -292,16 +299,20 @@ def choose_buddies(
     before: Mapping[NodeId, NodeId],
     *,
     cross_zone: bool = False,
+    without: Collection[NodeId] = (),
 ) -> dict[NodeId, NodeId]:
     """Returns the buddy of each node in ``homes``, which names a node once for each worker there.
 
     ``zones`` has the zone of each node whose keeper is up; nodes without a label ("") are one zone.  A node
-    that can have no buddy is left out.
+    in ``without`` is nobody's buddy.  A node that can have no buddy is left out.
     """
     weights = Counter(homes)
-    rings = _rings(zones, cross_zone)
+    rings = {
+        zone: [node for node in ring if node not in without]
+        for zone, ring in _rings(zones, cross_zone).items()
+    }
     members = {zone: frozenset(ring) for zone, ring in rings.items()}
-    fair = -(-len(homes) // max(len(zones), 1))
+    fair = -(-len(homes) // max(len(zones.keys() - without), 1))
     load: Counter[NodeId] = Counter()
     chosen: dict[NodeId, NodeId] = {}
     for node in sorted(weights):

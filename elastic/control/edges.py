@@ -222,11 +222,11 @@ def finish(decision: Decision, plan: Plan) -> None:
 # ---- Stopping
 
 
-def pause(decision: Decision, cause: str, *, save: bool) -> None:
+def pause(decision: Decision, cause: str, *, save: bool, hand_over: bool = False) -> None:
     """Stops as planned: the members agree in a commit on the boundary to stop at, and nothing is lost."""
     plan = decision.plan
-    enter(decision, Stopping(plan, cause, True, plan.members, NEVER, save=save))
-    decision.do(Pause(plan.generation, plan.members, save))
+    enter(decision, Stopping(plan, cause, True, plan.members, NEVER, save=save, hand_over=hand_over))
+    decision.do(Pause(plan.generation, plan.members, save, hand_over))
     decision.say(f"{cause}: generation {plan.generation} pauses at the next boundary")
 
 

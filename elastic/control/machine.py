@@ -20,6 +20,7 @@ from elastic.control import (
     admission,
     commits,
     copy_inventory,
+    draining,
     edges,
     finishing,
     forming,
@@ -51,8 +52,11 @@ from elastic.protocol.events import (
     KeeperUp,
     Kept,
     Lost,
+    NodeAdvised,
+    NodeDraining,
     NodeFound,
     NodeRefused,
+    NodeStays,
     Ready,
     Recovered,
     Renewed,
@@ -108,6 +112,8 @@ def _take(decision: Decision, event: Fact) -> None:
     match event:
         case Joined():
             admission.joined(decision, event)
+            if event.worker in decision.run.workers:
+                draining.joined(decision, event.worker)
         case Lost():
             _lost(decision, event)
         case Starting():
@@ -122,6 +128,10 @@ def _take(decision: Decision, event: Fact) -> None:
             _keeper_up(decision, event)
         case KeeperLost():
             _keeper_lost(decision, event)
+        case NodeDraining() | NodeAdvised():
+            draining.noticed(decision, event)
+        case NodeStays():
+            draining.stays(decision, event)
         case Kept():
             copy_inventory.kept(decision, event)
         case Capacity():
@@ -180,6 +190,8 @@ def _go_on(decision: Decision) -> None:
     if decision.run.saves.pending:
         saves.ask_for_manifests(decision)
         saves.give_up_the_silent(decision)
+    if decision.run.cluster.notices:
+        draining.go_on(decision)
     match decision.run.state:
         case Waiting() as state:
             waiting.go_on(decision, state)
@@ -223,6 +235,8 @@ def _keeper_up(decision: Decision, event: KeeperUp) -> None:
 
 def _keeper_lost(decision: Decision, event: KeeperLost) -> None:
     membership.keeper_lost(decision, event.node, with_its_node=event.with_its_node)
+    if event.with_its_node:
+        draining.gone(decision, event.node)
     decision.say(f"the keeper of node {event.node[:8]} is lost ({event.reason})")
     state = decision.run.state
     if isinstance(state, Forming) and state.plan.store_node == event.node:

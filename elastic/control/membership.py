@@ -12,7 +12,7 @@ from elastic.control import growth, saves
 from elastic.control.decision import Decision, count, names
 from elastic.control.evolve import evolve
 from elastic.control.liveness import Start, forgotten, silent
-from elastic.control.run import Finishing, Host
+from elastic.control.run import Finishing, Host, RunState
 from elastic.ids import NodeId, WorkerId
 from elastic.plan.transfer import Holding
 from elastic.protocol.actions import Kill, StartWorkers
@@ -77,7 +77,7 @@ def start_workers(decision: Decision) -> None:
     _forget_the_late(decision)
     run, rules = decision.run, decision.rules
     starting = run.members.starting
-    number = min(run.cluster.slots, rules.max_workers + rules.spares - len(run.workers) - len(starting))
+    number = min(run.cluster.slots, rules.max_workers + rules.spares - _staying(run) - len(starting))
     if number <= 0 or run.stop or decision.now < run.members.start_after or isinstance(run.state, Finishing):
         return
     new = tuple(WorkerId(f"w{run.members.next_worker + i}") for i in range(number))
@@ -87,6 +87,7 @@ def start_workers(decision: Decision) -> None:
     decision.know("cluster", slots=run.cluster.slots - number)
     avoid = (
         *run.cluster.refused,
+        *run.cluster.notices,
         *silent(run.watch, run.cluster.keepers, decision.heard_until, rules.silence_s, rules.silence_s),
     )
     decision.do(StartWorkers(new, tuple(dict.fromkeys(avoid))))
@@ -94,6 +95,13 @@ def start_workers(decision: Decision) -> None:
         f"start {names(new)}: {count(len(run.workers), 'worker')} of at most "
         f"{rules.max_workers}{f' and {spares}' if rules.spares else ''}"
     )
+
+
+def _staying(run: RunState) -> int:
+    """Returns the number of workers on nodes that will not be taken."""
+    if not run.cluster.notices:
+        return len(run.workers)
+    return sum(run.cluster.deadline(known.node) is None for known in run.workers.values())
 
 
 def _forget_the_late(decision: Decision) -> None:

@@ -99,6 +99,8 @@ class Stopping:
     """
     save: bool = False
     """True if the state at the boundary is also saved."""
+    hand_over: bool = False
+    """True if each member's copy of the boundary is complete before the member stops."""
     job_error: str = ""
     """The user's traceback if the job is at fault."""
 
@@ -223,6 +225,17 @@ class Refusal:
 
 
 @dataclass(frozen=True)
+class Notice:
+    """The machine behind a node will be taken at the time ``at``, as ``source`` has announced.  If it is only
+    an ``advice``, it may be taken, and the advice expires then.
+    """
+
+    source: str
+    at: float
+    advice: bool = False
+
+
+@dataclass(frozen=True)
 class Cluster:
     """The nodes and their keepers."""
 
@@ -245,6 +258,16 @@ class Cluster:
     homes: dict[NodeId, Home] = field(default_factory=dict)  # the nodes from which workers have joined
     stays: dict[str, float] = field(default_factory=dict)
     """Expected stay in seconds of each host that has left before: see ``growth.py``."""
+    notices: dict[NodeId, tuple[Notice, ...]] = field(default_factory=dict)
+    """The notices for each node, one of each source: see ``draining.py``."""
+    leaving: tuple[NodeId, ...] = ()
+    """The nodes that will be taken and whose workers are in no later world."""
+    let_go: tuple[NodeId, ...] = ()
+    """The nodes that will be taken and on which the run needs nothing any more."""
+
+    def deadline(self, node: NodeId) -> float | None:
+        """Returns the time at which the node's machine will be taken; None if nothing is announced."""
+        return min((each.at for each in self.notices.get(node, ()) if not each.advice), default=None)
 
 
 # ---- history

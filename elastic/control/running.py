@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from elastic.control import edges, growth, stopping
+from elastic.control import draining, edges, growth, stopping
 from elastic.control.decision import Decision, names
 from elastic.control.liveness import Stall
 from elastic.control.run import Running
@@ -48,7 +48,7 @@ def _all_end_or(decision: Decision, stalled: Stall) -> None:
 def _grow(decision: Decision, plan: Plan) -> None:
     """Takes in newcomers at a step boundary if that pays; several at once rather than one after the other."""
     run, rules = decision.run, decision.rules
-    if len(plan.members) >= rules.max_workers:
+    if len(plan.members) >= rules.max_workers or draining.awaited(run, decision.now):
         return
     there = candidates(run, rules)
     layout = layout_of(run, there, rules)

@@ -13,6 +13,7 @@ from __future__ import annotations
 from elastic.control import admission, commits, copy_inventory, edges, membership, saves
 from elastic.control.commits import Settlement, newest, settle
 from elastic.control.decision import Decision, names
+from elastic.control.draining import TAKEN
 from elastic.control.liveness import Stall, silence, silent, stall
 from elastic.control.run import (
     Answer,
@@ -403,7 +404,9 @@ def _settle(decision: Decision, state: Stopping) -> None:
         decision.do(Settle(plan.generation, survivors, settlement.outcome))
         decision.know("history", settled=Settle(plan.generation, survivors, settlement.outcome))
     _say_outcome(decision, settlement, {answer.prepared for answer in answers if answer.prepared})
-    unusable = tuple(worker for worker in survivors if run.workers[worker].unfit)
+    taken = tuple(worker for worker in survivors if run.workers[worker].unfit == TAKEN)
+    membership.expel(decision, taken, TAKEN)
+    unusable = tuple(worker for worker in survivors if run.workers[worker].unfit not in ("", TAKEN))
     membership.expel(decision, unusable, "its process is unusable")
     decision.know("copies", unreported=0 if survivors else plan.generation)
     if run.version.generation != plan.generation or (

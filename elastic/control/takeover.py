@@ -224,9 +224,9 @@ def _say_again(decision: Decision) -> None:
         case Running(plan=plan) | Finishing(plan=plan):
             copy_inventory.pair(decision, plan)
             decision.do(Go(plan.generation, plan.members))
-        case Stopping(plan=plan, planned=True):
+        case Stopping(plan=plan, planned=True, hand_over=hand_over):
             decision.do(Go(plan.generation, plan.members))
-            decision.do(Pause(plan.generation, plan.members, state.save))
+            decision.do(Pause(plan.generation, plan.members, state.save, hand_over))
         case Stopping(plan=plan, pending=pending):
             if pending and not any(isinstance(action, Fence) for action in decision.actions):
                 decision.do(Fence(plan.generation, pending))

@@ -26,11 +26,11 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 from elastic.control.decision import Transition
 from elastic.control.evolve import evolve
 from elastic.control.rules import Rules
-from elastic.control.run import Finished, RunState
+from elastic.control.run import Finished, RunState, Stopping
 from elastic.journal import packed
 from elastic.journal.deltas import SAME, delta, patched
 from elastic.plan.layout import LayoutRule
-from elastic.protocol.actions import Retain
+from elastic.protocol.actions import Pause, Retain
 from elastic.protocol.commit_record import Outcome
 from elastic.protocol.events import (
     Attached,
@@ -88,6 +88,8 @@ QUIET: Mapping[type, tuple[str, ...]] = {
     RunState: ("enough", "why", "asked", "left", "mark", "worse"),
     Finished: ("step", "why"),
     Plan: ("ends", "best", "worse"),
+    Stopping: ("hand_over",),
+    Pause: ("hand_over",),
     Rules: ("patience", "min_delta"),
     LayoutRule: ("model",),
     Retain: ("at_once",),

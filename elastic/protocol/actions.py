@@ -41,13 +41,14 @@ class Go:
 
 @dataclass(frozen=True)
 class Pause:
-    """Asks the members to agree, in their next commit, to stop at the boundary after it, and with ``save`` to
-    save there.
+    """Asks the members to agree, in their next commit, to stop at the boundary after it.  With ``save`` the
+    state is saved there, and with ``hand_over`` each member's copy of it is complete before the member stops.
     """
 
     generation: int
     members: tuple[WorkerId, ...]
     save: bool
+    hand_over: bool = False
 
 
 @dataclass(frozen=True)
@@ -193,6 +194,15 @@ class Pair:
 
 
 @dataclass(frozen=True)
+class LetGo:
+    """Tells the keepers of ``nodes``, whose machines will be taken, that the run needs nothing there any more:
+    they may acknowledge the notice.
+    """
+
+    nodes: tuple[NodeId, ...]
+
+
+@dataclass(frozen=True)
 class Exit:
     """Tells these workers that the run is over, so that they leave in good order."""
 
@@ -214,5 +224,6 @@ Action = (
     | ListCopies
     | Release
     | Pair
+    | LetGo
     | Exit
 )

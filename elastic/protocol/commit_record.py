@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import sys
 from array import array
+from collections.abc import Iterable
 from dataclasses import astuple, dataclass, field
 from functools import cached_property
 from math import isnan
@@ -31,12 +32,15 @@ from elastic.plan.batch import Deal, deal_of, resized
 from elastic.plan.layout import Layout
 from elastic.plan.placement import data_groups, reporters
 
-GO_ON, PAUSE, SAVE_AND_PAUSE, ENDS = 0, 1, 2, 3
-"""The requests that a member may make for the boundary after this step; the greatest of all members' requests
-counts.
+GO_ON, PAUSE, SAVE_AND_PAUSE, ENDS, HAND_OVER = 0, 1, 2, 3, 4
+"""The requests that a member may make for the boundary after this step; the :func:`strongest` of all members'
+requests counts.
 
-ENDS makes this step the last one of the run, as the loop of a member asks (``ctx.stop()``).
+HAND_OVER is a PAUSE at which each member's copy in host memory is complete before the member stops.  ENDS
+makes this step the last one of the run, as the loop of a member asks (``ctx.stop()``).
 """
+STRENGTH = (GO_ON, PAUSE, HAND_OVER, SAVE_AND_PAUSE, ENDS)
+"""The requests from the weakest to the strongest.  Journals have their numbers."""
 NO_SAVE, DUE, LAST = 0, 1, 2
 """The requests that a member may make to save the state after this step to the bucket.
 
@@ -381,6 +385,11 @@ class CommitShape:
         return HEADER + self.rounds * (2 + self.microbatch) + 1
 
 
+def strongest(requests: Iterable[float]) -> int:
+    """Returns the request for a boundary that counts if members make these ``requests``."""
+    return max(map(int, frozenset(requests)), key=STRENGTH.index)
+
+
 def is_saved(boundary: int, asked: int, behind: bool) -> bool:
     """Returns whether the state after a step becomes a save; ``asked`` is the greatest of what the members
     asked for.
@@ -470,7 +479,7 @@ def conclude(shape: CommitShape, step: int, gathered: bytes, validated: Validate
     if not all(map(float.is_integer, counts)) or min(counts) < 0:
         index = next(index for index, count in enumerate(counts) if not is_count(count))
         raise BadCount(index, counts[index], samples[index])
-    boundary, behind = int(max(heads["boundary"])), max(heads["behind"]) > 0
+    boundary, behind = strongest(heads["boundary"]), max(heads["behind"]) > 0
     used = {name: heads[name] for name in vars(NO_USAGE)}
     most = {name: max(values) for name, values in used.items()}
     return Outcome(

@@ -32,7 +32,7 @@ from typing import NamedTuple
 from elastic.ids import Cell, Version, WorkerId
 from elastic.plan.placement import cell_of
 from elastic.protocol import lineage
-from elastic.protocol.commit_record import DUE, LAST, NO_SAVE, Outcome
+from elastic.protocol.commit_record import DUE, HAND_OVER, LAST, NO_SAVE, Outcome
 from elastic.protocol.plan import Plan
 
 
@@ -168,7 +168,7 @@ class CopySchedule:
 
     def after(self, outcome: Outcome) -> CopySchedule:
         """Returns the copies after the commit ``outcome``: its version is copied if it is ``begun``, and goes
-        to the buddy if ``sent``.
+        to the buddy if ``sent``.  A version that is handed over is always copied.
         """
         plan, step = self.plan, outcome.step
         copied, buddied = (
@@ -187,6 +187,7 @@ class CopySchedule:
         complete = self.begun is not None and copied == self.begun
         if (
             not outcome.saves
+            and outcome.boundary != HAND_OVER
             and not self.lives
             and not (complete and _due(self.begun, step, plan.copy_every, outcome.copy_every))
         ):

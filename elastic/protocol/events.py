@@ -127,6 +127,38 @@ class KeeperLost:
 
 
 @dataclass(frozen=True)
+class NodeDraining:
+    """The node's machine will be taken at ``deadline``, in seconds of the coordinator's clock (Unix time), as
+    ``source`` has announced; ``text`` has the source's own words.
+    """
+
+    node: NodeId
+    deadline: float
+    source: str
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class NodeAdvised:
+    """The node's machine may be taken before long, as ``source`` advises.  The advice expires at ``until``.
+    Nobody leaves because of it.
+    """
+
+    node: NodeId
+    until: float
+    source: str
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class NodeStays:
+    """``source`` no longer announces or advises that the node's machine will be taken."""
+
+    node: NodeId
+    source: str
+
+
+@dataclass(frozen=True)
 class Kept:
     """A keeper lists the copies that it has complete, as its answer to ``ListCopies`` of ``generation``.
     Torn copies are not among them.
@@ -465,6 +497,9 @@ Fact = (
     | NodeRefused
     | KeeperUp
     | KeeperLost
+    | NodeDraining
+    | NodeAdvised
+    | NodeStays
     | Kept
     | Capacity
     | Here

@@ -30,7 +30,7 @@ from typing import Any
 from elastic.errors import FencedOff
 from elastic.ids import Version, WorkerId
 from elastic.plan.transfer import Holding
-from elastic.protocol.commit_record import ENDS, GO_ON, PAUSE, SAVE_AND_PAUSE, Outcome
+from elastic.protocol.commit_record import ENDS, GO_ON, HAND_OVER, PAUSE, SAVE_AND_PAUSE, Outcome, strongest
 from elastic.protocol.events import Attached, Event, Fenced, StepDone
 from elastic.protocol.plan import Plan
 
@@ -163,11 +163,12 @@ class Member:
         self.held = {newest: memory}
         return True
 
-    def pause(self, generation: int, save: bool) -> bool:
+    def pause(self, generation: int, save: bool, hand_over: bool = False) -> bool:
         """Makes the next commit record ask the other members to stop at the boundary after that step."""
         if generation != self.generation or not self.inside:
             return False
-        self.boundary = max(self.boundary, SAVE_AND_PAUSE if save else PAUSE)
+        asked = SAVE_AND_PAUSE if save else HAND_OVER if hand_over else PAUSE
+        self.boundary = strongest((self.boundary, asked))
         return True
 
     def end(self) -> None:

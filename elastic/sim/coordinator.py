@@ -332,7 +332,7 @@ class Coordinator:
             case do.Go():
                 self._each(action.members, Worker.go, action.generation)
             case do.Pause():
-                self._each(action.members, Worker.pause, action.generation, action.save)
+                self._each(action.members, Worker.pause, action.generation, action.save, action.hand_over)
             case do.Fence():
                 self._each(action.members, Worker.fence, action.generation, action.whole)
             case do.Settle():

@@ -156,6 +156,12 @@ class Memory:
             self.copies = replace(copies, saving=(copies.begun,))
         self._go_on(None)
 
+    @property
+    def copies_newest(self) -> bool:
+        """True while the copy that was begun last is not complete."""
+        begun = self.copies.begun if self.copies is not None else None
+        return any(slot is not None and slot.copy == begun and not slot.complete for slot in self.slots)
+
     def heed(self, keeper: Uploads) -> None:
         """Forgets the newest save if ``keeper`` knows that it is over."""
         if self.saving is not None and keeper.latest.is_over(self.worker.name, self.saving):

@@ -17,7 +17,7 @@ from elastic.ids import Cell, NodeId, Version, WorkerId
 from elastic.plan.placement import cell_of
 from elastic.plan.transfer import Holding
 from elastic.protocol.actions import Settle
-from elastic.protocol.commit_record import ENDS, Outcome
+from elastic.protocol.commit_record import ENDS, HAND_OVER, Outcome
 from elastic.protocol.events import Broken, Ends, Fenced, Here, Joined, Progress, Ready, Starting, StepDone
 from elastic.protocol.faults import Point
 from elastic.protocol.member import Member
@@ -311,10 +311,21 @@ class Worker(Process):
             outcome.step == self.sim.scenario.ends_at and not self.sim.scenario.asks
         ):
             self._ends(outcome.step)
+        elif outcome.boundary == HAND_OVER:
+            self._hand_over(outcome.generation)
         elif outcome.boundary:
             self.fence(outcome.generation)
         elif not self.member.barred:
             self._start_step()
+
+    def _hand_over(self, generation: int) -> None:
+        """Stops at the boundary once the copy of the newest version is complete."""
+        if self.member.generation != generation or self.member.barred:
+            return
+        if self.memory.copies_newest:
+            self.later(0.05, self._hand_over, generation)
+        else:
+            self.fence(generation)
 
     def _ends(self, step: int) -> None:
         """Leaves the loop after ``step``, and reports this as the end of the run if the target step is not
@@ -331,8 +342,8 @@ class Worker(Process):
     # -- control
     # --------------------------------------------------------------------------------------------------
 
-    def pause(self, generation: int, save: bool) -> None:
-        self.member.pause(generation, save)
+    def pause(self, generation: int, save: bool, hand_over: bool = False) -> None:
+        self.member.pause(generation, save, hand_over)
 
     def fence(self, generation: int, whole: bool = False) -> None:
         self._answer(self.member.fence(generation, whole))

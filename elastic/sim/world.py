@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from elastic.ids import WorkerId
-from elastic.protocol.commit_record import Copied, Outcome, is_saved
+from elastic.protocol.commit_record import Copied, Outcome, is_saved, strongest
 from elastic.protocol.plan import Plan
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class World:
     def _complete(self, step: int, asked: list[tuple[int, Copied]]) -> None:
         rng, clock = self.sim.rng, self.sim.clock
         mark = rng.random()  # tells outcomes of the same step in two generations apart, as real losses would
-        boundary, records = max(each[0] for each in asked), [each[1] for each in asked]
+        boundary, records = strongest(each[0] for each in asked), [each[1] for each in asked]
         copied, buddied = (
             min(each.copied_through for each in records),
             min(each.buddied_through for each in records),

@@ -209,6 +209,10 @@ class Snapshots:
             self._under_way = in_background(copying, "copies"), copying
             self.made = shard.version
 
+    def handed_over(self) -> None:
+        """Returns once the copy of the newest version is complete, or has failed: this process may end then."""
+        self._wait()
+
     def make_room(self, give_up: Callable[[], bool]) -> None:
         """Returns once the last save of this world is copied, or ``give_up()`` holds while there is no room
         for it.

@@ -28,7 +28,16 @@ from elastic.engine.world import World
 from elastic.errors import AbortStuck, FencedOff
 from elastic.ids import Version
 from elastic.plan.transfer import Holding
-from elastic.protocol.commit_record import ENDS, GO_ON, CommitShape, Outcome, Score, Validated, better_of
+from elastic.protocol.commit_record import (
+    ENDS,
+    GO_ON,
+    HAND_OVER,
+    CommitShape,
+    Outcome,
+    Score,
+    Validated,
+    better_of,
+)
 from elastic.protocol.events import Broken, Ends, Evaluated, Event, Here, Ready, StepDone
 from elastic.protocol.plan import Plan
 from elastic.threads import later
@@ -453,6 +462,8 @@ class Trainer(Controlled):
             assert outcome is not None, "the context sees to it"
             if step == last or outcome.boundary == ENDS:
                 self._ends(plan, state)
+            if outcome.boundary == HAND_OVER and self.session.snapshots is not None:
+                self.session.snapshots.handed_over()
             if outcome.boundary not in (GO_ON, ENDS):
                 self.fence(plan.generation)
             if outcome.boundary != GO_ON:

@@ -83,10 +83,10 @@ class Controlled:
         if taken:
             self.orders.put(Went(generation))
 
-    def pause(self, generation: int, save: bool) -> None:
+    def pause(self, generation: int, save: bool, hand_over: bool = False) -> None:
         """Makes this member ask in the next commit for a stop at the boundary after it."""
         with self.apply_fence as member:
-            member.pause(generation, save)
+            member.pause(generation, save, hand_over)
 
     def fence(self, generation: int, whole: bool = False) -> None:
         """Stops this member from applying more steps of ``generation``, and reports what state the member

@@ -279,8 +279,8 @@ def orders(action: Any) -> list[tuple[int, Any]]:
             return [(len(plan.members), (1, "form", plan, ("10.0.0.1", 7000)))]
         case Go(generation, members):
             return [(len(members), (1, "go", generation))]
-        case Pause(generation, members, save):
-            return [(len(members), (1, "pause", generation, save))]
+        case Pause(generation, members, save, hand_over):
+            return [(len(members), (1, "pause", generation, save, hand_over))]
         case Fence(generation, members):
             return [(len(members), (1, "fence", generation))]
         case Settle(generation, members, outcome):

@@ -1,0 +1,271 @@
+"""Notices that a machine will be taken, or may be taken (``elastic/control/draining.py``)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from elastic.control.run import Forming, Running, Stopping, Waiting
+from elastic.ids import NodeId, Version, WorkerId
+from elastic.plan.layout import LayoutRule
+from elastic.plan.transfer import Holding
+from elastic.protocol import events as ev
+from elastic.protocol.actions import Kill, LetGo, Pair, Pause, StartWorkers
+from elastic.protocol.commit_record import ENDS, HAND_OVER, PAUSE, SAVE_AND_PAUSE, strongest
+from elastic.protocol.events import NodeAdvised, NodeDraining, NodeStays
+from tests.control.play import CLASSES, Play, but, reformed, stepping
+
+pytestmark = pytest.mark.fast
+
+N1, N2, N3, N4 = (NodeId(f"n{number}") for number in range(1, 5))
+W2, W3, W4 = (WorkerId(f"w{number}") for number in range(2, 5))
+SHARDED = LayoutRule(dp_replicate=1, dp_shard=None, min_shard=1, use="all")
+REPLICAS = LayoutRule(dp_replicate=None, dp_shard=1, min_shard=1, use="all")
+REFORM_S, STEP_S = 2.0, 1.0
+
+
+def running(layout: LayoutRule = REPLICAS, workers: int = 3, **changes: Any) -> Play:
+    """Returns a run of ``workers`` workers at step 4, with a measured re-form of 2 s and steps of 1 s."""
+    play = stepping(
+        workers, **{"copy_every": 1, "buddy_every": 1, "layout": layout, "stall_s": 1e6, **changes}
+    )
+    play.steps(1, 4)
+    play.run = but(play.run, "watch", reform_s=REFORM_S, step_s=STEP_S)
+    return play
+
+
+def notice(play: Play, node: NodeId = N3, lead_s: float = 120.0, source: str = "aws") -> str:
+    return play.tell(NodeDraining(node, play.now + lead_s, source))
+
+
+def stops(play: Play, boundary: int = PAUSE) -> None:
+    """The world makes its next step, with ``boundary``, and all members answer."""
+    step, members = play.run.step + 1, play.plan.members
+    play.step(step, boundary)
+    for member in members:
+        play.answer(member, Version(step, play.generation))
+
+
+def test_r5_the_world_leaves_at_the_last_boundary_that_leaves_time() -> None:
+    """Twice the re-form and two steps before the deadline, and not earlier: paid seconds are used."""
+    play = running()
+    assert notice(play) == "node n3 will be taken in 120 s (aws)"
+    play.later(120.0 - 2 * REFORM_S - 2 * STEP_S - 0.2)
+    assert isinstance(play.run.state, Running) and play.did(Pause) == []
+    assert "w3 leaves before the machine is taken" in play.later(0.3)
+    assert play.did(Pause) == [Pause(1, play.plan.members, save=False)], "the others hold the whole state"
+    stops(play)
+    assert isinstance(play.run.state, Forming) and play.plan.members == ("w1", "w2")
+    assert play.plan.version == Version(5, 1) and play.plan.tier == "live", "no step is lost"
+    assert play.did(Kill) == [Kill((W3,), "its node is taken")]
+
+
+def test_a_state_that_the_others_do_not_hold_is_handed_over() -> None:
+    """The keeper of the node that leaves has the copy of the boundary, and the next world reads it there."""
+    play = running(SHARDED)
+    notice(play, lead_s=5.0)
+    assert play.did(Pause) == [Pause(1, play.plan.members, save=False, hand_over=True)]
+    layout, cells = (
+        play.plan.layout,
+        {member: play.shard(member, Version(5, 1)) for member in play.plan.members},
+    )
+    assert layout.dp_shard == 3
+    stops(play, HAND_OVER)
+    assert isinstance(play.run.state, Waiting), "only the keepers know what was copied"
+    for node, member in zip((N1, N2, N3), ("w1", "w2", "w3"), strict=True):
+        there = cells[member]
+        play.tell(ev.Kept(node, 1, (Holding(there.worker, there.version, there.cell, node),)))
+    assert isinstance(play.run.state, Forming) and play.plan.members == ("w1", "w2")
+    assert (play.plan.version, play.plan.tier) == (Version(5, 1), "host")
+    assert N3 in dict(play.plan.hosts), "the doomed node's keeper still serves its copy"
+
+
+@pytest.mark.parametrize(("copies", "save"), [(1, False), (0, True)])
+def test_without_copies_the_state_goes_to_the_bucket(copies: int, save: bool) -> None:
+    play = running(SHARDED, copy_every=copies, buddy_every=copies)
+    notice(play, lead_s=5.0)
+    assert play.did(Pause) == [Pause(1, play.plan.members, save=save, hand_over=not save)]
+
+
+def test_if_all_nodes_are_taken_the_state_goes_to_the_bucket_in_time() -> None:
+    play = running(workers=2)
+    notice(play, N1)
+    notice(play, N2)
+    play.later(120.0 - play.rules.stop_s - 2 * STEP_S - 1.0)
+    assert isinstance(play.run.state, Running)
+    play.later(1.1)
+    assert play.did(Pause) == [Pause(1, play.plan.members, save=True)]
+
+
+def test_several_nodes_leave_in_one_pause() -> None:
+    """The second node has 8 s more: less than a pause of the whole world costs."""
+    play = running(workers=4)
+    notice(play, N3, 20.0)
+    notice(play, N4, 23.0)
+    notice(play, N2, 200.0)
+    assert "w3 and w4 leave" in play.later(14.1)
+    stops(play)
+    assert play.plan.members == ("w1", "w2"), "the third one has paid time left"
+
+
+def test_newcomers_take_the_seats_of_those_that_leave_at_once() -> None:
+    """A replacement is asked for at the notice, on another node; no newcomer waits for the deadline."""
+    play = running()
+    play.tell(NodeDraining(N3, play.now + 120.0, "aws"))
+    play.later(5.0)
+    play.tell(ev.Capacity(1))
+    assert play.did(StartWorkers) == [StartWorkers((W4,), (N3,))], "it is placed elsewhere"
+    play.tell(ev.KeeperUp(N4))
+    play.tell(ev.Joined(W4, N4, "cpu", CLASSES))
+    play.later(5.0)
+    stops(play)
+    assert set(play.plan.members) == {"w1", "w2", "w4"} and play.plan.version == Version(5, 1)
+
+
+def test_a_withdrawn_notice_is_undone() -> None:
+    play = running()
+    notice(play)
+    assert play.tell(NodeStays(N3, "aws")) == "node n3 is not taken after all (aws)"
+    play.later(119.0)
+    assert isinstance(play.run.state, Running) and play.run.cluster.notices == {}
+    assert play.tell(NodeStays(N3, "aws")).startswith("refused: ")
+    # after the pause was asked for: one pause, and nobody has left
+    notice(play, lead_s=5.0)
+    assert isinstance(play.run.state, Stopping)
+    play.tell(NodeStays(N3, "aws"))
+    stops(play)
+    assert play.plan.members == ("w1", "w2", "w3")
+
+
+def test_two_sources_must_both_withdraw() -> None:
+    play = running()
+    notice(play, lead_s=100.0)
+    notice(play, lead_s=90.0, source="ray")
+    play.tell(NodeStays(N3, "aws"))
+    assert play.run.cluster.deadline(N3) == play.now + 90.0
+    play.tell(NodeStays(N3, "ray"))
+    assert play.run.cluster.deadline(N3) is None
+
+
+def test_a_repeated_notice_is_refused() -> None:
+    play = running()
+    notice(play)
+    assert notice(play, lead_s=120.3).startswith("refused: ")
+    assert play.tell(NodeDraining(NodeId("n9"), 1.0, "aws")).startswith("refused: "), "an unknown node"
+
+
+def test_nobody_leaves_because_of_advice() -> None:
+    """But the node hosts no copies of others, and gets no new worker, until the advice expires."""
+    play = running()
+    said = play.tell(NodeAdvised(N3, play.now + 900.0, "aws"))
+    assert said == "node n3 may be taken (aws); it gets nothing new"
+    pairs = {node: buddy for node, buddy, _ in play.did(Pair)[0].buddies}
+    assert N3 not in pairs.values() and pairs.keys() == {N1, N2, N3}
+    play.later(800.0)
+    assert isinstance(play.run.state, Running)
+    play.tell(ev.Capacity(1))
+    assert play.did(StartWorkers) == [], "there are as many workers as the run needs"
+    assert play.later(101.0) == "the advice about node n3 has expired"
+    assert play.run.cluster.notices == {}
+
+
+def test_a_doomed_node_is_nobodys_buddy_and_hosts_no_store() -> None:
+    play = running()
+    play.tell(NodeDraining(N1, play.now + 60.0, "gcp"))
+    pairs = {node: buddy for node, buddy, _ in play.did(Pair)[0].buddies}
+    assert N1 not in pairs.values() and pairs[N1] in (N2, N3)
+    play.later(55.0)
+    stops(play)
+    assert play.plan.store_node != N1
+
+
+def test_three_of_four_nodes_at_once() -> None:
+    play = running(workers=4)
+    for node in (N2, N3, N4):
+        notice(play, node, 30.0)
+    pairs = {node: buddy for node, buddy, _ in play.did(Pair)[0].buddies}
+    assert {pairs[node] for node in (N2, N3, N4)} == {N1}, "the only one that stays holds all copies"
+    assert N1 in pairs, "a buddy that is taken is better than none"
+    play.later(25.0)
+    stops(play)
+    assert play.plan.members == ("w1",) and play.plan.version == Version(5, 1)
+
+
+def test_a_world_that_forms_does_without_the_node() -> None:
+    """If the others hold the state; otherwise the world forms first, and hands over at its first boundary."""
+    for layout, stopped in ((REPLICAS, True), (SHARDED, False)):
+        play = running(layout)
+        notice(play, N2, 5.0)
+        play.tell(NodeStays(N2, "aws"))
+        stops(play)
+        assert isinstance(play.run.state, Forming) and len(play.plan.members) == 3
+        notice(play, N3, 3.0)
+        assert isinstance(play.run.state, Stopping) is stopped
+        if not stopped:
+            reformed(play)
+            play.later(0.1)
+            assert play.did(Pause) == [Pause(2, play.plan.members, save=False, hand_over=True)]
+
+
+def test_a_spare_on_a_doomed_node_ends_at_once_and_a_late_joiner_too() -> None:
+    play = running(workers=2, spares=1)
+    play.tell(ev.Capacity(1))
+    play.later(5.0)
+    play.tell(ev.Capacity(1))
+    play.tell(ev.KeeperUp(N3))
+    play.tell(ev.Joined(W3, N3, "cpu", CLASSES))
+    assert W3 in play.run.workers
+    notice(play)
+    assert play.did(Kill) == [Kill((W3,), "its node is taken")]
+    play.later(5.0)
+    play.tell(ev.Capacity(1))
+    (late,) = play.run.members.starting
+    play.tell(ev.Joined(late, N3, "cpu", CLASSES))
+    assert play.did(Kill) == [Kill((late,), "its node is taken")] and late not in play.run.workers
+
+
+def test_the_keeper_acknowledges_once_nothing_is_needed_there() -> None:
+    play = running()
+    notice(play, lead_s=5.0)
+    stops(play)
+    assert play.did(LetGo) == []
+    reformed(play)
+    play.later(0.1)
+    assert play.did(LetGo) == [LetGo((N3,))]
+    play.later(0.1)
+    assert play.did(LetGo) == [], "once"
+
+
+def test_without_time_for_anything_the_machine_is_gone_and_that_is_a_crash() -> None:
+    play = running()
+    notice(play, lead_s=0.2)
+    assert play.did(Pause), "the next boundary is tried"
+    play.lose("w3", "its node died")
+    play.tell(ev.KeeperLost(N3, "its node died", with_its_node=True))
+    assert play.run.cluster.notices == {}
+    for member in ("w1", "w2"):
+        play.answer(member, Version(4, 1))
+    assert play.plan.members == ("w1", "w2") and play.plan.version == Version(4, 1)
+
+
+def test_growth_waits_for_a_node_that_leaves_soon() -> None:
+    """One pause for both, instead of two; if the node stays for long, growth does not wait."""
+    for lead_s, waits in ((12.0, True), (600.0, False)):
+        play = running(workers=4)
+        play.rules = type(play.rules)(**{**vars(play.rules), "max_workers": 8})
+        for node in (N3, N4):
+            notice(play, node, lead_s)
+        play.later(2.0)
+        play.tell(ev.Capacity(1))
+        (new,) = play.run.members.starting
+        play.tell(ev.KeeperUp(NodeId("n9")))
+        play.tell(ev.Joined(new, NodeId("n9"), "cpu", CLASSES))
+        play.later(3.0)
+        assert isinstance(play.run.state, Running) is waits
+
+
+def test_the_strongest_request_counts() -> None:
+    assert strongest((0.0, PAUSE, HAND_OVER)) == HAND_OVER
+    assert strongest((HAND_OVER, SAVE_AND_PAUSE)) == SAVE_AND_PAUSE
+    assert strongest((ENDS, HAND_OVER)) == ENDS

@@ -6,27 +6,46 @@ Costs are counted in calls; ``python -m tests.benchmarks.scale planning`` measur
 
 from __future__ import annotations
 
+import json
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import closing
 from functools import cache
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from elastic.control.run import Forming
+from elastic.engine import world
 from elastic.engine.cuts import cuts_of
+from elastic.engine.world import World
 from elastic.ids import NodeId, Version, WorkerId
+from elastic.journal import codec
 from elastic.models import llama
 from elastic.models.spec import ShardingTable
-from elastic.plan.layout import Layout, LayoutRule
-from elastic.plan.placement import cell_of, classes_of, degrees_of, distinct_cells, held, written_by
+from elastic.plan.layout import Layout, LayoutRule, choose
+from elastic.plan.placement import (
+    bytes_by_class,
+    cell_of,
+    classes_of,
+    degrees_of,
+    distinct_cells,
+    held,
+    written_by,
+)
 from elastic.plan.seats import seat
 from elastic.plan.transfer import Holding, Move, covered, missing, moves
+from elastic.protocol.events import Joined
 from elastic.state.region import ALIGNED, frame
 from storage.slices import Slice, Tensor
+from tests.benchmarks.scale.control import Coordinator, measure
 from tests.support.calls import calls
 
 AT = Version(4, 1)
@@ -140,6 +159,58 @@ def test_tensor_groups_sit_within_nodes_of_eight(name: str) -> None:
     assert [rank for rank in range(1024) if again[rank] != members[rank]] == [5]
 
 
+def ranks_along(layout: Layout, rank: int, *axes: str) -> tuple[int, ...]:
+    """Returns the ranks that differ from ``rank`` along ``axes`` alone, with numpy over all ranks."""
+    grid = np.arange(layout.world).reshape([degree for _, degree in layout.degrees])
+    place = zip(layout.degrees, np.argwhere(grid == rank)[0], strict=True)
+    return tuple(grid[tuple(slice(None) if name in axes else at for (name, _), at in place)].flat)
+
+
+def worlds(layout: Layout) -> Iterator[World]:
+    """Yields the world that each rank forms, with torch's fake backend, which needs nobody to talk to."""
+
+    def alone(store: dist.Store, rank: int, size: int, *_: object) -> None:
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+
+    meta = torch.device("meta")  # on which no addresses are exchanged, as with gloo
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(world, "_init_default_group", alone)
+        for rank in range(layout.world):
+            formed = World.form(
+                dist.HashStore(), generation=1, layout=layout, rank=rank, device=meta, form_s=9.0
+            )
+            with closing(formed):
+                yield formed
+
+
+@MODELS
+def test_n7_each_of_1024_ranks_makes_one_group_for_each_set_of_ranks(name: str) -> None:
+    """N7: all members of a set make its group, and all ranks connect groups of equal sizes in one order.  Tensor
+    groups lie within nodes of eight.  The control: a group of stages has a member on each of eight nodes.
+    """
+    layout, made, order = LAYOUTS[name], Counter[tuple[int, ...]](), set[tuple[int, ...]]()
+    for rank, formed in enumerate(worlds(layout)):
+        tensor, stages, shards = (ranks_along(layout, rank, axis) for axis in ("tp", "pp", "dp_shard"))
+        stage, replicas = ranks_along(layout, rank, "dp_shard", "tp"), (rank,)
+        assert {*formed.by_ranks} == {tensor, stages, shards, stage, replicas}
+        assert all(group.size() == len(ranks) for ranks, group in formed.by_ranks.items())
+        assert formed.along(["tp"]) is formed.by_ranks[tensor]
+        assert formed.along(["pp"]) is formed.by_ranks[stages]
+        assert formed.shard_group is formed.data_group is formed.by_ranks[shards]
+        assert formed.stage_group is formed.by_ranks[stage]
+        assert formed.replicate_group is formed.by_ranks[replicas]
+        assert len({member // A_NODE for member in tensor}) == 1
+        assert len({member // A_NODE for member in stages}) == STAGES
+        order.add(tuple(group.size() for group in formed.groups))
+        made.update([*formed.by_ranks])
+    assert all(times == len(ranks) for ranks, times in made.items())
+    tp, shard = dict(layout.more)["tp"], layout.dp_shard
+    assert order == {(1024, shard, 1, shard * tp, STAGES, tp)}
+    assert Counter(map(len, made)) == Counter(
+        size for size in (shard, 1, shard * tp, STAGES, tp) for _ in range(1024 // size)
+    )
+
+
 def chunk(length: int, count: int, index: int) -> int:
     """Returns the length of one chunk, as numpy would slice it."""
     size = -(-length // count)
@@ -233,6 +304,50 @@ def test_n3_the_classes_are_those_of_stages(name: str) -> None:
     assert len(classes_of(tensors_of(name))) > 4 * kinds * STAGES
 
 
+def encoded(name: str, *, of_any_layout: bool = False) -> int:
+    """Returns the bytes of a worker's joining in the journal.  With ``of_any_layout`` the worker tells the classes
+    of all degrees.
+    """
+    degrees = None if of_any_layout else LayoutRule(model=LAYOUTS[name].more).degrees
+    classes, sizes = (each(tensors_of(name), degrees) for each in (classes_of, bytes_by_class))
+    joined = Joined(WorkerId("w1024"), NodeId(56 * "f"), "cuda", classes, class_bytes=sizes)
+    assert codec.decode_event(codec.encode(joined)) == joined
+    return len(json.dumps(codec.encode(joined)))
+
+
+@MODELS
+def test_n3_what_a_worker_tells_is_a_few_kilobytes(name: str) -> None:
+    """N3: 20 MB of journal are 20,000 bytes for each of 1,024 workers.  The control: the classes of all degrees
+    take more than that for one worker.
+    """
+    assert encoded(name) < 12_000 < 20_000 < encoded(name, of_any_layout=True)
+
+
+@MODELS
+def test_n3_1024_workers_of_stages_join_and_form_twice_in_a_few_megabytes(name: str) -> None:
+    """N3: the classes stand once in the journal, not once for each worker."""
+    found = measure(1024, tensors_of(name), LayoutRule(model=LAYOUTS[name].more))
+    phases = ("join", "form", "fence", "form_again")
+    assert sum(found[f"{phase}_journal_bytes"] for phase in phases) < 5e6 < 1024 * encoded(name)
+    assert found["given_up_workers"] == 0 and found["copies_of_a_send"] < 5
+
+
+@MODELS
+def test_n4_the_coordinator_decides_after_a_loss_at_1024(name: str, tmp_path: Path) -> None:
+    """N4: from the loss of a worker, by the answers of all others, to the next plan: two million calls take about
+    a second.  The decision leaves the model group of that worker over.
+    """
+    rule = LayoutRule(model=LAYOUTS[name].more)
+    one = Coordinator(1024, tmp_path, tensors_of(name), rule)
+    one.join()
+    one.form()
+    assert one.plan.layout == Layout(1024 // rule.group, 1, rule.model)
+    assert calls(lambda: one.fence(1)) < 2e6
+    assert isinstance(one.run.state, Forming) and not one.given_up
+    assert one.plan.layout == Layout(1024 // rule.group - 1, 1, rule.model)
+    one.journal.close()
+
+
 def with_half_of_the_stages(layout: Layout) -> Layout:
     more = tuple((axis, STAGES // 2 if axis == "pp" else degree) for axis, degree in layout.more)
     return Layout(1, 2 * layout.dp_shard, more)
@@ -255,6 +370,37 @@ def test_n4_one_member_plans_its_own_moves_at_1024(name: str) -> None:
     assert calls(lambda: lost.extend(missing(tensors, held_now[1:], cell_of(layout, 0)))) < 2e6
     cut = [box.slice for each in tensors if each.split for box in held(each, cell_of(layout, 0)).boxes]
     assert sorted(lost) == sorted(cut), "the other tensor ranks have the rest"
+
+
+@MODELS
+@pytest.mark.parametrize("has_spare", [True, False])
+def test_n4_a_member_plans_its_moves_after_a_loss_at_1024(name: str, has_spare: bool) -> None:
+    """N4: seats and the moves of one member.  Either a spare takes the seat, or there is one shard fewer, which
+    cuts all state anew.
+    """
+    layout, (names, nodes), tensors = LAYOUTS[name], workers(), tensors_of(name)
+    rule, spare = LayoutRule(dp_replicate=1, model=layout.more), WorkerId("spare")
+    members = seat(names, nodes, layout)
+    held_now = [each for each in holdings(layout, members) if each.worker != members[5]]
+    there = [*(worker for worker in names if worker != members[5]), *([spare] if has_spare else [])]
+    nodes[spare] = nodes[members[5]]
+    after = layout if has_spare else Layout(1, layout.dp_shard - 1, layout.more)
+    seated: list[WorkerId] = []
+
+    def decide() -> None:
+        assert choose(len(there), rule, [*Counter(nodes[worker] for worker in there).values()]) == after
+        seated.extend(seat(there, nodes, after, held_now))
+
+    assert calls(decide) < 2e6
+    homes, who = [nodes[worker] for worker in seated], spare if has_spare else seated[-1]
+    found: list[Move] = []
+    held.cache_clear()
+    planned = calls(lambda: found.extend(moves(tensors, held_now, after, seated, homes, partly=True, of=who)))
+    assert planned < 2e6
+    own = cell_of(after, seated.index(who))
+    assert sum(each.slice.count for each in found if each.destination == who) == sum(
+        box.slice.count for each in tensors for box in held(each, own).boxes
+    ) - sum(part.count for part in missing(tensors, held_now, own))
 
 
 @pytest.mark.full

@@ -13,7 +13,7 @@ members, keepers or checkpoints that hold them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import torch
 from torch import nn
@@ -39,6 +39,7 @@ from elastic.engine.sync.base import Scheme
 from elastic.engine.sync.collective import Collective
 from elastic.engine.sync.ordered import Ordered
 from elastic.engine.world import World
+from elastic.errors import ModelError
 from elastic.job import Job
 from elastic.models.spec import ShardingTable
 from elastic.plan.batch import deal_of
@@ -46,7 +47,7 @@ from elastic.plan.batch import deal_of
 Rewrite = Callable[[nn.Module, World, ShardingTable], None]
 """``rewrite(model, world, table)`` puts modules that compute a member's part in the place of modules of
 ``model``, which is on meta.  Parameters keep their names, and have the shapes that ``plan/placement.py``
-says.
+says.  All that computes with a part of an activation or of a weight is in such a module.
 """
 REWRITES: dict[str, Rewrite] = {}
 """Maps the name of an axis that divides the model to what rewrites modules for it.  It is called in every
@@ -70,8 +71,11 @@ def parallelize(
     scheme = scheme_of(job)(world, deal, deferred=job.zero == 1)
 
     # what a block computes
-    for rewrite in REWRITES.values():
+    for axis, rewrite in REWRITES.items():
+        before = {*blueprint.modules()}
         rewrite(blueprint, world, table)
+        if (degree := dict(world.layout.degrees).get(axis, 1)) > 1:
+            _refuse_dropout(blueprint, before, f"parallel.{axis} = {degree}")
     apply_kernels(blueprint, world.device, job)
     open_kernels(blueprint)
     if precision.fp8 is not None:
@@ -108,6 +112,19 @@ def parallelize(
     else:
         parameters = apply_split(blueprint, world, table, precision, scheme, behind)
     return blueprint, parameters, scheme, statistics, seeds
+
+
+def _refuse_dropout(model: nn.Module, before: Collection[nn.Module], setting: str) -> None:
+    """Raises :class:`ModelError` for dropout in a module that was not there ``before``, and so computes a part:
+    all members of a model group have one seed (:class:`Seeds`), which is right for what they compute alike.
+    """
+    for name, module in model.named_modules():
+        if module not in before and isinstance(module, nn.Dropout) and module.p > 0:
+            raise ModelError(
+                f"{name} is dropout inside of a layer that {setting} divides: members would drop the same places "
+                "of their different parts, so the degree would show in the result; set this dropout to 0, or "
+                "put it behind the layer"
+            )
 
 
 def scheme_of(job: Job) -> type[Scheme]:

@@ -7,13 +7,14 @@ reduction, the optimizer, checkpoints and export.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import reduce
+from functools import partial, reduce
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from elastic.engine import parallelize
 from elastic.engine.parallelize import REWRITES
 from elastic.engine.world import World
 from elastic.ids import Version
@@ -21,7 +22,7 @@ from elastic.job import Job
 from elastic.plan.axes import chunk_size
 from elastic.plan.layout import Layout
 from tests.support import columns
-from tests.support.columns import Blocks
+from tests.support.columns import Blocks, Columns
 from tests.support.ranks import Ranks
 from tests.support.segments import Part, Trained, segment, train, train_here
 from tests.support.toy_axes import registered
@@ -134,3 +135,39 @@ def by_member(world: World, job: Job, version: Version, last: int) -> Part:
 def test_a_wrong_exchange_shows(ranks: Ranks, tmp_path: Path, one: Trained, how: Callable[..., Part]) -> None:
     """The negative controls."""
     assert trained(ranks, job_of(tmp_path), Layout(2, 1, over(2)), how=how).hash != one.hash
+
+
+class Dropped(Columns):
+    """Drops elements of the weight, of which a member has a part."""
+
+    def __init__(self, whole: nn.Linear, together: int, blocks: Blocks) -> None:
+        super().__init__(whole, together, blocks)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = columns._Product.apply(x, self.dropout(self.weight), self)
+        return result
+
+
+def dropping(world: World, job: Job, version: Version, last: int, *, refused: bool = True) -> Part:
+    """Trains with dropout inside of the divided layers."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(columns, "Columns", Dropped)
+        if not refused:
+            patch.setattr(parallelize, "_refuse_dropout", lambda *_: None)
+        return of_columns(world, job, version, last)
+
+
+def test_dropout_inside_of_a_divided_layer_is_refused(ranks: Ranks, tmp_path: Path) -> None:
+    """A8: at degree 1 nothing is divided.  The control is the reason: members drop the same places of their parts.
+    The dropout of the other tests is behind the layers, where all members have the whole.
+    """
+    job, two = job_of(tmp_path), Layout(2, 1, over(2))
+    one = train_here(job, 1, how=dropping)
+    with pytest.raises(
+        AssertionError,
+        match=r"ModelError: layers\.0\.attention\.wq\.dropout is dropout inside of a layer that parallel\.columns = 2",
+    ):
+        trained(ranks, job, two, 1, how=dropping)
+    other = trained(ranks, job_of(tmp_path / "other"), two, 1, how=partial(dropping, refused=False))
+    assert other.hash != one.hash

@@ -207,7 +207,7 @@ def test_nodes_that_join_later_and_differ_are_refused_and_the_run_goes_on(
             "not installed"
         ),
         "disk": f"does not see bucket = {job.bucket!r} as the same place as node {head()[:8]}",
-        "torch": f"torch {torch.__version__}.other, 1 threads, and only ",
+        "torch": f"torch {torch.__version__}.other, 1 threads, but the run began on ",
         "older": f"torch is {OLDER.partition('+')[0]} on this node and {torch.__version__.partition('+')[0]} on ",
         "newer": f"Elastic is {NEWER} (sources ",
     }

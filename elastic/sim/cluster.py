@@ -31,9 +31,9 @@ from elastic.protocol.faults import Kind
 from elastic.protocol.plan import Plan
 from elastic.sim.memory import Shelf, held_at
 from elastic.sim.network import Way
-from elastic.sim.truth import check_manifest, covers
+from elastic.sim.truth import HEALS, check_manifest, covers
 from elastic.sim.uploads import Uploads
-from elastic.sim.worker import Worker
+from elastic.sim.worker import Phase, Worker
 
 if TYPE_CHECKING:
     from elastic.sim.simulation import Simulation
@@ -363,6 +363,8 @@ class Cluster:
         self.running.remove(worker)
         self.zombies.discard(worker.name)
         if worker.world is not None:
+            if worker.phase is Phase.HEALING:
+                self.sim.oracle.meets(worker.world.plan, HEALS)
             worker.world.gone(worker)
         if (node := self.nodes.get(worker.node)) is not None and node.keeper:
             node.shelf.left[worker.name] = worker.memory.slots

@@ -1,12 +1,13 @@
-"""Judges copies in host memory from outside.  Five rules must hold:
+"""Judges copies in host memory from outside.  Six rules must hold:
 
 * A version that was complete everywhere stays until another version is complete everywhere.
 * The answer of a keeper is true at the time when it is given.
 * A world begins from the newest version that is held anywhere, unless the answer of a keeper that holds it
   came too late.
 * No copy that is still needed is freed.
+* A slot has room for the copy that is made in it, and the copy is of its worker's cell.
 * A node gets no more of the state than it has room for, unless all members share one state, or the world has
-  as few replicas as the layout rule asks for.
+  as few replicas as the layout rule asks for, or the rule fixes the number of shards.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ from collections import Counter, defaultdict
 from typing import TYPE_CHECKING
 
 from elastic.ids import Cell, NodeId, Version
+from elastic.plan.placement import cell_of, largest_cells
 from elastic.plan.transfer import Holding
 from elastic.protocol.actions import Action, Form, ListCopies, Release
+from elastic.protocol.copy_schedule import Copy
 from elastic.protocol.events import Event, KeeperLost, Kept, Recovered
 from elastic.protocol.plan import Plan
 from elastic.sim.memory import Memory, Slot, held_at, whole
-from elastic.sim.truth import covers
+from elastic.sim.truth import covers, rows_in
 from elastic.sim.violation import Violation
 
 if TYPE_CHECKING:
@@ -42,6 +45,22 @@ class CopiesOracle:
         self.heard: dict[int, dict[NodeId, tuple[Holding, ...]]] = defaultdict(dict)
 
     # -- workers and keepers --------------------------------------------------------------------------------
+
+    def begun(self, worker: Worker, copy: Copy, plan: Plan) -> None:
+        """Judges the beginning of a copy of ``worker`` in the world of ``plan``, which has slots of the size of
+        its largest cells.
+        """
+        rows, cell = self.sim.scenario.rows, cell_of(plan.layout, plan.world_rank(worker.name))
+        if copy.cell != cell:
+            raise Violation(f"{worker.name} holds {cell!r} and copies {copy.cell!r}")
+        room, needed = (
+            max(rows_in(cell, rows) for cell in largest_cells(plan.layout)),
+            rows_in(copy.cell, rows),
+        )
+        if needed > room:
+            raise Violation(
+                f"a copy of {copy.cell!r} has {needed} rows, and the slots of {worker.name} have room for {room}"
+            )
 
     def overwritten(self, worker: Worker, old: Slot) -> None:
         """Judges the beginning of a copy of ``worker`` that takes the place of ``old``."""
@@ -133,7 +152,7 @@ class CopiesOracle:
         """Checks that nodes have room for their parts of the state under ``plan``.  With fewer replicas the
         parts are smaller.
         """
-        parts, fewest = plan.layout.world // plan.layout.replicas, self.sim.rules.layout.replicas or 1
+        parts, rule = plan.layout.world // plan.layout.replicas, self.sim.rules.layout
         there = [
             (node, count, room)
             for node, count in Counter(plan.nodes).items()
@@ -143,7 +162,7 @@ class CopiesOracle:
             count > room for _, count, room in there
         )
         crowded = [node for node, count, room in there if count / parts > room]
-        if crowded and plan.layout.replicas > fewest:
+        if crowded and plan.layout.replicas > (rule.replicas or 1) and rule.shards is None:
             raise Violation(
                 f"{crowded[0]} gets more of the state than it has room for, and {plan.layout} is not the "
                 "most that can share it"

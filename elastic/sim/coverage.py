@@ -7,13 +7,16 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from itertools import combinations
 from typing import get_args
 
 from elastic.control.run import State
 from elastic.protocol import faults
 from elastic.protocol.events import Evaluated, Fact
 from elastic.protocol.faults import Kind
+from elastic.sim.scenario import AXES
 from elastic.sim.simulation import Report, simulate
+from elastic.sim.truth import BLOWS
 from elastic.sim.violation import Violation
 
 OVER = ("Finished", "Stopped", "Failed")
@@ -22,6 +25,8 @@ EVENTS = tuple(event.__name__ for event in get_args(Fact) if event is not Evalua
 """The events that must occur.  ``Evaluated`` never does: no simulated worker validates, and a spare's
 validation decides nothing in any state.
 """
+AXIS_PAIRS = tuple(f"{first} × {second}" for first, second in combinations(sorted(AXES), 2))
+"""All pairs of axes, as the oracle names them."""
 CHUNK = 250
 """Number of seeds that a process takes at once."""
 
@@ -40,6 +45,7 @@ class Coverage:
     visited: Pairs = field(default_factory=Counter)
     struck: Pairs = field(default_factory=Counter)
     overlaps: Pairs = field(default_factory=Counter)
+    axes: Pairs = field(default_factory=Counter)
     occasions: Counter[str] = field(default_factory=Counter)
 
     def add(self, report: Report) -> None:
@@ -51,6 +57,7 @@ class Coverage:
         self.visited.update(report.visited)
         self.struck.update(report.struck)
         self.overlaps.update(report.overlaps)
+        self.axes.update(report.axes)
         self.occasions.update(report.occasions)
 
     def merge(self, other: Coverage) -> None:
@@ -63,6 +70,7 @@ class Coverage:
             (self.visited, other.visited),
             (self.struck, other.struck),
             (self.overlaps, other.overlaps),
+            (self.axes, other.axes),
             (self.occasions, other.occasions),
         ):
             mine.update(theirs)  # type: ignore[arg-type]
@@ -157,9 +165,7 @@ def overlap_table(overlaps: Pairs) -> str:
 
 
 def coverage_table(coverage: Coverage) -> str:
-    """Returns everything that was covered as text: three tables, the totals, the ends and the rare
-    occasions.
-    """
+    """Returns everything that was covered as text: the tables, the totals, the ends and the rare occasions."""
     hours = coverage.virtual_s / 3600
     total = (
         f"{coverage.seeds} seeds, {coverage.events} events, {coverage.generations} generations, {hours:.1f} "
@@ -169,4 +175,7 @@ def coverage_table(coverage: Coverage) -> str:
     occasions = [f"{n:>9}  {what}" for what, n in sorted(coverage.occasions.items())]
     visited = table(coverage.visited, EVENTS, STATES, transposed=True)
     struck = table(coverage.struck, tuple(Kind), faults.STATES)
-    return "\n".join([visited, "", struck, "", overlap_table(coverage.overlaps), "", total, ends, *occasions])
+    tables = [visited, struck, overlap_table(coverage.overlaps)]
+    if coverage.axes:
+        tables.append(table(coverage.axes, AXIS_PAIRS, BLOWS))
+    return "\n".join([*(line for each in tables for line in (each, "")), total, ends, *occasions])

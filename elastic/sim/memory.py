@@ -139,6 +139,7 @@ class Memory:
             held.save |= saves
             self._send(copies.begun)
             return
+        self.sim.oracle.copies.begun(self.worker, copies.begun, copies.plan)
         old, slot = self.slots[place], Slot(copies.begun, save=saves)
         self.slots[place] = slot
         if old is not None:

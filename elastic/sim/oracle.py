@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 
 from elastic.control.run import Failed, Finished, Finishing, Forming, Stopped, Stopping, Waiting
 from elastic.ids import Cell, NodeId, Version, WorkerId
+from elastic.plan.placement import cell_of
+from elastic.plan.routes import Routes
 from elastic.protocol.actions import Action, Form, Go, Kill, Quarantine, Settle, StartWorkers
 from elastic.protocol.commit_record import Outcome
 from elastic.protocol.events import (
@@ -26,6 +28,7 @@ from elastic.protocol.events import (
     Fenced,
     Here,
     Joined,
+    KeeperLost,
     Kept,
     Lost,
     Ready,
@@ -42,7 +45,19 @@ from elastic.protocol.events import (
 )
 from elastic.protocol.plan import Plan
 from elastic.sim.copies import CopiesOracle
-from elastic.sim.truth import a_budget_is_spent, base_of, check_last_step, covers, expanded, parts_of
+from elastic.sim.truth import (
+    JOINS,
+    NO_KEEPER,
+    a_budget_is_spent,
+    axes_of,
+    base_of,
+    check_last_step,
+    check_layout,
+    check_routes,
+    covers,
+    expanded,
+    parts_of,
+)
 from elastic.sim.violation import Violation
 
 if TYPE_CHECKING:
@@ -111,6 +126,8 @@ class Oracle:
         """Number of times that each rare situation happened.  A promise is only tested by situations that
         endanger it.
         """
+        self.met: Counter[tuple[str, str]] = Counter()
+        """Number of times that a world with both axes of a pair met one of ``BLOWS``, by (pair, blow)."""
         self.waiting_since: float | None = 0.0
         self.took_over_at = 0.0
         """The time at which the present coordinator took over.  Before it, it knew of no free places."""
@@ -363,12 +380,19 @@ class Oracle:
                 self.evidence[event.generation].update(
                     {o.step: o for o in event.outcomes if o.generation == event.generation}
                 )
+            case KeeperLost() if before.plan is not None:
+                self.meets(before.plan, NO_KEEPER)
             case Saved() if self.on_lineage(event.version) and not before.over:
                 self.counting.add(event.version)
             case Saved():
                 self.occasions["a manifest comes in for a version given up"] += 1
             case StopRequested():
                 self.stop_asked = True
+
+    def meets(self, plan: Plan, blow: str) -> None:
+        """Notes one of ``BLOWS`` for each pair of axes of the world of ``plan``."""
+        axes = axes_of(plan.layout, self.sim.scenario.experts)
+        self.met.update((f"{first} × {second}", blow) for first, second in combinations(axes, 2))
 
     def _forget_the_unread(self, run: RunState) -> None:
         """Moves plans that the new coordinator could not read to ``unread``, and forgets the reports about
@@ -498,7 +522,37 @@ class Oracle:
             self.settled.add(self.plan.generation)
         for other in self.unread.values():
             self._cannot_commit(other)
+        check_layout(plan.layout, self.sim.scenario.experts)
+        check_routes(Routes, plan.layout, plan.nodes)
+        if self.plan is not None and members - set(self.plan.members):
+            self.meets(plan, JOINS)
+        self._judge_seats(plan)
         self._judge_version(before, after, plan, reason)
+
+    def _judge_seats(self, plan: Plan) -> None:
+        """Checks that no worker without state sits in the place of a survivor of the last world on its node
+        that holds a cell of this world.
+        """
+        if self.plan is None or plan.tier not in ("live", "host"):
+            return
+        workers = self.sim.cluster.workers
+        held = {
+            name: {cell for at, cell in workers[name].held_after(self.settle) if at == plan.version}
+            for name in {*plan.members, *self.answered[self.plan.generation].intersection(self.plan.members)}
+        }
+        seats = Counter(
+            (workers[name].node, cell_of(plan.layout, rank)) for rank, name in enumerate(plan.members)
+        )
+        kept = Counter((workers[name].node, cell) for name in plan.members for cell in held[name])
+        idle = {workers[name].node for name in plan.members if not held[name]}
+        for name in held.keys() - set(plan.members) - self.lost - self.expelled:
+            node = workers[name].node
+            for cell in held[name] if node in idle and workers[name].alive else ():
+                if kept[node, cell] < seats[node, cell]:
+                    raise Violation(
+                        f"generation {plan.generation}: {name} holds {cell!r} and is left over, and a worker of "
+                        f"node {node} without state is seated"
+                    )
 
     def _cannot_commit(self, plan: Plan) -> None:
         """Checks that the world of ``plan`` can commit nothing more.

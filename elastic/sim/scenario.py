@@ -4,13 +4,15 @@ takes about one second.
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import dataclass, replace
+from itertools import combinations
 
 from elastic.control.rules import Rules
 from elastic.ids import NodeId
 from elastic.plan.layout import LayoutRule
-from elastic.protocol.faults import SIMULATED_POINTS, STATES, Fault, Kind, draw
+from elastic.protocol.faults import SIMULATED_POINTS, STATES, Fault, Kind, Point, draw
 from storage.slices import Tensor
 
 ROWS = ((8,), (7, 3), (12, 5, 1))
@@ -35,6 +37,16 @@ MODELS = (
 """Degrees of the axes that divide the model."""
 DIVIDED_FROM = 200_000
 """The first seed that may divide the model.  The stories of smaller seeds are recorded."""
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
+"""All axes; expert parallelism has no place of its own in a layout, and its degree divides the shards."""
+MODEL = ("pp", "cp", "tp")
+"""The axes that divide the model, in their order."""
+TOGETHER = (*combinations(AXES, 2), *combinations(AXES, 3))
+"""The axes of a job whose degrees are more than 1.  Consecutive seeds go through all of them."""
+TOGETHER_FROM = 400_000
+"""The first seed with the axes of :data:`TOGETHER`."""
+UNLIKE_ROWS = (*ROWS, (3, 8), (1, 5, 12), (2, 7, 3, 9))
+"""Lengths like :data:`ROWS`, also of models whose last stage is the largest."""
 
 
 WORKERS_LOT = (
@@ -98,6 +110,8 @@ class Scenario:
     """Nodes on which the communication library forms no world, because the processes there are set up
     wrongly.
     """
+    experts: int = 1
+    """Degree of expert parallelism.  It must divide the number of shards of every world."""
     patience_s: float = 150.0
     """Time in seconds after the end of the last fault within which every run must end."""
 
@@ -120,6 +134,38 @@ class Scenario:
             slots=self.slots + most - rules.max_workers,
         )
 
+    def with_axes(self, seed: int) -> Scenario:
+        """Returns the scenario with a job that has degrees of 2 or 3 along two or three axes, and with workers
+        for it.  Half of these jobs have :func:`losses`, too.
+        """
+        rng, names = random.Random(f"axes {seed}"), TOGETHER[seed % len(TOGETHER)]
+        wide = rng.choice(names) if rng.random() < 0.25 else ""
+        degree = dict.fromkeys(AXES, 1) | dict.fromkeys(names, 2) | ({wide: 3} if wide else {})
+        shards, experts = degree["dp_shard"], degree["ep"]
+        while shards * degree["cp"] % experts:
+            shards += 1
+        free = experts == 1 and rng.random() < 0.5
+        one = shards * math.prod(degree[name] for name in MODEL)
+        replicas = degree["dp_replicate"] * (2 if one < 4 and rng.random() < 0.5 else 1)
+        fixed = rng.choice((None, replicas))
+        model = tuple((name, degree[name]) for name in MODEL if degree[name] > 1)
+        rule = LayoutRule(fixed, None if free else shards, shards, rng.choice(("all", "fit")), model)
+        least = one * (fixed or 1)
+        high = one * replicas + rng.choice((0, 0, 1, rule.group))
+        rooms = tuple(rng.choice((0.0, 0.3, 0.6, 1.0)) for _ in range(3)) if rng.random() < 0.3 else ()
+        rules, spares = self.rules, rng.choice((0, 0, 1, 2))
+        return replace(
+            self,
+            rules=replace(
+                rules, layout=rule, min_workers=rng.choice((1, least)), max_workers=high, spares=spares
+            ),
+            slots=high + spares + rng.randint(0, 1),
+            rows=rng.choice(UNLIKE_ROWS),
+            rooms=rooms,
+            experts=experts,
+            faults=self.faults + (losses(rng) if rng.random() < 0.5 else ()),
+        )
+
     def room_of(self, node: NodeId) -> float:
         """Returns the room for copies on ``node``, in states, as its workers report it; 0 if they report
         none.
@@ -133,8 +179,11 @@ class Scenario:
         One seed in twenty gives a scenario of :meth:`isolation`.  Of the others, one in ten has no faults.
         The rest have from a few to very many; half of these first let a world form and step.  Each schedule
         with faults also has a :func:`pair`, so that consecutive seeds go through all pairs of kinds.  From
-        :data:`DIVIDED_FROM` on, one seed in ten divides the model.
+        :data:`DIVIDED_FROM` on, one seed in ten divides the model, and from :data:`TOGETHER_FROM` on each job
+        has two or three axes.
         """
+        if seed >= TOGETHER_FROM:
+            return Scenario._drawn(seed).with_axes(seed)
         axes, scenario = random.Random(f"axes {seed}"), Scenario._drawn(seed)
         return scenario.with_model(axes) if axes.random() < 0.1 and seed >= DIVIDED_FROM else scenario
 
@@ -208,6 +257,21 @@ def weather(rng: random.Random, severity: float, span_s: float, since_s: float) 
     anywhere = draw(rng, number - number // 2, span_s, COMMON, since_s=since_s)
     at_points = draw(rng, number // 2, span_s, WORKERS_LOT, since_s=since_s, points=SIMULATED_POINTS)
     return anywhere + at_points
+
+
+def losses(rng: random.Random) -> tuple[Fault, ...]:
+    """Draws the loss of a member, whose seat another worker takes, of a worker that heals, and of a keeper."""
+    at = rng.uniform(4.0, 12.0)
+    return (
+        Fault(round(at, 3), Kind.SIGKILL, target=rng.randrange(8)),
+        Fault(round(at + 0.5, 3), Kind.SIGKILL, point=Point.HEALING),
+        Fault(
+            round(at + rng.uniform(0.0, 4.0), 3),
+            Kind.KEEPER_KILL,
+            rng.randrange(4),
+            round(rng.uniform(0.5, 4.0), 3),
+        ),
+    )
 
 
 def pair(rng: random.Random, seed: int, since_s: float) -> tuple[Fault, Fault]:

@@ -57,6 +57,8 @@ class Report:
     """Number of times that each kind of fault struck in each state, by (kind, state)."""
     overlaps: Counter[tuple[str, str]]
     """Number of times that the second kind struck before the first was recovered from, by (first, second)."""
+    axes: Counter[tuple[str, str]]
+    """Number of times that a world with both axes of a pair met a blow, by (pair, blow)."""
     occasions: Counter[str]
     lines: tuple[Line, ...]
 
@@ -173,6 +175,7 @@ def simulate(seed: int, scenario: Scenario | None = None, advance: Advance = mac
         visited=coordinators.visited,
         struck=sim.strikes.struck,
         overlaps=sim.strikes.overlaps,
+        axes=sim.oracle.met,
         occasions=sim.oracle.occasions,
         lines=tuple(sim.lines),
     )

@@ -5,11 +5,15 @@ machine that it judges.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from elastic.ids import Cell, Version
+from elastic.ids import Cell, NodeId, Version
+from elastic.plan.layout import Layout
+from elastic.plan.placement import cell_of
+from elastic.plan.routes import Routes
 from elastic.protocol.commit_record import ENDS
 from elastic.protocol.events import Fenced
 from elastic.protocol.plan import Plan
@@ -21,6 +25,9 @@ if TYPE_CHECKING:
     from elastic.sim.worker import Worker
 
 Place = tuple[str, int, int]
+HEALS, JOINS, NO_KEEPER = "a member that heals is lost", "a worker joins", "a keeper is lost"
+BLOWS = (HEALS, JOINS, NO_KEEPER)
+"""The events that a world of every two axes must meet."""
 
 
 @lru_cache(maxsize=4096)
@@ -56,6 +63,23 @@ def places_of(cell: Cell) -> list[Place]:
 def parts_of(cell: Cell) -> int:
     """Returns the number of parts into which the world of ``cell`` cuts the state."""
     return math.prod(count for _, _, count in places_of(cell))
+
+
+@lru_cache(maxsize=4096)
+def rows_in(cell: Cell, rows: tuple[int, ...]) -> int:
+    """Returns the number of rows that a member in ``cell`` holds, looked at one by one."""
+    place = places_of(cell)
+    return sum(
+        _holds(place, row, length, number, len(rows))
+        for number, length in enumerate(rows)
+        for row in range(length)
+    )
+
+
+def axes_of(layout: Layout, experts: int) -> tuple[str, ...]:
+    """Returns the axes along which a world has several members, and the expert axis if it spreads experts."""
+    several = [axis for axis, degree in layout.degrees if degree > 1]
+    return tuple(sorted([*several, *(["ep"] if experts > 1 else [])]))
 
 
 def base_of(plan: Plan, step: int) -> Version:
@@ -164,6 +188,50 @@ def check_manifest(version: Version, cells: frozenset[Cell], rows: tuple[int, ..
     """Checks that the cells of a manifest are a complete state."""
     if not covers(cells, rows):
         raise Violation(f"manifest of {version} with cells {sorted(cells)} only")
+
+
+def check_layout(layout: Layout, experts: int) -> None:
+    """Checks that the experts can be spread over the shards of each replica."""
+    degree = dict(layout.degrees)
+    shards = degree.get("dp_shard", 1) * degree.get("cp", 1)
+    if shards % experts:
+        raise Violation(f"a world of {layout}, and experts over {experts} members")
+
+
+@lru_cache(maxsize=1024)
+def check_routes(routes: Callable[..., Routes], layout: Layout, nodes: tuple[NodeId, ...]) -> None:
+    """Checks the ways by which the members of a world on ``nodes`` sum gradients and get what was updated.
+
+    Each piece of a gradient comes by one handler to its owner, from all members that compute the same part of
+    the model and from nobody else.  What an owner has updated goes only to members that hold the same part of
+    the state.  There are no routes yet for members that run one microbatch together and hold the same part of
+    the model.
+    """
+    if dict(layout.degrees).get("cp", 1) > 1:
+        return
+    world = range(layout.world)
+    cells = [cell_of(layout, rank) for rank in world]
+    parts = [[place for place in places_of(cell) if place[0] != "dp_shard"] for cell in cells]
+    of = [routes(layout, nodes, rank) for rank in world]
+    for rank, its in enumerate(of):
+        group = {other for other in world if parts[other] == parts[rank]}
+        if set(its.group) != group:
+            raise Violation(
+                f"a gradient of rank {rank} of {layout} goes to ranks {sorted(its.group)}, not to {sorted(group)}"
+            )
+        pieces = Counter[int]()
+        for handler, owners in its.handled.items():
+            pieces.update(owners)
+            if nodes[handler] != nodes[rank] or of[handler].handled[handler] != owners:
+                raise Violation(f"rank {handler} of {layout} does not handle what rank {rank} sends to it")
+        if pieces != Counter(group):
+            raise Violation(
+                f"rank {rank} of {layout} sends its pieces to the owners {sorted(pieces.elements())}"
+            )
+        if strangers := {other for other in {*its.reached, *its.near} if cells[other] != cells[rank]}:
+            raise Violation(
+                f"ranks {sorted(strangers)} of {layout} get the part of rank {rank}, and hold another"
+            )
 
 
 def check_last_step(sim: Simulation, step: int, generations: list[int]) -> int:

@@ -19,15 +19,19 @@ from types import CodeType, ModuleType
 
 import pytest
 
+from elastic.plan import placement, routes, seats
 from elastic.protocol import authority, member, uploads
 from elastic.sim.coordinator import Advance
 
 PACKAGE, COPY = "elastic.control", "mutant_control"
 SHARED = frozenset({"rules", "run"})
 """Modules of elastic.control that are not copied: vocabulary that the simulator uses too."""
-PROTOCOL = {"authority": authority, "member": member, "uploads": uploads}
-"""The modules of elastic.protocol that may be broken.  The simulator uses their values itself; those of
-elastic.control it only calls.
+BESIDES = {
+    **{"authority": authority, "member": member, "uploads": uploads},
+    **{"placement": placement, "routes": routes, "seats": seats},
+}
+"""The modules of elastic.protocol and elastic.plan that may be broken.  The simulator uses their values itself;
+those of elastic.control it only calls.
 """
 
 GIVEN_UP, TWICE = "which was given up", "is given twice"
@@ -38,7 +42,7 @@ FOLLOWED, OVERWRITTEN = "that was followed by another performs", "was overwritte
 @dataclass(frozen=True)
 class Edit:
     """An edit replaces the text ``old`` by ``new`` in ``module`` of elastic.control, or in one of
-    ``PROTOCOL``.
+    ``BESIDES``.
     """
 
     module: str
@@ -56,7 +60,7 @@ class Edit:
         return bool(
             self.applied(
                 inspect.getsource(
-                    PROTOCOL.get(self.module) or importlib.import_module(f"{PACKAGE}.{self.module}")
+                    BESIDES.get(self.module) or importlib.import_module(f"{PACKAGE}.{self.module}")
                 )
             )
         )
@@ -81,16 +85,17 @@ class Breach:
 
 @contextmanager
 def mutant(*edits: Edit) -> Iterator[Advance]:
-    """Gives ``advance`` of a copy of elastic.control, and lets the simulator use copies of ``PROTOCOL``,
-    until the context ends.
+    """Gives ``advance`` of a copy of elastic.control, and lets this copy and the simulator use copies of
+    ``BESIDES``, until the context ends.
 
     The copies have ``edits``; without any, they are the control of all mutants.  Raises :class:`LookupError`
     if one no longer applies.
     """
     with pytest.MonkeyPatch.context() as patch:
-        for name, module in PROTOCOL.items():
+        advance = mutated(*(edit for edit in edits if edit.module not in BESIDES))
+        for name, module in BESIDES.items():
             _use(copied(module, *(edit for edit in edits if edit.module == name)), module, patch)
-        yield mutated(*(edit for edit in edits if edit.module not in PROTOCOL))
+        yield advance
 
 
 # ---- the coordinator's decisions, which the simulator is given
@@ -151,8 +156,9 @@ def copied(module: ModuleType, *edits: Edit) -> ModuleType:
 
 
 def _use(copy: ModuleType, module: ModuleType, patch: pytest.MonkeyPatch) -> None:
-    """Lets the simulator use ``copy`` in place of ``module``."""
-    for user in [each for name, each in sys.modules.items() if name.startswith("elastic.sim.")]:
+    """Lets the simulator, and the copy of elastic.control, use ``copy`` in place of ``module``."""
+    users = ("elastic.sim.", f"{COPY}.")
+    for user in [each for name, each in sys.modules.items() if name.startswith(users)]:
         for name, value in list(vars(user).items()):
             if value is module:
                 patch.setattr(user, name, copy)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from elastic.plan.layout import LayoutRule
 from elastic.protocol.faults import Fault, Kind, Point, draw
-from elastic.sim.scenario import Scenario, small_rules, weather
+from elastic.sim.scenario import TOGETHER_FROM, Scenario, small_rules, weather
 
 CALM = Scenario(rules=small_rules(2, 4, LayoutRule(None, None, 2, "all"), target_step=10, save_every=4))
 
@@ -68,6 +68,20 @@ def edge(seed: int) -> Scenario:
 def axes(seed: int) -> Scenario:
     """Members also divide the model, so a world has whole model groups."""
     return Scenario.drawn(seed).with_model(random.Random(f"axes of {seed}"))
+
+
+def together(seed: int) -> Scenario:
+    """Each job has two or three axes, and many lose members that heal, and keepers."""
+    return Scenario.drawn(TOGETHER_FROM + seed)
+
+
+def spared(seed: int) -> Scenario:
+    """Each of two nodes has two replicas, which divide the model, and a spare; members die, one after the
+    other.
+    """
+    rules = small_rules(2, 8, LayoutRule(None, 1, 1, "all", (("tp", 2),)), target_step=20, save_every=4)
+    deaths = draw(seed, 4, 24.0, (Kind.SIGKILL,), since_s=6.0, doubles=0.0)
+    return Scenario(rules=replace(rules, spares=2), faults=deaths, nodes=2, slots=10)
 
 
 def isolation(seed: int) -> Scenario:
@@ -415,6 +429,8 @@ ALL = {
     for each in (
         drawn,
         axes,
+        together,
+        spared,
         poor,
         storm,
         barren,

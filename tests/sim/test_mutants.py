@@ -20,10 +20,11 @@ from elastic.sim.coordinator import Advance
 from elastic.sim.simulation import Simulation
 from tests.sim.control_breaches import CONTROL
 from tests.sim.mutants import Breach, Edit, mutant
+from tests.sim.plan_breaches import PLAN
 from tests.sim.protocol_breaches import PROTOCOL
 from tests.sim.scenarios import ALL, flapping, seeds_of
 
-FAMILIES = CONTROL | PROTOCOL
+FAMILIES = CONTROL | PLAN | PROTOCOL
 BREACHES = [breach for family in FAMILIES.values() for breach in family]
 TAKEN: dict[str, set[int]] = {}
 """Seeds of each scenario that the mutants of this session needed, up to the one that broke a promise."""

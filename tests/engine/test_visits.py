@@ -508,7 +508,7 @@ def test_the_estimate_knows_that_weights_are_on_the_host() -> None:
     """C6: beside sums of gradients the device has room for the rest and two of four blocks, and the host has
     all, 2 bytes each.
     """
-    job = visiting("/nowhere", precision="bf16", model_args=LARGE)
+    job = visiting("/nowhere", precision="bf16", model_args={**LARGE, "tied": False})
     model = build_model(job, builder_of(job))
     need = need_of(job, tensors_of(model, rule_of(job)))
     count = sum(parameter.numel() for parameter in model.parameters())

@@ -37,6 +37,7 @@ from elastic.train.checks.estimate import (
     unnamed_policy,
 )
 from elastic.train.checks.preflight import preflight
+from elastic.train.machine.device import need_of
 from elastic.train.model import build_model, builder_of
 from elastic.train.session import opened
 from tests.support.job_file import to_toml
@@ -81,10 +82,13 @@ def test_c1_the_estimate_is_what_the_storages_take(
 ) -> None:
     """C1: every class within 2 %.  The control: with other moments it is not so.
 
-    Deferred sums are whole while they are added, and have been shared when the storages are looked at.
+    Deferred sums are whole while they are added, and have been shared when the storages are looked at.  The two
+    sums of embedding and head, a weight of both ends, are one by then.
     """
     job = toy_job(tmp_path, model_args=MODEL, **JOBS[name])
     expected = classes(job, tensors_of_job(job), layout.dp_shard)
+    both_ends = 4 * MODEL["vocab"] * MODEL["dim"]
+    expected["gradients"] -= both_ends if name == "deferred" else both_ends // layout.dp_shard
     if name == "deferred":
         expected["gradients"] //= layout.dp_shard
     other = toy_job(
@@ -113,7 +117,7 @@ def test_each_stage_shares_what_it_names(tmp_path: Path) -> None:
 
     An old part beside the new one, while a world forms, may take more.
     """
-    job = toy_job(tmp_path, model_args=MODEL, precision="bf16", reproducible=False)
+    job = toy_job(tmp_path, model_args={**MODEL, "tied": False}, precision="bf16", reproducible=False)
     count = sum(
         tensor.shape[0] * (tensor.shape[1] if len(tensor.shape) > 1 else 1)
         for tensor in tensors_of_job(job)
@@ -197,7 +201,8 @@ def test_state_that_is_offloaded_is_told_where_it_is(
         "workers": {"max": 1},
     }
     file = tmp_path / "job.toml"
-    file.write_text(to_toml(toy_job(tmp_path, model_args=MODEL, precision="bf16", **settings)))
+    args = {**MODEL, "tied": False}
+    file.write_text(to_toml(toy_job(tmp_path, model_args=args, precision="bf16", **settings)))
     line = said(capsys, str(file))
     assert (
         f"of weights in {where}, " in line
@@ -318,6 +323,21 @@ def test_with_more_members_the_sums_shrink_and_activations_do_not(tmp_path: Path
     )
     halves = replace(need, transient=Transient(0, peak(2) - need.summed(2)))
     assert halves.of_a_member(8) < 0.95 * taken[8]
+
+
+def test_a_weight_of_both_ends_has_two_sums(tmp_path: Path) -> None:
+    """Embedding and head are one weight, larger than all blocks.  As much comes and goes beside the sums for any
+    number of members.  The control: beside one sum of each weight it would not be so.
+    """
+    args = {**MODEL, "vocab": 4096}
+    job = toy_job(tmp_path, model_args=args, workers={"max": 8}, recompute="block").in_stage(2)
+    batch = {name: each[:1, :9] for name, each in opened(job).read((0,)).items()}
+    builder, cpu = partial(build_model, job, builder_of(job)), torch.device("cpu")
+    need, one_sum = (need_of(job.replace(numerics=each), tensors_of_job(job)) for each in (6, 5))
+    assert need.gradients - one_sum.gradients == 4 * args["vocab"] * args["dim"]
+    peaks = {shards: peak_bytes(builder, job, next_token, batch, cpu, shards) for shards in (2, 4, 8)}
+    assert len({peak - need.summed(shards) for shards, peak in peaks.items()}) == 1
+    assert len({peak - one_sum.summed(shards) for shards, peak in peaks.items()}) == 3
 
 
 def test_a_number_that_does_not_fit_is_told_as_a_job_writes_it(tmp_path: Path) -> None:

@@ -222,6 +222,7 @@ class Split(Parameters):
             holder.grad = None
             if self.scheme.round.last:
                 self._parameters[name].add(*unit.grads([self.parts[name]]))
+                unit.total = None
         self.missing = frozenset(missing)
 
     def grads(self) -> dict[str, Tensor]:

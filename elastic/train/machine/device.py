@@ -14,6 +14,7 @@ import torch
 
 from elastic.engine.optim.muon import MOMENTUM
 from elastic.engine.precision import PRECISIONS
+from elastic.engine.seeds import for_stages
 from elastic.errors import JobError
 from elastic.job import Job
 from elastic.plan.copy_budget import amount, slots_a_worker
@@ -39,15 +40,20 @@ def memory_of(job: Job, device: torch.device) -> int:
 def need_of(job: Job, tensors: Sequence[Tensor], zero: int | None = None) -> Need:
     """Returns what training needs beside activations.  ``zero`` is the stage of ZeRO, if it is not the job's.
 
-    If gradients are summed in blocks of several microbatches, a member holds two sums of gradients.  With fp8
-    the result is a bit too large: where fp8 takes more memory, every parameter counts as one that multiplies
-    in fp8; where it takes less, no parameter does.
+    If gradients are summed in blocks of several microbatches, a member holds two sums of gradients.  A weight
+    of both ends of the model has a sum for each end.  It is taken to be any that all pipeline stages have, if
+    the model says what is before and behind its blocks; so the result may be a bit too large.  With fp8 it is:
+    where fp8 takes more memory, every parameter counts as one that multiplies in fp8; where it takes less, no
+    parameter does.
     """
     parameters = [tensor for tensor in tensors if tensor.kind == "parameter"]
     elements = sum(math.prod(tensor.shape) for tensor in parameters)
     with_moments = {tensor.name for tensor in tensors if tensor.kind.startswith("moment.")}
-    trained = sum(
-        math.prod(tensor.shape) for tensor in parameters if tensor.name in with_moments or not with_moments
+    has_ends = for_stages(job) and any(tensor.depth for tensor in parameters)
+    summed = sum(
+        math.prod(tensor.shape) * (2 if has_ends and not tensor.depth else 1)
+        for tensor in parameters
+        if tensor.name in with_moments or not with_moments
     )
     matrices = sum(math.prod(tensor.shape) for tensor in tensors if tensor.kind == f"moment.{MOMENTUM}")
     sums = 2 if job.reproducible and job.reduction.block > 1 else 1
@@ -64,7 +70,7 @@ def need_of(job: Job, tensors: Sequence[Tensor], zero: int | None = None) -> Nee
         units[tensor.name] += nbytes(tensor, tensor.whole())
     return Need(
         state=units.total(),
-        gradients=4 * sums * trained + torch.bfloat16.itemsize * matrices,
+        gradients=4 * sums * summed + torch.bfloat16.itemsize * matrices,
         computing=used if job.offloads else copies,
         gathered=used if stage in (1, 2) else 0,
         fp8=elements

@@ -35,6 +35,7 @@ from actors.living import (
     view_of,
     views,
 )
+from actors.notices.known_sources import check_sources
 from actors.processes import life_of
 from actors.result import Result
 from actors.screen import screen_for
@@ -276,6 +277,7 @@ class _Command:
         if here:
             cluster.check_gpus(job.workers)
         check_early(job, here=local or here)
+        check_sources(job.notices)
         said = check_bucket(job)
         if not local:
             cluster.begin_here(self.address, job.workers, self.tell)

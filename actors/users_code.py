@@ -60,10 +60,11 @@ def pack(job: Job) -> list[bytes]:
     """Returns the job's objects in chunks; none if it has none.  Raises :class:`JobError` if one cannot be
     sent.
     """
-    for sink in job.metrics.sinks:
-        if isinstance(sink, Given):
+    named = {"metrics.sinks": job.metrics.sinks, "notices.sources": job.notices.sources}
+    for setting, each in ((setting, each) for setting, names in named.items() for each in names):
+        if isinstance(each, Given):
             raise JobError(
-                f"metrics.sinks = {str(sink)!r} is used by processes that do not have your script; put "
+                f"{setting} = {str(each)!r} is used by processes that do not have your script; put "
                 "the class into a module, and name it as 'package.module:Class'"
             )
     given = job.objects()

@@ -42,6 +42,7 @@ from elastic.config.sections import (
     LayerWatch,
     Metrics,
     Network,
+    Notices,
     Optim,
     Parallel,
     Reduction,
@@ -240,6 +241,7 @@ class Job(Section):
     copies: Copies = Copies()
     watch: LayerWatch = LayerWatch()
     network: Network = Network()
+    notices: Notices = Notices()
     deadlines: Deadlines = Deadlines()
     faults: Free[tuple[WorkerFault, ...]] = ()
     """Faults of a chaos test."""

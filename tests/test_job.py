@@ -113,6 +113,7 @@ CLUSTER = {
     "checkpoint": Checkpoint(save_every=1, keep_last=2, keep_every=4, keep_younger="7d"),
     "copies": Copies(copy_every=1, buddy_every=9),
     "network": Network(interface="eth1"),
+    "notices": {"sources": ["aws"], "grace_s": 120},
     "watch": LayerWatch(every=7, patience=2, vanishing=0.1, exploding=9, stationary=40, max_skipped=3),
     "deadlines": Deadlines(form_s=1, fence_s=1, stall_s=1, lease_s=1, wait_s=1, stop_s=1),
     "faults": (WorkerFault(point="save", step=1),),

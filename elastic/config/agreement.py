@@ -43,7 +43,7 @@ def disagreements(job: Job) -> Iterator[str]:
             "for a length depends on the lengths that a process has seen before, so results would "
             "differ; leave one of the three settings out"
         )
-    for more in (_validation, _schedule, _ramp, _weights, _attention, _owed, _spikes):
+    for more in (_validation, _schedule, _ramp, _weights, _attention, _owed, _spikes, _notices):
         yield from more(job)
     yield from _unused(job.optim)
     yield from _groups(job.optim)
@@ -368,6 +368,19 @@ def _groups(optim: Optim) -> Iterator[str]:
                 f"optim.groups[{number}].names = {list(optim.groups[number].names)} are the names of "
                 f"optim.groups[{first}], too, and only the first group that matches counts; leave one "
                 "of the two groups out"
+            )
+
+
+def _notices(job: Job) -> Iterator[str]:
+    """Yields a sentence for a file or a command that is not looked at, or that is to be and is not set."""
+    for name in ("file", "command"):
+        value, sources = getattr(job.notices, name), job.notices.sources
+        if name in sources and not value:
+            yield f"notices.sources has {name!r}, but notices.{name} is not set; set it, or leave {name!r} out"
+        if value and not {name, "auto"} & {*sources}:
+            yield (
+                f"notices.{name} = {value!r} has no effect, because notices.sources has neither 'auto' nor "
+                f"{name!r}; add {name!r} to it, or leave notices.{name} out"
             )
 
 

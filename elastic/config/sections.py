@@ -27,6 +27,7 @@ from elastic.config.values import (
     duration,
     fault_word,
     interface_name,
+    own_file,
 )
 
 OLDEST = 4
@@ -534,6 +535,26 @@ class Network(Section):
     """Network interface for the sockets of NCCL and gloo on each node.  ``auto``: the one whose address Ray's
     other nodes use to reach it.
     """
+
+
+class Notices(Section):
+    """Notices that the machine of a node will be taken away."""
+
+    sources: Free[tuple[CodeOrName, ...]] = ("auto",)
+    """Sources of notices: ``aws``, ``gcp``, ``azure``, ``drain`` (Ray), ``sigterm``, ``file``, ``command`` or
+    your own ``pkg.module:Class``.  ``auto``: the cloud whose machine a node is, ``drain``, and ``file`` and
+    ``command`` if they are set.  Empty: nobody.
+    """
+    file: Free[Annotated[str, AfterValidator(own_file)]] = ""
+    """File that your own script writes on a node whose machine is taken, with the seconds that are left in its
+    first line, or a Unix time.
+    """
+    command: Free[str] = ""
+    """Command for the shell of every node that prints the same as ``file`` has in it, or nothing.  It is run
+    every 5 s.
+    """
+    grace_s: Free[Seconds] = 30
+    """Time from a notice without a deadline until the machine is taken."""
 
 
 class Deadlines(Section):

@@ -147,9 +147,7 @@ def _code_or_name(value: Any, check: Callable[[Any], str]) -> str:
     if not isinstance(value, str) or ":" in value:
         return _code(value, check)
     if not value.isidentifier():
-        raise ValueError(
-            "must be the name of a tracker, such as 'tensorboard', or name code as 'package.module:name'"
-        )
+        raise ValueError("must be a name without spaces and signs, or name code as 'package.module:name'")
     return value
 
 
@@ -364,10 +362,19 @@ def shown(setting: str, value: object) -> str:
 
 def own_folder(path: str) -> str:
     """Returns a path as absolute, and nothing for nothing.  Refuses a URL."""
+    return _own(path, "a folder")
+
+
+def own_file(path: str) -> str:
+    """Returns a path as :func:`own_folder` does."""
+    return _own(path, "a file")
+
+
+def _own(path: str, what: str) -> str:
     if not path.strip():
         return ""
     if (folder := folder_of(path)) is None:
-        raise ValueError("must be a folder of a local disk, not a URL")
+        raise ValueError(f"must be {what} of a local disk, not a URL")
     return os.path.abspath(os.path.expanduser(folder))
 
 

@@ -475,6 +475,7 @@ ENVIRONMENT = {
     ),
     "actors/cluster.py": "Ray's own variables, before it is joined",
     "actors/own_cluster.py": "Ray's own variables, before it starts",
+    "actors/notices/metadata.py": "the clouds' own tools find an emulated metadata service by one each",
     "actors/submitted.py": "Ray's own variable, by which a command knows that it was submitted",
     "elastic/train/session.py": "cuBLAS demands one for deterministic kernels",
     "elastic/train/machine/compilers.py": (

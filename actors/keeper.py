@@ -14,6 +14,7 @@ import os
 import sys
 import threading
 import time
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -21,6 +22,9 @@ import ray
 
 from actors.ends import DIED
 from actors.logs import Logs
+from actors.notices.known_sources import open_sources
+from actors.notices.port import Notice
+from actors.notices.watch import SourceWatch
 from actors.processes import (
     Process,
     compiled_folder,
@@ -34,6 +38,7 @@ from actors.processes import (
     sweep,
 )
 from actors.relay import SPEAKING, Gathering, answered, gone_for_good
+from elastic.config.sections import Notices
 from elastic.errors import StateMissing
 from elastic.ids import NodeId, Version, WorkerId
 from elastic.probe import COORDINATOR, Probe
@@ -98,15 +103,24 @@ class Keeper:
         incarnation: int,
         silence_s: float,
         secret: bytes,
+        notices: Notices,
+        search_path: list[str],
         folder: str = "",
     ) -> None:
-        """``incarnation`` is the coordinator that starts this keeper; ``folder`` is the job's
-        ``offload_folder``.
+        """``incarnation`` is the coordinator that starts this keeper.  ``search_path`` has the folders of the
+        user's code, for sources of ``notices``.  ``folder`` is the job's ``offload_folder``.
 
         A keeper whose beats no coordinator has answered for ``silence_s`` seconds ends itself, as workers do.
         """
         self.run, self.coordinator, self.silence_s = run, coordinator, silence_s
         end_on_sigterm()
+        if any(":" in name for name in notices.sources):  # no other code of the user runs in this process
+            sys.path[:0] = [entry for entry in search_path if entry not in sys.path]
+        self._sources = [
+            SourceWatch(name, source, self._noticed, self._say)
+            for name, source in open_sources(notices).items()
+        ]
+        """The sources of notices of this node."""
         self.replica, self._hearing = Replica(heeds=incarnation), threading.Lock()
         """The keeper's copy of the journal's end, and the lock for it, since several threads use it."""
         sweep(name)
@@ -139,6 +153,8 @@ class Keeper:
         ).start()
         keep_going(self._beat, "beat", self._say)
         self._watching = keep_going(self._watch, "watch", self._say)
+        for each in self._sources:
+            keep_going(partial(each.run, self._closed), f"notices {each.name}", self._say)
 
     @ray.method(concurrency_group="journal")  # type: ignore[untyped-decorator]
     def attach(self, incarnation: int) -> tuple[int, bytes]:
@@ -314,6 +330,18 @@ class Keeper:
         key = self.logs.examine(worker, process)
         process.kill()
         return key
+
+    def _noticed(self, source: str, notice: Notice | None) -> None:
+        """Hears that the notice of a source has changed; None if there is none any more."""
+        if notice is None:
+            return self._say(f"{source} gives no notice any more")
+        what = "may be taken" if notice.advice else f"is taken in {notice.deadline - time.time():.0f} s"
+        self._say(f"{source} gives notice: this machine {what} ({notice.text})")
+
+    def left_world(self) -> None:
+        """Tells every source of notices that the node has left the run."""
+        for each in self._sources:
+            each.left()
 
     def _note_lateness(self, late_s: float) -> None:
         if late_s > max(self.late_s, BEAT_S):

@@ -466,6 +466,8 @@ class ActorGroup:
                 self.incarnation,
                 2 * self.job.deadlines.lease_s,
                 self.secret,
+                self.job.notices,
+                self.code.search_path,
                 self.job.offload_folder,
             )
         )

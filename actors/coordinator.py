@@ -528,9 +528,10 @@ class Coordinator:
                 self._keep(cluster.nodes())
                 # Ray lowers the free room a moment later
                 before, placed = placed, cluster.placed(self.group.on_their_way(self.state))
+                no_room_on = {*self.state.cluster.refused, *self.state.cluster.notices}
                 self.post_local(
                     Capacity(
-                        cluster.slots(self.job.workers, self.state.cluster.refused),
+                        cluster.slots(self.job.workers, no_room_on),
                         tuple(sorted(before & placed)),
                     )
                 )

@@ -44,7 +44,19 @@ from elastic.ids import NodeId, Version, WorkerId
 from elastic.probe import COORDINATOR, Probe
 from elastic.protocol.actions import Save
 from elastic.protocol.authority import Replica
-from elastic.protocol.events import STOPPED, Beat, Event, Kept, Lost, Progress, SaveFailed, ShardSaved
+from elastic.protocol.events import (
+    STOPPED,
+    Beat,
+    Event,
+    Kept,
+    Lost,
+    NodeAdvised,
+    NodeDraining,
+    NodeStays,
+    Progress,
+    SaveFailed,
+    ShardSaved,
+)
 from elastic.protocol.member import Lease
 from elastic.runs.receipts import SavedShard
 from elastic.state.keeper_store import KeeperStore
@@ -121,6 +133,8 @@ class Keeper:
             for name, source in open_sources(notices).items()
         ]
         """The sources of notices of this node."""
+        self._notices: dict[str, Notice | None] = {}
+        """The last words of each source."""
         self.replica, self._hearing = Replica(heeds=incarnation), threading.Lock()
         """The keeper's copy of the journal's end, and the lock for it, since several threads use it."""
         sweep(name)
@@ -164,6 +178,8 @@ class Keeper:
         Returns the incarnation that wrote the copy of the journal's end kept here, and this copy.
         """
         self._heed(incarnation)
+        for source in list(self._notices):
+            self._tell_notice(source)  # the coordinator before this one may not have recorded it
         with self._hearing:
             return self.replica.by, bytes(self.replica.data)
 
@@ -332,14 +348,28 @@ class Keeper:
         return key
 
     def _noticed(self, source: str, notice: Notice | None) -> None:
-        """Hears that the notice of a source has changed; None if there is none any more."""
-        if notice is None:
-            return self._say(f"{source} gives no notice any more")
-        what = "may be taken" if notice.advice else f"is taken in {notice.deadline - time.time():.0f} s"
-        self._say(f"{source} gives notice: this machine {what} ({notice.text})")
+        """Tells the coordinator what a source says now: a notice, an advice, or that there is none any more."""
+        self._notices[source] = notice
+        self._tell_notice(source)
 
-    def left_world(self) -> None:
-        """Tells every source of notices that the node has left the run."""
+    def _tell_notice(self, source: str) -> None:
+        if (notice := self._notices[source]) is None:
+            event: Event = NodeStays(self.node, source)
+        else:
+            kind = NodeAdvised if notice.advice else NodeDraining
+            event = kind(self.node, notice.deadline, source, notice.text)
+        self.coordinator.post.remote(event)
+
+    def announce(self, source: str, left_s: float | None) -> None:
+        """Says as ``source`` that the machine is taken in ``left_s`` seconds; None withdraws that.  Chaos does
+        so before it takes a node.
+        """
+        deadline = None if left_s is None else time.time() + left_s
+        self._noticed(source, None if deadline is None else Notice(deadline))
+
+    def left_world(self, incarnation: int) -> None:
+        """Tells every source of notices that the run needs nothing on this node any more."""
+        self._heed(incarnation)
         for each in self._sources:
             each.left()
 

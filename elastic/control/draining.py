@@ -22,7 +22,7 @@ from collections.abc import Iterable
 from elastic.control import copy_inventory, edges, membership
 from elastic.control.decision import Decision, names
 from elastic.control.evolve import evolve
-from elastic.control.run import Forming, Notice, Running, RunState, Stopping
+from elastic.control.run import Forming, Announced, Running, RunState, Stopping
 from elastic.control.seating import candidates, newest_source
 from elastic.ids import NodeId, WorkerId
 from elastic.plan.placement import cell_of
@@ -62,7 +62,7 @@ def noticed(decision: Decision, event: NodeDraining | NodeAdvised) -> None:
     if known is not None and abs(known.at - at) <= SAME_S:
         return decision.refuse(f"the notice of {event.source} for node {event.node[:8]} is known")
     others = tuple(each for each in before if each.source != event.source)
-    decision.open("cluster", "notices")[event.node] = (*others, Notice(event.source, at, advice))
+    decision.open("cluster", "notices")[event.node] = (*others, Announced(event.source, at, advice))
     left_s, words = max(at - decision.now, 0.0), f": {event.text}" if event.text else ""
     if advice:
         decision.say(f"node {event.node[:8]} may be taken ({event.source}{words}); it gets nothing new")
@@ -90,7 +90,7 @@ def gone(decision: Decision, node: NodeId) -> None:
         _set(decision, node, ())
 
 
-def _set(decision: Decision, node: NodeId, notices: tuple[Notice, ...]) -> None:
+def _set(decision: Decision, node: NodeId, notices: tuple[Announced, ...]) -> None:
     """Replaces the notices of a node.  If none of them takes the node, its workers may take part again."""
     known = decision.open("cluster", "notices")
     known[node] = notices

@@ -225,7 +225,7 @@ class Refusal:
 
 
 @dataclass(frozen=True)
-class Notice:
+class Announced:
     """The machine behind a node will be taken at the time ``at``, as ``source`` has announced.  If it is only
     an ``advice``, it may be taken, and the advice expires then.
     """
@@ -246,7 +246,7 @@ class Cluster:
     refused: dict[NodeId, Refusal] = field(default_factory=dict)
     keepers: tuple[NodeId, ...] = ()
     """The nodes whose keepers are up."""
-    slots: int = 0  # the number of workers that the cluster could still start, on nodes that are not refused
+    slots: int = 0  # the workers that the cluster could still start, on nodes neither refused nor taken
     blamed: tuple[NodeId, ...] = ()
     """The nodes whose stores were blamed since the last world was formed: all members were there, and the
     next world still did not form.
@@ -258,7 +258,7 @@ class Cluster:
     homes: dict[NodeId, Home] = field(default_factory=dict)  # the nodes from which workers have joined
     stays: dict[str, float] = field(default_factory=dict)
     """Expected stay in seconds of each host that has left before: see ``growth.py``."""
-    notices: dict[NodeId, tuple[Notice, ...]] = field(default_factory=dict)
+    notices: dict[NodeId, tuple[Announced, ...]] = field(default_factory=dict)
     """The notices for each node, one of each source: see ``draining.py``."""
     leaving: tuple[NodeId, ...] = ()
     """The nodes that will be taken and whose workers are in no later world."""

@@ -137,8 +137,9 @@ def test_r5_a_node_with_notice_is_out_before_it_is_taken(tmp_path: Path, layout:
     "phase", ["start-up", "forming", "validation", "save", "finishing", "coordinator gone", "compile"]
 )
 def test_r5_in_every_phase(tmp_path: Path, phase: str, lead_s: float) -> None:
-    """The run may be anywhere when the notice comes, and the notice may come late: bits, samples and steps are those of the
-    undisturbed run, and no step is done twice."""
+    """The run may be anywhere when the notice comes, and the notice may come late: bits, samples and steps
+    are those of the undisturbed run, and no step is done twice.
+    """
     changes: dict[str, Any] = {
         "validation": {
             "validation": {"dataset": "tests.support.toys:Sums", "args": {"samples": 64}, "every": 1}

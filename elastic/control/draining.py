@@ -22,7 +22,7 @@ from collections.abc import Iterable
 from elastic.control import copy_inventory, edges, membership
 from elastic.control.decision import Decision, names
 from elastic.control.evolve import evolve
-from elastic.control.run import Forming, Announced, Running, RunState, Stopping
+from elastic.control.run import Announced, Forming, Running, RunState, Stopping
 from elastic.control.seating import candidates, newest_source
 from elastic.ids import NodeId, WorkerId
 from elastic.plan.placement import cell_of

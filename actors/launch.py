@@ -48,8 +48,8 @@ from elastic.code.imports import check_packages
 from elastic.errors import STOPPED, JobError, PlatformGaveUp, Refused
 from elastic.job import Job
 from elastic.protocol.builds import Build
+from elastic.report.goodput import ENDED
 from elastic.report.story import Ending, Line, Sentence, Show, tell
-from elastic.report.timeline import ENDED
 from elastic.runs import code, data, restarts
 from elastic.runs.begin import begin, begin_here, finished
 from elastic.runs.branches import differing

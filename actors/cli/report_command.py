@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from actors.cli.checkpoint_commands import KEEPS
@@ -17,11 +19,14 @@ from elastic.runs.run import Run
 
 
 @command("report", KEEPS)
-def report(job: Job, /, to: Path | None = None, png: Path | None = None) -> None:
+def report(job: Job, /, to: Path | None = None, png: Path | None = None, price: float | None = None) -> None:
     """Writes a page with plots of a run: loss, speed, incidents, checkpoints.
+
+    The time of a run with a journal is also a table beside the page, FILE.timeline.parquet.
 
     to FILE.html: the page (default: <name>-report.html in this folder)
     png FILE.png: a picture of the plots, too
+    price: the price of a node-hour, by which the page says what incidents cost
 
     Raises :class:`JobError` if there is no such run, or if a file cannot be written.
     """
@@ -29,14 +34,19 @@ def report(job: Job, /, to: Path | None = None, png: Path | None = None) -> None
     _check(to, "--to", (".html", ".htm"))
     if png is not None:
         _check(png, "--png", (".png",))
+    if price is not None and not 0 <= price < math.inf:
+        raise JobError(f"--price = {price} is no price of a node-hour; give a number, 0 or more, say 2.5")
     run = Run.begun(job)
     from actors.cli.facts import facts_of  # it takes numpy, and a page matplotlib
     from elastic.report.page import page_of
     from elastic.report.page.draw import png_of
     from elastic.report.page.html import html_of
+    from elastic.report.page.parquet import parquet_of
 
-    page = page_of(facts_of(run, job.keep(), time.time()))
+    page = page_of(replace(facts_of(run, job.keep(), time.time()), price=price))
     _write(to, "--to", html_of(page).encode())
+    if page.facts.timeline.life:
+        _write(to.with_suffix(".timeline.parquet"), "--to", parquet_of(page.facts.timeline.account.intervals))
     if png is not None:
         _write(png, "--png", png_of(page))
 

@@ -40,6 +40,14 @@ def pack(losses: Sequence[float], counts: Sequence[int], samples: Sequence[Seque
     }
 
 
+def sizes(json: Mapping[str, Json]) -> tuple[int, int]:
+    """Returns the number of microbatches and of samples in what :func:`pack` has packed, without unpacking
+    more than lengths.
+    """
+    microbatches, each = len(json["losses"]) * 3 // 4 // 8, json["samples"]["each"]
+    return microbatches, each * microbatches if isinstance(each, int) else sum(_whole(each))
+
+
 def unpack(json: Mapping[str, Json]) -> Parts:
     """Returns what :func:`pack` was given."""
     losses, counts, (each, ids) = (

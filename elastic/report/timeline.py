@@ -1,5 +1,4 @@
-"""The timeline of a run: what happened and when, and in which state its time was spent, from the journal
-alone.
+"""The timeline of a run: what happened and when, and how its time was spent, from the journal alone.
 
 The journal is read once, piece by piece, and only what a report shows is kept: a run of a month has a million
 records.
@@ -7,7 +6,6 @@ records.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import groupby
@@ -16,12 +14,9 @@ from typing import Any
 from elastic.ids import Version
 from elastic.journal import codec
 from elastic.plan.layout import Layout
+from elastic.report.goodput import ENDED, Account
 from elastic.report.metrics import version_of
-from elastic.report.recoveries import Recovery, number, recoveries
-
-AWAY = "Away"
-"""The state of the run while no coordinator runs: it was stopped, it had failed, or its cluster was gone."""
-ENDED = ("Finished", "Stopped", "Failed")
+from elastic.report.recoveries import Recovery, recoveries
 
 LOST, FORMED, COORDINATOR, SAVED, STARTED, BRANCH = (
     "lost",
@@ -98,12 +93,10 @@ class Timeline:
     worlds: dict[int, WorldSpan] = field(default_factory=dict)
     sizes: list[tuple[float, int]] = field(default_factory=list)
     """The number of members from a time on; 0 while there is no world."""
-    spent: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """The seconds in each state, by its name."""
+    account: Account = field(default_factory=Account)
+    """The account of the run's time."""
     saves: dict[Version, SaveSpan] = field(default_factory=dict)
     recoveries: list[Recovery] = field(default_factory=list)
-    committed_s: float = 0.0
-    """The measured time of all commits, including those of steps that were done again."""
     _incarnation: int = -1
     """The newest incarnation.  A coordinator that takes over while the workers go on begins no new life."""
     _formed: bool = False
@@ -121,6 +114,7 @@ class Timeline:
         """
         for _, records in groupby(self._noted(segments), lambda _: self.life):
             self.recoveries += recoveries(records)
+        self.account.close()
         return self
 
     def size_at(self, generation: int) -> int:
@@ -132,11 +126,13 @@ class Timeline:
             if "run" in head:
                 codec.checked((head, records))
                 if head["run"]["incarnation"] > self._incarnation and records:
+                    self.account.begins(records[0]["at"], head["run"])
                     self._starts(records[0]["at"], head["run"]["state"])
                 self._incarnation = max(self._incarnation, head["run"]["incarnation"])
             elif not self.life:
                 continue  # the snapshot before these records is gone
             for record in records:
+                self.account.note(record)
                 self._note(record)
                 yield record
 
@@ -149,15 +145,11 @@ class Timeline:
         if self.began_at is None:
             self.began_at = self.at = at
         else:
-            self._pass(at, AWAY)
+            self.at = max(at, self.at)
             self.moments.append(Moment(at, self.reached, STARTED, "the run was started again"))
         self._members = {*state["plan"]["members"]} if state.get("plan") else set()
         self._resize(at, len(self._members))
         self.state, self._formed = state["$"], bool(self._members)
-
-    def _pass(self, at: float, state: str) -> None:
-        self.spent[state] += max(at - self.at, 0.0)
-        self.at = max(at, self.at)
 
     def _resize(self, at: float, members: int) -> None:
         if not self.sizes or self.sizes[-1][1] != members:
@@ -165,7 +157,7 @@ class Timeline:
 
     def _note(self, record: Mapping[str, Any]) -> None:
         at = record["at"]
-        self._pass(at, self.state)
+        self.at = max(at, self.at)
         for commit in record.get("commits", ()):
             self._note_commit(at, commit)
         for told in codec.parts_of(record["event"]):
@@ -181,7 +173,6 @@ class Timeline:
 
     def _note_commit(self, at: float, commit: Mapping[str, Any]) -> None:
         self.reached = max(self.reached, commit["step"])
-        self.committed_s += number(commit.get("usage", {}).get("step_s", 0.0))
         if commit.get("saves"):
             self._begun[version_of(commit)] = at
 

@@ -90,6 +90,7 @@ IMPORTS = {
     ),
     "elastic.report.page": Row(("elastic.report.*", "elastic.ids", "elastic.plan.copy_budget"), ("numpy",)),
     "elastic.report.page.draw": Row(("elastic.report.*",), ("matplotlib", "numpy")),
+    "elastic.report.page.parquet": Row(("elastic.report.*",), ("pyarrow",)),
     "elastic.report.page.html": Row(("elastic.report.*", "elastic.plan.copy_budget"), ("jinja2",)),
     "elastic.config": Row(
         (

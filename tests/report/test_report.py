@@ -22,6 +22,7 @@ from elastic.journal import codec
 from elastic.plan.retention import Keep, Rule, reasons
 from elastic.protocol import events as ev
 from elastic.protocol.commit_record import Outcome, Usage
+from elastic.report.goodput import AWAY
 from elastic.report.page import page_of
 from elastic.report.page.content import BranchRow, Chart, CheckpointRow, Facts, Line
 from elastic.report.page.draw import png_of, svg_of
@@ -161,18 +162,24 @@ def test_l2_the_numbers_of_the_page_are_those_of_the_bucket(tmp_path: Path) -> N
     ] == [5]
     time_of = {name: seconds for name, seconds, *_ in page.tables["shares"][1:]}
     assert time_of == {
-        **{
-            "Computing": "3.50 s",
-            "Waiting for data": "0.50 s",
-            "Steps done again": "1.00 s",
-            "Agreeing": "1.50 s",
-        },
-        **{"Forming worlds": "2.50 s", "Between steps": "1 min 38 s"},
-    }, "8 steps of half a second count, and two were done again"
-    assert page.tiles["Incidents"] == "1"
-    assert page.tiles["Goodput"] == f"{100 * 4 / 107:.1f} %", (
-        "the journal begins at 1001 s and ends at 1108 s"
+        **{"Computing": "5.75 s", "Waiting for data": "0.50 s", "Steps done again": "1.00 s"},
+        **{"Noticing faults": "1 min 32 s", "Agreeing": "1.50 s", "Leaving worlds": "2.25 s"},
+        **{"Forming worlds": "3.69 s", "Restoring state": "0.06 s"},
+    }, (
+        "the steps until 1007.25 s count; then half a second is an unfinished step, and half a second step 6 again"
     )
+    assert page.tiles["Incidents"] == "1"
+    assert page.tiles["Goodput"] == f"{100 * 6.25 / 107:.1f} %", (
+        "the journal begins at 1001 s and ends at 1108 s; one worker could do as many steps as two"
+    )
+    assert [row[1:] for row in page.tables["goodput"][1:4]] == [["5.8 %", "5.8 %"]] * 3
+    cost = dict(zip(*page.tables["costs"], strict=True))
+    assert (cost["Kind"], cost["Lost"], row["Lost"]) == ("loss", "1 min 41 s", "100.75")
+    # two nodes until 1100 s, then one: the node of w2 has lost its worker only, and its keeper is there
+    assert cost["Of nodes paid"] == "3 min 22 s"
+    priced = commanded(run, tmp_path, "--price", "36")
+    assert priced.tables["costs"][0][-1] == "Cost" and priced.tables["costs"][1][-1] == f"{201.5 / 100:.2f}"
+    assert priced.tables["incidents"][1][-1] == f"{201.5 / 100:.2f}"
     assert page.texts["p"][1] == "Not over: training at step 8 of 100."
     quiet = lost_and_joined(tmp_path / "quiet", loses=False)
     other = page_in(quiet)
@@ -193,7 +200,7 @@ def test_l2_a_takeover_is_no_new_start_and_a_restart_is(tmp_path: Path) -> None:
     play.ship()
     told = Timeline().read(journal.objects(run.store, "toy"))
     assert (told.life, [each.kind for each in told.moments]) == (1, ["coordinator"])
-    assert told.spent["Away"] == 0
+    assert told.account.whole.seconds[AWAY] == 0
     snapshot = codec.snapshot(folded(Play(run=stepping(1).run)).run)
     snapshot["run"]["incarnation"] = 3
     again = {
@@ -207,7 +214,7 @@ def test_l2_a_takeover_is_no_new_start_and_a_restart_is(tmp_path: Path) -> None:
     }
     told = Timeline().read([*journal.objects(run.store, "toy"), (snapshot, [again])])
     assert (told.life, [each.kind for each in told.moments]) == (2, ["coordinator", "started"])
-    assert told.spent["Away"] == 50
+    assert told.account.whole.seconds[AWAY] == 50
 
 
 def test_l2_a_death_that_is_seen_and_then_certain_is_one_loss(tmp_path: Path) -> None:
@@ -555,6 +562,7 @@ def test_l2_the_picture(tmp_path: Path) -> None:
         (["--to", "folder.html"], "is a folder; name a file in it"),
         (["--png", "page.jpg"], "--png = 'page.jpg' does not end in .png"),
         (["--name", "nobody"], "there is no run 'nobody'"),
+        (["--price", "nan"], "--price = nan is no price of a node-hour; give a number, 0 or more, say 2.5"),
     ],
 )
 def test_l2_what_cannot_be_written_or_read(

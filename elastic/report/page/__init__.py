@@ -66,7 +66,13 @@ def _tiles(facts: Facts, shares: Sequence[TimeShare]) -> list[Tile]:
         )
     if (rate := throughput(columns)) > 0:
         tiles.append(Tile("Throughput", shown(rate), f"{unit_of(facts)} a second, over all measured steps"))
-    if shares:
+    if told.life:
+        found = told.account.whole.figures
+        note = f"{percent(found.paid, 1)} of the node-seconds paid; {percent(found.stepping, 1)} of the time in steps"
+        tiles.append(
+            Tile("Goodput", percent(found.present, 1), f"of what the nodes present could do; {note}")
+        )
+    elif shares:
         counts = sum(each.seconds for each in shares if each.kind in ("compute", "data"))
         up, away = (
             sum(each.seconds for each in shares if (each.kind == "away") == is_away)

@@ -65,6 +65,8 @@ class Facts:
     quarantine: int = 0
     """The number of samples that the newest checkpoint has in quarantine."""
     read_at: float = 0.0
+    price: float | None = None
+    """The price of a node-hour, in any currency; None if nobody has said one."""
 
     @property
     def reached(self) -> int:

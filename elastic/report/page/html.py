@@ -13,6 +13,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from elastic.plan.copy_budget import amount
+from elastic.report.goodput import BUCKETS, Account, Incident
 from elastic.report.page.content import Chart, Page
 from elastic.report.page.draw import edges, svg_of
 from elastic.report.words import clipped, counted, duration, percent, when
@@ -36,6 +37,14 @@ KEPT = {
     "all": "all are kept",
 }
 """The rules that keep a checkpoint (``plan/retention.py``), in words."""
+FIGURES = {
+    "present": "samples, of those that the nodes present could have committed",
+    "paid": "samples, of those that the nodes paid could have committed",
+    "stepping": "time in steps that count, of the time (Google's definition)",
+    "stepping_nodes": "nodes that stepped, of the most that were there at a time",
+    "available_nodes": "nodes that were there, of the most at a time",
+}
+"""The figures of goodput (``report/goodput.py``), in words."""
 WORDS = {each.__name__: each for each in (amount, clipped, counted, duration, percent, when)}
 
 
@@ -59,14 +68,37 @@ def html_of(page: Page) -> str:
         numbers={each.key: _numbers(each) for each in page.charts},
         svg_of=svg_of,
         changes=list(islice(changes, ROWS)),
+        goodput=_goodput(told.account),
+        costs=_costs(told.account),
+        cost_of={each.generation: each for each in told.account.incidents if each.generation},
         deleted=len(told.saves.keys() - {each.version for each in facts.checkpoints}),
         open_steps=int((facts.columns["final"] == 0).sum()),
         why_kept=_why_kept,
+        buckets=[name for name in BUCKETS if told.account.whole.seconds[name] > 0][1:],
         rows=ROWS,
         long_text=LONG_TEXT,
         **WORDS,
     )
     return UNSOUND.sub("�", written)
+
+
+def _goodput(account: Account) -> list[tuple[str, float, float]]:
+    """Returns the rows of the table of goodput: what is measured, in the whole run and after its first step."""
+    both = (account.whole.figures, account.since_first.figures)
+    return [(text, *(getattr(each, name) for each in both)) for name, text in FIGURES.items()]
+
+
+def _costs(account: Account) -> list[Incident]:
+    """Returns the cost of all incidents of each kind as one, whose number is how many there were, the
+    dearest kind first.
+    """
+    found: dict[str, Incident] = {}
+    for each in account.lost:
+        kind = found.setdefault(each.kind, Incident(0, each.kind, each.began_at))
+        kind.number, kind.node_s = kind.number + 1, kind.node_s + each.node_s
+        for bucket, seconds in each.seconds.items():
+            kind.seconds[bucket] += seconds
+    return sorted(found.values(), key=lambda each: -each.lost_s)
 
 
 def _why_kept(rules: Sequence[str]) -> str:

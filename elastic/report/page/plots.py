@@ -12,13 +12,13 @@ import numpy as np
 
 from elastic.ids import Version
 from elastic.report.best import Best, Loss, best, over_fit
+from elastic.report.goodput import ENDED
 from elastic.report.page.content import Chart, Facts, Lane, Line, Mark
 from elastic.report.page.series import GRADIENT, LOSS, SPIKE, Columns, Numbers, buckets, sampled, smoothed
 from elastic.report.speed import noun_of
 from elastic.report.timeline import (
     BRANCH,
     COORDINATOR,
-    ENDED,
     FORMED,
     LEFT_OUT,
     LOST,

@@ -7,13 +7,39 @@ from itertools import pairwise
 
 import numpy as np
 
+from elastic.report.goodput import (
+    ABORT,
+    AWAY,
+    BUCKETS,
+    DECIDE,
+    DETECT,
+    HEAL,
+    REDONE,
+    REFORM,
+    SAVING,
+    STARTUP,
+    STEPPING,
+    VALIDATION,
+    WAITING,
+)
 from elastic.report.page.content import TimeShare
 from elastic.report.page.series import Columns, Numbers
-from elastic.report.timeline import AWAY, ENDED, Timeline
-from elastic.report.words import duration
+from elastic.report.timeline import Timeline
 
-NOT_RUNNING = "the run was stopped, had failed or was killed, until it was started again"
-"""The use of the time in which nothing ran."""
+NAMES = {
+    REDONE: ("Steps done again", "bad"),
+    VALIDATION: ("Validation", "save"),
+    DETECT: ("Noticing faults", "recover"),
+    DECIDE: ("Agreeing", "recover"),
+    ABORT: ("Leaving worlds", "recover"),
+    REFORM: ("Forming worlds", "recover"),
+    HEAL: ("Restoring state", "recover"),
+    SAVING: ("Waiting for saves", "save"),
+    WAITING: ("Waiting for nodes", "recover"),
+    STARTUP: ("Starting", "rest"),
+    AWAY: ("Not running", "away"),
+}
+"""The names of the buckets of lost time, and how a page draws each."""
 Spans = Sequence[tuple[float, float | None]]
 """The times at which processes began and ended; None: not known."""
 
@@ -24,22 +50,18 @@ def shares_of(columns: Columns, told: Timeline, alone: Spans = ()) -> list[TimeS
     """
     took, waits = (np.nan_to_num(columns[name], posinf=0.0, neginf=0.0) for name in ("step_s", "data_wait"))
     steps_s, waited_s = float(took.sum()), float((took * waits).sum())
-    useful = [
-        TimeShare(
-            "Computing",
-            steps_s - waited_s,
-            "steps that count: forward, backward, exchange, update",
-            "compute",
-        ),
-        TimeShare("Waiting for data", waited_s, "the slowest worker of each step waited for samples", "data"),
-    ]
-    spent = told.spent
-    if not told.life:
+    if told.life:
+        spent = told.account.whole.seconds
+        computing_s = max(spent[STEPPING] - waited_s, 0.0)
+        useful = _useful(computing_s, spent[STEPPING] - computing_s)
+        parts = [TimeShare(name, spent[key], BUCKETS[key], kind) for key, (name, kind) in NAMES.items()]
+    else:
         times = columns.finite("time")
         times = times[times > 0]
         # an origin's steps have no time
         total = times[-1] - times[0] + next(filter(None, took), 0.0) if times.size else 0.0
         away_s = _away(times, alone)
+        useful = _useful(steps_s - waited_s, waited_s)
         parts = [
             TimeShare(
                 "Between steps",
@@ -47,55 +69,18 @@ def shares_of(columns: Columns, told: Timeline, alone: Spans = ()) -> list[TimeS
                 "saves, validations, and the start of each process after the first",
                 "rest",
             ),
-            TimeShare("Not running", away_s, NOT_RUNNING, "away"),
-        ]
-    else:
-        again_s = max(told.committed_s - steps_s, 0.0)
-        left_s = spent["Running"] - steps_s - again_s
-        heal, away_s = (
-            duration(sum(each.heal_s for each in told.recoveries)),
-            sum(spent[state] for state in (AWAY, *ENDED)),
-        )
-        parts = [
-            TimeShare(
-                "Steps done again",
-                again_s,
-                "steps that were committed, then lost with the only worker that had their state",
-                "bad",
-            ),
-            TimeShare(
-                "Between steps",
-                left_s,
-                "first step of each world, interrupted steps, and the time until faults were noticed",
-                "rest",
-            ),
-            TimeShare(
-                "Agreeing",
-                spent["Stopping"],
-                "before each new world: workers are fenced, and the outcome of the last step is decided",
-                "recover",
-            ),
-            TimeShare(
-                "Forming worlds",
-                spent["Forming"],
-                f"including {heal} to restore the state of workers",
-                "recover",
-            ),
-            TimeShare(
-                "Waiting for workers",
-                spent["Waiting"],
-                "no world, since there were too few workers",
-                "recover",
-            ),
-            TimeShare(
-                "Last save",
-                spent["Finishing"],
-                "all steps are done, and the last checkpoint is being written",
-                "save",
-            ),
-            TimeShare("Not running", away_s, NOT_RUNNING, "away"),
+            TimeShare("Not running", away_s, BUCKETS[AWAY], "away"),
         ]
     return [each for each in (*useful, *parts) if each.seconds > 0.0005]
+
+
+def _useful(computing_s: float, waited_s: float) -> list[TimeShare]:
+    return [
+        TimeShare(
+            "Computing", computing_s, "steps that count: forward, backward, exchange, update", "compute"
+        ),
+        TimeShare("Waiting for data", waited_s, "the slowest worker of each step waited for samples", "data"),
+    ]
 
 
 def _away(times: Numbers, alone: Spans) -> float:

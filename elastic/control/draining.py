@@ -68,6 +68,12 @@ def noticed(decision: Decision, event: NodeDraining | NodeAdvised) -> None:
         decision.say(f"node {event.node[:8]} may be taken ({event.source}{words}); it gets nothing new")
     else:
         decision.say(f"node {event.node[:8]} will be taken in {left_s:.0f} s ({event.source}{words})")
+        needs_s = at - leaves_at(decision.run, event.node, 0.0)
+        if left_s < needs_s and run.plan is not None and event.node in run.plan.nodes:
+            decision.say(
+                f"leaving it takes up to {needs_s:.0f} s: the next boundary is tried; if the machine is gone "
+                "before, that is a crash"
+            )
     if isinstance(run.state, Running):
         copy_inventory.pair(decision, run.state.plan)
 
@@ -224,7 +230,8 @@ def _leave(decision: Decision) -> None:
     match run.state:
         case Running():
             save, hand_over = _needs(decision, plan)
-            edges.pause(decision, cause, save=save, hand_over=hand_over)
+            how = "; the state is saved" if save else "; their copies are handed over" if hand_over else ""
+            edges.pause(decision, f"{cause}{how}", save=save, hand_over=hand_over)
         case Forming():
             stay = tuple(each for each in plan.members if each in run.workers and each not in members)
             if newest_source(run, stay, copy_inventory.listed(run)).version == plan.version:

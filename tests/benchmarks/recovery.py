@@ -8,7 +8,8 @@ strikes, on one machine.
 Needs ``pip install -e '.[test,bench]'``, or ``--peers-python`` names another interpreter that has the peers
 beside Elastic.  Two workers, gloo, one thread each.  process: one of them is SIGKILLed, and the system
 replaces it.  node: a raylet (torchft: a torchrun) is SIGKILLed with all its processes; when the other worker
-has settled, a new node comes.  ``peers/drive.py`` says what is measured. Figures go to results/recovery.json.
+has settled, a new node comes.  notice: Ray's head is told 8 s before that the node will be taken (torchft,
+which hears of no notice, is only struck).  ``peers/drive.py`` says what is measured. Figures go to results/recovery.json.
 """
 
 from __future__ import annotations
@@ -28,13 +29,14 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path(__file__).parent / "results" / "recovery.json"
 SYSTEMS = ("elastic", "ray-train", "torchft")
-EVENTS = ("process", "node")
+EVENTS = ("process", "node", "notice")
 OWN_EVENTS = (
     "process, shards",
     "node, shards",
     "node, silent",
     "process, spare",
     "process, shards, spare",
+    "notice, shards",
     "hang",
 )
 """Events that the other systems cannot survive; ``peers/ours.py`` describes them."""
@@ -67,7 +69,8 @@ def measure(name: str, event: str, kills: int, target: Path) -> None:
         system.start()
         try:
             load = os.getloadavg()[0]
-            rows = (drive.node_kills if event.startswith("node") else drive.process_kills)(system, kills)
+            by_first_word = {"node": drive.node_kills, "notice": drive.notices}
+            rows = by_first_word.get(event.split(",")[0], drive.process_kills)(system, kills)
             steps = {f"step_s_of_{world}": drive.step_s(system, world) for world in (1, 2)}
             found = {"settings": system.settings, "load_before": load, **steps, "kills": rows, **where()}
             target.write_text(json.dumps(found))
@@ -132,6 +135,7 @@ def table(everything: dict[str, Any]) -> str:
     heads = (
         "first microbatch",
         "next commit",
+        "pause",
         "lost steps",
         "growth: pause",
         "growth: lost steps",
@@ -150,7 +154,10 @@ def table(everything: dict[str, Any]) -> str:
                 lines.append(f"| {event} | {name} | failed: {found['failed'].strip().splitlines()[-1]} |")
                 continue
             rows = found["kills"]
-            cells = [spread(rows, each) for each in ("first_microbatch_s", "next_commit_s", "lost_steps")]
+            cells = [
+                spread(rows, each)
+                for each in ("first_microbatch_s", "next_commit_s", "pause_s", "lost_steps")
+            ]
             cells += [spread(rows, "growth", each) for each in ("pause_s", "lost_steps", "joined_s")]
             steps = f"{found['step_s_of_2']:.3f}, {found['step_s_of_1']:.3f}"
             lines.append(f"| {event} | {name} | {len(rows)} | {' | '.join(cells)} | {steps} |")
@@ -220,7 +227,8 @@ def main() -> None:
     )
     print("|---" * (len(PHASES) + 5) + "|")
     for event in (*EVENTS, *OWN_EVENTS):
-        if "kills" in everything.get("elastic", {}).get(event, {}):
+        measured = everything.get("elastic", {}).get(event, {}).get("kills", ())
+        if measured and "detect_s" in measured[0]:
             print(phases(event, everything["elastic"][event]))
 
 

@@ -26,6 +26,8 @@ SETTLED = range(10, 20)
 """Numbers of steps that a world may take undisturbed before the next strike.  One is drawn, so that strikes
 do not keep time with checkpoints."""
 DEADLINE_S = 240.0
+LEAD_S = 8.0
+"""Seconds from a notice until the machine is taken."""
 POLL_S = 0.02
 
 T = TypeVar("T")
@@ -40,6 +42,7 @@ class System(Protocol):
     def marks(self) -> Sequence[Mark]: ...
     def kill_process(self) -> None: ...
     def kill_node(self) -> None: ...
+    def give_notice(self, lead_s: float) -> Callable[[], None]: ...
     def add_node(self) -> None: ...
     def phases(self, killed_at: float) -> dict[str, Any]: ...
     def close(self) -> None: ...
@@ -148,6 +151,33 @@ def node_kills(system: System, kills: int) -> list[dict[str, Any]]:
         moment = time.time()
         system.add_node()
         row["growth"] = whole_again(system, epoch, moment)
+        rows.append(row)
+        print(row, flush=True)
+    return rows
+
+
+def notices(system: System, kills: int) -> list[dict[str, Any]]:
+    """Says ``kills`` times that the machine of one of two nodes will be taken in ``LEAD_S`` seconds, and takes
+    it then; when the other node has settled, a new one comes.
+
+    Returns a row for each; ``pause_s`` is the longest time between two commits from the notice on until the
+    smaller world has settled, and ``next_commit_s`` counts from the notice.
+    """
+    rows, draw = [], Random(kills)
+    for _ in range(kills):
+        epoch = settled(system, WORKERS, draw)
+        moment = time.time()
+        take = system.give_notice(LEAD_S)
+        time.sleep(max(moment + LEAD_S - time.time(), 0))
+        take()
+        row: dict[str, Any] = change(system, epoch, moment)
+        smaller = settled(system, WORKERS - 1, draw)
+        done = [mark for mark in commits(system) if mark.at > moment - 1]
+        row["pause_s"] = max(b.at - a.at for a, b in pairwise(done))
+        row["redone"] = len(done) - len({mark.step for mark in done})
+        moment = time.time()
+        system.add_node()
+        row["growth"] = whole_again(system, smaller, moment)
         rows.append(row)
         print(row, flush=True)
     return rows

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from typing import Any
 
 import ray
+from ray._raylet import GcsClient
 from ray.cluster_utils import Cluster
+from ray.core.generated.autoscaler_pb2 import DrainNodeReason
 
 from actors import cluster
 from tests.support.processes import frozen, kill_all, wait_gone
@@ -68,6 +71,15 @@ class Nodes:
         node = self.nodes.pop(node_id)
         end(node)
         self.cluster.worker_nodes.discard(node)
+
+    def drain(self, node_id: str, lead_s: float) -> None:
+        """Tells Ray that the node's machine will be taken in ``lead_s`` seconds."""
+        deadline_ms = int(1000 * (time.time() + lead_s))
+        preempted = DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
+        accepted, why = GcsClient(address=self.cluster.address).drain_node(
+            node_id, preempted, "spot", deadline_ms
+        )
+        assert accepted, why
 
     def freeze(self, node_id: str) -> None:
         """Freezes a node with all its processes; no connection is closed."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "node": {},
     "process, shards": SHARDS,
     "node, shards": SHARDS | {"copies": {"buddy_every": 1}},
+    "notice": {"notices": {"sources": ["drain"]}},
+    "notice, shards": SHARDS | {"copies": {"buddy_every": 1}, "notices": {"sources": ["drain"]}},
     "process, spare": {"workers": {"min": 1, "max": WORKERS, "spares": 1}},
     "process, shards, spare": SHARDS | {"workers": {"min": 1, "max": WORKERS, "spares": 1}},
     "node, silent": {"deadlines": {"grow_debounce_s": 1, "silence_s": 2}},
@@ -112,6 +114,16 @@ class Ours:
 
     def kill_node(self) -> None:
         """Kills or freezes a node with a worker and without the coordinator."""
+        victim = self._victim()
+        self.nodes.freeze(victim) if self.how == signal.SIGSTOP else self.nodes.kill(victim)
+
+    def give_notice(self, lead_s: float) -> Callable[[], None]:
+        victim = self._victim()
+        self.nodes.drain(victim, lead_s)
+        return lambda: self.nodes.kill(victim)
+
+    def _victim(self) -> str:
+        """Returns a node with a worker and without the coordinator."""
         from ray._private.state import actors
 
         home = next(
@@ -119,8 +131,7 @@ class Ours:
             for each in actors().values()
             if each["Name"] == f"{self.job.name}/coordinator"
         )
-        victim = next(node for node in self.view().workers.values() if node != home)
-        self.nodes.freeze(victim) if self.how == signal.SIGSTOP else self.nodes.kill(victim)
+        return next(node for node in self.view().workers.values() if node != home)
 
     def add_node(self) -> None:
         self.nodes.bury()

@@ -8,7 +8,7 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -117,6 +117,11 @@ class RayTrain:
 
     def kill_node(self) -> None:
         self.nodes.kill(self.last(toy.WORKERS - 1).node)
+
+    def give_notice(self, lead_s: float) -> Callable[[], None]:
+        victim = self.last(toy.WORKERS - 1).node
+        self.nodes.drain(victim, lead_s)
+        return lambda: self.nodes.kill(victim)
 
     def add_node(self) -> None:
         self.nodes.add()

@@ -8,7 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +79,9 @@ class Torchft:
 
     def kill_node(self) -> None:
         self.end(toy.WORKERS - 1)
+
+    def give_notice(self, lead_s: float) -> Callable[[], None]:
+        return self.kill_node
 
     def end(self, replica: int) -> None:
         launcher = self.launchers.pop(replica)

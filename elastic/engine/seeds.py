@@ -23,6 +23,11 @@ from elastic.config.sections import STAGES_SINCE
 from elastic.engine.blocks import sharding_table
 from elastic.job import Job
 
+IN_FLIGHT = 256
+"""Most microbatches whose blocks may run again.  A stage of a pipeline has one for each stage behind it between
+their forward and backward passes (1F1B), and one worker has one.  Each takes about 200 bytes a block.
+"""
+
 
 class Seeds:
     """Seeds the generators of torch, Python and numpy for each microbatch, and before each call of a block.
@@ -40,7 +45,11 @@ class Seeds:
         """The seed of the present microbatch.  Before the first one nothing is seeded."""
         self._calls = Counter[str]()
         self._known = dict[tuple[str, int], int]()
-        """The seeds of the calls in this microbatch, by the block and the seed that the call finds."""
+        """The seeds of the calls in the last :data:`IN_FLIGHT` microbatches, by the block and the seed that the
+        call finds.
+        """
+        self._of = dict[int, list[tuple[str, int]]]()
+        """The calls of each of these microbatches, by its seed."""
         for block, name in {model.get_submodule(name): name for name in reversed(blocks)}.items():
             block.forward = partial(self._run, name, block.forward)
 
@@ -48,8 +57,15 @@ class Seeds:
         """Begins a microbatch."""
         self._microbatch = microbatch_seed(self._job_seed, step, microbatch)
         self._calls.clear()
-        self._known.clear()
+        self._forget(self._microbatch)
+        if len(self._of) == IN_FLIGHT:
+            self._forget(next(iter(self._of)))
+        self._of[self._microbatch] = []
         self.seed(self._microbatch)
+
+    def _forget(self, microbatch: int) -> None:
+        for call in self._of.pop(microbatch, ()):
+            del self._known[call]
 
     def seed(self, seed: int) -> None:
         """Seeds the generators.
@@ -67,6 +83,7 @@ class Seeds:
             call = block, torch.default_generator.initial_seed()
             if call not in self._known:
                 self._known[call] = self._next(block)
+                self._of[self._microbatch].append(call)
             self.seed(self._known[call])
         return forward(*args, **kwargs)
 

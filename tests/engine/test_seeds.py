@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from elastic.engine.seeds import Seeds
+from elastic.engine.seeds import IN_FLIGHT, Seeds
 from elastic.models.spec import ShardingTable
 from elastic.train.checks.plain import WatchedSeeds
 from tests.support.toys import small_job
@@ -119,6 +119,41 @@ def test_a_block_in_torch_s_checkpoint_draws_the_same_again(tmp_path: Path, reen
     for one, two in zip(once[:2], twice[:2], strict=True):
         assert two == [one[0], one[0], one[1], one[1]]
     assert once[2] == twice[2]
+
+
+@pytest.mark.fast
+def test_a_block_draws_the_same_again_after_later_microbatches_began(tmp_path: Path) -> None:
+    """A pipeline runs the forward passes of two microbatches before both backward passes, which run blocks again.
+    The memory is bounded: after many more microbatches the seeds of the first ones are gone.
+    """
+    model = Model(1, 1, again=False)
+    seeds, losses = Seeds(model, small_job(tmp_path), CPU), []
+    for number in (0, 1):
+        seeds.begin(1, number)
+        losses.append(model(torch.ones(8, requires_grad=True)).sum())
+    for loss in losses:
+        loss.backward()
+    for block in model.layers:
+        first, second, *again = block.drawn
+        assert again == [first, second] and first != second
+    model.again = None
+    for number in range(2 * IN_FLIGHT):
+        seeds.begin(2, number)
+        model(torch.ones(8))
+    assert len(seeds._known) == 2 * IN_FLIGHT, "two calls for each microbatch"
+
+
+@pytest.mark.fast
+def test_a_microbatch_that_begins_anew_draws_the_same(tmp_path: Path) -> None:
+    """The first pass was not ended, and had called fewer blocks."""
+    model = Model(1, 1)
+    seeds = Seeds(model, small_job(tmp_path), CPU)
+    for blocks in (1, 2, 2):
+        seeds.begin(1, 0)
+        for layer in model.layers[:blocks]:
+            layer(torch.ones(8))
+    assert [len(block.drawn) for block in model.layers] == [3, 2]
+    assert all(each == block.drawn[0] for block in model.layers for each in block.drawn)
 
 
 @pytest.mark.fast

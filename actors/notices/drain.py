@@ -8,6 +8,9 @@ from __future__ import annotations
 from actors.notices.port import FirstSaid, Notice, NoticeSource
 from elastic.config.sections import Notices
 
+ANSWER_S = 5.0
+"""Seconds in which Ray's head must answer."""
+
 
 class Drain(NoticeSource):
     every_s = 2.0  # all keepers ask the one head
@@ -19,9 +22,14 @@ class Drain(NoticeSource):
         self._node = ray.get_runtime_context().get_node_id()
 
     def look(self) -> Notice | None:
-        from ray._private.state import state
+        from ray._private.worker import global_worker
+        from ray.exceptions import RayError
 
-        deadline_ms = state.get_draining_nodes().get(self._node)
+        try:
+            draining = global_worker.gcs_client.get_draining_nodes(timeout=ANSWER_S)
+        except RayError as error:
+            raise OSError(f"Ray's head does not say which nodes it drains: {error}") from None
+        deadline_ms = draining.get(self._node)
         since = self._since("" if deadline_ms is None else "drained")
         if deadline_ms is None:
             return None

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from actors.notices import aws, azure, gcp, told, watch
+from actors.notices import aws, azure, gcp, watch
 from actors.notices.known_sources import open_sources
 from actors.notices.port import Notice, NoticeSource, Unreadable
 from actors.notices.watch import SourceWatch
@@ -168,7 +168,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "TIMEOUT_S", TIMEOUT_S)
     monkeypatch.setattr(azure, "FIRST_S", TIMEOUT_S)
     monkeypatch.setattr(gcp, "WAIT_S", 0.1)
-    monkeypatch.setattr(told, "COMMAND_S", 3 * TIMEOUT_S)
+    monkeypatch.setattr("actors.notices.told.COMMAND_S", 3 * TIMEOUT_S)
 
 
 def one(name: str, **settings: Any) -> NoticeSource:

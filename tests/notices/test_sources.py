@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from actors.notices import aws, azure, known_sources, told
+from actors.notices import aws, azure, known_sources
 from actors.notices.known_sources import SOURCES, check_sources, open_sources
 from actors.notices.metadata import ask
 from actors.notices.port import ADVICE_S, Notice, NoticeSource, Unreadable
@@ -364,7 +364,7 @@ def test_a_command_that_always_prints_the_same_number_does_not_put_the_deadline_
 def test_nothing_of_a_command_that_takes_too_long_is_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(told, "COMMAND_S", 0.5)
+    monkeypatch.setattr("actors.notices.told.COMMAND_S", 0.5)
     with pytest.raises(OSError, match="has not ended within"):
         one("command", command=f"sleep 3600 & echo $! > {tmp_path}/pid; wait").look()
     pid = int((tmp_path / "pid").read_text())

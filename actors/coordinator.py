@@ -371,6 +371,7 @@ class Coordinator:
         """Runs until the run is over and nothing of it is left; then this actor ends too."""
         keep_going(partial(self.replicas.keep_lease, self.over), "lease", self._say)
         metrics = Recorder(self.run, self._say)
+        self.exported.begins(self.clock(), self.recorded)
         try:
             if self.again:
                 self._take_over()
@@ -493,6 +494,7 @@ class Coordinator:
         self.replicas.note(run)
         if durable:
             self.replicas.secure(lambda why: self.story.say(now, why))
+        self.exported.record(record)
 
     def _tell(self, now: float, event: Event, before: RunState, transition: Transition) -> None:
         reason = transition.reason
@@ -521,7 +523,7 @@ class Coordinator:
     def _watch_cluster(self) -> None:
         placed: frozenset[WorkerId] = frozenset()
         while not self.over.wait(CLUSTER_S):
-            self.exported.run(self.state, self.job.steps)
+            self.exported.run(self.state, self.job.steps, self.clock())
             # Ray's head does not answer: the next round asks again
             with contextlib.suppress(ray.exceptions.RayError):
                 self.replicas.ask_head(self.group.coordinator)

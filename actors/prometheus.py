@@ -8,13 +8,17 @@ name, and ``_total`` after the name of a counter.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from ray.util.metrics import Counter, Gauge
 
 from elastic.control import copy_inventory
 from elastic.control.run import RunState
+from elastic.journal import codec
 from elastic.protocol.events import Event, Lost, parts
+from elastic.report.goodput import Account
 from elastic.report.story import StepLine
 
 OF_A_STEP = {
@@ -42,8 +46,16 @@ OF_THE_RUN = {
         "The number of steps that were skipped: their gradient was not finite, or they were spikes"
     ),
     "elastic_validation_loss": "The newest loss on held-out samples; absent without validation",
+    "elastic_goodput_ratio": (
+        "The samples committed since this coordinator began, as a part of those that the nodes present could "
+        "have committed"
+    ),
 }
 """Numbers of the run as it is now."""
+OF_TIME = {
+    "elastic_spent_seconds": "The seconds since this coordinator began, by bucket: elastic/report/goodput.py"
+}
+"""Numbers of each bucket of time, with the bucket as a second tag."""
 COUNTED = {"elastic_lost_workers": "Workers that were lost, since this coordinator began"}
 """Numbers that only grow; a new coordinator begins them at 0, as Prometheus expects of counters."""
 
@@ -55,9 +67,22 @@ class Exported:
         self._gauges = {
             name: Gauge(name, text, ("run",)) for name, text in {**OF_A_STEP, **OF_THE_RUN}.items()
         }
+        self._of_time = {name: Gauge(name, text, ("run", "bucket")) for name, text in OF_TIME.items()}
+        self._account, self._lock = Account(keep=False), threading.Lock()
+        """The account of the time since this coordinator began; several threads use it."""
         self._counters = {name: Counter(name, text, ("run",)) for name, text in COUNTED.items()}
-        for each in (*self._gauges.values(), *self._counters.values()):
+        for each in (*self._gauges.values(), *self._of_time.values(), *self._counters.values()):
             each.set_default_tags({"run": run})
+
+    def begins(self, at: float, state: RunState) -> None:
+        """Notes the state from which this coordinator goes on."""
+        with self._lock:
+            self._account.begins(at, codec.snapshot(state)["run"])
+
+    def record(self, record: Mapping[str, Any]) -> None:
+        """Notes a record of the journal."""
+        with self._lock:
+            self._account.note(record)
 
     def event(self, event: Event) -> None:
         for each in parts(event):
@@ -79,9 +104,14 @@ class Exported:
         for name, value in zip(OF_A_STEP, values, strict=True):
             self._gauges[name].set(value)
 
-    def run(self, state: RunState, steps: int) -> None:
+    def run(self, state: RunState, steps: int, now: float) -> None:
         for name, value in _of(state, steps):
             self._gauges[name].set(value)
+        with self._lock:
+            figures, spent = self._account.so_far, self._account.spent(now)
+        self._gauges["elastic_goodput_ratio"].set(figures.present)
+        for bucket, seconds in spent.items():
+            self._of_time["elastic_spent_seconds"].set(seconds, {"bucket": bucket})
 
 
 def _of(state: RunState, steps: int) -> Iterator[tuple[str, float]]:

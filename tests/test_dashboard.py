@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from actors.prometheus import COUNTED, OF_A_STEP, OF_THE_RUN
+from actors.prometheus import COUNTED, OF_A_STEP, OF_THE_RUN, OF_TIME
 
 DASHBOARD = Path(__file__).parents[1] / "examples/grafana/elastic.json"
-EXPORTED = {f"ray_{name}" for name in {**OF_A_STEP, **OF_THE_RUN}} | {f"ray_{name}_total" for name in COUNTED}
+EXPORTED = {f"ray_{name}" for name in {**OF_A_STEP, **OF_THE_RUN, **OF_TIME}} | {
+    f"ray_{name}_total" for name in COUNTED
+}
 
 
 def named(text: str) -> set[str]:

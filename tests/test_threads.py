@@ -91,7 +91,7 @@ def test_a_coordinator_watches_the_cluster_on_after_an_error_that_is_not_ray_s(
     one.group = SimpleNamespace(coordinator=None, keepers={}, keep=lambda node: kept.set())
     one.story = SimpleNamespace(say=lambda now, sentence: said.append(sentence))
     one.exported, one.errands = (
-        SimpleNamespace(run=lambda state, steps: None),
+        SimpleNamespace(run=lambda state, steps, now: None),
         SimpleNamespace(begin=lambda: None),
     )
     one.state, one.job = None, SimpleNamespace(steps=1)

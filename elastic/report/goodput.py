@@ -29,6 +29,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from math import inf
 from statistics import median
@@ -374,9 +375,7 @@ class Account:
     def close(self) -> Account:
         """Ends the account at its newest record, and returns it."""
         self._ends(interrupts=False)
-        if self._last.bucket:
-            self._sum(self._last)
-        for each in self._early:
+        for each in (*self._early, *([self._last] if self._last.bucket else [])):
             self._sum(each)
         self._last, self._early = Interval(self._at, self._at), []
         return self
@@ -390,6 +389,14 @@ class Account:
             found[each.bucket] += each.end - each.begin
         found[self._bucket] += sum(each.seconds for each in self._spans) + max(now - self._at, 0.0)
         return {name: found[name] for name in BUCKETS}
+
+    @property
+    def so_far(self) -> Figures:
+        """The figures of the whole run until its newest record, while the account is not closed."""
+        totals = deepcopy(self.whole)
+        for each in (*self._early, self._last):
+            totals.add(each)
+        return totals.figures
 
     @property
     def lost(self) -> Sequence[Incident]:

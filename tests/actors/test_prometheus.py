@@ -13,11 +13,13 @@ import ray
 from prometheus_client.parser import text_string_to_metric_families
 
 from actors import cluster
-from actors.prometheus import COUNTED, OF_A_STEP, OF_THE_RUN
+from actors.prometheus import COUNTED, OF_A_STEP, OF_THE_RUN, OF_TIME
 from tests.actors.test_failover import GATE, job_of
 from tests.support.chaos import trial
 
-EXPORTED = {f"ray_{name}" for name in {**OF_A_STEP, **OF_THE_RUN}} | {f"ray_{name}_total" for name in COUNTED}
+EXPORTED = {f"ray_{name}" for name in {**OF_A_STEP, **OF_THE_RUN, **OF_TIME}} | {
+    f"ray_{name}_total" for name in COUNTED
+}
 
 
 @pytest.fixture(scope="module", autouse=True)

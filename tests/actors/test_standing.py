@@ -84,6 +84,7 @@ def test_a_stumble_over_a_full_disk_is_told_from_what_the_journal_has(
             segment_s=3600.0,
         ),
         "replicas": SimpleNamespace(note=lambda _: None, secure=lambda _: None),
+        "exported": SimpleNamespace(record=lambda _: None),
         "group": SimpleNamespace(perform=lambda _: None),
         "_tell": lambda *_: None,
     }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import time
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -24,8 +23,7 @@ from elastic.control.rules import Rules
 from elastic.control.run import RunState
 from elastic.journal import codec
 from elastic.protocol.events import Event, Recovered
-from elastic.report import goodput
-from elastic.report.goodput import BUCKETS, STEPPING, Account, Figures
+from elastic.report.goodput import BUCKETS, STEPPING, Account, Figures, Interval, Totals
 from elastic.report.page.parquet import parquet_of
 from elastic.report.timeline import Timeline
 from elastic.sim.scenario import Scenario
@@ -188,7 +186,7 @@ def three(found: Figures) -> list[float]:
 
 
 @given(seed=st.integers(0, 100_000))
-@settings(max_examples=12, deadline=None, derandomize=True)
+@settings(max_examples=8, deadline=None, derandomize=True)
 def test_r18_every_second_of_any_simulated_run_is_in_one_bucket(seed: int) -> None:
     """R18: with kills, coordinators that die, stops and resumptions, whatever the seed draws."""
     segments = simulated(seed)
@@ -200,7 +198,7 @@ def test_r18_the_figures_are_those_of_the_table_and_the_trace_of_nodes(trace: st
     """R18: recomputed by :func:`recomputed`.  The control is a table whose first interval of steps is a
     second longer.
     """
-    rows = (TRACES / trace).read_text().splitlines()[:40]
+    rows = (TRACES / trace).read_text().splitlines()[:30]
     segments = simulated(1, scenario_of("\n".join(rows), 60.0))
     account, nodes = account_of(segments), nodes_of(segments)
     check(account, segments)
@@ -269,8 +267,47 @@ def test_r18_a_shifted_record_moves_the_figures_as_by_hand(tmp_path: Path) -> No
     assert later.whole.figures.stepping == pytest.approx(figures.stepping * all_s / (all_s + 1))
 
 
+def test_r18_the_figures_by_hand() -> None:
+    """R18: 8 microbatches on two nodes are 4 rounds, which took 4 s; so 3 nodes need 3 rounds and 3 s, and one
+    node needs 8 s.
+    """
+    two = Interval(0.0, 40.0, STEPPING, 1, 2, 2, 2, 2, 2, 2, 8, 10, 80)
+    lost = two._replace(begin=40.0, end=60.0, bucket="decide", workers=1, nodes=1, steps=0, samples=0)
+    spare = two._replace(begin=60.0, end=72.0, workers=3, nodes=3, paid=4, steps=3, samples=24)
+    totals = Totals()
+    for each in (two, lost, spare):
+        totals.add(each)
+    found = totals.figures
+    assert (found.seconds, found.samples) == (72.0, 104)
+    assert found.present == pytest.approx(13 / (40 / 4 + 20 / 8 + 12 / 3))
+    assert found.paid == pytest.approx(13 / (40 / 4 + 20 / 4 + 12 / 2)), "4 nodes need 2 rounds"
+    assert found.stepping == pytest.approx(52 / 72)
+    assert found.stepping_nodes == pytest.approx((40 * 2 + 12 * 2) / (72 * 3))
+    assert found.available_nodes == pytest.approx((40 * 2 + 20 + 12 * 3) / (72 * 3))
+
+
+def test_r18_a_coordinator_accounts_for_its_time_while_the_run_goes_on(tmp_path: Path) -> None:
+    """R18: from any record on it has every second until now, and at the end the figures of a closed account."""
+    ((head, records), *more) = real("killed", tmp_path)
+    records = [*records, *(record for _, each in more for record in each)]
+    known: Mapping[str, Any] = head
+    for at in range(0, len(records), 20):
+        living, closed = Account(keep=False), Account()
+        for account in (living, closed):
+            account.begins(records[at]["at"], known["run"])
+        for record in records[at:]:
+            living.note(record)
+            closed.note(record)
+            spent = living.spent(record["at"] + 1)
+            assert sum(spent.values()) == pytest.approx(record["at"] + 1 - records[at]["at"], abs=1e-6)
+        assert living.so_far == pytest.approx(closed.close().whole.figures)
+        assert not living.intervals
+        for record in records[at : at + 20]:
+            known = codec.after(known, record)
+
+
 def test_r18_a_month_is_few_intervals() -> None:
-    """R18: 100,000 steps without an incident are two intervals, in a few seconds."""
+    """R18: thousands of steps without an incident are two intervals."""
     segments = simulated(3, replace(Scenario.drawn(3), faults=()))
     head, records = segments[0]
     at, step = next(
@@ -278,16 +315,12 @@ def test_r18_a_month_is_few_intervals() -> None:
         for at, each in enumerate(records)
         if "commits" in each and each["event"]["$"] == "StepDone"
     )
-    account = Account(keep=True)
+    account = Account()
     account.begins(records[0]["at"], head["run"])
     for record in records[: at + 1]:
         account.note(record)
-    began, number = time.thread_time(), len(account.intervals)
-    for more in range(1, 100_000):
+    for more in range(1, 20_000):
         commit = {**step, "step": step["step"] + more}
         account.note({**records[at], "at": records[at]["at"] + more, "commits": [commit]})
-    took_s = time.thread_time() - began
-    account.close()
-    print(f"{took_s:.1f} s of the processor for 100,000 records")
-    assert len(account.intervals) - number <= 3 and sum(each.steps for each in account.intervals) == 100_000
-    assert goodput.STEPPING in account.spent(0.0)
+    steps = [each.steps for each in account.close().intervals if each.bucket == STEPPING]
+    assert steps == [1, 19_999] and len(account.intervals) < 10

@@ -43,6 +43,10 @@ SAME_S = 1.0
 """Seconds by which two deadlines of one notice may differ: a source may count from the time at which it is
 asked.
 """
+OVERDUE_S = 60.0
+"""Seconds after its deadline at which a machine that is still there counts as not taken; a notice that is
+older when it is heard is left over from before.
+"""
 TAKEN = "its node is taken"
 """Reason why a worker on a node that leaves cannot take part any more."""
 
@@ -57,6 +61,8 @@ def noticed(decision: Decision, event: NodeDraining | NodeAdvised) -> None:
         return decision.refuse(f"node {event.node[:8]} is not part of the run")
     advice = isinstance(event, NodeAdvised)
     at = event.until if isinstance(event, NodeAdvised) else event.deadline
+    if at < decision.now - OVERDUE_S:
+        return decision.refuse(f"the deadline of {event.source} for node {event.node[:8]} is long over")
     before = run.cluster.notices.get(event.node, ())
     known = next((each for each in before if (each.source, each.advice) == (event.source, advice)), None)
     if known is not None and abs(known.at - at) <= SAME_S:
@@ -129,12 +135,13 @@ def joined(decision: Decision, worker: WorkerId) -> None:
 def go_on(decision: Decision) -> None:
     """Lets nodes leave whose time has come, and tells the keepers of nodes that have left."""
     for node, notices in list(decision.run.cluster.notices.items()):
-        if left := [each for each in notices if not each.advice or not decision.due(each.at)]:
-            if len(left) < len(notices):
-                _set(decision, node, tuple(left))
-        else:
-            _set(decision, node, ())
-            decision.say(f"the advice about node {node[:8]} has expired")
+        over = [each for each in notices if decision.due(each.at + (0.0 if each.advice else OVERDUE_S))]
+        if not over:
+            continue
+        _set(decision, node, tuple(each for each in notices if each not in over))
+        for each in over:
+            was = "the advice has expired" if each.advice else "its machine was not taken at the deadline"
+            decision.say(f"node {node[:8]} may take part again: {was} ({each.source})")
     doomed = [
         node for node in decision.run.cluster.notices if decision.run.cluster.deadline(node) is not None
     ]

@@ -166,7 +166,7 @@ def test_nobody_leaves_because_of_advice() -> None:
     assert isinstance(play.run.state, Running)
     play.tell(ev.Capacity(1))
     assert play.did(StartWorkers) == [], "there are as many workers as the run needs"
-    assert play.later(101.0) == "the advice about node n3 has expired"
+    assert play.later(101.0) == "node n3 may take part again: the advice has expired (aws)"
     assert play.run.cluster.notices == {}
 
 
@@ -263,6 +263,19 @@ def test_growth_waits_for_a_node_that_leaves_soon() -> None:
         play.tell(ev.Joined(new, NodeId("n9"), "cpu", CLASSES))
         play.later(3.0)
         assert isinstance(play.run.state, Running) is waits
+
+
+def test_a_machine_that_is_not_taken_at_its_deadline_takes_part_again() -> None:
+    """A notice that is long over when it is heard, such as a file of an earlier machine, is none."""
+    play = running()
+    assert notice(play, lead_s=-61.0).startswith("refused: ")
+    notice(play, lead_s=5.0)
+    stops(play)
+    reformed(play)
+    play.later(64.0)
+    assert play.run.cluster.notices != {}
+    assert "node n3 may take part again: its machine was not taken at the deadline (aws)" in play.later(2.0)
+    assert (play.run.cluster.notices, play.run.cluster.leaving, play.run.cluster.let_go) == ({}, (), ())
 
 
 def test_the_strongest_request_counts() -> None:

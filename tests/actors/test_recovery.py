@@ -319,7 +319,8 @@ def test_everything_is_killed_under_ray(tmp_path: Path, monkeypatch: pytest.Monk
     """H1: driver, coordinator, workers, raylet and the cluster's store, all at once."""
     expected, saw = undisturbed(tmp_path / "local", "whole", monkeypatch)
     user_package(tmp_path, "whole")
-    job = user_job(tmp_path, "whole", data={"dataset": "whole.code:Walks", "args": {"read_s": 0.02}})
+    paced = {"dataset": "whole.code:Walks", "args": {"read_s": 0.02}}
+    job = user_job(tmp_path, "whole", data=paced, trial=False)  # its losses would be seen, too
     before = Machine.now(str(tmp_path), "whole")
     kill_at = random.Random(7).randrange(7 * job.microbatches, 10 * job.microbatches)
     command = Command(tmp_path, "train", "job.toml", "--address", "local")

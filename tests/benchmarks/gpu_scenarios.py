@@ -12,10 +12,14 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from actors import cluster
 from elastic.job import Job
 from elastic.report.story import StepLine
 from tests.support.chaos import Trial, Witness
 from tests.support.mischief import STEP
+
+LEAD_S = 6.0
+"""Seconds from a notice until the machine would be taken."""
 
 
 @dataclass
@@ -126,6 +130,37 @@ class Killer:
         ]
 
 
+class Noticer(Killer):
+    """Gives notice for the newest worker's node each time all ``workers`` have stepped together, and takes the
+    notice back when the others have made ``after`` steps without it: nobody is struck.
+    """
+
+    def __init__(self, workers: int, times: int, after: int, until: int) -> None:
+        super().__init__(workers, times, after, until, signal.SIGSTOP)
+        self.given = 0
+        self._keeper: Any = None
+
+    def __call__(self, witness: Witness, view: Any) -> bool:
+        members = self._members(witness, view)
+        if view.state != "Running" or not members:
+            return False
+        if self.whole[0] != view.generation:
+            self.whole = (view.generation, view.step)
+        if view.step < self.whole[1] + self.after:
+            return False
+        if self._keeper is not None and len(members) < self.workers:
+            self._keeper.announce.remote("benchmark", None)
+            self._keeper = None
+        elif self._keeper is None and len(members) == self.workers:
+            if self.given == self.wanted or view.step >= self.until:
+                return True
+            home = view.workers[max(members, key=lambda name: int(name[1:]))]
+            self._keeper = cluster.named(f"{view.token}/keeper-")[home[:12]]
+            self._keeper.announce.remote("benchmark", LEAD_S)
+            self.given += 1
+        return False
+
+
 @dataclass
 class Scenario:
     """A scenario: what is changed in the job, what strikes from outside, and what must hold afterwards beyond
@@ -207,6 +242,12 @@ def scenarios(world: int, steps: int, kills: int) -> dict[str, Scenario]:
             copies,
             Killer(world, kills, 5, late),
         ),
+        "noticed": Scenario(
+            f"1×{world}, a node is out {LEAD_S:g} s after its notice, and comes back",
+            shards | {"notices": {"sources": []}},
+            Noticer(world, kills, 5, late),
+            check=paused,
+        ),
         "spare": Scenario(
             f"1×{max(last, 1)} and a spare, SIGKILL, healed from host memory",
             shards | spare,
@@ -282,6 +323,16 @@ AGAIN = 20
 SAVES = 6
 """Number of steps between saves of the scenario "saved"."""
 DEADLINES = {"grow_debounce_s": 1, "form_s": 240, "fence_s": 10, "stop_s": 300}
+
+
+def paused(done: Trial) -> dict[str, Any]:
+    """Returns the seconds between two commits of different worlds, and the steps that were committed twice."""
+    lines = [line for line in done.lines if isinstance(line, StepLine)]
+    return {
+        "pauses_s": [b.at - a.at for a, b in pairwise(lines) if a.generation != b.generation],
+        "worlds": [b.world for a, b in pairwise(lines) if a.generation != b.generation],
+        "committed_twice": len(lines) - len({line.step for line in lines}),
+    }
 
 
 def beside_saves(done: Trial) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from actors.cli import main
 from elastic.control.rules import Rules
 from elastic.protocol.faults import Fault, Kind, from_json, to_json
 from elastic.sim import command, coverage
-from elastic.sim.trace import from_trace, scenario_of
+from elastic.sim.trace import drawn, from_trace, repeated, rows_of, scenario_of
 from tests.benchmarks import schedules
 
 TRACES = Path(__file__).parent / "traces"
@@ -121,3 +121,41 @@ def test_a_trace_without_rows_is_refused_by_a_sentence_that_names_its_file(tmp_p
 def test_every_reason_in_the_list_of_impossible_pairs_is_of_a_pair_that_exists() -> None:
     states = {*coverage.STATES, "over"}
     assert all(state in states and event in coverage.EVENTS for state, event in coverage.IMPOSSIBLE)
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        ("0,add,n1\n5,remove,n2", r"line 3: 5,remove,n2: no such event, or no such node"),
+        ("0,add,n1\nsoon,remove,n1", r"line 3: soon,remove,n1: 'soon' is no number of seconds"),
+        (
+            "0,add,n1\n\n# later\n5,remove",
+            r"line 5: 5,remove: a row is a time in seconds, an event and a node",
+        ),
+        ("7,add,n1\n5,add,n2", r"line 3: 5,add,n2: the row before is later, at 7"),
+        ("0,add,n1\n5,add,n1", r"line 3: 5,add,n1: this node is there already"),
+        ("0,add,n1\nnan,remove,n1", r"line 3: nan,remove,n1: a row is"),
+    ],
+)
+def test_a_wrong_line_of_a_trace_is_named_by_its_number(lines: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        rows_of(f"seconds,event,node\n{lines}\n")
+
+
+def test_a_repeated_trace_has_the_same_changes_again() -> None:
+    """Two of three machines go in each repetition and one comes.  One more comes before it, since only two are
+    there at its beginning.
+    """
+    text = "seconds,event,node\n0,add,a\n0,add,b\n0,add,c\n10,remove,a\n14,add,d\n20,remove,b\n"
+    rows = repeated(rows_of(text), 40.0)
+    assert [(row.at, row.comes, row.node) for row in rows[5:]] == [
+        (20.0, False, "b"),
+        *((20.0, True, "c/1"), (20.0, False, "c"), (24.0, True, "d/1+"), (30.0, False, "d")),
+        *((30.0, True, "c/2"), (30.0, False, "c/1"), (34.0, True, "d/2+"), (40.0, False, "d/1+")),
+    ]
+
+
+def test_a_drawn_trace_has_the_losses_that_were_asked_for() -> None:
+    rows = drawn(100, 10.0, 24.0, back_s=60.0, seed=3)
+    assert sum(not row.comes for row in rows) == pytest.approx(1000, rel=0.1)
+    assert rows == drawn(100, 10.0, 24.0, back_s=60.0, seed=3) != drawn(100, 10.0, 24.0, back_s=60.0, seed=4)

@@ -75,20 +75,45 @@ def simulate(
     script: Path | None = None,
     trace: Path | None = None,
     pace: float = 1.0,
+    costs: Path | None = None,
+    lead: float = 0.0,
+    days: float | None = None,
+    mtbf: float | None = None,
+    nodes: int | None = None,
+    back: float = 600.0,
+    seed: int = 0,
+    microbatches: int | None = None,
+    json: bool = False,
 ) -> int:
-    """Runs the control plane against simulated faults.
+    """Runs the control plane against simulated faults, or replays a spot trace at measured costs.
 
     seeds: number of seeds, or FIRST..LAST without LAST (default: 1000)
     jobs: number of processes (default: 1)
     script FILE: take the faults from this JSON file, not from the seeds
     trace FILE: take the machines from this spot trace (CSV: seconds,event,node), in place of --script
     pace: factor by which the trace runs faster than it was recorded (default: 1)
+    costs FILE.json: replay the trace at the costs of a recorded run, and print a page
+    lead: seconds by which each removal is announced; 0 means that none is (default: 0)
+    days: repeat the trace until it is so long; without --trace, the length of the trace that is drawn
+    mtbf: hours after which a node is lost on average, in a trace that is drawn
+    nodes: number of nodes in a trace that is drawn
+    back: seconds after which a new node comes in place of a lost one, in a trace that is drawn (default: 600)
+    seed: seed of a trace that is drawn (default: 0)
+    microbatches: microbatches of a step, in place of those in --costs
+    json: print the page as JSON
     """
     from elastic.sim import command as simulator
 
     if script and trace:
         raise JobError("--script and --trace both say what happens; leave one of them out")
     try:
+        if costs is not None:
+            kept = None if mtbf is None or nodes is None else simulator.Drawn(nodes, mtbf, back, seed)
+            return simulator.replay_trace(
+                trace, costs, lead, print, days, kept, microbatches=microbatches, as_json=json
+            )
+        if days is not None or mtbf is not None or nodes is not None:
+            raise JobError("--days, --mtbf and --nodes need --costs FILE.json, the costs of a recorded run")
         drawn = simulator.seeds_of(seeds)
         if script is not None:
             return simulator.simulate_script(script, drawn, print)

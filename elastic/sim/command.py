@@ -1,21 +1,24 @@
 """``elastic simulate``: runs many seeds in several processes, and says what they covered.
 
-If a seed breaks a promise, its schedule is made as small as possible and printed as a script.
+If a seed breaks a promise, its schedule is made as small as possible and printed as a script.  With
+``--costs`` a spot trace is replayed instead, and a page says what came of it.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from elastic.protocol.faults import from_json, to_json
+from elastic.sim.costs import Costs
 from elastic.sim.coverage import Coverage, coverage_table, missing, run_in_processes
 from elastic.sim.minimise import minimised
+from elastic.sim.page import json_page, page, replay
 from elastic.sim.scenario import Scenario
 from elastic.sim.simulation import simulate
-from elastic.sim.trace import scenario_of
+from elastic.sim.trace import DAY_S, drawn, repeated, rows_of, scenario_of
 from elastic.sim.violation import Violation
 
 JUDGED_FROM = 20_000
@@ -26,6 +29,18 @@ SHOWN = 20
 """Number of missing pairs that are printed."""
 
 Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A trace that is drawn: ``nodes`` machines, each lost after ``mtbf_h`` hours on average and replaced
+    ``back_s`` seconds later.
+    """
+
+    nodes: int
+    mtbf_h: float
+    back_s: float = 600.0
+    seed: int = 0
 
 
 def seeds_of(text: str) -> range:
@@ -90,6 +105,49 @@ def simulate_trace(trace: Path, seeds: range, pace: float, say: Say) -> int:
     except ValueError as error:
         raise ValueError(f"{trace}: {error}") from None
     return max(_one(seed, scenario, say) for seed in seeds)
+
+
+def replay_trace(
+    trace: Path | None,
+    costs: Path,
+    lead_s: float,
+    say: Say,
+    days: float | None = None,
+    drawn_of: Drawn | None = None,
+    *,
+    microbatches: int | None = None,
+    as_json: bool = False,
+) -> int:
+    """Replays a spot trace at measured costs and prints a page.  ``days`` makes a trace longer; without a
+    ``trace`` one is drawn.  Raises :class:`ValueError` for files and numbers that are wrong.
+    """
+    try:
+        measured = Costs.from_json(costs.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{costs}: {error}") from None
+    if microbatches is not None:
+        measured = replace(measured, microbatches=microbatches)
+    numbers = {"--lead": lead_s, "--days": days, "--microbatches": microbatches}
+    if drawn_of is not None:
+        numbers |= {"--nodes": drawn_of.nodes, "--mtbf": drawn_of.mtbf_h}
+    for option, number in numbers.items():
+        if number is not None and (number < 0 or (number == 0 and option != "--lead")):
+            raise ValueError(f"{option} {number:g} must be greater than 0")
+    if trace is not None:
+        try:
+            rows = rows_of(trace.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{trace}: {error}") from None
+        seconds = days * DAY_S if days else rows[-1].at - rows[0].at
+        rows = repeated(rows, seconds)
+    else:
+        if days is None or drawn_of is None:
+            raise ValueError("without --trace, --days, --mtbf and --nodes say which machines come and go")
+        seconds = days * DAY_S
+        rows = drawn(drawn_of.nodes, days, drawn_of.mtbf_h, drawn_of.back_s, drawn_of.seed)
+    found = replay(rows, measured, lead_s, seconds)
+    say(json_page(found, lead_s) if as_json else page(found, lead_s))
+    return 0
 
 
 def _one(seed: int, scenario: Scenario, say: Say) -> int:

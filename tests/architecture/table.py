@@ -575,6 +575,7 @@ FILE_DOUBLES = {
     "mixture": "the dataset, and the plan of its positions",
     "port": "each port has one: object stores and sinks",
     "retention": "the rules, and the deletions that follow from them",
+    "replay": "a journal that is told and decided again, and a spot trace that is replayed",
     "run": "what the coordinator knows of a run, and the run in its bucket",
     "spikes": "the rules, and the simulator's stand-in for the memory of spikes",
     "trial": "what is tried before a run: the user's optimizer, and the engine beside plain torch",

@@ -1,0 +1,275 @@
+"""Spot traces at measured costs: by hand, both ways to decide, and beside the simulator; the goodput of each
+trace at the costs of 8 B parameters.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from statistics import mean
+
+import pytest
+
+from actors.cli import main
+from elastic.plan.layout import LayoutRule
+from elastic.protocol.events import StepDone
+from elastic.sim import simulate
+from elastic.sim.costs import Costs
+from elastic.sim.page import json_page, page
+from elastic.sim.policy import POLICIES, Policy
+from elastic.sim.replay import Protocol, Replay, Replayed
+from elastic.sim.trace import DAY_S, Row, drawn, repeated, rows_of, scenario_of
+
+TRACES = Path(__file__).parent / "traces"
+COSTS = Path(__file__).parent / "costs" / "8b.json"
+BY_HAND = Costs(
+    microbatches=4,
+    round_s=1.0,
+    reform_s=3.0,
+    heal_s=5.0,
+    join_s=7.0,
+    bucket_s=20.0,
+    detect_s=0.5,
+    decide_s=0.25,
+    start_s=10.0,
+)
+TWO = (Row(0.0, True, "a"), Row(0.0, True, "b"), Row(100.25, False, "b"))
+SHARDED = LayoutRule(dp_replicate=1)
+WAYS: tuple[type[Protocol], ...] = (Protocol, Policy)
+
+
+def costs_8b(**changes: object) -> Costs:
+    return replace(Costs.from_json(COSTS.read_text(encoding="utf-8")), **changes)  # type: ignore[arg-type]
+
+
+def rows(name: str, seconds: float) -> tuple[Row, ...]:
+    return repeated(rows_of((TRACES / f"{name}.csv").read_text(encoding="utf-8")), seconds)
+
+
+# ---- by hand
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_two_machines_and_one_loss_by_hand(way: type[Protocol]) -> None:
+    """Both workers join at 10 and step from 13, 2 s a step.  The loss at 100.25 finds 43 steps done and five
+    eighths of another.  It is known at 100.75 and answered at 101, and one worker steps from 104, 4 s a step.
+    """
+    found = way(TWO, BY_HAND, 0.0, 202.0).replayed()
+    assert (found.start_s, found.steps, found.lost_steps, found.idle) == (15.0, 43 + 24 - 1, 0, 0.0)
+    assert found.ideal == pytest.approx((100.25 - 15) / 2 + (202 - 100.25) / 4)
+    (loss,) = found.incidents
+    assert (loss.kind, loss.tier, loss.at, loss.pause_s) == ("loss", "live", 100.25, 3.75)
+    assert (loss.broken, loss.cost) == pytest.approx((0.625, 0.625 + 3.75 / 4))
+    # what is left is the half step under way at the end
+    assert found.ideal - found.steps == pytest.approx(loss.cost + 0.5)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_where_nobody_else_has_a_part_it_comes_from_the_buddy(way: type[Protocol]) -> None:
+    found = way(TWO, replace(BY_HAND, layout=SHARDED), 0.0, 202.0).replayed()
+    (loss,) = found.incidents
+    assert (loss.tier, loss.pause_s, loss.lost_steps) == ("host", 0.75 + 3.0 + 5.0, 0)
+    # the copy of step 43, of 99, is complete a second later than the loss
+    late = way(TWO, replace(BY_HAND, layout=SHARDED, copy_s=2.0), 0.0, 202.0).replayed()
+    assert late.lost_steps == 1
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_with_a_notice_no_step_is_broken(way: type[Protocol]) -> None:
+    found = way(TWO, BY_HAND, 60.0, 202.0).replayed()
+    (leave,) = found.incidents
+    assert (leave.kind, leave.pause_s, leave.broken, leave.lost_steps) == ("leave", 3.0, 0.0, 0)
+    assert found.idle > 0  # the machine that leaves is present until it is taken
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_where_all_are_lost_the_bucket_has_the_state(way: type[Protocol]) -> None:
+    """The save of step 20, committed at 53, is in the bucket a minute later."""
+    lost = (*TWO[:2], Row(120.0, False, "a"), Row(120.0, False, "b"), Row(130.0, True, "c"))
+    found = way(lost, replace(BY_HAND, save_every=20), 0.0, 202.0).replayed()
+    (loss,) = found.incidents
+    assert (loss.tier, loss.lost_steps, loss.pause_s) == ("bucket", 53 - 20, 10.0 + 10.0 + 20.0)
+
+
+# ---- both ways, and the simulator
+
+
+@pytest.mark.parametrize("layout", [LayoutRule(), SHARDED], ids=["replicas", "shards"])
+@pytest.mark.parametrize(
+    ("name", "seconds", "lead_s"),
+    [("aws_g4dn_2020", 15_000.0, 0.0), ("aws_g4dn_2020", 15_000.0, 30.0), ("parcae_hl_15_25", 4000.0, 120.0)],
+)
+def test_both_ways_to_decide_give_the_same_goodput(
+    name: str, seconds: float, lead_s: float, layout: LayoutRule
+) -> None:
+    costs = costs_8b(layout=layout)
+    one, other = (way(rows(name, seconds), costs, lead_s, seconds).replayed() for way in WAYS)
+    assert one.goodput == pytest.approx(other.goodput, abs=0.001)
+    assert len(one.incidents) == len(other.incidents) > 2
+    assert all(abs(found.accounted - 1) <= 0.01 for found in (one, other))
+
+
+def test_a_large_world_is_replayed_as_a_small_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only copies are found in another way in a large world, and replicas need none."""
+    machines, costs = drawn(24, 0.2, 5.0, back_s=300.0), costs_8b(layout=LayoutRule())
+    small = Protocol(machines, costs, 0.0, 0.2 * DAY_S).replayed()
+    monkeypatch.setattr("elastic.sim.policy.PROTOCOL", 0)
+    large = Policy(machines, costs, 0.0, 0.2 * DAY_S).replayed()
+    assert large.goodput == pytest.approx(small.goodput, abs=0.001)
+    assert len(large.incidents) == len(small.incidents) > 20
+
+
+def test_as_many_steps_as_in_the_simulator_that_sends_every_beat() -> None:
+    """The costs are the simulator's own, as its commits show them.  The bound is 10 %."""
+    text = "seconds,event,node\n0,add,a\n0,add,b\n0,add,c\n30,remove,b\n45,add,d\n70,remove,a\n"
+    scenario = scenario_of(text)
+    scenario = replace(scenario, rules=replace(scenario.rules, target_step=120, copy_every=1, buddy_every=1))
+    counts = list[int]()
+    for seed in range(3):
+        commits: dict[int, float] = {}
+        for at, event, _ in simulate(seed, scenario).lines:
+            if isinstance(event, StepDone):
+                commits.setdefault(event.outcome.step, at)
+        counts.append(sum(at <= 90.0 for at in commits.values()) - 1)
+    costs = replace(BY_HAND, microbatches=1, round_s=0.95, reform_s=1.3, heal_s=0.0, join_s=1.6, start_s=2.0)
+    found = Protocol(rows_of(text), replace(costs, detect_s=3.0), 0.0, 90.0).replayed()
+    assert found.steps == pytest.approx(mean(counts), rel=0.1)
+
+
+# ---- goodput
+
+GOODPUT = [
+    ("aws_g4dn_2020", 0.0, 0.9823, True),
+    ("aws_g4dn_2020", 30.0, 0.9822, False),
+    ("parcae_hl_15_25", 0.0, 0.9808, True),
+    ("parcae_hl_15_25", 30.0, 0.9785, False),
+    ("parcae_hh_55_65", 0.0, 0.9608, False),
+    ("parcae_hh_55_65", 30.0, 0.9580, False),
+    ("parcae_ll_10_11", 0.0, 0.9430, False),
+    ("parcae_ll_10_11", 30.0, 0.9441, False),
+]
+"""The goodput of each trace, repeated to a day, with the notice in seconds, and whether it meets the aim of
+97 % without notices and of 99 % with them.  What is missing is the pause of 9.2 s in which newcomers join.
+"""
+
+
+def day_of(
+    name: str, lead_s: float, factor: float = 1.0, policy: str = "own", way: type[Replay] = Policy
+) -> Replayed:
+    costs = costs_8b(layout=LayoutRule()).times(factor)
+    more = {"policy": policy} if way is Policy else {}
+    return way(rows(name, DAY_S), costs, lead_s, DAY_S, **more).replayed()
+
+
+def meets(goodput: float, lead_s: float) -> bool:
+    return goodput >= (0.99 if lead_s else 0.97)
+
+
+@pytest.mark.parametrize(
+    ("name", "lead_s", "goodput", "met"),
+    [
+        pytest.param(*row, marks=[pytest.mark.full] if n not in (0, 1, 2, 4) else [])
+        for n, row in enumerate(GOODPUT)
+    ],
+)
+def test_the_goodput_of_each_trace(name: str, lead_s: float, goodput: float, met: bool) -> None:
+    found = day_of(name, lead_s)
+    assert found.goodput == pytest.approx(goodput, abs=0.002)
+    assert meets(found.goodput, lead_s) == met
+    assert abs(found.accounted - 1) <= 0.01
+
+
+def test_pauses_that_take_twice_as_long_miss_the_aim() -> None:
+    assert not meets(day_of("aws_g4dn_2020", 0.0, factor=2.0).goodput, 0.0)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "aws_g4dn_2020",
+        *(
+            pytest.param(each, marks=pytest.mark.full)
+            for each in ("parcae_hl_15_25", "parcae_hh_55_65", "parcae_ll_10_11")
+        ),
+    ],
+)
+def test_the_policy_is_at_most_2_percent_behind_the_best(name: str) -> None:
+    goodput = {policy: day_of(name, 0.0, policy=policy).goodput for policy in POLICIES}
+    assert goodput["own"] >= max(goodput.values()) - 0.02, goodput
+    assert len(set(goodput.values())) > 2, goodput
+
+
+@pytest.mark.full
+def test_the_whole_protocol_on_three_days_of_24_machines() -> None:
+    found = Protocol(rows("aws_g4dn_2020", 3 * DAY_S), costs_8b(), 0.0, 3 * DAY_S).replayed()
+    assert abs(found.accounted - 1) <= 0.01 and found.seconds > 2.9 * DAY_S
+
+
+# ---- the command
+
+
+def test_the_page_and_its_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (trace := tmp_path / "machines.csv").write_text(
+        "seconds,event,node\n0,add,a\n0,add,b\n3000,remove,b\n3600,add,c\n7200,remove,a\n"
+    )
+    words = ["simulate", "--trace", str(trace), "--costs", str(COSTS), "--days", "0.2", "--microbatches", "8"]
+    assert main(words) == 0
+    said = capsys.readouterr().out
+    assert "M = 8 microbatches" in said and "goodput of the present" in said and len(said.splitlines()) < 32
+    assert main([*words, "--json", "--lead", "30"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["whole_protocol"] and told["lead_s"] == 30 and 0.9 < told["goodput"] < 1
+    assert sum(each["cost"] for each in told["incidents"]) + told["idle_steps"] == pytest.approx(
+        told["ideal_steps"] - told["steps"], abs=1
+    )
+
+
+def test_a_trace_that_is_drawn(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["simulate", "--costs", str(COSTS), "--days", "0.1", "--mtbf", "2", "--nodes", "6"]
+    pages = []
+    for seed in ("0", "0", "1"):
+        assert main([*words, "--seed", seed]) == 0
+        pages.append(capsys.readouterr().out)
+    assert pages[0] == pages[1] != pages[2]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--trace", "TRACE"], r"line 2: 0,vanish,a: no such event"),
+        (["--days", "1"], r"without --trace, --days, --mtbf and --nodes say"),
+        (["--days", "0", "--mtbf", "2", "--nodes", "6"], r"--days 0 must be greater than 0"),
+        (["--trace", "TRACE", "--lead", "-1"], r"--lead -1 must be greater"),
+    ],
+)
+def test_wrong_input_is_refused(
+    words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (trace := tmp_path / "machines.csv").write_text("seconds,event,node\n0,vanish,a\n")
+    words = [str(trace) if word == "TRACE" else word for word in words]
+    assert main(["simulate", "--costs", str(COSTS), *words]) == 1
+    assert said in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"round_s": None}, "round_s: this cost is missing"),
+        ({"rounds": 3}, "rounds: there is no such cost"),
+        ({"heal_s": "long"}, "heal_s = 'long' must be a number of seconds of at least 0"),
+        ({"microbatches": 2.5}, "microbatches = 2.5 must be a whole number of at least 1"),
+        ({"layout": {"rows": 2}}, r"layout = {'rows': 2} must be an object"),
+        ({"round_s": 0}, "round_s = 0 must be greater than 0"),
+    ],
+)
+def test_wrong_costs_are_refused(changes: dict[str, object], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        Costs.of({**json.loads(COSTS.read_text(encoding="utf-8")), **changes})
+    assert Costs.from_json(costs_8b().to_json()) == costs_8b()
+
+
+def test_a_run_that_never_steps_has_a_page_too() -> None:
+    found = Protocol(TWO[:1], replace(BY_HAND, layout=LayoutRule(min_shard=2)), 0.0, 100.0).replayed()
+    assert (found.goodput, found.steps) == (0.0, 0)
+    assert "0 of 0 steps" in page(found, 0.0) and json.loads(json_page(found, 0.0))["goodput"] == 0

@@ -51,6 +51,8 @@ from elastic.protocol.events import (
     Event,
     Joined,
     Lost,
+    NodeAdvised,
+    NodeDraining,
     NodeFound,
     Recovered,
     Renewed,
@@ -442,9 +444,12 @@ class Coordinator:
             if isinstance(event, ShardSaved) and shard is not None:
                 self.group.parts.add(event.version, event.worker, shard)
             for each in parts(event):
+                if (
+                    isinstance(each, Joined | NodeDraining | NodeAdvised)
+                    and each.node not in self.state.cluster.nodes  # it is new and was not checked yet
+                ):
+                    self._advance(NodeFound(each.node))
                 if isinstance(each, Joined):
-                    if each.node not in self.state.cluster.nodes:  # the node is new and was not checked yet
-                        self._advance(NodeFound(each.node))
                     self.group.welcome(each.worker, each.node)
             self._advance(event)
             for each in parts(event):
@@ -530,7 +535,8 @@ class Coordinator:
                 self._keep(cluster.nodes())
                 # Ray lowers the free room a moment later
                 before, placed = placed, cluster.placed(self.group.on_their_way(self.state))
-                no_room_on = {*self.state.cluster.refused, *self.state.cluster.notices}
+                few = len(self.state.workers) < self.rules.min_workers
+                no_room_on = {*self.state.cluster.refused, *self.state.cluster.closed(few=few)}
                 self.post_local(
                     Capacity(
                         cluster.slots(self.job.workers, no_room_on),

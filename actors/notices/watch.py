@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -68,9 +69,14 @@ class SourceWatch:
 
 
 def _checked(found: object) -> Notice | None:
-    if found is not None and not isinstance(found, Notice):
+    if found is None:
+        return None
+    if not isinstance(found, Notice):
         raise Unreadable(f"look() has returned {found!r:.80}, which is no Notice")
-    return found
+    deadline: object = found.deadline
+    if not isinstance(deadline, int | float) or not math.isfinite(deadline):
+        raise Unreadable(f"the deadline of a notice is {deadline!r:.80}, not a number of Unix seconds")
+    return Notice(float(deadline), bool(found.advice), str(found.text))
 
 
 def _same(one: Notice | None, other: Notice | None) -> bool:

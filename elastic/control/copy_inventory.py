@@ -156,7 +156,7 @@ def committed(decision: Decision, outcome: Outcome, before: RunState) -> None:
     copied = version_at(plan, outcome.copied_through) or run.copies.copied
     buddied = version_at(plan, outcome.buddied_through) or run.copies.buddied
     decision.know("copies", copied=copied, buddied=buddied)
-    if _overdue(decision.run) and not _overdue(before):
+    if overdue(decision.run) and not overdue(before):
         since = unprotected_since(decision.run)
         decision.say(
             f"unprotected since step {since}: not every worker of generation {plan.generation} has a "
@@ -188,7 +188,7 @@ def unprotected_since(run: RunState) -> int | None:
     plan, copied = run.plan, run.copies.copied
     if plan is None or not plan.copy_every:
         return None
-    return plan.version.step if copied is None else copied.step if _overdue(run) else None
+    return plan.version.step if copied is None else copied.step if overdue(run) else None
 
 
 def unbuddied_since(run: RunState) -> int | None:
@@ -201,7 +201,7 @@ def unbuddied_since(run: RunState) -> int | None:
     )
 
 
-def _overdue(run: RunState) -> bool:
+def overdue(run: RunState) -> bool:
     """Returns whether :data:`OVERDUE` copies in host memory are overdue."""
     return (
         run.plan is not None
@@ -263,11 +263,16 @@ def buddies_of(run: RunState, rules: Rules, nodes: Sequence[NodeId]) -> dict[Nod
     return first | choose_buddies(rest, zones, before, cross_zone=cross_zone)
 
 
-def pair(decision: Decision, plan: Plan) -> None:
+def is_safe(run: RunState) -> bool:
+    """Returns whether the present world's copies are complete, at the buddies if there are any."""
+    return run.plan is not None and _safe(run.plan, run.copies.copied, run.copies.buddied) is not None
+
+
+def pair(decision: Decision, plan: Plan, *, anew: bool = True) -> None:
     """Gives each member's node a buddy, and keeps the earlier one where possible.
 
     Keepers are told again whenever a keeper comes or goes: a new keeper does not know its buddy, and the
-    address of an old keeper may have changed.
+    address of an old keeper may have changed.  If not ``anew``, only those with another buddy are told.
     """
     hosts = decision.run.copies.hosts
     if not decision.rules.buddy_every:
@@ -286,11 +291,16 @@ def pair(decision: Decision, plan: Plan) -> None:
     if alone != decision.run.copies.alone:
         decision.know("copies", alone=alone)
     if plan.buddy_every:
+        before = {} if anew else decision.run.copies.buddies
         decision.know("copies", buddies=chosen)
         pairs = [
-            (node, buddy, hosts[buddy].address if buddy in hosts else "") for node, buddy in chosen.items()
+            (node, buddy, hosts[buddy].address if buddy in hosts else "")
+            for node, buddy in chosen.items()
+            if before.get(node) != buddy
         ]
-        decision.do(Pair(plan.generation, (*pairs, *((node, NodeId(""), "") for node in alone))))
+        lonely = [(node, NodeId(""), "") for node in alone if anew or node in before]
+        if pairs or lonely:
+            decision.do(Pair(plan.generation, (*pairs, *lonely)))
 
 
 def choose_buddies(

@@ -17,16 +17,16 @@ A node that may be taken only gets nothing new.  An advice expires; nobody leave
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from elastic.control import copy_inventory, edges, membership
 from elastic.control.decision import Decision, names
-from elastic.control.evolve import evolve
 from elastic.control.run import Announced, Forming, Running, RunState, Stopping
-from elastic.control.seating import candidates, newest_source
+from elastic.control.seating import candidates, layout_of, newest_source
 from elastic.ids import NodeId, WorkerId
 from elastic.plan.placement import cell_of
-from elastic.plan.transfer import Holding, covered
+from elastic.plan.transfer import LIVE, Holding, covered
 from elastic.protocol.actions import LetGo, Pause
 from elastic.protocol.events import NodeAdvised, NodeDraining, NodeStays
 from elastic.protocol.plan import Plan
@@ -56,32 +56,32 @@ TAKEN = "its node is taken"
 
 def noticed(decision: Decision, event: NodeDraining | NodeAdvised) -> None:
     """Notes that the node's machine will or may be taken; a known notice that is repeated changes nothing."""
-    run = decision.run
-    if event.node not in run.cluster.nodes:
-        return decision.refuse(f"node {event.node[:8]} is not part of the run")
+    run, node, source = decision.run, event.node, event.source
+    if node not in run.cluster.nodes:
+        return decision.refuse(f"node {node[:8]} is not part of the run")
     advice = isinstance(event, NodeAdvised)
     at = event.until if isinstance(event, NodeAdvised) else event.deadline
     if at < decision.now - OVERDUE_S:
-        return decision.refuse(f"the deadline of {event.source} for node {event.node[:8]} is long over")
-    before = run.cluster.notices.get(event.node, ())
-    known = next((each for each in before if (each.source, each.advice) == (event.source, advice)), None)
+        return decision.refuse(f"the deadline of {source} for node {node[:8]} is long over")
+    before = run.cluster.notices.get(node, ())
+    known = next((each for each in before if (each.source, each.advice) == (source, advice)), None)
     if known is not None and abs(known.at - at) <= SAME_S:
-        return decision.refuse(f"the notice of {event.source} for node {event.node[:8]} is known")
-    others = tuple(each for each in before if each.source != event.source)
-    decision.open("cluster", "notices")[event.node] = (*others, Announced(event.source, at, advice))
+        return decision.refuse(f"the notice of {source} for node {node[:8]} is known")
     left_s, words = max(at - decision.now, 0.0), f": {event.text}" if event.text else ""
     if advice:
-        decision.say(f"node {event.node[:8]} may be taken ({event.source}{words}); it gets nothing new")
+        decision.say(f"node {node[:8]} may be taken ({source}{words}); it gets nothing new")
     else:
-        decision.say(f"node {event.node[:8]} will be taken in {left_s:.0f} s ({event.source}{words})")
-        needs_s = at - leaves_at(decision.run, event.node, 0.0)
-        if left_s < needs_s and run.plan is not None and event.node in run.plan.nodes:
+        decision.say(f"node {node[:8]} will be taken in {left_s:.0f} s ({source}{words})")
+        decision.know("cluster", slots=0)  # perhaps they were there; the next ``Capacity`` tells
+    others = tuple(each for each in before if each.source != source)
+    _set(decision, node, (*others, Announced(source, at, advice)))
+    if not advice and run.plan is not None and node in run.plan.nodes:
+        needs_s = at - _leaves_at(decision, run.plan, node, must_save=False)
+        if left_s < needs_s:
             decision.say(
                 f"leaving it takes up to {needs_s:.0f} s: the next boundary is tried; if the machine is gone "
                 "before, that is a crash"
             )
-    if isinstance(run.state, Running):
-        copy_inventory.pair(decision, run.state.plan)
 
 
 def stays(decision: Decision, event: NodeStays) -> None:
@@ -92,8 +92,6 @@ def stays(decision: Decision, event: NodeStays) -> None:
         return decision.refuse(f"{event.source} has announced nothing for node {event.node[:8]}")
     decision.say(f"node {event.node[:8]} is not taken after all ({event.source})")
     _set(decision, event.node, after)
-    if isinstance(decision.run.state, Running):
-        copy_inventory.pair(decision, decision.run.state.plan)
 
 
 def gone(decision: Decision, node: NodeId) -> None:
@@ -103,22 +101,22 @@ def gone(decision: Decision, node: NodeId) -> None:
 
 
 def _set(decision: Decision, node: NodeId, notices: tuple[Announced, ...]) -> None:
-    """Replaces the notices of a node.  If none of them takes the node, its workers may take part again."""
+    """Replaces the notices of a node.  If it stays longer than was known, it need not leave yet."""
+    before = decision.run.cluster.deadline(node)
     known = decision.open("cluster", "notices")
     known[node] = notices
     if not notices:
         del known[node]
-    if any(not each.advice for each in notices):
-        return
     cluster = decision.run.cluster
-    decision.know(
-        "cluster",
-        leaving=tuple(each for each in cluster.leaving if each != node),
-        let_go=tuple(each for each in cluster.let_go if each != node),
-    )
-    for worker, known_as in decision.run.workers.items():
-        if known_as.node == node and known_as.unfit == TAKEN:
-            decision.open("members", "workers")[worker] = evolve(known_as, unfit="")
+    after = cluster.deadline(node)
+    if before is not None and (after is None or after > before + SAME_S):
+        decision.know(
+            "cluster",
+            leaving=tuple(each for each in cluster.leaving if each != node),
+            let_go=tuple(each for each in cluster.let_go if each != node),
+        )
+    if isinstance(decision.run.state, Running):
+        copy_inventory.pair(decision, decision.run.state.plan, anew=False)
 
 
 def joined(decision: Decision, worker: WorkerId) -> None:
@@ -134,6 +132,20 @@ def joined(decision: Decision, worker: WorkerId) -> None:
 
 def go_on(decision: Decision) -> None:
     """Lets nodes leave whose time has come, and tells the keepers of nodes that have left."""
+    _forget_what_is_over(decision)
+    run, plan = decision.run, decision.run.plan
+    doomed = [node for node in run.cluster.notices if run.cluster.deadline(node) is not None]
+    seats = Counter(plan.nodes) if plan is not None and doomed else Counter[NodeId]()
+    waiting = [node for node in doomed if node not in run.cluster.leaving]
+    if due := _due(decision, waiting, seats):
+        decision.know("cluster", leaving=(*run.cluster.leaving, *due))
+    if run.cluster.leaving or due:
+        _end_outsiders(decision, seats)
+        _leave(decision)
+    _let_go(decision, [node for node in doomed if node not in seats])
+
+
+def _forget_what_is_over(decision: Decision) -> None:
     for node, notices in list(decision.run.cluster.notices.items()):
         over = [each for each in notices if decision.due(each.at + (0.0 if each.advice else OVERDUE_S))]
         if not over:
@@ -142,14 +154,6 @@ def go_on(decision: Decision) -> None:
         for each in over:
             was = "the advice has expired" if each.advice else "its machine was not taken at the deadline"
             decision.say(f"node {node[:8]} may take part again: {was} ({each.source})")
-    doomed = [
-        node for node in decision.run.cluster.notices if decision.run.cluster.deadline(node) is not None
-    ]
-    leaving = decision.run.cluster.leaving
-    if new := [node for node in _due(decision, doomed) if node not in leaving]:
-        _take_out(decision, new)
-    _leave(decision)
-    _let_go(decision, doomed)
 
 
 def awaited(run: RunState, now: float) -> bool:
@@ -157,130 +161,174 @@ def awaited(run: RunState, now: float) -> bool:
     pause.
     """
     plan = run.plan
-    return plan is not None and any(
-        not _brings_a_pause(run, plan, node, now)
+    if plan is None or not run.cluster.notices:
+        return False
+    seats = Counter(plan.nodes)
+    return any(
+        not _brings_a_pause(run, plan, node, seats[node], now)
         for node in run.cluster.notices
-        if node in plan.nodes and run.cluster.deadline(node) is not None
+        if node in seats and run.cluster.deadline(node) is not None
     )
 
 
-def _due(decision: Decision, doomed: Iterable[NodeId]) -> list[NodeId]:
-    """Returns the nodes whose workers are to be in no later world."""
+def may_go(decision: Decision, survivors: Sequence[WorkerId]) -> tuple[WorkerId, ...]:
+    """Returns those of ``survivors``, on nodes that leave, without which the next world has the newest
+    version, too.
+
+    The others stay members: the next world lets them leave again, with what it needs of them.
+    """
+    run, leaving = decision.run, decision.run.cluster.leaving
+    going = tuple(each for each in survivors if run.workers[each].node in leaving)
+    if not going:
+        return ()
+    everyone = [each for each, known in run.workers.items() if not known.unfit]
+    rest, kept = [each for each in everyone if each not in going], copy_inventory.listed(run)
+    same = newest_source(run, rest, kept).version == newest_source(run, everyone, kept).version
+    return going if same else ()
+
+
+def awaits_copies(decision: Decision, state: Stopping) -> bool:
+    """Returns whether a boundary was handed over and the keepers have not listed its copies yet: they show
+    whether the members that leave can go.
+    """
+    cluster = decision.run.cluster
+    if not (state.planned and state.hand_over and cluster.leaving and cluster.keepers):
+        return False
+    if decision.run.copies.asked != decision.run.generation:
+        copy_inventory.ask(decision)
+    copies = decision.run.copies
+    heard = all(
+        node in copies.hosts and copies.hosts[node].asked == copies.asked
+        for node in decision.run.cluster.keepers
+    )
+    return not heard and not decision.due(copies.answers_until)
+
+
+def _due(decision: Decision, doomed: Sequence[NodeId], seats: Mapping[NodeId, int]) -> list[NodeId]:
+    """Returns the nodes of ``doomed`` whose workers are to be in no later world."""
     run, now, plan = decision.run, decision.now, decision.run.plan
-    if plan is None or run.enough:
-        return [node for node in doomed if now >= leaves_at(run, node, 0.0)]
-    inside = [node for node in doomed if node in plan.nodes]
-    outside = [node for node in doomed if node not in plan.nodes]
-    late = [node for node in inside if now >= leaves_at(run, node, decision.rules.stop_s)]
-    soon = [node for node in inside if node in late or not _brings_a_pause(run, plan, node, now)]
+    if plan is None or run.enough or not doomed:
+        return [node for node in doomed if now >= _leaves_at(decision, plan, node, must_save=False)]
+    inside = [node for node in doomed if node in seats]
+    outside = [node for node in doomed if node not in seats]
+    if not inside:
+        return outside
+    must_save = _needs(decision, plan, frozenset(inside))[0]
+    late = [node for node in inside if now >= _leaves_at(decision, plan, node, must_save=must_save)]
+    soon = [node for node in inside if node in late or not _brings_a_pause(run, plan, node, seats[node], now)]
     full = inside if len(plan.members) >= decision.rules.max_workers else soon
-    if full and _replaced(decision, plan, full):
+    if full and len(run.workers) > len(plan.members) and _replaced(decision, plan, full, seats):
         return [*outside, *full]
     return [*outside, *(soon if late else ())]
 
 
-def leaves_at(run: RunState, node: NodeId, stop_s: float) -> float:
+def _leaves_at(decision: Decision, plan: Plan | None, node: NodeId, *, must_save: bool) -> float:
     """Returns the time at which the members of a node that will be taken ask for their last boundary.
 
-    If no member stays, the state has to reach the bucket, for which a stop has ``stop_s``.
+    If the state must be saved there, it has to reach the bucket, for which a stop has ``stop_s``.
     """
-    deadline, plan = run.cluster.deadline(node), run.plan
+    run, deadline = decision.run, decision.run.cluster.deadline(node)
     assert deadline is not None
-    alone = plan is not None and all(run.cluster.deadline(each) is not None for each in plan.nodes)
     after_s = HAND_OVERS * (run.watch.reform_s or UNKNOWN_S)
-    return deadline - max(after_s, stop_s if alone else 0.0) - BOUNDARIES * run.watch.step_s
+    after_s = max(after_s, decision.rules.stop_s) if must_save and plan is not None else after_s
+    return deadline - after_s - BOUNDARIES * run.watch.step_s
 
 
-def _brings_a_pause(run: RunState, plan: Plan, node: NodeId, now: float) -> bool:
-    """Returns whether the time that the members of ``node`` have left brings more than a pause of its own
+def _brings_a_pause(run: RunState, plan: Plan, node: NodeId, members: int, now: float) -> bool:
+    """Returns whether the time that the ``members`` of ``node`` have left brings more than a pause of its own
     costs.
     """
-    left_s = leaves_at(run, node, 0.0) - now
-    return left_s * plan.nodes.count(node) > (run.watch.reform_s or UNKNOWN_S) * len(plan.members)
+    deadline, reform_s = run.cluster.deadline(node), run.watch.reform_s or UNKNOWN_S
+    assert deadline is not None
+    left_s = deadline - HAND_OVERS * reform_s - BOUNDARIES * run.watch.step_s - now
+    return left_s * members > reform_s * len(plan.members)
 
 
-def _replaced(decision: Decision, plan: Plan, inside: Iterable[NodeId]) -> bool:
-    """Returns whether workers are there for the seats of all members that leave."""
-    run, those = decision.run, frozenset(inside)
-    there = candidates(run, decision.rules)
+def _replaced(decision: Decision, plan: Plan, nodes: Collection[NodeId], seats: Mapping[NodeId, int]) -> bool:
+    """Returns whether workers are there for the seats of all members on ``nodes``."""
+    run = decision.run
     new = sum(
         worker not in plan.ranks and run.cluster.deadline(run.workers[worker].node) is None
-        for worker in there
+        for worker in candidates(run, decision.rules)
     )
-    return new >= sum(node in those for node in plan.nodes)
+    return new >= sum(seats[node] for node in nodes)
 
 
-def _take_out(decision: Decision, nodes: list[NodeId]) -> None:
-    """Takes the workers of ``nodes`` out: spares at once, members when their world ends."""
-    run, plan = decision.run, decision.run.plan
-    decision.know("cluster", leaving=(*run.cluster.leaving, *nodes))
-    there = [worker for worker, known in run.workers.items() if known.node in nodes]
-    members = [worker for worker in there if plan is not None and worker in plan.ranks]
-    membership.expel(decision, tuple(worker for worker in there if worker not in members), TAKEN)
-    for worker in members:
-        membership.unfit(decision, worker, TAKEN)
+def _end_outsiders(decision: Decision, seats: Mapping[NodeId, int]) -> None:
+    """Ends workers on nodes that leave if they are in no world and hold no state."""
+    leaving = frozenset(decision.run.cluster.leaving)
+    outside = tuple(
+        worker
+        for worker, known in decision.run.workers.items()
+        if known.node in leaving and known.node not in seats and not known.holdings
+    )
+    membership.expel(decision, outside, TAKEN)
 
 
 def _leave(decision: Decision) -> None:
     """Ends the present world if it has members on nodes that leave: at the next boundary, or at once if it
-    does not step yet and the next world can have its state without them.
+    does not step yet and the next world can have its state without them.  A stop that was asked for does both.
     """
     run, plan = decision.run, decision.run.plan
-    if plan is None or run.enough or not run.cluster.leaving:
+    leaving = frozenset(run.cluster.leaving)
+    if plan is None or run.enough or run.stop:
         return
-    members = tuple(
-        member for member, node in zip(plan.members, plan.nodes, strict=False) if node in run.cluster.leaving
-    )
+    members = tuple(member for member, node in zip(plan.members, plan.nodes, strict=False) if node in leaving)
     if not members:
         return
     cause = f"{names(members)} leave{'s' if len(members) == 1 else ''} before the machine is taken"
     match run.state:
         case Running():
-            save, hand_over = _needs(decision, plan)
+            save, hand_over = _needs(decision, plan, leaving)
             how = "; the state is saved" if save else "; their copies are handed over" if hand_over else ""
             edges.pause(decision, f"{cause}{how}", save=save, hand_over=hand_over)
         case Forming():
-            stay = tuple(each for each in plan.members if each in run.workers and each not in members)
-            if newest_source(run, stay, copy_inventory.listed(run)).version == plan.version:
-                edges.stop(decision, cause)
+            rest = [each for each in plan.holders if each.keeper != LIVE or each.worker not in members]
+            if plan.tier in ("init", "bucket") or covered(rest, run.members.classes):
+                edges.stop(decision, cause, noticed=True)
         case Stopping(planned=True, pending=pending, save=save, hand_over=hand_over) if pending:
-            more = _needs(decision, plan)
+            more = _needs(decision, plan, leaving)
             if (wanted := (save or more[0], hand_over or more[1])) != (save, hand_over):
                 decision.amend(save=wanted[0], hand_over=wanted[1])
                 decision.do(Pause(plan.generation, plan.members, *wanted))
                 decision.say(cause)
 
 
-def _needs(decision: Decision, plan: Plan) -> tuple[bool, bool]:
+def _needs(decision: Decision, plan: Plan, leaving: Collection[NodeId]) -> tuple[bool, bool]:
     """Returns whether the state must be saved at the boundary, and whether it must be handed over, for the
-    next world to have all of it without the workers that leave.
+    next world to have all of it without the workers on nodes that leave.
+
+    A copy in a machine that is taken helps only a world that forms at once, and only if copies are made.
     """
     run = decision.run
     stay = [
         Holding(member, plan.version, cell_of(plan.layout, rank))
-        for rank, member in enumerate(plan.members)
-        if member in run.workers and not run.workers[member].unfit
+        for rank, (member, node) in enumerate(zip(plan.members, plan.nodes, strict=False))
+        if node not in leaving and member in run.workers
     ]
-    if len(stay) == 0:
-        return True, False
-    if covered(stay, run.members.classes):
+    if stay and covered(stay, run.members.classes):
         return False, False
-    return not plan.copy_every, bool(plan.copy_every)
+    rest = tuple(
+        each
+        for each in candidates(run, decision.rules)
+        if run.cluster.deadline(run.workers[each].node) is None
+    )
+    copied = plan.copy_every and not copy_inventory.overdue(run)
+    forms = stay and layout_of(run, rest, decision.rules) is not None
+    return (False, True) if copied and forms else (True, False)
 
 
-def _let_go(decision: Decision, doomed: Iterable[NodeId]) -> None:
+def _let_go(decision: Decision, outside: Iterable[NodeId]) -> None:
     """Tells the keepers of nodes that have left, once the run needs nothing there: a world steps without
-    them, and no save waits for their parts.
+    them, its copies are complete elsewhere, and no save waits for their parts.
     """
     run, state = decision.run, decision.run.state
-    if not isinstance(state, Running):
+    if not isinstance(state, Running) or (state.plan.copy_every and not copy_inventory.is_safe(run)):
         return
     free = tuple(
         node
-        for node in doomed
-        if node not in run.cluster.let_go
-        and node not in state.plan.nodes
-        and not any(save.needs(node) for save in run.saves.pending)
+        for node in outside
+        if node not in run.cluster.let_go and not any(save.needs(node) for save in run.saves.pending)
     )
     if free:
         decision.know("cluster", let_go=(*run.cluster.let_go, *free))

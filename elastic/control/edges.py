@@ -230,8 +230,15 @@ def pause(decision: Decision, cause: str, *, save: bool, hand_over: bool = False
     decision.say(f"{cause}: generation {plan.generation} pauses at the next boundary")
 
 
-def stop(decision: Decision, cause: str, *, expelled: tuple[WorkerId, ...] = (), job_error: str = "") -> None:
-    """Stops at once, and fences the members first."""
+def stop(
+    decision: Decision,
+    cause: str,
+    *,
+    expelled: tuple[WorkerId, ...] = (),
+    job_error: str = "",
+    noticed: bool = False,
+) -> None:
+    """Stops at once, and fences the members first.  ``noticed``: only because a machine will be taken."""
     plan = decision.plan
     pending = tuple(worker for worker in plan.members if worker in decision.run.workers)
     present = decision.run.workers.keys() | frozenset(expelled)
@@ -239,7 +246,17 @@ def stop(decision: Decision, cause: str, *, expelled: tuple[WorkerId, ...] = (),
     deadline = decision.now + decision.rules.fence_s
     enter(
         decision,
-        Stopping(plan, cause, False, pending, deadline, lost=lost, expelled=expelled, job_error=job_error),
+        Stopping(
+            plan,
+            cause,
+            False,
+            pending,
+            deadline,
+            lost=lost,
+            expelled=expelled,
+            job_error=job_error,
+            noticed=noticed,
+        ),
     )
     if pending:
         decision.do(Fence(plan.generation, pending))

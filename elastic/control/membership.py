@@ -87,7 +87,7 @@ def start_workers(decision: Decision) -> None:
     decision.know("cluster", slots=run.cluster.slots - number)
     avoid = (
         *run.cluster.refused,
-        *run.cluster.notices,
+        *run.cluster.closed(few=len(run.workers) < rules.min_workers),
         *silent(run.watch, run.cluster.keepers, decision.heard_until, rules.silence_s, rules.silence_s),
     )
     decision.do(StartWorkers(new, tuple(dict.fromkeys(avoid))))

@@ -103,6 +103,10 @@ class Stopping:
     """True if each member's copy of the boundary is complete before the member stops."""
     job_error: str = ""
     """The user's traceback if the job is at fault."""
+    noticed: bool = False
+    """True if the world ends before it steps only because a machine will be taken: that counts against
+    nothing.
+    """
 
 
 @dataclass(frozen=True)
@@ -268,6 +272,12 @@ class Cluster:
     def deadline(self, node: NodeId) -> float | None:
         """Returns the time at which the node's machine will be taken; None if nothing is announced."""
         return min((each.at for each in self.notices.get(node, ()) if not each.advice), default=None)
+
+    def closed(self, *, few: bool) -> tuple[NodeId, ...]:
+        """Returns the nodes that get no new worker because they will be taken, or may be.  If workers are
+        ``few``, a node that may be taken is better than none.
+        """
+        return tuple(node for node in self.notices if not few or self.deadline(node) is not None)
 
 
 # ---- history

@@ -13,7 +13,7 @@ from __future__ import annotations
 from elastic.control import admission, commits, copy_inventory, edges, membership, saves
 from elastic.control.commits import Settlement, newest, settle
 from elastic.control.decision import Decision, names
-from elastic.control.draining import TAKEN
+from elastic.control.draining import TAKEN, awaits_copies, may_go
 from elastic.control.liveness import Stall, silence, silent, stall
 from elastic.control.run import (
     Answer,
@@ -285,6 +285,8 @@ def go_on(decision: Decision, state: Stopping) -> None:
         return ask_again(decision, state, knows, whole=True)
     if state.pending or not _certain(decision, state) or _awaits_save(decision, state):
         return
+    if awaits_copies(decision, state):
+        return
     _settle(decision, state)
     _next(decision, state)
 
@@ -404,13 +406,14 @@ def _settle(decision: Decision, state: Stopping) -> None:
         decision.do(Settle(plan.generation, survivors, settlement.outcome))
         decision.know("history", settled=Settle(plan.generation, survivors, settlement.outcome))
     _say_outcome(decision, settlement, {answer.prepared for answer in answers if answer.prepared})
-    taken = tuple(worker for worker in survivors if run.workers[worker].unfit == TAKEN)
-    membership.expel(decision, taken, TAKEN)
-    unusable = tuple(worker for worker in survivors if run.workers[worker].unfit not in ("", TAKEN))
+    membership.expel(decision, may_go(decision, survivors), TAKEN)
+    there = decision.run.workers
+    unusable = tuple(worker for worker in survivors if worker in there and there[worker].unfit)
     membership.expel(decision, unusable, "its process is unusable")
     decision.know("copies", unreported=0 if survivors else plan.generation)
-    if run.version.generation != plan.generation or (
-        not state.planned and _as_far_as_another(run, plan.generation)
+    if not state.noticed and (
+        run.version.generation != plan.generation
+        or (not state.planned and _as_far_as_another(run, plan.generation))
     ):
         decision.know("history", fruitless=run.history.fruitless + 1)
 

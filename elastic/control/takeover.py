@@ -136,6 +136,8 @@ def _forgive_the_silence(decision: Decision) -> None:
         reform_s=run.watch.reform_s,
         starts=starts,
     )
+    if run.cluster.let_go:
+        decision.know("cluster", let_go=())  # the order may not have been given
     # the keepers know which parts are uploaded
     again = tuple(replace(each, reported=(), refused=(), ask_at=0.0).heard(now) for each in run.saves.pending)
     decision.know(watch=watch, saves=Saves(again))

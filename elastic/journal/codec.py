@@ -88,7 +88,7 @@ QUIET: Mapping[type, tuple[str, ...]] = {
     RunState: ("enough", "why", "asked", "left", "mark", "worse"),
     Finished: ("step", "why"),
     Plan: ("ends", "best", "worse"),
-    Stopping: ("hand_over",),
+    Stopping: ("hand_over", "noticed"),
     Pause: ("hand_over",),
     Rules: ("patience", "min_delta"),
     LayoutRule: ("model",),

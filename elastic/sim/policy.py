@@ -113,6 +113,8 @@ class Policy(Protocol):
             last = min(last, world.boundary - 1) if world.boundary else last
             if last > max(self.run.step, world.base):
                 self._skip_to(world, last)
+                copied = Version(last, world.generation)
+                self.run = evolve(self.run, copies=evolve(self.run.copies, copied=copied, buddied=copied))
             self._note_saved(world)
 
     def _advance(self, event: Event, at: float) -> None:
@@ -142,7 +144,8 @@ class Policy(Protocol):
         assert plan is not None
         decision = Decision(self.run, self.now, self.rules, inf)
         workers = self.run.workers
-        taken = [each for each in plan.members if each in workers and workers[each].unfit == TAKEN]
+        leaving = self.run.cluster.leaving
+        taken = [each for each in plan.members if each in workers and workers[each].node in leaving]
         membership.expel(decision, tuple(taken), TAKEN)
         self.run = evolve(decision.run, state=Waiting(self.now))
         for action in decision.actions:

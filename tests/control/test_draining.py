@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from elastic.ids import NodeId, Version, WorkerId
 from elastic.plan.layout import LayoutRule
 from elastic.plan.transfer import Holding
 from elastic.protocol import events as ev
-from elastic.protocol.actions import Kill, LetGo, Pair, Pause, StartWorkers
+from elastic.protocol.actions import Kill, LetGo, ListCopies, Pause, StartWorkers
 from elastic.protocol.commit_record import ENDS, HAND_OVER, PAUSE, SAVE_AND_PAUSE, strongest
 from elastic.protocol.events import NodeAdvised, NodeDraining, NodeStays
 from tests.control.play import CLASSES, Play, but, reformed, stepping
@@ -72,7 +73,9 @@ def test_a_state_that_the_others_do_not_hold_is_handed_over() -> None:
     )
     assert layout.dp_shard == 3
     stops(play, HAND_OVER)
-    assert isinstance(play.run.state, Waiting), "only the keepers know what was copied"
+    assert isinstance(play.run.state, Stopping) and play.did(ListCopies), (
+        "only the keepers know what was copied"
+    )
     for node, member in zip((N1, N2, N3), ("w1", "w2", "w3"), strict=True):
         there = cells[member]
         play.tell(ev.Kept(node, 1, (Holding(there.worker, there.version, there.cell, node),)))
@@ -160,7 +163,7 @@ def test_nobody_leaves_because_of_advice() -> None:
     play = running()
     said = play.tell(NodeAdvised(N3, play.now + 900.0, "aws"))
     assert said == "node n3 may be taken (aws); it gets nothing new"
-    pairs = {node: buddy for node, buddy, _ in play.did(Pair)[0].buddies}
+    pairs = play.run.copies.buddies
     assert N3 not in pairs.values() and pairs.keys() == {N1, N2, N3}
     play.later(800.0)
     assert isinstance(play.run.state, Running)
@@ -173,7 +176,7 @@ def test_nobody_leaves_because_of_advice() -> None:
 def test_a_doomed_node_is_nobodys_buddy_and_hosts_no_store() -> None:
     play = running()
     play.tell(NodeDraining(N1, play.now + 60.0, "gcp"))
-    pairs = {node: buddy for node, buddy, _ in play.did(Pair)[0].buddies}
+    pairs = play.run.copies.buddies
     assert N1 not in pairs.values() and pairs[N1] in (N2, N3)
     play.later(55.0)
     stops(play)
@@ -184,7 +187,7 @@ def test_three_of_four_nodes_at_once() -> None:
     play = running(workers=4)
     for node in (N2, N3, N4):
         notice(play, node, 30.0)
-    pairs = {node: buddy for node, buddy, _ in play.did(Pair)[0].buddies}
+    pairs = play.run.copies.buddies
     assert {pairs[node] for node in (N2, N3, N4)} == {N1}, "the only one that stays holds all copies"
     assert N1 in pairs, "a buddy that is taken is better than none"
     play.later(25.0)
@@ -232,6 +235,9 @@ def test_the_keeper_acknowledges_once_nothing_is_needed_there() -> None:
     assert play.did(LetGo) == []
     reformed(play)
     play.later(0.1)
+    assert play.did(LetGo) == [], "its copies may be needed as long as there are no others"
+    play.run = but(play.run, "copies", copied=Version(6, 2), buddied=Version(6, 2))
+    play.later(0.1)
     assert play.did(LetGo) == [LetGo((N3,))]
     play.later(0.1)
     assert play.did(LetGo) == [], "once"
@@ -276,6 +282,181 @@ def test_a_machine_that_is_not_taken_at_its_deadline_takes_part_again() -> None:
     assert play.run.cluster.notices != {}
     assert "node n3 may take part again: its machine was not taken at the deadline (aws)" in play.later(2.0)
     assert (play.run.cluster.notices, play.run.cluster.leaving, play.run.cluster.let_go) == ({}, (), ())
+
+
+HSDP = LayoutRule(dp_replicate=2, dp_shard=2, min_shard=1, use="all")
+FREE = LayoutRule(dp_replicate=None, dp_shard=None, min_shard=1, use="all")
+NO_COPIES: dict[str, Any] = {"copy_every": 0, "buddy_every": 0}
+
+
+def joins(play: Play, node: str) -> None:
+    """A worker is asked for, and joins on ``node``."""
+    play.later(5.0)
+    play.tell(ev.Capacity(1))
+    (worker,) = play.run.members.starting
+    play.tell(ev.KeeperUp(NodeId(node)))
+    play.tell(ev.Joined(worker, NodeId(node), "cpu", CLASSES))
+
+
+def answer_all(play: Play, step: int) -> None:
+    for member in play.pending:
+        play.answer(member, Version(step, 1))
+
+
+def test_a_stop_for_another_reason_keeps_the_only_holder() -> None:
+    """A spare could take the seat, but only the member that leaves has its part of the state."""
+    play = running(SHARDED, spares=1, **NO_COPIES)
+    joins(play, "n4")
+    play.broken("w1")
+    notice(play, N3, 600.0)
+    answer_all(play, 4)
+    assert play.plan.version == Version(4, 1)
+
+
+def test_a_second_notice_after_the_boundary_keeps_the_last_holder() -> None:
+    play = running(HSDP, 4, **NO_COPIES)
+    play.rules = replace(play.rules, layout=FREE)
+    notice(play, N3, 20.0)
+    play.later(14.1)
+    play.step(5, PAUSE)
+    play.answer("w2", Version(5, 1))
+    notice(play, N1, 9.0)
+    answer_all(play, 5)
+    assert play.plan.version == Version(5, 1)
+
+
+def test_a_notice_after_the_boundary_of_growth_keeps_the_only_holder() -> None:
+    play = running(SHARDED, **NO_COPIES)
+    play.rules = replace(play.rules, max_workers=4)
+    joins(play, "n4")
+    play.later(3.0)
+    play.step(5, PAUSE)
+    notice(play, N3, 8.0)
+    play.later(2.1)
+    answer_all(play, 5)
+    assert play.plan.version == Version(5, 1)
+
+
+def test_a_loss_during_the_pause_keeps_the_holders_that_are_left() -> None:
+    play = running(HSDP, 4, **NO_COPIES)
+    play.rules = replace(play.rules, layout=FREE)
+    cells = {member: play.shard(member, Version(5, 1)).cell for member in play.plan.members}
+    leave = [member for member in cells if cells[member] == cells[W4]]
+    for member in leave:
+        notice(play, NodeId(f"n{member[1:]}"), 6.0)
+    play.lose(next(member for member in cells if member not in leave))
+    answer_all(play, 4)
+    assert play.plan.version == Version(4, 1)
+
+
+def test_a_save_that_cannot_begin_keeps_the_only_holder() -> None:
+    play = running(SHARDED, **NO_COPIES)
+    notice(play, N3, 600.0)
+    play.tell(ev.KeeperLost(N3, "its process died"))
+    play.later(594.5)
+    play.step(5, SAVE_AND_PAUSE)
+    answer_all(play, 5)
+    assert play.plan.version == Version(5, 1)
+
+
+def test_a_copy_that_failed_at_the_boundary_keeps_its_worker() -> None:
+    """The keepers list none of the boundary, so the worker that leaves is still needed."""
+    play = running(SHARDED)
+    notice(play, N3, 5.0)
+    stops(play, HAND_OVER)
+    for node in (N1, N2, N3):
+        play.tell(ev.Kept(node, 1, ()))
+    assert isinstance(play.run.state, Forming)
+    assert (len(play.plan.members), play.plan.version) == (3, Version(5, 1))
+
+
+def test_notices_one_after_the_other_do_not_use_the_budget_up() -> None:
+    play = running(REPLICAS, 8)
+    notice(play, NodeId("n8"), 5.0)
+    stops(play)
+    for number in (7, 6, 5, 4):
+        notice(play, NodeId(f"n{number}"), 5.0)
+        answer_all(play, 5)
+    assert isinstance(play.run.state, Forming) and play.plan.members == ("w1", "w2", "w3")
+
+
+def test_a_stop_that_was_asked_for_is_saved_all_the_same() -> None:
+    play = running(SHARDED)
+    notice(play, N2, 5.0)
+    play.tell(NodeStays(N2, "aws"))
+    stops(play)
+    notice(play, N3, 3.0)
+    play.tell(ev.StopRequested("user"))
+    reformed(play)
+    play.later(0.1)
+    assert play.did(Pause)[0].save
+
+
+def test_a_state_that_must_be_saved_gets_the_time_for_it() -> None:
+    play = running(SHARDED, **NO_COPIES)
+    notice(play, N3, 120.0)
+    play.later(120.0 - play.rules.stop_s - 2 * STEP_S + 0.1)
+    assert play.did(Pause) == [Pause(1, play.plan.members, save=True)]
+
+
+def test_a_copy_does_not_help_if_none_is_made_or_no_world_can_read_it() -> None:
+    play = running(SHARDED)
+    play.steps(5, 15)
+    notice(play, N3, 3.0)
+    assert play.did(Pause)[0].save, "the run has said that it is unprotected"
+    play = running(SHARDED, min_workers=3)
+    notice(play, N3, 5.0)
+    assert play.did(Pause)[0].save, "the others are too few"
+
+
+def test_a_run_that_waits_ends_no_holder_of_its_state() -> None:
+    play = running(REPLICAS, 2, **NO_COPIES)
+    play.rules = replace(play.rules, min_workers=2)
+    notice(play, N2, 5.0)
+    stops(play)
+    assert isinstance(play.run.state, Waiting)
+    notice(play, N1, 60.0)
+    play.later(55.0)
+    assert "w1" in play.run.workers
+
+
+def test_a_deadline_that_is_put_off_is_not_left_early() -> None:
+    play = running()
+    notice(play, N3, 600.0)
+    notice(play, N3, 5.0, "ray")
+    play.tell(NodeStays(N3, "ray"))
+    stops(play)
+    assert play.plan.members == ("w1", "w2", "w3")
+
+
+def test_a_withdrawal_mends_no_device() -> None:
+    play = running()
+    notice(play, N3, 30.0)
+    play.broken("w3", "device", "a traceback", "CUDA error")
+    play.tell(NodeStays(N3, "aws"))
+    assert play.run.workers[W3].unfit == "CUDA error"
+
+
+def test_a_world_that_forms_from_copies_does_without_a_second_node() -> None:
+    """The copies that it reads are at a keeper, whoever leaves."""
+    play = running(SHARDED)
+    notice(play, N3, 5.0)
+    cells = {member: play.shard(member, Version(5, 1)) for member in play.plan.members}
+    stops(play, HAND_OVER)
+    for node, member in zip((N1, N2, N3), ("w1", "w2", "w3"), strict=True):
+        there = cells[WorkerId(member)]
+        play.tell(ev.Kept(node, 1, (Holding(there.worker, there.version, there.cell, node),)))
+    assert play.plan.tier == "host"
+    notice(play, N2, 5.0)
+    assert isinstance(play.run.state, Stopping)
+
+
+def test_advice_about_every_node_leaves_the_run_its_workers() -> None:
+    play = running(min_workers=3)
+    for node in (N1, N2, N3):
+        play.tell(NodeAdvised(node, play.now + 900.0, "aws"))
+    assert play.run.cluster.closed(few=False) == (N1, N2, N3)
+    assert play.run.cluster.closed(few=True) == ()
 
 
 def test_the_strongest_request_counts() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from contextlib import suppress
@@ -19,7 +20,14 @@ from elastic.runs.run import Run
 
 
 @command("report", KEEPS)
-def report(job: Job, /, to: Path | None = None, png: Path | None = None, price: float | None = None) -> None:
+def report(
+    job: Job,
+    /,
+    to: Path | None = None,
+    png: Path | None = None,
+    price: float | None = None,
+    costs: Path | None = None,
+) -> None:
     """Writes a page with plots of a run: loss, speed, incidents, checkpoints.
 
     The time of a run with a journal is also a table beside the page, FILE.timeline.parquet.
@@ -27,9 +35,12 @@ def report(job: Job, /, to: Path | None = None, png: Path | None = None, price: 
     to FILE.html: the page (default: <name>-report.html in this folder)
     png FILE.png: a picture of the plots, too
     price: the price of a node-hour, by which the page says what incidents cost
+    costs FILE.json: what its steps and recoveries cost, for elastic simulate --costs, in place of the page
 
     Raises :class:`JobError` if there is no such run, or if a file cannot be written.
     """
+    if costs is not None:
+        return _write_costs(job, costs)
     to = to or Path(f"{job.name}-report.html")
     _check(to, "--to", (".html", ".htm"))
     if png is not None:
@@ -49,6 +60,19 @@ def report(job: Job, /, to: Path | None = None, png: Path | None = None, price: 
         _write(to.with_suffix(".timeline.parquet"), "--to", parquet_of(page.facts.timeline.account.intervals))
     if png is not None:
         _write(png, "--png", png_of(page))
+
+
+def _write_costs(job: Job, to: Path) -> None:
+    from elastic.report.measured_costs import costs_of
+
+    _check(to, "--costs", (".json",))
+    try:
+        found = costs_of(Run.begun(job).segments(), job.name)
+    except ValueError as error:
+        raise JobError(f"the costs of {job.name}: {error}") from None
+    _write(to, "--costs", json.dumps(found, indent=1).encode())
+    if unknown := [name for name, cost in found.items() if cost is None]:
+        say(f"the run has not shown {', '.join(unknown)}: write them into {to}")
 
 
 @command("metrics")

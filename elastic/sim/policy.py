@@ -10,6 +10,7 @@ not told.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from math import inf
@@ -20,13 +21,13 @@ from elastic.control.decision import Decision
 from elastic.control.draining import TAKEN
 from elastic.control.evolve import evolve
 from elastic.control.rules import Rules
-from elastic.control.run import NEVER, Forming, Home, Stopping, Waiting, Worker
+from elastic.control.run import NEVER, Forming, Home, Running, Stopping, Waiting, Worker
 from elastic.control.seating import candidates, layout_of
 from elastic.ids import NodeId, Version, WorkerId
 from elastic.plan.layout import Layout
 from elastic.protocol import lineage
 from elastic.protocol.actions import Fence
-from elastic.protocol.events import Event, Tick
+from elastic.protocol.events import Capacity, Event, Tick
 from elastic.protocol.plan import Plan
 from elastic.sim.costs import Costs
 from elastic.sim.replay import CLASSES, KIND, PROTOCOL, Machine, Protocol, World
@@ -74,7 +75,19 @@ class Policy(Protocol):
                 cluster, nodes={**cluster.nodes, **dict.fromkeys((m.node for m in machines), True)}
             )
         self.run = evolve(self.run, cluster=evolve(cluster, keepers=cluster.keepers or (machines[0].node,)))
-        self._offer(machines)
+        self.free |= {each.node: each for each in machines}
+        decision = Decision(self.run, self.now, self.rules, inf)
+        membership.capacity(decision, Capacity(len(self._free())))
+        membership.start_workers(decision)
+        self._perform_all(decision)
+
+    def _perform_all(self, decision: Decision) -> None:
+        self.run = decision.run
+        for action in decision.actions:
+            self._perform(action)
+
+    def _newcomers(self, plan: Plan) -> list[WorkerId]:
+        return sorted(self.run.workers.keys() - plan.ranks.keys())
 
     def _join(self, workers: list[WorkerId]) -> None:
         """Takes in newcomers; in a large world all at once, since ``advance`` compares each with all others."""
@@ -96,7 +109,14 @@ class Policy(Protocol):
         self.run = evolve(self.run, members=members, cluster=cluster)
         for each in doomed:
             homes[each].worker = None
-        if new:
+        state = self.run.state
+        plan = state.plan if isinstance(state, Running) else None
+        # nothing happens as long as no newcomer pays and no notice is open
+        if (
+            plan is None
+            or cluster.notices
+            or self.pays_at(self.run, plan.members, self._newcomers(plan)) < inf
+        ):
             self.tell(Tick())
 
     def _keepers_gone(self, machines: list[Machine]) -> None:
@@ -147,13 +167,13 @@ class Policy(Protocol):
         leaving = self.run.cluster.leaving
         taken = [each for each in plan.members if each in workers and workers[each].node in leaving]
         membership.expel(decision, tuple(taken), TAKEN)
-        self.run = evolve(decision.run, state=Waiting(self.now))
-        for action in decision.actions:
-            self._perform(action)
+        decision.know(state=Waiting(self.now))
+        self._perform_all(decision)
         there = candidates(self.run, self.rules)
         if (layout := layout_of(self.run, there, self.rules)) is not None:
             self._begin(layout, there[: layout.world])
-        self.tell(Tick())
+        if layout is None or self.run.cluster.notices:
+            self.tell(Tick())
 
     def _form(self, plan: Plan) -> None:
         """Takes members and layout of a world that did not follow another one; its state is found here."""
@@ -214,9 +234,7 @@ class Policy(Protocol):
         reform_s = FORCED_S.get(self.policy, (before_s + took_s) / 2 if before_s else took_s)
         if plan.tier in ("live", "host") or self.policy in FORCED_S:
             decision.know("watch", reform_s=reform_s)
-        self.run = decision.run
-        for action in decision.actions:
-            self._perform(action)
+        self._perform_all(decision)
         if self.policy == "wait":
             self.rules = replace(self.rules, min_workers=max(self.least, len(plan.members)))
         self.tell()
@@ -233,22 +251,28 @@ class Policy(Protocol):
         run, plan, world = self.run, self.begun, self.world
         if plan is None:
             return Version(0, 0), "init"
-        shards = plan.layout.shards
-        held = {
-            rank % shards
-            for rank, member in enumerate(plan.members)
-            if member in run.workers and not run.workers[member].unfit
-        }
+        shards, ranks = plan.layout.shards, plan.ranks
+        gone = list(ranks.keys() - run.workers.keys())
+        gone += (
+            [each for each in ranks.keys() & run.workers.keys() if run.workers[each].unfit]
+            if run.cluster.leaving
+            else []
+        )
+        number = Counter(ranks[each] % shards for each in gone)
+        lacking = {shard for shard, each in number.items() if each == plan.layout.replicas}
         version = run.version
-        if len(held) == shards:
+        if not lacking:
             return version, "live"
-        lacking = [rank for rank in range(len(plan.members)) if rank % shards not in held]
         if world is not None and not world.boundary:
             step = world.committed(world.ends_at - self.costs.copy_s)
             version = plan.version if step == world.base else Version(step, world.generation)
-        if version.step and {rank % shards for rank in lacking if self._copied(plan, rank)} >= {
-            rank % shards for rank in lacking
-        }:
+        # a buddy is another node, so it is still there if only one is gone
+        copied = {
+            ranks[each] % shards
+            for each in gone
+            if (len(gone) == 1 < len(ranks)) or self._copied(plan, ranks[each])
+        }
+        if version.step and copied >= lacking:
             return version, "host"
         return (run.history.saved[-1], "bucket") if run.history.saved else (Version(0, 0), "init")
 

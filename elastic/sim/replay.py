@@ -513,6 +513,8 @@ class Protocol(Replay):
         self.begun: Plan | None = None
         """The plan of ``world``."""
         self.homes: dict[WorkerId, Machine] = {}
+        self.ended: set[WorkerId] = set()
+        """The workers that have ended, whether or not the coordinator knows it."""
         self.free: dict[NodeId, Machine] = {}
         """The machines without a worker."""
         self.held: dict[WorkerId, Holding] = {}
@@ -557,14 +559,17 @@ class Protocol(Replay):
         plan = state.plan if isinstance(state, Running) else None
         if isinstance(state, Waiting) or (plan is not None and len(run.workers) > len(plan.members)):
             newest = run.workers[next(reversed(run.workers))].joined_at if run.workers else -inf
-            if (quiet_at := newest + self.rules.grow_debounce_s + SOON_S) > now:
+            quiet_at = newest + self.rules.grow_debounce_s + SOON_S
+            if run.members.starting and quiet_at > now:
                 yield quiet_at
             elif plan is not None:
-                there = candidates(run, self.rules)
-                at = self.pays_at(run, plan.members, [each for each in there if each not in plan.ranks])
+                at = self.pays_at(run, plan.members, self._newcomers(plan))
                 if at > now or self.looked != plan.generation:
                     self.looked = plan.generation
                     yield max(at, now + SOON_S)
+
+    def _newcomers(self, plan: Plan) -> list[WorkerId]:
+        return [each for each in candidates(self.run, self.rules) if each not in plan.ranks]
 
     # -- steps
 
@@ -671,6 +676,8 @@ class Protocol(Replay):
     def go_away(self, machines: list[Machine]) -> None:
         for each in machines:
             self.free.pop(each.node, None)
+            if each.worker is not None:
+                self.ended.add(each.worker)
         self.clock.after(self.costs.detect_s, self._gone, machines)
 
     def _gone(self, machines: list[Machine]) -> None:
@@ -730,6 +737,7 @@ class Protocol(Replay):
                 for worker in action.workers:
                     if (home := self.homes.get(worker)) is not None and home.worker == worker:
                         home.worker = None
+                    self.ended.add(worker)
             case ListCopies():
                 self.clock.after(self.costs.decide_s, self._list, action)
             case Pair():
@@ -777,7 +785,7 @@ class Protocol(Replay):
 
     def _ready(self, plan: Plan) -> None:
         state = self.run.state
-        if isinstance(state, Forming) and state.plan is plan and all(map(self._lives, plan.members)):
+        if isinstance(state, Forming) and state.plan is plan and self.ended.isdisjoint(plan.ranks):
             here = [Here(member, plan.generation) for member in plan.members]
             ready = [Ready(member, plan.generation) for member in plan.members]
             self.tell(Together((*here, *ready)))

@@ -220,11 +220,7 @@ class Policy(Protocol):
 
     def _ready(self, plan: Plan) -> None:
         state = self.run.state
-        if (
-            not isinstance(state, Forming)
-            or state.plan is not plan
-            or not all(map(self._lives, plan.members))
-        ):
+        if not isinstance(state, Forming) or state.plan is not plan or not self.ended.isdisjoint(plan.ranks):
             return
         decision = Decision(self.run, self.now, self.rules, inf)
         took_s = self.now - state.since

@@ -273,3 +273,12 @@ def test_a_run_that_never_steps_has_a_page_too() -> None:
     found = Protocol(TWO[:1], replace(BY_HAND, layout=LayoutRule(min_shard=2)), 0.0, 100.0).replayed()
     assert (found.goodput, found.steps) == (0.0, 0)
     assert "0 of 0 steps" in page(found, 0.0) and json.loads(json_page(found, 0.0))["goodput"] == 0
+
+
+@pytest.mark.full
+def test_thirty_days_of_10000_machines() -> None:
+    """The time that this takes is a figure and no promise: minutes."""
+    machines = drawn(10_000, 30.0, 5000.0, back_s=600.0)
+    costs = costs_8b(layout=LayoutRule(), microbatches=160_000)
+    found = Policy(machines, costs, 0.0, 30 * DAY_S).replayed()
+    assert abs(found.accounted - 1) <= 0.01 and len(found.incidents) > 1000

@@ -32,6 +32,8 @@ GPU_S = 60.0
 """Seconds in which a node must say what memory its GPUs have; a process imports torch for it."""
 ROOM_S, ROOM_POLL_S = 5.0, 0.1
 """The time in seconds for which a run waits for room before it is refused, and the time between two looks."""
+STATUS_S = 10
+"""Seconds that the cluster's head may take to say what its autoscaler does."""
 WITHOUT_GPUS = (
     "workers.gpus = 0 (and precision = 'fp32', compile = false and a small model, since that is slow)"
 )
@@ -329,6 +331,51 @@ def slots(workers: Workers, avoid: Container[str] = ()) -> int:
     return _slots(workers, {node: free for node, free in _free_by_node().items() if node not in avoid})
 
 
+def grows() -> bool:
+    """Returns whether the cluster has Ray's autoscaler of version 2, as ``ray up`` and KubeRay start it, which
+    adds nodes.  The older one cannot be told from the watcher that every head has.
+    """
+    try:
+        from ray.autoscaler.v2.utils import is_autoscaler_v2
+    except ImportError:  # a private call
+        return False
+    found: bool = is_autoscaler_v2()
+    return found
+
+
+def request(workers: Workers, number: int, avoid: Collection[NodeId] = ()) -> None:
+    """Tells the autoscaler to have nodes for ``number`` workers of this size, the nodes ``avoid`` not counted.
+    It replaces what was told before, by whomever.
+    """
+    from ray.autoscaler.sdk import request_resources
+
+    takes = {name: amount for name, amount in _wanted(workers).items() if amount}
+    bundles = [takes] * number if takes else []
+    request_resources(
+        bundles=bundles,
+        bundle_label_selectors=[not_on(avoid)] * len(bundles) if avoid and bundles else None,
+    )
+
+
+def refused_request() -> int:
+    """Returns the number of workers that the autoscaler was asked for if it cannot have as many, or 0."""
+    try:
+        from ray._raylet import GcsClient  # type: ignore[attr-defined]
+        from ray.core.generated.autoscaler_pb2 import GetClusterStatusReply
+    except ImportError:  # a private call
+        return 0
+    address = ray.get_runtime_context().gcs_address
+    reply = GetClusterStatusReply()
+    reply.ParseFromString(GcsClient(address).get_cluster_status(timeout_s=STATUS_S))
+    refused = reply.autoscaling_state.infeasible_cluster_resource_constraints
+    return sum(each.count for constraint in refused for each in constraint.resource_requests)
+
+
+def not_on(nodes: Collection[NodeId]) -> dict[str, str]:
+    """Returns the label selector of all nodes but ``nodes``."""
+    return {"ray.io/node-id": f"!in({', '.join(nodes)})"}
+
+
 def freest(nodes: Collection[NodeId]) -> NodeId:
     """Returns the one of ``nodes`` with the most free CPUs, or this node if there is none."""
     free = _free_by_node()
@@ -342,12 +389,18 @@ def workers_here(workers: Workers) -> int:
 
 
 def _slots(workers: Workers, free_by_node: Mapping[str, Mapping[str, float]]) -> int:
-    wanted = {"CPU": workers.cpus, "GPU": float(workers.gpus)}
     count = 0
     for free in free_by_node.values():
-        fits = [int(free.get(resource, 0.0) // amount) for resource, amount in wanted.items() if amount]
+        fits = [
+            int(free.get(resource, 0.0) // amount) for resource, amount in _wanted(workers).items() if amount
+        ]
         count += min(fits) if fits else workers.max + workers.spares
     return count
+
+
+def _wanted(workers: Workers) -> dict[str, float]:
+    """Returns the resources that a worker takes."""
+    return {"CPU": workers.cpus, "GPU": float(workers.gpus)}
 
 
 def smallest_gpu(workers: Workers) -> int:
@@ -388,17 +441,24 @@ def gpu_bytes() -> int:
     return int(torch.cuda.get_device_properties(0).total_memory)
 
 
-def check_room(workers: Workers) -> None:
-    """Raises :class:`PlatformGaveUp` if the cluster has no room for the smallest permitted world.
+def check_room(workers: Workers) -> str:
+    """Raises :class:`PlatformGaveUp` if the cluster has no room for the smallest permitted world, and does not
+    grow.  Returns a sentence for the user if it grows and has no room yet, or "".
 
     The head learns the free resources from its nodes' reports, which tell of a new node, or of a process that
     has just ended, a moment later.  So this looks again and again for ``ROOM_S`` seconds.
     """
     deadline = time.monotonic() + ROOM_S
     while (room := _slots(workers, free_by_node := _free_by_node())) < workers.min:
+        if grows():
+            return (
+                f"the cluster has room for {room} of at least {workers.min} workers; its autoscaler is asked "
+                "for more nodes, for which the run waits"
+            )
         if time.monotonic() > deadline:
             raise PlatformGaveUp(_no_room(workers, room, free_by_node))
         time.sleep(ROOM_POLL_S)
+    return ""
 
 
 def check_gpus(workers: Workers) -> None:

@@ -24,6 +24,7 @@ import ray
 
 import elastic
 from actors import cluster
+from actors.demand import Demand
 from actors.ends import signature
 from actors.errands import Errands
 from actors.journal_replicas import JournalReplicas
@@ -185,6 +186,7 @@ class Coordinator:
             self.state,
             follows=self.again,
         )
+        self.demand = Demand(self.job, self.rules, lambda: self.state, self._say)
         self.replicas = JournalReplicas(rules, self.run, self.journal, self.group.keepers)
         self.group.ship = self._ship
         return True
@@ -382,6 +384,7 @@ class Coordinator:
                 self._take()
         except Deposed as error:  # another coordinator acts for the run, so this one changes nothing
             print(f"coordinator {self.incarnation} ends: {error}", flush=True)
+            self.demand.take_back().join(GRACE_S)  # a coordinator on this cluster soon tells its own
             os._exit(DEPOSED)
         except Exception:  # the process boundary: a decision that failed ends the run, never silently
             if self.journal.deposed or self.replicas.authority.deposed:
@@ -393,6 +396,7 @@ class Coordinator:
             )
             self.reason = "the coordinator failed"
         self.story.say(time.time(), self.story.speed.summary)
+        taken_back = self.demand.take_back()
         try:
             # before the keepers close: they delete their and this node's part of the journal
             self.journal.close()
@@ -413,6 +417,7 @@ class Coordinator:
                     f"it\n{traceback.format_exc()}"
                 ),
             )
+        taken_back.join(GRACE_S)
         self.over.set()
         while self.audience.present(time.monotonic()):
             time.sleep(TICK_S)
@@ -524,6 +529,7 @@ class Coordinator:
     def _begin_to_watch(self) -> None:
         keep_going(self._watch_cluster, "cluster", self._say)
         self.errands.begin()
+        self.demand.begin()
 
     def _watch_cluster(self) -> None:
         placed: frozenset[WorkerId] = frozenset()

@@ -312,7 +312,7 @@ class _Command:
 
         restarts.check(standing, again=self.again or standing.branches_at(self.begins.at) is not None)
         workers = self.job.workers
-        cluster.check_room(workers)
+        self.tell(cluster.check_room(workers))
         job, why = decided(
             self.job, lambda: limit_of(self.job) or (cluster.smallest_gpu(workers) if workers.gpus else 0)
         )

@@ -287,7 +287,7 @@ class ActorGroup:
                 num_cpus=self.job.workers.cpus,
                 num_gpus=self.job.workers.gpus,
                 scheduling_strategy="SPREAD",
-                label_selector={"ray.io/node-id": f"!in({', '.join(avoid)})"} if avoid else None,
+                label_selector=cluster.not_on(avoid) if avoid else None,
             )
             .remote(
                 self.job,

@@ -279,6 +279,8 @@ def clean(job: Job, /, force: bool = False) -> int:
             "and has no worker of this run; it is left alone"
         )
     _tell(ended, "the cluster")
+    if cluster.grows():  # a run that lives soon tells its own request again
+        cluster.request(job.workers, 0)
     tasks = {
         ray.remote(num_cpus=0, scheduling_strategy=cluster.only_on(node))(clear).remote(
             job.name, lives, CLEAR_S

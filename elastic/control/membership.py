@@ -12,7 +12,8 @@ from elastic.control import growth, saves
 from elastic.control.decision import Decision, count, names
 from elastic.control.evolve import evolve
 from elastic.control.liveness import Start, forgotten, silent
-from elastic.control.run import Finishing, Host, RunState
+from elastic.control.rules import Rules
+from elastic.control.run import TERMINAL, Finishing, Host, RunState
 from elastic.ids import NodeId, WorkerId
 from elastic.plan.transfer import Holding
 from elastic.protocol.actions import Kill, StartWorkers
@@ -77,8 +78,8 @@ def start_workers(decision: Decision) -> None:
     _forget_the_late(decision)
     run, rules = decision.run, decision.rules
     starting = run.members.starting
-    number = min(run.cluster.slots, rules.max_workers + rules.spares - _staying(run) - len(starting))
-    if number <= 0 or run.stop or decision.now < run.members.start_after or isinstance(run.state, Finishing):
+    number = min(run.cluster.slots, wanted(run, rules) - _staying(run) - len(starting))
+    if number <= 0 or decision.now < run.members.start_after:
         return
     new = tuple(WorkerId(f"w{run.members.next_worker + i}") for i in range(number))
     spares = count(rules.spares, "spare")
@@ -95,6 +96,12 @@ def start_workers(decision: Decision) -> None:
         f"start {names(new)}: {count(len(run.workers), 'worker')} of at most "
         f"{rules.max_workers}{f' and {spares}' if rules.spares else ''}"
     )
+
+
+def wanted(run: RunState, rules: Rules) -> int:
+    """Returns the number of workers, spares included, that the run wants as long as it goes on; 0 if it ends."""
+    ends = run.stop or isinstance(run.state, (Finishing, *TERMINAL))
+    return 0 if ends else rules.max_workers + rules.spares
 
 
 def _staying(run: RunState) -> int:

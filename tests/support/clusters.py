@@ -8,6 +8,7 @@ submitted.  Where that is not the subject, the workers of all nodes are forks.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import shutil
@@ -19,7 +20,7 @@ import tempfile
 import time
 import urllib.request
 import venv
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,9 @@ def python_without_elastic(folder: Path) -> Path:
 class Started:
     """One ``ray start --block``: the process above all processes of its node."""
 
-    def __init__(self, folder: Path, python: Path, forks: warm.Warm | None, *arguments: str) -> None:
+    def __init__(
+        self, folder: Path, python: Path, forks: warm.Warm | None, *arguments: str, **environment: str
+    ) -> None:
         self.folder, self.output = folder, folder / "output"
         folder.mkdir()
         ours = {
@@ -96,7 +99,8 @@ class Started:
                 env=ours
                 | TUNED
                 | {"PYTHONUNBUFFERED": "1", MARK: str(folder.parent), "PATH": bin_first}
-                | asked,
+                | asked
+                | environment,
                 stdout=output,
                 stderr=subprocess.STDOUT,
             )  # in the process group of the tests, so that a signal to the group ends the nodes too
@@ -132,7 +136,8 @@ class Nodes:
 
     Its workers are forks of ``forks`` if that is given, and the head has a server that takes jobs only if
     ``jobs``.  ``head_ip`` is an address of this machine, such as 127.0.0.2, from which a process does not
-    connect by itself: so the head is not on the machine of the process, as far as addresses tell.
+    connect by itself: so the head is not on the machine of the process, as far as addresses tell.  ``scales``
+    is Ray's configuration of an autoscaler, which the head then has, with ``environment``.
     """
 
     def __init__(
@@ -143,6 +148,8 @@ class Nodes:
         *,
         forks: warm.Warm | None = None,
         jobs: bool = True,
+        scales: Mapping[str, Any] | None = None,
+        **environment: str,
     ) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="nodes-"))  # short, as paths of Unix sockets must be
         self.python, self.forks, self.started = python, forks, list[Started]()
@@ -153,17 +160,28 @@ class Nodes:
             else ("--include-dashboard=false",)
         )
         place = (f"--node-ip-address={head_ip}",) if head_ip else ()
-        head = self._start("--head", "--port=0", *place, *dashboard, f"--num-cpus={head_cpus}")
+        more = [*place, *dashboard, f"--num-cpus={head_cpus}"]
+        if scales is not None:
+            (self.folder / "scales.json").write_text(json.dumps(scales))
+            more.append(f"--autoscaling-config={self.folder}/scales.json")
+        head = self._start("--head", "--port=0", *more, **environment)
         self.address = head.says(r"--address='([^']+)'")
         if jobs:
             self.jobs = head.says(r"RAY_API_SERVER_ADDRESS='([^']+)'")
             head.has_an_agent()
 
-    def _start(self, *arguments: str) -> Started:
+    def _start(self, *arguments: str, **environment: str) -> Started:
         # nobody prints the logs of actors
         lean = ("--object-store-memory=80000000", "--include-log-monitor=false")
         self.started.append(
-            Started(self.folder / str(len(self.started)), self.python, self.forks, *lean, *arguments)
+            Started(
+                self.folder / str(len(self.started)),
+                self.python,
+                self.forks,
+                *lean,
+                *arguments,
+                **environment,
+            )
         )
         return self.started[-1]
 

@@ -344,9 +344,9 @@ def _python(command: list[str]) -> None:
             runpy.run_path(script, run_name="__main__")
 
 
-def lean(replace: Callable[[object, str, Any], None] = setattr) -> None:
-    """Lets nodes that this process starts have no agent, dashboard, scaler or reader of logs: each computes a
-    second and more, and no run needs them."""
+def lean(replace: Callable[[object, str, Any], None] = setattr, *, scaler: bool = False) -> None:
+    """Lets nodes that this process starts have no agent, dashboard, reader of logs or, without ``scaler``,
+    autoscaler: each computes a second and more, and hardly any run needs them."""
     from ray import _raylet
     from ray._private import node, services
 
@@ -370,7 +370,7 @@ def lean(replace: Callable[[object, str, Any], None] = setattr) -> None:
 
     replace(services, "start_ray_process", start_lean)
     replace(services, "start_api_server", lambda *_, **__: (None, None))
-    for part in ("start_monitor", "start_log_monitor"):
+    for part in ("start_log_monitor", *(() if scaler else ("start_monitor",))):
         replace(node.Node, part, lambda *_: None)
 
 
@@ -386,7 +386,7 @@ def node(words: list[str]) -> None:
     ray._private.ray_constants.SETUP_WORKER_FILENAME = __file__
     sys.argv, sys.path[0] = ["ray", *words], ""
     if "--include-dashboard=true" not in words:
-        lean()
+        lean(scaler=any(word.startswith("--autoscaling-config=") for word in words))
     with tempfile.TemporaryDirectory(prefix="warm-") as folder, contextlib.ExitStack() as stack:
         if SOCKET not in os.environ:
             os.environ[SOCKET] = stack.enter_context(Warm(folder)).path

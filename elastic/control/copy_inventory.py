@@ -257,10 +257,13 @@ def buddies_of(run: RunState, rules: Rules, nodes: Sequence[NodeId]) -> dict[Nod
     before, cross_zone = run.copies.buddies, rules.cross_zone
     if not leave:
         return choose_buddies(nodes, zones, before, cross_zone=cross_zone)
-    # a node that has no other gets one that will or may be taken
-    first = choose_buddies(nodes, zones, before, cross_zone=cross_zone, without=leave)
-    rest = [node for node in nodes if node not in first]
-    return first | choose_buddies(rest, zones, before, cross_zone=cross_zone)
+    # a node that has no other gets one that may be taken, or else one that will be taken
+    taken = frozenset(node for node in leave if run.cluster.deadline(node) is not None)
+    chosen: dict[NodeId, NodeId] = {}
+    for without in (leave, taken, frozenset[NodeId]()):
+        rest = [node for node in nodes if node not in chosen]
+        chosen |= choose_buddies(rest, zones, before, cross_zone=cross_zone, without=without)
+    return chosen
 
 
 def is_safe(run: RunState) -> bool:

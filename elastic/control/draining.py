@@ -172,7 +172,7 @@ def awaited(run: RunState, now: float) -> bool:
 
 
 def may_go(decision: Decision, survivors: Sequence[WorkerId]) -> tuple[WorkerId, ...]:
-    """Returns those of ``survivors``, on nodes that leave, without which the next world has the newest
+    """Returns those of ``survivors``, on nodes that leave, without which a world can form and has the newest
     version, too.
 
     The others stay members: the next world lets them leave again, with what it needs of them.
@@ -183,8 +183,10 @@ def may_go(decision: Decision, survivors: Sequence[WorkerId]) -> tuple[WorkerId,
         return ()
     everyone = [each for each, known in run.workers.items() if not known.unfit]
     rest, kept = [each for each in everyone if each not in going], copy_inventory.listed(run)
-    same = newest_source(run, rest, kept).version == newest_source(run, everyone, kept).version
-    return going if same else ()
+    there = newest_source(run, rest, kept).version
+    stay = tuple(each for each in candidates(run, decision.rules) if each not in going)
+    forms = layout_of(run, stay, decision.rules) is not None or there in run.history.saved
+    return going if forms and there == newest_source(run, everyone, kept).version else ()
 
 
 def awaits_copies(decision: Decision, state: Stopping) -> bool:

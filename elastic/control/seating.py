@@ -340,10 +340,17 @@ def _spared(
 
 
 def _store_node(run: RunState, members: tuple[WorkerId, ...]) -> NodeId:
-    """Returns the node whose keeper hosts the store: one that will stay and was blamed least, and among these
-    a member's node if possible.
+    """Returns the node whose keeper hosts the store: one that will stay, or else only may be taken, and was
+    blamed least, and among these a member's node if possible.
     """
     keepers = frozenset(run.cluster.keepers)
     near = dict.fromkeys(node for member in members if (node := run.workers[member].node) in keepers)
-    notices, blamed = run.cluster.notices, run.cluster.blamed
-    return min((*near, *run.cluster.keepers), key=lambda node: (node in notices, blamed.count(node)))
+    cluster = run.cluster
+    return min(
+        (*near, *cluster.keepers),
+        key=lambda node: (
+            cluster.deadline(node) is not None,
+            node in cluster.notices,
+            cluster.blamed.count(node),
+        ),
+    )

@@ -9,7 +9,7 @@ from typing import Any
 
 from elastic.sim.costs import Costs
 from elastic.sim.policy import Policy
-from elastic.sim.replay import PROTOCOL, Incident, Protocol, Replayed, most_machines
+from elastic.sim.replay import PROTOCOL, Interruption, Protocol, Replayed, most_machines
 from elastic.sim.trace import Row
 
 KINDS = {
@@ -107,7 +107,7 @@ def _of(found: Replayed, steps: float) -> float:
 
 
 def _row(found: Replayed, kind: str) -> str:
-    those: list[Incident] = [each for each in found.incidents if each.kind == kind]
+    those: list[Interruption] = [each for each in found.incidents if each.kind == kind]
     pauses = [each.pause_s for each in those]
     mean_s, cost = sum(pauses) / max(len(pauses), 1), sum(each.cost for each in those)
     return (

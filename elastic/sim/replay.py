@@ -111,7 +111,7 @@ def rules_of(costs: Costs, machines: int) -> Rules:
 
 
 @dataclass
-class Incident:
+class Interruption:
     """One change of worlds, or several that follow each other without a step."""
 
     at: float
@@ -143,8 +143,8 @@ class Book:
     paid: float = 0.0
     idle: float = 0.0
     """Number of steps that workers outside of the world could have added while it stepped."""
-    incidents: list[Incident] = field(default_factory=list)
-    opened: Incident | None = None
+    incidents: list[Interruption] = field(default_factory=list)
+    opened: Interruption | None = None
     opened_lost: float = 0.0
 
     def until(self, now: float, world_s: float | None) -> None:
@@ -216,7 +216,7 @@ class Replayed:
     ideal: float
     paid: float
     idle: float
-    incidents: tuple[Incident, ...]
+    incidents: tuple[Interruption, ...]
     machines: int
     """The largest number of machines."""
     boot_s: float
@@ -426,7 +426,7 @@ class Replay(ABC):
 
     def _open(self, kind: str) -> None:
         if self.book.opened is None:
-            self.book.opened, self.book.opened_lost = Incident(self.now, kind), self._lost()
+            self.book.opened, self.book.opened_lost = Interruption(self.now, kind), self._lost()
 
     def _close(self, tier: str) -> None:
         found, book = self.book.opened, self.book

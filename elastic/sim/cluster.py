@@ -31,6 +31,7 @@ from elastic.protocol.faults import Kind
 from elastic.protocol.plan import Plan
 from elastic.sim.memory import Shelf, held_at
 from elastic.sim.network import Way
+from elastic.sim.notices import Announcements, Word
 from elastic.sim.truth import HEALS, check_manifest, covers
 from elastic.sim.uploads import Uploads
 from elastic.sim.worker import Phase, Worker
@@ -67,6 +68,8 @@ class Node:
     """The coordinator that its keeper obeys, and the keeper's part of the journal."""
     shelf: Shelf = field(default_factory=Shelf)
     buddy: NodeId = NodeId("")  # noqa: RUF009 - a plain string
+    words: dict[str, Word] = field(default_factory=dict)
+    """The newest word of each source of notices."""
     uploads: Uploads = field(init=False)
 
 
@@ -108,6 +111,7 @@ class Cluster:
         self.misfits: set[NodeId] = set()
         self.given_up: set[NodeId] = set()
         """Nodes that were declared dead."""
+        self.notices = Announcements(self)
         self.sick_stores: set[int] = set()
         self.next_store_sick_until = 0.0
         self.taken = 0
@@ -171,7 +175,12 @@ class Cluster:
     def keeper_up(self, node: Node) -> None:
         if node.alive and not node.declared_dead:
             node.keeper, node.replica = True, Replica([], heeds=self.sim.coordinators.present.incarnation)
-            self.say_surely(node.name, self.introduction(node.name))
+            self.introduce(node.name)
+
+    def introduce(self, node: NodeId) -> None:
+        """Lets the keeper of ``node`` tell the present coordinator its address, and then the notices."""
+        at = self.network.send_surely(Way.FROM, node, self.sim.tell_coordinator, self.introduction(node))
+        self.notices.say_all(node, not_before=at)
 
     def introduction(self, node: NodeId) -> KeeperUp:
         return KeeperUp(node, f"{node}:7")
@@ -325,7 +334,10 @@ class Cluster:
                 if not n.declared_dead and n.frozen_until <= self.clock.now
             ]
             places = [
-                place for place in places if place not in self.sim.scenario.misset or place not in avoid
+                place
+                for place in places
+                if place not in avoid
+                or (place not in self.sim.scenario.misset and not self.nodes[place].words)
             ]
             if self.free <= 0 or not places or self.network.happens(Kind.START_FAILURE):
                 self.clock.after(

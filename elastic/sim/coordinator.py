@@ -277,7 +277,7 @@ class Coordinator:
         for name in event.workers:
             self.attach(cluster.workers[name])
         for node in event.keepers:
-            cluster.say_surely(node, cluster.introduction(node))
+            cluster.introduce(node)
         cluster.look_at_misfits()
         if self.sim.stop_asked:
             self.receive(StopRequested("Ctrl-C"))
@@ -357,6 +357,8 @@ class Coordinator:
             case do.Pair():
                 for node, buddy, _ in action.buddies:
                     cluster.order(self.incarnation, (node,), cluster.pair, buddy)
+            case do.LetGo():
+                cluster.order(self.incarnation, action.nodes, cluster.notices.let_go)
             case do.Exit():
                 cluster.exit(action.workers)
 

@@ -20,6 +20,7 @@ from elastic.protocol.events import Beat, Event, KeeperLost, KeeperUp, Stumbled
 from elastic.protocol.faults import Kind
 from elastic.sim.coordinator import AGAIN_S, Advance, Coordinator
 from elastic.sim.journals import InBucket, Journal, Read, Record
+from elastic.sim.notices import Word
 from elastic.sim.worker import Worker
 
 if TYPE_CHECKING:
@@ -100,7 +101,7 @@ class Coordinators:
         """Delivers an event to every coordinator in reach of its sender: of the node if the node itself sends
         the event, else of the cluster's head.
         """
-        own = event.node if isinstance(event, Beat | KeeperUp) else None
+        own = event.node if isinstance(event, Beat | KeeperUp | Word) else None
         for each in self.all:
             if each.reaches(own) if own is not None else not each.cut:
                 each.receive(event)
@@ -110,6 +111,8 @@ class Coordinators:
 
     def _tell_present(self, event: Event) -> None:
         present, nodes = self.present, self.sim.cluster.nodes
+        if isinstance(event, Word):
+            return self.sim.cluster.notices.say(event.node, event.source)
         if isinstance(event, KeeperLost) and event.node in nodes and nodes[event.node].keeper:
             return  # a new keeper runs by now, and no call of ``present`` to the old keeper has failed
         if present.cut or (isinstance(event, KeeperUp) and not present.reaches(event.node)):
@@ -227,7 +230,7 @@ class Coordinators:
         sim.oracle.resumed()
         for node in sim.cluster.nodes.values():
             if node.keeper:
-                sim.cluster.say_surely(node.name, sim.cluster.introduction(node.name))
+                sim.cluster.introduce(node.name)
         sim.cluster.look_at_misfits()
 
     def _begin(self, read: Read, incarnation: int, claimed_at: float, *, follows: bool) -> None:

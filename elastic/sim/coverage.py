@@ -12,7 +12,7 @@ from typing import get_args
 
 from elastic.control.run import State
 from elastic.protocol import faults
-from elastic.protocol.events import Evaluated, Fact
+from elastic.protocol.events import Evaluated, Fact, NodeAdvised, NodeDraining, NodeStays
 from elastic.protocol.faults import Kind
 from elastic.sim.scenario import AXES
 from elastic.sim.simulation import Report, simulate
@@ -25,6 +25,7 @@ EVENTS = tuple(event.__name__ for event in get_args(Fact) if event is not Evalua
 """The events that must occur.  ``Evaluated`` never does: no simulated worker validates, and a spare's
 validation decides nothing in any state.
 """
+NOTICES = tuple(event.__name__ for event in (NodeDraining, NodeAdvised, NodeStays))
 AXIS_PAIRS = tuple(f"{first} × {second}" for first, second in combinations(sorted(AXES), 2))
 """All pairs of axes, as the oracle names them."""
 CHUNK = 250
@@ -118,21 +119,26 @@ IMPOSSIBLE: Mapping[tuple[str, str], str] = {
 
 def missing(coverage: Coverage) -> list[str]:
     """Returns the possible pairs that never met: an event in a state, a fault in a state, a fault during
-    another fault.
+    another fault.  Nothing of notices is possible unless one was given.
     """
     met = {("over" if state in OVER else state, event) for state, event in coverage.visited}
     states = (*faults.STATES, "over")
+    noticed = any(kind is Kind.NODE_NOTICE for kind, _ in coverage.struck)
+    kinds = tuple(Kind) if noticed else faults.RECORDED
     events = [
         f"{event} in {state}"
         for state in states
         for event in EVENTS
-        if (state, event) not in met | IMPOSSIBLE.keys()
+        if (state, event) not in met | IMPOSSIBLE.keys() and (noticed or event not in NOTICES)
     ]
     struck = [
-        f"{kind} in {state}" for state in faults.STATES for kind in Kind if not coverage.struck[kind, state]
+        f"{kind} in {state}" for state in faults.STATES for kind in kinds if not coverage.struck[kind, state]
     ]
     overlaps = [
-        f"{second} upon {first}" for first in Kind for second in Kind if not coverage.overlaps[first, second]
+        f"{second} upon {first}"
+        for first in kinds
+        for second in kinds
+        if not coverage.overlaps[first, second]
     ]
     return events + struck + overlaps
 

@@ -45,6 +45,7 @@ from elastic.protocol.events import (
 )
 from elastic.protocol.plan import Plan
 from elastic.sim.copies import CopiesOracle
+from elastic.sim.notices import NoticesOracle
 from elastic.sim.truth import (
     JOINS,
     NO_KEEPER,
@@ -82,6 +83,7 @@ class Oracle:
     def __init__(self, sim: Simulation) -> None:
         self.sim = sim
         self.copies = CopiesOracle(sim)
+        self.notices = NoticesOracle(sim)
         self.parent: dict[Version, Version] = {}
         self.first_commit_at: dict[int, float] = {}
         self.plans: dict[int, Plan] = {}
@@ -234,6 +236,7 @@ class Oracle:
             self._note(before, each, taken=each in transition.taken)
         self._judge_saves(before, event, after)
         self.copies.note(before, event, refused=not transition.taken)
+        self.notices.note(before, event, after)
         for each in transition.taken:
             if isinstance(each, Here | Ready) and isinstance(before.state, Forming):
                 self.here[each.generation].add(each.worker)
@@ -419,6 +422,7 @@ class Oracle:
 
     def _judge_action(self, before: RunState, after: RunState, action: Action, reason: str) -> None:
         self.copies.judge(before, action)
+        self.notices.judge(after, action)
         match action:
             case Settle():
                 self._judge_settle(action)
@@ -639,6 +643,7 @@ class Oracle:
         self.expelled |= self.joined
         self.stop_asked = self.begun = False
         self.copies.forget()
+        self.notices.heard.clear()
         self.waiting_since = self.sim.clock.now
 
     # -- the truth

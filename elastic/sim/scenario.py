@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 
 from elastic.control.rules import Rules
 from elastic.ids import NodeId
 from elastic.plan.layout import LayoutRule
-from elastic.protocol.faults import SIMULATED_POINTS, STATES, Fault, Kind, Point, draw
+from elastic.protocol.faults import RECORDED, SIMULATED_POINTS, STATES, Fault, Kind, Point, draw
 from storage.slices import Tensor
 
 ROWS = ((8,), (7, 3), (12, 5, 1))
@@ -45,6 +46,10 @@ TOGETHER = (*combinations(AXES, 2), *combinations(AXES, 3))
 """The axes of a job whose degrees are more than 1.  Consecutive seeds go through all of them."""
 TOGETHER_FROM = 400_000
 """The first seed with the axes of :data:`TOGETHER`."""
+NOTICED_FROM = 500_000
+"""The first seed with notices that nodes will be taken."""
+LONGER = 16
+"""Steps by which these runs are longer: a node may be taken 20 s after the notice."""
 UNLIKE_ROWS = (*ROWS, (3, 8), (1, 5, 12), (2, 7, 3, 9))
 """Lengths like :data:`ROWS`, also of models whose last stage is the largest."""
 
@@ -61,9 +66,13 @@ COMMON = (
     * 2,
     *(Kind.BUCKET_DOWN, Kind.START_FAILURE, Kind.STORE_LOSS) * 2,
     *(Kind.COORDINATOR_KILL, Kind.COORDINATOR_FREEZE, Kind.COORDINATOR_CUT) * 2,
-    *tuple(Kind),
+    *RECORDED,
 )
-"""Kinds from which a schedule is drawn.  Each entry is equally likely, and each kind occurs at least once."""
+"""Kinds from which a schedule is drawn.  Each entry is equally likely, and each kind but notices occurs at least
+once.
+"""
+WITH_NOTICES = (*COMMON, *(Kind.NODE_NOTICE,) * 8)
+"""Kinds from which a schedule with notices is drawn."""
 
 
 @dataclass(frozen=True)
@@ -180,9 +189,10 @@ class Scenario:
         The rest have from a few to very many; half of these first let a world form and step.  Each schedule
         with faults also has a :func:`pair`, so that consecutive seeds go through all pairs of kinds.  From
         :data:`DIVIDED_FROM` on, one seed in ten divides the model, and from :data:`TOGETHER_FROM` on each job
-        has two or three axes.
+        has two or three axes.  From :data:`NOTICED_FROM` on there are notices, and again one model in ten is
+        divided.
         """
-        if seed >= TOGETHER_FROM:
+        if NOTICED_FROM > seed >= TOGETHER_FROM:
             return Scenario._drawn(seed).with_axes(seed)
         axes, scenario = random.Random(f"axes {seed}"), Scenario._drawn(seed)
         return scenario.with_model(axes) if axes.random() < 0.1 and seed >= DIVIDED_FROM else scenario
@@ -196,13 +206,16 @@ class Scenario:
             rng.choice((0.0, 0.3, 0.3, 0.6, 0.6, 1.0, 1.0, 1.0, 1.5, 2.5)),
             rng.choice((0.0, 4.0)),
         )
-        faults = weather(rng, severity, rng.uniform(8.0, 30.0), since_s)
+        kinds, each = (WITH_NOTICES, tuple(Kind)) if seed >= NOTICED_FROM else (COMMON, RECORDED)
+        faults = weather(rng, severity, rng.uniform(8.0, 30.0), since_s, kinds)
         if severity:
-            faults += pair(rng, seed, since_s)
+            faults += pair(rng, seed, since_s, each)
+        if seed >= NOTICED_FROM:
+            faults = noticed(seed, faults)
         layout = rng.choice(LAYOUTS)
         low = max(rng.choice((1, 1, 2)), layout.min_shard)
         high = rng.randint(max(low, 2), 5)
-        target_step = rng.randint(6, 14)
+        target_step = rng.randint(6, 14) + (LONGER if seed >= NOTICED_FROM else 0)
         copies, room, early = (random.Random(f"{what} {seed}") for what in ("copies", "room", "ends"))
         rules = small_rules(low, high, layout, target_step, save_every=rng.choice((1, 3, 5, 50)))
         return Scenario(
@@ -249,12 +262,14 @@ class Scenario:
         )
 
 
-def weather(rng: random.Random, severity: float, span_s: float, since_s: float) -> tuple[Fault, ...]:
+def weather(
+    rng: random.Random, severity: float, span_s: float, since_s: float, kinds: Sequence[Kind] = COMMON
+) -> tuple[Fault, ...]:
     """Draws faults for ``span_s`` seconds: on average one in four seconds, times ``severity``.  For half of
     them the points of a worker's work are drawn, too.
     """
     number = round(0.25 * severity * span_s * (0.5 + rng.random()))
-    anywhere = draw(rng, number - number // 2, span_s, COMMON, since_s=since_s)
+    anywhere = draw(rng, number - number // 2, span_s, kinds, since_s=since_s)
     at_points = draw(rng, number // 2, span_s, WORKERS_LOT, since_s=since_s, points=SIMULATED_POINTS)
     return anywhere + at_points
 
@@ -274,11 +289,23 @@ def losses(rng: random.Random) -> tuple[Fault, ...]:
     )
 
 
-def pair(rng: random.Random, seed: int, since_s: float) -> tuple[Fault, Fault]:
+def noticed(seed: int, faults: tuple[Fault, ...]) -> tuple[Fault, ...]:
+    """Draws one to three notices, for two seeds in five without any other of ``faults``: only undisturbed
+    nodes must leave in time.
+    """
+    rng = random.Random(f"notices {seed}")
+    others = faults if rng.random() < 0.6 else ()
+    return others + draw(
+        rng, rng.randint(1, 3), 16.0, (Kind.NODE_NOTICE,), since_s=rng.choice((0.0, 4.0)), doubles=0.5
+    )
+
+
+def pair(
+    rng: random.Random, seed: int, since_s: float, kinds: Sequence[Kind] = RECORDED
+) -> tuple[Fault, Fault]:
     """Draws two faults, the second shortly after the first.  ``seed`` decides their kinds, so that
     consecutive seeds cover all pairs.
     """
-    kinds = tuple(Kind)
     first, second = (
         draw(rng, 1, 12.0, (kinds[n % len(kinds)],), since_s=since_s)[0] for n in (seed, seed // len(kinds))
     )

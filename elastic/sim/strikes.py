@@ -35,6 +35,8 @@ class Strikes:
     def __init__(self, sim: Simulation) -> None:
         self.sim, self.clock = sim, sim.clock
         self.calm_at = 0.0
+        self.disturbed_until = 0.0
+        """The time at which all faults but notices that have struck so far are over."""
         self.struck: Counter[tuple[str, str]] = Counter()
         """Number of times that each kind struck in each state, by (kind, state)."""
         self.overlaps: Counter[tuple[str, str]] = Counter()
@@ -88,6 +90,8 @@ class Strikes:
         ends = now + (fault.duration_s or 0.0)
         open_until = ends if fault.kind in LASTING and fault.kind in SHARED_KINDS else now + MISSING_S
         self.calm_at = max(self.calm_at, ends)
+        if fault.kind is not Kind.NODE_NOTICE:
+            self.disturbed_until = max(self.disturbed_until, ends)
         self.struck[fault.kind, sim.state_name] += 1
         for kind, until in self._open.items():
             if until > now:
@@ -141,7 +145,7 @@ class Strikes:
             ):
                 self._note(fault, "")
                 sim.coordinators.suffer(kind, fault.duration_s or 0.0, fault.amount)
-            case Kind.NODE_KILL | Kind.NODE_FREEZE | Kind.KEEPER_KILL:
+            case Kind.NODE_KILL | Kind.NODE_NOTICE | Kind.NODE_FREEZE | Kind.KEEPER_KILL:
                 self._nodes(fault)
             case _ if kind in CUTS:
                 self._nodes(fault)
@@ -178,6 +182,8 @@ class Strikes:
                 cluster.node_dies(node)
                 if fault.duration_s is not None:
                     self.clock.after(fault.duration_s, cluster.add_node, node.host)
+            case Kind.NODE_NOTICE:
+                cluster.notices.give(node, duration_s, fault.amount)
             case Kind.NODE_FREEZE:
                 cluster.node_freezes(node, duration_s)
             case Kind.KEEPER_KILL if node.keeper:

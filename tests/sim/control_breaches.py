@@ -4,6 +4,7 @@ what is kept of it.
 
 from __future__ import annotations
 
+from elastic.sim.worker import Worker
 from tests.sim.mutants import FOLLOWED, GIVEN_UP, OVERWRITTEN, TWICE, Breach, Edit
 
 UNANSWERED = "has neither answered its fence nor been expelled"
@@ -465,6 +466,71 @@ CONTROL: dict[str, tuple[Breach, ...]] = {
             "and no buddy has it",
             ("drawn", 18),
             Edit("copy_inventory", "version = buddied if plan.buddy_every else copied", "version = copied"),
+        ),
+    ),
+    # A node that will be taken is out of the world before, and nothing is lost with it.
+    "notices": (
+        Breach(
+            "nodes leave when they are taken",
+            "is in a world",
+            ("noticed", 5),
+            Edit("draining", "HAND_OVERS = 2\n", "HAND_OVERS = 0\n"),
+        ),
+        Breach(
+            "members stop before their copies are complete",
+            "nothing but notices happened",
+            ("noticed", 0),
+            lambda patch: patch.setattr(Worker, "_hand_over", Worker.fence),
+        ),
+        Breach(
+            "a node that may be taken has copies of others",
+            "the buddy of node",
+            ("noticed", 0),
+            Edit("copy_inventory", "leave = frozenset(run.cluster.notices)", "leave = frozenset[NodeId]()"),
+        ),
+        Breach(
+            "a node that may be taken has the store",
+            "the store is on node",
+            ("noticed", 0),
+            Edit(
+                "seating",
+                "            cluster.deadline(node) is not None,\n            node in cluster.notices,\n",
+                "",
+            ),
+        ),
+        Breach(
+            "workers start on a node that may be taken",
+            "may start on node",
+            ("noticed", 0),
+            Edit("membership", "        *run.cluster.notices,\n", ""),
+        ),
+        Breach(
+            "a notice that is withdrawn still counts",
+            "the run still does without it",
+            ("noticed", 1),
+            Edit(
+                "draining",
+                '    decision.say(f"node {event.node[:8]} is not taken after all',
+                '    return decision.refuse(f"node {event.node[:8]} is not taken after all',
+            ),
+        ),
+        Breach(
+            "advice counts as a notice",
+            "nobody says that it will be taken",
+            ("noticed", 0),
+            Edit("draining", "advice = isinstance(event, NodeAdvised)", "advice = False"),
+        ),
+        Breach(
+            "a state that nobody was handed is left behind",
+            "nothing but notices happened",
+            ("drawn", 500603),
+            Edit("draining", "if newest_source(run, (*stay, *taken), kept).version <= there:", "if True:"),
+        ),
+        Breach(
+            "a node is let go that is in the world",
+            "is let go, and is in the world",
+            ("noticed", 0),
+            Edit("draining", "        and node not in state.plan.nodes\n", ""),
         ),
     ),
     # The coordinator knows which samples are in quarantine, on its lineage.

@@ -424,6 +424,21 @@ def duel(seed: int) -> Scenario:
     return Scenario(rules=rules, faults=draw(seed, 20, 60.0, (Kind.SIGKILL,), doubles=0.0), nodes=2, slots=2)
 
 
+def noticed(seed: int) -> Scenario:
+    """Nodes are taken with notice, some notices are withdrawn, and nothing else happens: only copies have the
+    whole state.
+    """
+    rng = random.Random(f"noticed {seed}")
+    rules = small_rules(1, 4, LayoutRule(1, None, 1, "all"), target_step=40, save_every=50)
+    notices = tuple(
+        replace(each, duration_s=10.0 + 0.5 * (each.duration_s or 0.0))
+        for each in draw(rng, 3, 24.0, (Kind.NODE_NOTICE,), since_s=4.0, doubles=0.0)
+    )
+    return Scenario(
+        rules=replace(rules, spares=seed % 2, copy_every=1, buddy_every=1), faults=notices, nodes=4, slots=5
+    )
+
+
 ALL = {
     each.__name__: each
     for each in (
@@ -455,6 +470,7 @@ ALL = {
         isolated_interregnum,
         darkness,
         duel,
+        noticed,
     )
 }
 

@@ -183,10 +183,13 @@ def may_go(decision: Decision, survivors: Sequence[WorkerId]) -> tuple[WorkerId,
         return ()
     everyone = [each for each, known in run.workers.items() if not known.unfit]
     rest, kept = [each for each in everyone if each not in going], copy_inventory.listed(run)
-    there = newest_source(run, rest, kept).version
+    newest = newest_source(run, everyone, kept).version
+    if newest_source(run, rest).version == newest:
+        return going
+    # copies in a machine that is taken help only a world that forms at once
     stay = tuple(each for each in candidates(run, decision.rules) if each not in going)
-    forms = layout_of(run, stay, decision.rules) is not None or there in run.history.saved
-    return going if forms and there == newest_source(run, everyone, kept).version else ()
+    forms = layout_of(run, stay, decision.rules) is not None
+    return going if forms and newest_source(run, rest, kept).version == newest else ()
 
 
 def awaits_copies(decision: Decision, state: Stopping) -> bool:

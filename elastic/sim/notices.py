@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
+from math import inf
 from random import Random
 from typing import TYPE_CHECKING
 
@@ -222,11 +223,9 @@ class NoticesOracle:
                 case Recovered():  # it knows what its predecessor has recorded
                     self.heard = defaultdict(dict)
                     for node, known in before.cluster.notices.items():
-                        self.heard[node] = {
-                            said.source: said.at if said.advice else float("inf") for said in known
-                        }
+                        self.heard[node] = {said.source: said.at if said.advice else inf for said in known}
                 case NodeDraining() if each.node in after.cluster.nodes:
-                    self.heard[each.node][each.source] = float("inf")
+                    self.heard[each.node][each.source] = inf
                 case NodeAdvised() if each.node in after.cluster.nodes:
                     self.heard[each.node][each.source] = each.until
                 case NodeStays():
@@ -248,7 +247,9 @@ class NoticesOracle:
         }
         match action:
             case StartWorkers():
-                if wrong := going - set(action.avoid):
+                few = len(after.workers) < self.sim.rules.min_workers
+                closed = {node for node in going if not few or inf in self.heard[node].values()}
+                if wrong := closed - set(action.avoid):
                     raise Violation(f"{action.workers[0]} may start on node {min(wrong)}, which may be taken")
             case Form(plan=plan) if plan != self.sim.oracle.plan:  # a coordinator that took over repeats it
                 if plan.store_node in going and staying:

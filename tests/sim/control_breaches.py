@@ -502,7 +502,9 @@ CONTROL: dict[str, tuple[Breach, ...]] = {
             "workers start on a node that may be taken",
             "may start on node",
             ("noticed", 0),
-            Edit("membership", "        *run.cluster.notices,\n", ""),
+            Edit(
+                "membership", "        *run.cluster.closed(few=len(run.workers) < rules.min_workers),\n", ""
+            ),
         ),
         Breach(
             "a notice that is withdrawn still counts",
@@ -524,13 +526,17 @@ CONTROL: dict[str, tuple[Breach, ...]] = {
             "a state that nobody was handed is left behind",
             "nothing but notices happened",
             ("drawn", 500603),
-            Edit("draining", "if newest_source(run, (*stay, *taken), kept).version <= there:", "if True:"),
+            Edit("draining", "    if newest_source(run, rest).version == newest:\n", "    if True:\n"),
         ),
         Breach(
             "a node is let go that is in the world",
             "is let go, and is in the world",
             ("noticed", 0),
-            Edit("draining", "        and node not in state.plan.nodes\n", ""),
+            Edit(
+                "draining",
+                "[node for node in doomed if node not in seats])\n\n\ndef _forget",
+                "doomed)\n\n\ndef _forget",
+            ),
         ),
     ),
     # The coordinator knows which samples are in quarantine, on its lineage.

@@ -57,8 +57,9 @@ class Seeds:
         """Begins a microbatch."""
         self._microbatch = microbatch_seed(self._job_seed, step, microbatch)
         self._calls.clear()
-        self._forget(self._microbatch)
-        if len(self._of) == IN_FLIGHT:
+        if self._microbatch in self._of:  # it begins anew
+            self._forget(self._microbatch)
+        elif len(self._of) == IN_FLIGHT:
             self._forget(next(iter(self._of)))
         self._of[self._microbatch] = []
         self.seed(self._microbatch)

@@ -159,7 +159,7 @@ def test_a_repeated_notice_is_refused() -> None:
 
 
 def test_nobody_leaves_because_of_advice() -> None:
-    """The node hosts no copies of others, and gets no new worker, until the advice expires."""
+    """R5: the node hosts no copies of others, and gets no new worker, until the advice expires."""
     play = running()
     said = play.tell(NodeAdvised(N3, play.now + 900.0, "aws"))
     assert said == "node n3 may be taken (aws); it gets nothing new"

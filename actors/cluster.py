@@ -339,7 +339,8 @@ def grows() -> bool:
         from ray.autoscaler.v2.utils import is_autoscaler_v2
     except ImportError:  # a private call
         return False
-    found: bool = is_autoscaler_v2()
+    # else it answers for the first cluster of this process
+    found: bool = is_autoscaler_v2(fetch_from_server=True)
     return found
 
 

@@ -47,6 +47,8 @@ SUFFER_S = 2.0
 """Seconds that a worker may take to accept a fault that it performs on itself."""
 BEAT_S = 0.05
 """Seconds of one period of a slowed process, which stands still for a part of it."""
+SOURCE = "chaos"
+"""Name of the source of the notices that chaos gives."""
 SIGNALS = (Kind.SIGKILL, Kind.SIGTERM, Kind.SIGSEGV, Kind.SIGABRT, Kind.SIGSTOP)
 SUFFERED = (Kind.EXCEPTION, Kind.EXIT, Kind.HELD_GIL, Kind.MEMORY_HOG, Kind.CLOCK_SKEW)
 HARMLESS = (
@@ -54,6 +56,7 @@ HARMLESS = (
     *SUFFERED,
     Kind.SLOW,
     Kind.NODE_KILL,
+    Kind.NODE_NOTICE,
     Kind.NODE_FREEZE,
     Kind.KEEPER_KILL,
     Kind.STORE_LOSS,
@@ -71,6 +74,7 @@ class Hand:
 
     def __init__(self) -> None:
         self._thaws: list[tuple[threading.Timer, list[int]]] = []
+        self._notices: list[threading.Timer] = []
 
     def stands(self, run: str, worker: str) -> tuple[int, int, int]:
         """Returns (pid, generation, last completed step) of a worker on this node.  Raises FileNotFoundError
@@ -101,6 +105,14 @@ class Hand:
         _send(others, signal.SIGKILL)
         os.kill(os.getpid(), signal.SIGKILL)
 
+    def take(self, after_s: float) -> None:
+        """Powers this node off in ``after_s`` seconds, as its notice says."""
+        self._notices.append(later(after_s, self.power_off))
+
+    def spare(self, keeper: Any, after_s: float) -> None:
+        """Withdraws the notice that this node's ``keeper`` has announced, in ``after_s`` seconds."""
+        self._notices.append(later(after_s, partial(keeper.announce.remote, SOURCE, None)))
+
     def freeze(self, duration_s: float) -> None:
         """Stops every process of this node except this one."""
         frozen = _others()
@@ -111,7 +123,9 @@ class Hand:
         self._thaws.append((later(after_s, partial(_send, processes, signal.SIGCONT)), processes))
 
     def rest(self) -> None:
-        """Returns once every process that this hand stopped runs again or has ended."""
+        """Returns once every process that this hand stopped runs again or has ended, and no notice stands."""
+        for notice in self._notices:
+            notice.join()
         for timer, processes in self._thaws:
             while timer.is_alive() and len(select.select(processes, [], [], 0)[0]) < len(processes):
                 timer.join(POLL_S)
@@ -325,6 +339,8 @@ class Chaos:
             return "the coordinator", self._end(coordinator)
         if fault.kind in (Kind.STORE_LOSS, Kind.KEEPER_KILL):
             return self._at_keepers(fault, view)
+        if fault.kind is Kind.NODE_NOTICE:
+            return self._announce(fault, view), 0
         nodes = [node for node in cluster.nodes() if node not in self._spared()]
         if not nodes:
             return "", 0
@@ -336,6 +352,26 @@ class Chaos:
             ray.wait([hand.power_off.remote()], timeout=CALL_S)
             del self._hands[node]
         return f"node {node[:8]}", 0
+
+    def _announce(self, fault: Fault, view: View) -> str:
+        """Lets a keeper announce that its node is taken; its hand takes the node, or withdraws that."""
+        keepers, spared = cluster.named(f"{view.token}/keeper-"), self._spared()
+        homes = {
+            node: keeper
+            for node in cluster.nodes()
+            for home, keeper in keepers.items()
+            if node.startswith(home) and node not in spared  # a keeper's name has the beginning of its node's
+        }
+        if not homes:
+            return ""
+        node, lead_s = [*homes][fault.target % len(homes)], fault.duration_s or CALL_S
+        hand, keeper = self._hand(node), homes[node]
+        ray.get(keeper.announce.remote(SOURCE, lead_s), timeout=CALL_S)
+        if 0.0 < fault.amount <= 1.0:
+            ray.get(hand.spare.remote(keeper, fault.amount * lead_s), timeout=CALL_S)
+        else:
+            ray.get(hand.take.remote(lead_s), timeout=CALL_S)
+        return f"node {node[:8]}"
 
     def _at_keepers(self, fault: Fault, view: View) -> tuple[str, int]:
         keepers = cluster.named(f"{view.token}/keeper-")

@@ -15,12 +15,15 @@ from typing import Any
 import pytest
 import ray
 
+from actors.chaos import Chaos
 from actors.living import attach
 from actors.view import View
+from elastic.protocol.faults import Fault, Kind
 from elastic.runs.run import Run
 from tests.support.chaos import Trial, Witness, assert_nothing_left, formed, samples, trial
 from tests.support.kills import Script, undisturbed
 from tests.support.nodes import Joined, Node, joined
+from tests.support.patience import PATIENCE_S
 from tests.support.toys import LIGHT
 
 CPUS = 5
@@ -177,3 +180,39 @@ def test_with_less_time_than_a_step_takes_it_is_a_crash(tmp_path: Path) -> None:
     chaos, taken, reference = noticed(tmp_path, "shard", lead_s=0.05)
     assert taken.over and chaos.witness.generation == 2
     assert_same(chaos, reference)
+
+
+@LONG
+@pytest.mark.parametrize("amount", [0.0, 0.5])
+def test_chaos_gives_notice_and_takes_or_spares_the_node(tmp_path: Path, amount: float) -> None:
+    """R5: the world leaves the node before chaos powers it off; a node that is spared lives on."""
+    strikes: list[Chaos] = []
+
+    class Announced:
+        look_s = 0.02
+
+        def __call__(self, witness: Witness, view: View) -> bool:
+            if not strikes and view.step >= NOTICE_AT:
+                strikes.append(Chaos(job, [Fault(0.0, Kind.NODE_NOTICE, duration_s=6.0, amount=amount)]))
+                strikes[0].heed(view)
+            return False
+
+    settings: dict[str, Any] = {**LIGHT, "copies": {"copy_every": 1, "buddy_every": 1}}
+    job = Script("shard", 3).job(
+        tmp_path, "struck", steps=150, workers={"min": 1, "max": 3, "cpus": CPUS}, **settings
+    )
+    (tmp_path / "n0").mkdir()
+    # another folder outside the test's: then the node's raylet is the parent of its processes, as chaos assumes
+    with joined(tmp_path, Node("n0", 2 * CPUS, instead={Path("/mnt"): tmp_path / "n0"})) as nodes:
+        chaos = trial(job, Announced())
+        strikes[0].close()
+        if amount:
+            assert nodes.processes["n0"].poll() is None
+        else:
+            nodes.processes["n0"].wait(PATIENCE_S)
+    worlds = formed(Run.open(job).records())
+    assert [strike.failed for strike in strikes[0].strikes] == [""]
+    assert [each.redone for each in worlds] == [0] * len(worlds)
+    # the run may end before new workers have joined on a node that was spared
+    assert [len(each.members) for each in worlds] in ([3, 1], *([[3, 1, 3]] if amount else []))
+    assert_same(chaos, undisturbed(tmp_path / "alone", steps=150, **LIGHT))

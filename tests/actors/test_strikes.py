@@ -8,6 +8,7 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import ray
@@ -90,6 +91,16 @@ def test_a_hand_rests_when_what_it_stopped_goes_on_or_has_ended() -> None:
         hand.signal(sleeper.pid, "SIGSTOP", 600.0)
         sleeper.kill()
         hand.rest()
+
+
+def test_a_hand_rests_when_its_notice_is_withdrawn() -> None:
+    told: list[tuple[str, float | None]] = []
+    keeper = SimpleNamespace(announce=SimpleNamespace(remote=lambda *word: told.append(word)))
+    hand = Hand()
+    hand.spare(keeper, 0.1)
+    assert told == []
+    hand.rest()
+    assert told == [("chaos", None)]
 
 
 @pytest.mark.full

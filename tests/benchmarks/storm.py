@@ -62,6 +62,7 @@ MIX: Mapping[Kind, int] = {
     Kind.MEMORY_HOG: 2,
     Kind.SLOW: 1,
     Kind.NODE_KILL: 1,
+    Kind.NODE_NOTICE: 1,
     Kind.NODE_FREEZE: 1,
     Kind.KEEPER_KILL: 1,
     Kind.STORE_LOSS: 1,

@@ -59,6 +59,7 @@ def others() -> set[NodeId]:
     return {*cluster.nodes()} - {NodeId(FAKE_HEAD_NODE_ID)}
 
 
+@pytest.mark.full  # a cluster of its own; the requests themselves are in test_demand.py
 def test_a_node_appears_for_the_run_and_goes_with_it(tmp_path: Path, nodes: Nodes) -> None:
     """The head has no room for a worker.  A request that is not taken back would keep the node."""
     lines, seen = list[str](), set[str]()

@@ -44,8 +44,8 @@ class Budget:
 
 BUDGETS: Mapping[str, Budget] = {
     "tests/actors": Budget(
-        runs=88,
-        processes=470,
+        runs=90,
+        processes=480,
         why="each recovery is of a run on Ray: its coordinator, keepers and workers, and what kills them",
     ),
     "tests/architecture": Budget(
@@ -60,16 +60,16 @@ BUDGETS: Mapping[str, Budget] = {
         ),
     ),
     "tests/engine": Budget(
-        worlds=260,
+        worlds=325,
         processes=24,
         compilations=28,
         why="the bits of worlds are those of one worker; a machine that has compiled nothing before "
         "compiles 17 times, and one with "
         "AVX-512 27 times: torch tries more sets of instructions there, each in a process of its own",
     ),
-    "tests/examples": Budget(worlds=2, processes=60, why="each command of the guide"),
+    "tests/examples": Budget(worlds=2, processes=64, why="each command of the guide"),
     "tests/golden": Budget(
-        worlds=11, runs=1, processes=2, why="the bits of the golden jobs, and what makes them"
+        worlds=14, runs=1, processes=2, why="the bits of the golden jobs, and what makes them"
     ),
     "tests/gpu": Budget(
         worlds=200,
@@ -79,11 +79,15 @@ BUDGETS: Mapping[str, Budget] = {
         why="only where there are GPUs; elsewhere next to nothing",
     ),
     "tests/models": Budget(worlds=20, processes=5, why="models of another library train in worlds"),
+    "tests/notices": Budget(
+        processes=45, why="a source is a command of the user's, and a keeper gets real signals"
+    ),
+    "tests/runs": Budget(processes=2, why="a process that lives or is gone holds a run"),
     "tests/sim": Budget(
         processes=4, why="two hash seeds, and the command that simulates, with one job and with two"
     ),
     "tests/state": Budget(
-        worlds=35,
+        worlds=38,
         processes=58,
         why="members heal from members; uploaders, keepers and readers of memory are processes",
     ),

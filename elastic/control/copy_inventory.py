@@ -119,12 +119,19 @@ def awaited(decision: Decision, plan: Plan) -> tuple[NodeId, ...]:
     whole = (plan.tier in ("live", "host") and plan.version == run.version) or run.version == Version(0, 0)
     if not decision.rules.copy_every or not run.members.seats or (whole and not run.copies.unreported):
         return ()
-    if run.copies.asked != run.generation:
+    return unheard(decision)
+
+
+def unheard(decision: Decision) -> tuple[NodeId, ...]:
+    """Returns the keepers that have not listed their copies of this generation yet, and may still do so in
+    time.  Asks them if that was not done.
+    """
+    if decision.run.copies.asked != decision.run.generation:
         ask(decision)
     copies = decision.run.copies
     missing = tuple(
         node
-        for node in run.cluster.keepers
+        for node in decision.run.cluster.keepers
         if node not in copies.hosts or copies.hosts[node].asked != copies.asked
     )
     return () if decision.due(copies.answers_until) else missing

@@ -76,7 +76,7 @@ def noticed(decision: Decision, event: NodeDraining | NodeAdvised) -> None:
     others = tuple(each for each in before if each.source != source)
     _set(decision, node, (*others, Announced(source, at, advice)))
     if not advice and run.plan is not None and node in run.plan.nodes:
-        needs_s = at - _leaves_at(decision, run.plan, node, must_save=False)
+        needs_s = at - _leaves_at(decision.run, node)
         if left_s < needs_s:
             decision.say(
                 f"leaving it takes up to {needs_s:.0f} s: the next boundary is tried; if the machine is gone "
@@ -196,30 +196,22 @@ def awaits_copies(decision: Decision, state: Stopping) -> bool:
     """Returns whether a boundary was handed over and the keepers have not listed its copies yet: they show
     whether the members that leave can go.
     """
-    cluster = decision.run.cluster
-    if not (state.planned and state.hand_over and cluster.leaving and cluster.keepers):
-        return False
-    if decision.run.copies.asked != decision.run.generation:
-        copy_inventory.ask(decision)
-    copies = decision.run.copies
-    heard = all(
-        node in copies.hosts and copies.hosts[node].asked == copies.asked
-        for node in decision.run.cluster.keepers
-    )
-    return not heard and not decision.due(copies.answers_until)
+    handed_over = state.planned and state.hand_over and bool(decision.run.cluster.leaving)
+    return handed_over and bool(copy_inventory.unheard(decision))
 
 
 def _due(decision: Decision, doomed: Sequence[NodeId], seats: Mapping[NodeId, int]) -> list[NodeId]:
     """Returns the nodes of ``doomed`` whose workers are to be in no later world."""
     run, now, plan = decision.run, decision.now, decision.run.plan
     if plan is None or run.enough or not doomed:
-        return [node for node in doomed if now >= _leaves_at(decision, plan, node, must_save=False)]
+        return [node for node in doomed if now >= _leaves_at(run, node)]
     inside = [node for node in doomed if node in seats]
     outside = [node for node in doomed if node not in seats]
     if not inside:
         return outside
-    must_save = _needs(decision, plan, frozenset(inside))[0]
-    late = [node for node in inside if now >= _leaves_at(decision, plan, node, must_save=must_save)]
+    # a stop has ``stop_s`` for a save
+    save_s = decision.rules.stop_s if _needs(decision, plan, frozenset(inside))[0] else 0.0
+    late = [node for node in inside if now >= _leaves_at(run, node, save_s)]
     soon = [node for node in inside if node in late or not _brings_a_pause(run, plan, node, seats[node], now)]
     full = inside if len(plan.members) >= decision.rules.max_workers else soon
     if full and len(run.workers) > len(plan.members) and _replaced(decision, plan, full, seats):
@@ -227,15 +219,13 @@ def _due(decision: Decision, doomed: Sequence[NodeId], seats: Mapping[NodeId, in
     return [*outside, *(soon if late else ())]
 
 
-def _leaves_at(decision: Decision, plan: Plan | None, node: NodeId, *, must_save: bool) -> float:
-    """Returns the time at which the members of a node that will be taken ask for their last boundary.
-
-    If the state must be saved there, it has to reach the bucket, for which a stop has ``stop_s``.
+def _leaves_at(run: RunState, node: NodeId, save_s: float = 0.0) -> float:
+    """Returns the time at which the members of a node that will be taken ask for their last boundary.  After
+    it the state has ``save_s`` to reach the bucket.
     """
-    run, deadline = decision.run, decision.run.cluster.deadline(node)
+    deadline = run.cluster.deadline(node)
     assert deadline is not None
-    after_s = HAND_OVERS * (run.watch.reform_s or UNKNOWN_S)
-    after_s = max(after_s, decision.rules.stop_s) if must_save and plan is not None else after_s
+    after_s = max(HAND_OVERS * (run.watch.reform_s or UNKNOWN_S), save_s)
     return deadline - after_s - BOUNDARIES * run.watch.step_s
 
 
@@ -243,10 +233,8 @@ def _brings_a_pause(run: RunState, plan: Plan, node: NodeId, members: int, now: 
     """Returns whether the time that the ``members`` of ``node`` have left brings more than a pause of its own
     costs.
     """
-    deadline, reform_s = run.cluster.deadline(node), run.watch.reform_s or UNKNOWN_S
-    assert deadline is not None
-    left_s = deadline - HAND_OVERS * reform_s - BOUNDARIES * run.watch.step_s - now
-    return left_s * members > reform_s * len(plan.members)
+    left_s = _leaves_at(run, node) - now
+    return left_s * members > (run.watch.reform_s or UNKNOWN_S) * len(plan.members)
 
 
 def _replaced(decision: Decision, plan: Plan, nodes: Collection[NodeId], seats: Mapping[NodeId, int]) -> bool:

@@ -202,7 +202,7 @@ class Region:
                 "this file is no region of host copies, or belongs to another version of Elastic"
             )
         self.slots, self.slot_bytes, self.slot_blocks, self._tensors_bytes = sizes
-        self._digests_at = PAGE + _pages(self._tensors_bytes)
+        self._digests_at = PAGE + pages(self._tensors_bytes)
         link = os.readlink(f"/proc/self/fd/{descriptor}")
         self.folder = "" if link.startswith(f"/memfd:{NAME}") else os.path.dirname(link)
         """Folder of the file, empty if it is in memory."""
@@ -363,14 +363,12 @@ class Region:
 
     def digests(self, slot: int) -> memoryview:
         """Returns the digests of the slot's blocks, in the order of its frame."""
-        first = self._digests_at + slot * _pages(self.slot_blocks * WORD)
+        first = self._digests_at + slot * pages(self.slot_blocks * WORD)
         return self.memory[first : first + self.slot_blocks * WORD].cast("q")
 
     def data_at(self, slot: int) -> int:
         """Returns where the slot's bytes begin in ``memory``."""
-        return (
-            self._digests_at + self.slots * _pages(self.slot_blocks * WORD) + slot * _pages(self.slot_bytes)
-        )
+        return self._digests_at + self.slots * pages(self.slot_blocks * WORD) + slot * pages(self.slot_bytes)
 
     def take(self, first: int, last: int) -> None:
         """Takes the memory from byte ``first`` to byte ``last`` from the system, which would otherwise give
@@ -390,7 +388,7 @@ class Region:
         """Returns how many of the first ``size`` bytes of the slot its writer has not taken from the system
         yet.
         """
-        return max(_pages(size) - self._reserved[slot], 0)
+        return max(pages(size) - self._reserved[slot], 0)
 
     def reserve(self, slot: int, size: int) -> None:
         """Takes the memory of the first ``size`` bytes of the slot.  ``node_memory.reserve`` looks first
@@ -401,18 +399,18 @@ class Region:
         first = self.data_at(slot)
         if self.on_disk:
             # otherwise a write to a full disk would end the process
-            os.posix_fallocate(self.descriptor, first, max(_pages(size), 1))
+            os.posix_fallocate(self.descriptor, first, max(pages(size), 1))
         else:
             self.take(first + self._reserved[slot], first + size)
-        self._reserved[slot] = max(_pages(size), self._reserved[slot])
+        self._reserved[slot] = max(pages(size), self._reserved[slot])
 
     def give_back(self, slot: int, size: int = 0) -> None:
         """Gives the memory of the slot back to the system, except that of its first ``size`` bytes."""
         start, kept = (
             ctypes.addressof(ctypes.c_char.from_buffer(self.memory)) + self.data_at(slot),
-            _pages(size),
+            pages(size),
         )
-        if (rest := _pages(self.slot_bytes) - kept) > 0:
+        if (rest := pages(self.slot_bytes) - kept) > 0:
             _madvise(start + kept, rest, REMOVE)
         self._reserved[slot] = min(kept, self._reserved[slot])
 
@@ -466,9 +464,10 @@ def _packed(*words: int) -> bytes:
     return b"".join(word.to_bytes(WORD, "little", signed=True) for word in words)
 
 
-def _pages(size: int) -> int:
+def pages(size: int) -> int:
+    """Returns ``size`` rounded up to whole pages."""
     return -(-size // PAGE) * PAGE
 
 
 def _size(slots: int, slot_bytes: int, slot_blocks: int, tensors_bytes: int) -> int:
-    return PAGE + _pages(tensors_bytes) + slots * (_pages(slot_blocks * WORD) + _pages(slot_bytes))
+    return PAGE + pages(tensors_bytes) + slots * (pages(slot_blocks * WORD) + pages(slot_bytes))

@@ -14,7 +14,8 @@ memory.
 
 **Memory.** A slot has as much memory as its copy needs.  A pinned slot gets more if the node has it: as much
 as a copy will need in the next world, if a node or a worker is lost.  Without that, the smaller world would
-pin memory while it begins to train, which would hold up its first steps.
+pin memory while it begins to train, which would hold up its first steps.  The memory comes beside the steps,
+in small pieces.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 
 import torch
 
@@ -81,11 +83,13 @@ class Snapshots:
         patience_s: float = 0.0,
         strike: Strike = lambda plan, world_rank, step: None,
         foresee: Foresee = lambda plan: 0,
+        *,
+        lives: bool = False,
     ) -> None:
-        """``patience_s`` limits how long a due save waits for the previous save; after that, steps go on, and
-        the due save is made later.
+        """``lives`` says that the state itself lives in the slots.
 
-        After a wait in vain no save waits, until one finds the previous save over.
+        ``patience_s`` limits how long a due save waits for the previous save; after that, steps go on, and
+        the due save is made later.  After a wait in vain no save waits, until one finds the previous save over.
         """
         self.saves, self.patience_s, self.strike, self.foresee = saves, patience_s, strike, foresee
         self._rank = self._awaited = 0
@@ -111,16 +115,21 @@ class Snapshots:
         self._lived_in: frozenset[int] = frozenset()
         """The slots in which shards live.  The copy schedule does not protect them."""
         self._way = (
-            _Pinned(region, self.memory, device)
+            _Pinned(region, self.memory, device, lives=lives)
             if device.type == "cuda" and not region.on_disk
             else _HostCopy(region)
         )
+        self._lives = lives
         self._under_way: tuple[Future[None], Callable[[], None]] | None = None
         """The copy that is being made, and a call that makes it again."""
 
     def ready(self) -> None:
         """Returns once the first copies run at full speed."""
         self._way.ready()
+
+    def rest(self) -> None:
+        """Takes no more memory for the next world until a world is entered: this one heals."""
+        self._way.rest()
 
     def enter(self, plan: Plan, worker: WorkerId, shard: Shard) -> None:
         """Begins a world, in which this member has ``shard`` at the plan's version."""
@@ -141,6 +150,8 @@ class Snapshots:
         )
         slots = min(slots, self.region.slots)
         self._way.pin(slots, self.bytes)
+        if not self._lives:
+            self._way.foresee(self.bytes, self._foreseen)
         self.region["wanted"] = self._way.slots * self.bytes
         self._stepped_at, self._held_up_s, self._took_s = time.monotonic(), 0.0, None
         self._begin(shard)
@@ -316,7 +327,7 @@ class Snapshots:
 
         Raises :class:`NoMemory` if there is still too little.
         """
-        if self._way.fit(slot, size, self._foreseen):
+        if self._way.fit(slot, size, self._foreseen if self._lives else 0):
             for other in free:
                 if other != slot:
                     self.region.begin(other)
@@ -415,6 +426,10 @@ class Snapshots:
         lacking = self.region["lacking"]
         return lacking > 0 and free_for(self.region)[0] >= lacking + SPARE
 
+    def cuts(self, room: torch.Tensor) -> list[int]:
+        """Returns the bytes at which a copy from or to ``room``, memory of this worker's region, must be cut."""
+        return self._way.cuts(room)
+
     @property
     def bytes(self) -> int:
         """The size of one copy."""
@@ -436,6 +451,16 @@ class _HostCopy:
 
     def pin(self, slots: int, size: int) -> None:
         """Pins nothing: copies from host memory need no pinned memory."""
+
+    def foresee(self, size: int, foreseen: int) -> None:
+        """Takes nothing ahead: this memory comes quickly when it is written."""
+
+    def rest(self) -> None:
+        """Ends nothing."""
+
+    def cuts(self, room: torch.Tensor) -> list[int]:
+        """Returns no place: copies from and to host memory are never cut."""
+        return []
 
     def fit(self, slot: int, size: int, foreseen: int) -> str:
         """Gives the slot, which holds no copy, memory of ``size`` bytes and no more.  Returns why there is
@@ -462,14 +487,17 @@ class _HostCopy:
 class _Pinned:
     """Copies memory of a device into a slot, on a stream of its own."""
 
-    def __init__(self, region: Region, memory: torch.Tensor, device: torch.device) -> None:
+    def __init__(
+        self, region: Region, memory: torch.Tensor, device: torch.device, *, lives: bool = False
+    ) -> None:
         self.region, self._stream = region, stream("copies", device)
         self._sums = torch.zeros(region.slot_blocks, dtype=torch.int64, device=device)
         self._before, self._last = (torch.cuda.Event(blocking=True) for _ in range(2))
-        self.pins = Pins(region, memory)
+        self.pins = Pins(region, memory, in_one=lives)
         self.pins.begin(min(slots_for(1, 0), region.slots), region["wanted"] // region.slots)
         self.ready, self.usable, self.pin = self.pins.ready, self.pins.usable, self.pins.begin
-        self.fit, self.empty = self.pins.fit, self.pins.empty
+        self.fit, self.empty, self.cuts = self.pins.fit, self.pins.empty, self.pins.cuts
+        self.foresee, self.rest = self.pins.foresee, self.pins.rest
 
     @property
     def slots(self) -> int:
@@ -487,7 +515,11 @@ class _Pinned:
         with torch.cuda.stream(self._stream):
             try:
                 for value, room, blocks in parts:
-                    room.copy_(value, non_blocking=True)
+                    if cuts := self.cuts(room):
+                        for part, place in zip(_cut(value, cuts), _cut(room, cuts), strict=True):
+                            place.copy_(part, non_blocking=True)
+                    else:
+                        room.copy_(value, non_blocking=True)
                     if not value.is_cuda:
                         ours.append((value, room, blocks))
                         continue
@@ -508,3 +540,10 @@ class _Pinned:
         self._before, self._last = self._last, self._before
         self._last.record()
         self._before.synchronize()
+
+
+def _cut(value: torch.Tensor, cuts: list[int]) -> Iterator[torch.Tensor]:
+    """Yields the bytes of ``value``, cut at ``cuts``."""
+    raw = value.contiguous().flatten().view(torch.uint8)
+    for first, last in pairwise((0, *cuts, len(raw))):
+        yield raw[first:last]

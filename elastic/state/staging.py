@@ -3,13 +3,13 @@
 Copies from unpinned memory to a device reach a third of the possible speed.  So unpinned bytes are first
 copied to stages of pinned memory, and go on from there on a stream of their own.  Several stages are filled
 at once, since a single thread maps and copies another process's memory at 6 GB/s only.  Bytes that are
-already pinned skip the stages; bytes from a wire are received straight into a stage.
+already pinned in one piece skip the stages; bytes from a wire are received straight into a stage.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -94,8 +94,16 @@ class StagingStream(AbstractContextManager["StagingStream"]):
     stream fills.
     """
 
-    def __init__(self, device: torch.device, number: int = 0) -> None:
-        """``number`` tells apart the staging streams that this worker has open at the same time."""
+    def __init__(
+        self,
+        device: torch.device,
+        number: int = 0,
+        cuts: Callable[[torch.Tensor], Collection[int]] = lambda memory: (),
+    ) -> None:
+        """``number`` tells apart the staging streams that this worker has open at the same time.  ``cuts``
+        returns where pinned memory has borders over which no copy can go.
+        """
+        self._cuts = cuts
         self.device, self._stream = device, None
         self._host = torch.empty(STAGE, dtype=torch.uint8)
         self._waiting: deque[tuple[StagedBlocks, _Stage, Callable[[], torch.Tensor]]] = deque()
@@ -122,7 +130,7 @@ class StagingStream(AbstractContextManager["StagingStream"]):
             return
         ready = (
             partial(stage.pass_by, raw)
-            if raw.is_pinned()
+            if raw.is_pinned() and not self._cuts(raw)
             else in_background(partial(stage.take, raw), "staging").result
         )
         self._waiting.append((piece, stage, ready))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial
 
@@ -51,6 +51,11 @@ def nothing() -> None:
     """Stands where a hook is expected and none is wanted; it does nothing."""
 
 
+def nothing_cut(memory: torch.Tensor) -> Collection[int]:
+    """Returns no place at which a copy of ``memory`` must be cut."""
+    return ()
+
+
 def home_of(session: Session, plan: Plan, worker: WorkerId, held: Iterable[Shard] = ()) -> ShardHome | None:
     """Returns the slot in which the worker's shard of a new world will live: if a slot holds that shard
     already, it is that slot.
@@ -85,6 +90,8 @@ class Healing:
             session,
             leave_if_over,
         )
+        if session.snapshots is not None:
+            session.snapshots.rest()
         self.moves: tuple[Move, ...] = ()
         self._reading: Future[int] | None = None
         if plan.tier != "init":
@@ -102,7 +109,9 @@ class Healing:
         """True if the shard is in its slot already: nothing is read or copied."""
         if reads_copies(self.moves, worker) and not self._there:
             # taken before any collective is launched: taking pinned memory would wait behind it
-            streams = [StagingStream(state.world.device, i) for i in range(STREAMS)]
+            snapshots = session.snapshots
+            cuts = snapshots.cuts if snapshots is not None else nothing_cut
+            streams = [StagingStream(state.world.device, i, cuts) for i in range(STREAMS)]
             self._reading = in_background(partial(self._read, streams), "copies")
 
     def _read(self, streams: list[StagingStream]) -> int:

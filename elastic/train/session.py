@@ -421,6 +421,7 @@ def make_snapshots(
         min(SAVE_S, job.deadlines.stall_s / 2),
         strike,
         foresee,
+        lives=job.offloads,
     )
 
 

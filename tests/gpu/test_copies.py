@@ -24,10 +24,10 @@ from elastic.state import hosts, node_memory, pins, snapshot
 from elastic.state.digest import digests
 from elastic.state.hosts import Access
 from elastic.state.keeper_store import KeeperStore
-from elastic.state.region import BLOCK, Region, frame
+from elastic.state.region import BLOCK, Region, frame, pages
 from elastic.state.shard import Shard
 from elastic.state.snapshot import Snapshots
-from elastic.state.staging import StagingStream
+from elastic.state.staging import STAGE, StagedBlocks, StagingStream
 from elastic.train.heal import nothing
 from tests.state.test_copies import AT, AUTO, SECRET, TENSORS, equal, outcome, shard_of
 from tests.support.cells import cell
@@ -239,8 +239,10 @@ def live(snapshots: Snapshots, plan: Plan, steps: range) -> None:
 
 def test_pinned_slots_follow_the_world_and_the_memory_of_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
     """A slot has what its copy needs; what the next world needs too, while the node has room; and not more
-    where the node has none.
+    where the node has none.  What it gets for the next world comes in pieces, and copies go over their
+    borders, both ways.
     """
+    monkeypatch.setattr(pins, "PIECE", 4096)
     whole, half = frame(TENSORS, cell(1, 0)), frame(TENSORS, cell(2, 0)).bytes
     free, foreseen = [2**40], [0]
     for module in (node_memory, pins):
@@ -252,25 +254,40 @@ def test_pinned_slots_follow_the_world_and_the_memory_of_the_node(monkeypatch: p
     assert isinstance(way, snapshot._Pinned)
     until(lambda: way.usable() == 3)
 
-    assert way.pins.sizes() == [half] * 3, (
+    assert way.pins.sizes() == [pages(half)] * 3, (
         "before the first world: what the world with the smallest parts needs"
     )
     live(snapshots, world(2, 2, 4), range(4, 9))
-    assert way.pins.sizes() == [half] * 3
+    assert way.pins.sizes() == [pages(half)] * 3
     foreseen[0] = whole.bytes
     live(snapshots, world(3, 2, 8), range(8, 13))
-    assert way.pins.sizes() == [whole.bytes] * 3, "room for the copies of the world that follows a loss"
+    until(lambda: way.pins.sizes() == [pages(whole.bytes)] * 3)
+    assert way.pins.sizes() == [pages(whole.bytes)] * 3, (
+        "room for the copies of the world that follows a loss"
+    )
     foreseen[0] = 0
     live(snapshots, world(4, 1, 12), range(12, 16))
+    slot = region.find(Copy(Version(15, 4), cell(1, 0)))
+    assert slot is not None
+    raw = torch.frombuffer(region.data(slot), dtype=torch.uint8)[: whole.bytes]
+    there = torch.zeros(whole.bytes, dtype=torch.uint8, device="cuda")
+    assert raw.is_pinned() and snapshots.cuts(raw), "the copy goes over borders"
+    with StagingStream(torch.device("cuda"), 0, snapshots.cuts) as way_back:
+        for first in range(0, whole.bytes, STAGE):
+            way_back.send(StagedBlocks(there[first : first + STAGE], raw[first : first + STAGE], 0))
+        way_back.arrived()
+    assert torch.equal(there.cpu(), raw)
     live(snapshots, world(5, 2, 15), range(15, 19))
-    assert way.pins.sizes() == [whole.bytes] * 3, "what is pinned stays, because the node has memory enough"
+    assert way.pins.sizes() == [pages(whole.bytes)] * 3, (
+        "what is pinned stays, because the node has memory enough"
+    )
     free[0] = 0
     live(snapshots, world(6, 2, 18), range(18, 23))
-    assert way.pins.sizes() == [half] * 3, "a node without memory gets back what copies do not need"
+    assert way.pins.sizes() == [pages(half)] * 3, "a node without memory gets back what copies do not need"
     assert os.fstat(region.descriptor).st_blocks * 512 < 4 * half
     free[0] = node_memory.SPARE + whole.bytes
     live(snapshots, world(8, 1, 22), range(22, 26))
-    assert max(way.pins.sizes()) == whole.bytes, "and copies that need more take it"
+    assert max(way.pins.sizes()) == pages(whole.bytes), "and copies that need more take it"
 
 
 def launches(memory: torch.Tensor) -> str:

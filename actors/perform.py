@@ -43,6 +43,7 @@ from elastic.probe import COORDINATOR, Probe
 from elastic.protocol.actions import (
     Action,
     CommitManifest,
+    ConnectAhead,
     Exit,
     Fence,
     Form,
@@ -70,6 +71,7 @@ from elastic.protocol.events import (
     SaveFailed,
     StartFailed,
 )
+from elastic.protocol.plan import Plan
 from elastic.runs.receipts import Parts
 from elastic.runs.retention import Retention
 from elastic.runs.run import Run
@@ -153,8 +155,10 @@ class ActorGroup:
         """True as long as the run has no checkpoint and no world has formed: workers that start meanwhile
         compare the engine with plain torch.
         """
-        self._stores: dict[int, NodeId] = {}
-        """The node that hosts the store of each generation that is not settled."""
+        self._stores: dict[int, dict[NodeId, None]] = {}
+        """The nodes that host a store of each generation that is not settled: more than one if another node
+        than the first was chosen once the world was formed.
+        """
 
     def perform(self, action: Action) -> None:
         match action:
@@ -163,8 +167,11 @@ class ActorGroup:
                     self._start(worker, avoid)
             case Form(plan=plan):
                 self._begins = False
-                self._stores[plan.generation] = plan.store_node
-                self._do(self._forms, self._form, action)
+                self._stores.setdefault(plan.generation, {})[plan.store_node] = None
+                self._do(self._forms, self._form, plan, "form")
+            case ConnectAhead(plan=plan):
+                self._stores.setdefault(plan.generation, {})[plan.store_node] = None
+                self._do(self._forms, self._form, plan, "connect_ahead")
             case Go(generation, members):
                 self.orders.send(members, "go", generation)
             case Pause(generation, members, save, hand_over):
@@ -173,9 +180,9 @@ class ActorGroup:
                 self.orders.send(members, "fence", generation, whole)
             case Settle(generation, members, outcome):
                 self.orders.send(members, "settle", generation, _once(outcome, members))
-                home = self._stores.pop(generation, None)
+                homes = self._stores.pop(generation, None)
                 # an earlier coordinator chose the node: every keeper is asked
-                for keeper in list(self.keepers.values()) if home is None else self._those((home,)):
+                for keeper in list(self.keepers.values()) if homes is None else self._those(homes):
                     keeper.close_store.remote(self.incarnation, generation)
             case Kill(workers, _, examine):
                 for worker in workers:
@@ -417,8 +424,8 @@ class ActorGroup:
                 self.incarnation, number, saves, generation, version
             ).future().add_done_callback(done)
 
-    def _form(self, action: Form) -> None:
-        plan = action.plan
+    def _form(self, plan: Plan, order: str) -> None:
+        """Has a store opened for the generation of ``plan``, and sends its members the plan with ``order``."""
         if plan.generation not in self._stores:  # it was settled while this thread waited for other stores
             return
         try:
@@ -436,7 +443,7 @@ class ActorGroup:
             for keeper in self._those((plan.store_node,)):
                 ray.kill(keeper, no_restart=True)  # otherwise the node would never get another keeper
             return
-        self.orders.send(plan.members, "form", _once(plan, plan.members), store)
+        self.orders.send(plan.members, order, _once(plan, plan.members), store)
 
     # ---- keepers
 

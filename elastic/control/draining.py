@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from elastic.control import copy_inventory, edges, membership
+from elastic.control import ahead, copy_inventory, edges, membership
 from elastic.control.decision import Decision, names
 from elastic.control.run import Announced, Forming, Running, RunState, Stopping
 from elastic.control.seating import candidates, layout_of, newest_source
@@ -139,6 +139,8 @@ def go_on(decision: Decision) -> None:
     waiting = [node for node in doomed if node not in run.cluster.leaving]
     if due := _due(decision, waiting, seats):
         decision.know("cluster", leaving=(*run.cluster.leaving, *due))
+    if isinstance(run.state, Running) and any(node in seats for node in waiting) and not run.enough:
+        ahead.begin(decision)
     if run.cluster.leaving or due:
         _end_outsiders(decision, seats)
         _leave(decision)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from elastic.control import admission, copy_inventory, membership, saves
+from elastic.control import admission, ahead, copy_inventory, membership, saves
 from elastic.control.decision import Decision, count, names
 from elastic.control.liveness import begun
 from elastic.control.rules import Rules
@@ -71,6 +71,7 @@ def form(decision: Decision) -> None:
     why = missing(decision, plan)
     if plan is None or why:
         return _wait(decision, why)
+    plan = ahead.taken_up(run.state, plan, run)
     given_up = lineage.abandoned(run.history.lineage, plan.version)
     _take_up(decision, plan)
     if run.saves.pending:
@@ -224,8 +225,11 @@ def finish(decision: Decision, plan: Plan) -> None:
 
 def pause(decision: Decision, cause: str, *, save: bool, hand_over: bool = False) -> None:
     """Stops as planned: the members agree in a commit on the boundary to stop at, and nothing is lost."""
-    plan = decision.plan
-    enter(decision, Stopping(plan, cause, True, plan.members, NEVER, save=save, hand_over=hand_over))
+    plan, state = decision.plan, decision.run.state
+    met = ahead.met(decision.run, state) if isinstance(state, Running) else None
+    enter(
+        decision, Stopping(plan, cause, True, plan.members, NEVER, save=save, hand_over=hand_over, ahead=met)
+    )
     decision.do(Pause(plan.generation, plan.members, save, hand_over))
     decision.say(f"{cause}: generation {plan.generation} pauses at the next boundary")
 

@@ -18,6 +18,7 @@ from typing import assert_never
 
 from elastic.control import (
     admission,
+    ahead,
     commits,
     copy_inventory,
     draining,
@@ -41,6 +42,7 @@ from elastic.protocol.events import (
     Beat,
     Broken,
     Capacity,
+    ConnectedAhead,
     Ends,
     Evaluated,
     Event,
@@ -140,6 +142,8 @@ def _take(decision: Decision, event: Fact) -> None:
             forming.here(decision, event)
         case Ready():
             forming.ready(decision, event)
+        case ConnectedAhead():
+            ahead.connected(decision, event)
         case StepDone():
             commits.step_done(decision, event)
         case Ends():

@@ -63,6 +63,16 @@ class Running:
 
     plan: Plan
     since: float
+    ahead: Plan | None = None
+    """The plan of the next world, whose members connect it ahead; None if none does."""
+    expected: tuple[WorkerId, ...] = ()
+    """The workers for which it was last decided what is connected ahead."""
+    connected: dict[WorkerId, bool] = field(default_factory=dict)
+    """The members of ``ahead`` that have connected it."""
+    connect_until: float = NEVER
+    """The time until which newcomers wait for the other members of ``ahead``."""
+    attempts: int = 0
+    """The number of worlds that members of this world were asked to connect ahead."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +113,8 @@ class Stopping:
     """True if each member's copy of the boundary is complete before the member stops."""
     job_error: str = ""
     """The user's traceback if the job is at fault."""
+    ahead: Plan | None = None
+    """The plan of the next world, if all its members have connected it ahead."""
     noticed: bool = False
     """True if the world ends before it steps only because a machine will be taken: that counts against
     nothing.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from elastic.control import draining, edges, growth, stopping
+from elastic.control import ahead, draining, edges, growth, stopping
 from elastic.control.decision import Decision, names
 from elastic.control.liveness import Stall
 from elastic.control.run import Running
@@ -63,7 +63,9 @@ def _grow(decision: Decision, plan: Plan) -> None:
     )
     layout = layout_of(run, tuple(worker for worker in there if worker not in verdict.declined), rules)
     if layout is not None and layout.world > plan.layout.world:
-        edges.pause(decision, f"grow from {plan.layout} to {layout} ({verdict.why_welcome})", save=False)
+        if not ahead.is_awaited(decision):
+            why = f"grow from {plan.layout} to {layout} ({verdict.why_welcome})"
+            edges.pause(decision, why, save=False)
     elif frozenset(verdict.declined) - frozenset(run.members.declined):
         decision.know("members", declined=verdict.declined)
         decision.say(

@@ -13,21 +13,24 @@ or expelled: any other member could apply a commit that the abort broke.
   publishes its ports through the store while the world forms).
 
 This module is also the place for torch's own ``ProcessGroup.reconfigure`` (2.15).  Other modules know only
-``World`` and its groups.  The four functions below the line *how groups are made and left* make and end them;
-a process that kept its groups from one generation to the next would replace these four.
+``World`` and its groups.  The functions below the line *how groups are made and left* make and end them.
 ``tests/architecture`` checks that no other module makes or leaves a group.
+
+The groups of the next world are made and connected while the present one steps (:meth:`World.form` with
+``ahead``).  torch has one default group, so a world becomes the present one when it is entered.
 """
 
 from __future__ import annotations
 
 import contextlib
 import datetime
+import hashlib
 import json
 import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -92,6 +95,8 @@ class World:
     layout: Layout
     rank: int
     device: torch.device
+    everyone: dist.ProcessGroup
+    """The group of all members."""
     by_ranks: Mapping[tuple[int, ...], dist.ProcessGroup]
     """The groups of this member by the world ranks of their members."""
     store: dist.Store
@@ -120,9 +125,7 @@ class World:
     """
 
     def __post_init__(self) -> None:
-        everyone = dist.group.WORLD
-        assert everyone is not None
-        self.groups = tuple(dict.fromkeys((everyone, *self.by_ranks.values())))
+        self.groups = tuple(dict.fromkeys((self.everyone, *self.by_ranks.values())))
 
     @classmethod
     def form(
@@ -137,22 +140,27 @@ class World:
         nodes: tuple[str, ...] = (),
         replicas: bool = True,
         met: Callable[[], None] = lambda: None,
+        ahead: str = "",
     ) -> World:
         """Meets the other members in ``store`` and makes all groups.  Blocks until all are there, or raises
         after ``form_s``.
 
         No collective runs before ``connect``.  With ``replicas`` the members that hold the same shard get a
         group.  ``met`` is called after the group of all members is made and before the smaller ones are.
+        ``ahead`` names an attempt to form this generation while an earlier world steps; then the caller
+        enters it later.
         """
-        kept, store = store, dist.PrefixStore(f"g{generation}", store)
+        name = f"g{generation}.{ahead}" if ahead else f"g{generation}"
+        kept, store = store, dist.PrefixStore(name, store)
         store.set_timeout(datetime.timedelta(seconds=form_s))
         before = sockets.listening()
+        made = Groups(name, store, rank, device, form_s)
         with contextlib.ExitStack() as undo:
             # after any failure this process must be able to form the next world
-            undo.callback(_forget_groups, device)
-            _init_default_group(store, rank, layout.world, device, form_s)
+            undo.callback(made.forget)
+            everyone = made.group(range(layout.world))
             met()
-            groups = _smaller_groups(layout, rank, replicas=replicas)
+            groups = _smaller_groups(layout, rank, made.group, replicas=replicas)
             listening = sockets.listening() - before
             peers = (
                 _exchange_endpoints(store, rank, layout.world, listening)
@@ -164,6 +172,7 @@ class World:
                 layout,
                 rank,
                 device,
+                everyone,
                 groups,
                 store,
                 frozenset(p for _, p in listening),
@@ -171,8 +180,14 @@ class World:
                 nodes,
             )
             world.kept = kept
+            if not ahead:
+                world.enter()
             undo.pop_all()
         return world
+
+    def enter(self) -> None:
+        """Makes this world the present one of the process: collectives without a group are among its members."""
+        dist.distributed_c10d._update_default_pg(self.everyone)
 
     @classmethod
     def alone(cls, device: torch.device, generation: int = 1) -> World:
@@ -189,9 +204,12 @@ class World:
 
         Its collectives end at once and their results mean nothing (torch's fake backend).
         """
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=layout.world)
-        groups = _smaller_groups(layout, 0, replicas=False)
-        return cls(0, layout, 0, device, groups, FakeStore(), frozenset(), frozenset())
+        made = Groups("imagined", FakeStore(), 0, device, 60.0, backend="fake")
+        everyone = made.group(range(layout.world))
+        groups = _smaller_groups(layout, 0, made.group, replicas=False)
+        world = cls(0, layout, 0, device, everyone, groups, FakeStore(), frozenset(), frozenset())
+        world.enter()
+        return world
 
     @cached_property
     def size(self) -> int:
@@ -273,7 +291,8 @@ class World:
             raise WorldBroken(
                 f"the first all-reduces of generation {self.generation} gave {found} instead of {expected}"
             )
-        dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=run_s), None)
+        for group in self.groups:
+            dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=run_s), group)
 
     def _meet(self, where: str, until: float) -> None:
         """Waits for all members in the store.  Raises ``dist.DistError`` at ``until``, or as soon as the
@@ -450,75 +469,97 @@ class World:
 
     def close(self) -> None:
         """Forgets the groups.  It may be called after ``abort``, or when no collective is under way."""
-        _forget_groups(self.device)
+        _forget(self.groups, self.device)
 
 
 # ---- how groups are made and left
 
 
-def _init_default_group(
-    store: dist.Store, rank: int, world: int, device: torch.device, form_s: float
-) -> None:
-    """Makes the group of all members.
+class Groups:
+    """Makes the groups of one world, each once.
 
-    It passes no ``device_id``: with one, torch splits groups off NCCL's world, and a split after an abort
-    crashes the process (torch 2.11).
+    It calls the function behind ``init_process_group`` and ``new_group``, which leaves the default group as
+    it is, and passes no ``device_id``: with one, torch splits groups off NCCL's world, and a split after an
+    abort crashes the process (torch 2.11).
     """
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(
-        backend, store=store, rank=rank, world_size=world, timeout=datetime.timedelta(seconds=form_s)
-    )
+
+    def __init__(
+        self,
+        name: str,
+        store: dist.Store,
+        rank: int,
+        device: torch.device,
+        form_s: float,
+        *,
+        backend: str = "",
+    ) -> None:
+        self.name, self.store, self.rank, self.device = name, store, rank, device
+        self.backend = backend or ("nccl" if device.type == "cuda" else "gloo")
+        self.timeout = datetime.timedelta(seconds=form_s)
+        self.made: dict[tuple[int, ...], dist.ProcessGroup] = {}
+
+    def group(self, ranks: Iterable[int]) -> dist.ProcessGroup:
+        """Returns the group of the members with these world ranks.  Each communicator costs time to make and
+        to abort, so the same members have one.
+        """
+        members, c10d = tuple(ranks), dist.distributed_c10d
+        if members not in self.made:
+            # torch names a group in its own store by this name, which all its members must choose alike
+            name = f"{self.name}:{hashlib.sha256(repr(members).encode()).hexdigest()[:16]}"
+            made, _ = c10d._new_process_group_helper(  # no ranks: a group that torch knows as a default group
+                len(members),
+                members.index(self.rank),
+                [],
+                self.backend,
+                self.store,
+                name,  # type: ignore[arg-type] # some torch has a type of its own for names
+                timeout=self.timeout,
+            )
+            self.made[members] = made
+            c10d._world.pg_group_ranks[made] = {member: place for place, member in enumerate(members)}
+        return self.made[members]
+
+    def forget(self) -> None:
+        """Forgets all that was made."""
+        _forget(tuple(self.made.values()), self.device)
 
 
-def _smaller_groups(layout: Layout, rank: int, *, replicas: bool) -> dict[tuple[int, ...], dist.ProcessGroup]:
+def _smaller_groups(
+    layout: Layout, rank: int, group: Callable[[Iterable[int]], dist.ProcessGroup], *, replicas: bool
+) -> dict[tuple[int, ...], dist.ProcessGroup]:
     """Returns the groups of a member by their ranks: its shards, its replicas if they are asked for, those
-    that sum gradients with it, its stage, and the members along each axis that has more of them.  The same
-    members have one group only.
+    that sum gradients with it, its stage, and the members along each axis that has more of them.
     """
     asked = [layout.shard_ranks(rank), *([layout.replica_ranks(rank)] if replicas else [])]
     asked += [layout.data_group(rank), layout.stage_ranks(rank)]
     asked += [layout.along((name,), rank) for name, degree in layout.more if degree > 1]
-    return {ranks: _group(ranks, layout) for ranks in dict.fromkeys(asked)}
+    return {ranks: group(ranks) for ranks in dict.fromkeys(asked)}
 
 
-def _group(ranks: Sequence[int], layout: Layout) -> dist.ProcessGroup:
-    """Returns a group of ``ranks``.
-
-    An axis that spans the whole world uses the group of all members, because each communicator costs time to
-    make and to abort.
-    """
-    whole = dist.group.WORLD
-    if len(ranks) == layout.world and whole is not None:
-        return whole
-    return dist.new_group(list(ranks), use_local_synchronization=True)
-
-
-def _forget_groups(device: torch.device) -> None:
-    """Forgets all groups.  On CUDA it empties torch's registries, because ``destroy_process_group`` may not
-    return after an NCCL abort.
+def _forget(groups: Collection[dist.ProcessGroup], device: torch.device) -> None:
+    """Forgets ``groups``, and no others.  On CUDA it only takes them out of torch's registries, because
+    ``destroy_process_group`` may not return after an NCCL abort.
     """
     c10d = dist.distributed_c10d
     world = c10d._world
-    if not dist.is_initialized():
-        # a failed attempt was counted, and the count is part of the name under which the next members meet
-        world.group_count = 0
-        return
-    if device.type == "cpu":
-        dist.destroy_process_group()
-        return
-    c10d._update_default_pg(None)
-    for registry in (
-        world.pg_map,
-        world.pg_names,
-        world.pg_group_ranks,
-        world.pg_backend_config,
-        world.pg_to_tag,
-        world.tags_to_pg,
-    ):
-        registry.clear()
-    world.pg_coalesce_state.clear()
-    c10d._unregister_all_process_groups()
-    world.group_count = 0
+    if world.default_pg in groups:
+        c10d._update_default_pg(None)
+    for group in groups:
+        if device.type == "cpu":
+            group.shutdown()
+        if (name := world.pg_names.pop(group, None)) is not None:
+            torch._C._distributed_c10d._unregister_process_group(name)
+        for registry in (
+            world.pg_map,
+            world.pg_group_ranks,
+            world.pg_backend_config,
+            world.pg_to_tag,
+            world.pg_coalesce_state,
+        ):
+            registry.pop(group, None)
+        for tagged in [*world.tags_to_pg.values()]:
+            if group in tagged:
+                tagged.remove(group)
 
 
 def _abort_together(groups: Iterable[dist.ProcessGroup], services: Collection[Service]) -> None:

@@ -26,7 +26,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 from elastic.control.decision import Transition
 from elastic.control.evolve import evolve
 from elastic.control.rules import Rules
-from elastic.control.run import Finished, RunState, Stopping
+from elastic.control.run import Finished, Running, RunState, Stopping
 from elastic.journal import packed
 from elastic.journal.deltas import SAME, delta, patched
 from elastic.plan.layout import LayoutRule
@@ -87,8 +87,9 @@ QUIET: Mapping[type, tuple[str, ...]] = {
     SaveFailed: ("full",),
     RunState: ("enough", "why", "asked", "left", "mark", "worse"),
     Finished: ("step", "why"),
-    Plan: ("ends", "best", "worse"),
-    Stopping: ("hand_over", "noticed"),
+    Plan: ("ahead", "ends", "best", "worse"),
+    Running: ("ahead", "expected", "connect_until", "attempts"),
+    Stopping: ("hand_over", "ahead", "noticed"),
     Pause: ("hand_over",),
     Rules: ("patience", "min_delta"),
     LayoutRule: ("model",),

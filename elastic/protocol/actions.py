@@ -30,6 +30,15 @@ class Form:
 
 
 @dataclass(frozen=True)
+class ConnectAhead:
+    """Opens a store for the generation on the plan's store node, then asks every member to make and connect
+    the groups of this later world beside the steps.
+    """
+
+    plan: Plan
+
+
+@dataclass(frozen=True)
 class Go:
     """Lets the members begin to step, because all are ready; they may drop the state that they hold in older
     layouts.
@@ -212,6 +221,7 @@ class Exit:
 Action = (
     StartWorkers
     | Form
+    | ConnectAhead
     | Go
     | Pause
     | Fence

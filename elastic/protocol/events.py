@@ -211,6 +211,16 @@ class Ready:
 
 
 @dataclass(frozen=True)
+class ConnectedAhead:
+    """The worker has connected its groups of a later world, in this ``attempt``; or ``why`` it will not."""
+
+    worker: WorkerId
+    generation: int
+    attempt: int
+    why: str = ""
+
+
+@dataclass(frozen=True)
 class Work:
     """The floating-point operations of a step's forward and backward passes, however they were computed.
 
@@ -504,6 +514,7 @@ Fact = (
     | Capacity
     | Here
     | Ready
+    | ConnectedAhead
     | StepDone
     | Ends
     | Renewed

@@ -76,6 +76,8 @@ class Member:
         """The time at which the member asked the last question that a coordinator answered."""
         self.waiting: Plan | None = None
         """The plan that was accepted but not entered yet."""
+        self.connecting = (0, 0, 0)
+        """The incarnation, generation and attempt of the newest world that the member was to connect ahead."""
         self.plan: Plan | None = None
         """The plan of the world that the member is in, or was in last."""
         self.inside = False
@@ -148,6 +150,16 @@ class Member:
         if plan.generation <= max(latest, self.fenced):
             return False
         self.waiting = plan
+        return True
+
+    def connect_ahead(self, plan: Plan) -> bool:
+        """Accepts the order to connect the world of ``plan`` beside the steps, unless it is older than another
+        one.
+        """
+        key = plan.incarnation, plan.generation, plan.ahead
+        if key <= self.connecting or plan.generation <= max(self.generation, self.fenced):
+            return False
+        self.connecting = key
         return True
 
     def go(self, generation: int) -> bool:

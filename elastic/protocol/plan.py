@@ -54,6 +54,10 @@ class Plan:
     """The generations that committed the steps up to ``version``.  The plan carries it because every other
     process that knew them may be gone.
     """
+    ahead: int = 0
+    """The number of the attempt with which the members have connected this world ahead; 0 if it connects in
+    its pause.
+    """
     ends: int = 0
     """The last step of the run, if that ends before the job's last step; 0 if it does not."""
     best: Score | None = None

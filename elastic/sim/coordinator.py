@@ -329,6 +329,8 @@ class Coordinator:
                 cluster.start(action.workers, action.avoid)
             case do.Form():
                 self._each(action.plan.members, Worker.form, action.plan)
+            case do.ConnectAhead():
+                self._each(action.plan.members, Worker.connect_ahead, action.plan)
             case do.Go():
                 self._each(action.members, Worker.go, action.generation)
             case do.Pause():

@@ -18,7 +18,18 @@ from elastic.plan.placement import cell_of
 from elastic.plan.transfer import Holding
 from elastic.protocol.actions import Settle
 from elastic.protocol.commit_record import ENDS, HAND_OVER, Outcome
-from elastic.protocol.events import Broken, Ends, Fenced, Here, Joined, Progress, Ready, Starting, StepDone
+from elastic.protocol.events import (
+    Broken,
+    ConnectedAhead,
+    Ends,
+    Fenced,
+    Here,
+    Joined,
+    Progress,
+    Ready,
+    Starting,
+    StepDone,
+)
 from elastic.protocol.faults import Point
 from elastic.protocol.member import Member
 from elastic.protocol.plan import Plan
@@ -70,6 +81,8 @@ class Worker(Process):
         """The version after whose step the worker's loop was left."""
         self._planned_at = 0.0
         self.progress: Progress | None = None
+        self.ahead: tuple[int, int, int] | None = None
+        """The incarnation, generation and attempt of the world that it has connected ahead."""
         self.memory = Memory(self)
 
     def end(self, why: str) -> None:
@@ -133,6 +146,22 @@ class Worker(Process):
         if self.member.form(plan):
             self._enter()
 
+    def connect_ahead(self, plan: Plan) -> None:
+        """Connects the world of ``plan`` beside the steps, or finds no room for it."""
+        if not self.member.connect_ahead(plan):
+            return
+        self.ahead = None
+        self.sim.clock.after(0.3 * self.sim.rng.random(), self.receive, self._connected_ahead, plan)
+
+    def _connected_ahead(self, plan: Plan) -> None:
+        if self.member.connecting != (plan.incarnation, plan.generation, plan.ahead):
+            return  # it was dropped for a later one
+        if self.sim.rng.random() < 0.1:
+            self.sim.oracle.occasions["a member connects no world ahead"] += 1
+            return self.report(ConnectedAhead(self.name, plan.generation, plan.ahead, "there is no room"))
+        self.ahead = plan.incarnation, plan.generation, plan.ahead
+        self.report(ConnectedAhead(self.name, plan.generation, plan.ahead))
+
     def _enter(self) -> None:
         """Enters the world of the waiting plan, if the member allows this now."""
         plan = self.member.waiting
@@ -144,6 +173,13 @@ class Worker(Process):
                 f"{self.world.generation}"
             )
         check_plan(self, plan)
+        if plan.ahead:
+            self.sim.oracle.occasions["a world has connected ahead"] += 1
+            if self.ahead != (plan.incarnation, plan.generation, plan.ahead):
+                raise Violation(
+                    f"{self.name} is to take groups that it has not connected for generation {plan.generation}"
+                )
+        self.ahead = None
         self.world, self.phase = self.sim.world(plan), Phase.FORMING
         self._planned_at = self.sim.clock.now
         self.cell = cell_of(plan.layout, plan.world_rank(self.name))

@@ -38,7 +38,7 @@ from elastic.protocol.commit_record import (
     Validated,
     better_of,
 )
-from elastic.protocol.events import Broken, Ends, Evaluated, Event, Here, Ready, StepDone
+from elastic.protocol.events import Broken, ConnectedAhead, Ends, Evaluated, Event, Here, Ready, StepDone
 from elastic.protocol.plan import Plan
 from elastic.threads import later
 from elastic.train.apply_fence import ApplyFence
@@ -52,6 +52,7 @@ from elastic.train.gauges.profiler import Profiler
 from elastic.train.heal import Healing, home_of, nothing
 from elastic.train.machine.interface import interface
 from elastic.train.model import State
+from elastic.train.next_world import NextWorld
 from elastic.train.orders import Controlled, Leave, Settled, Went
 from elastic.train.own_faults import Seat
 from elastic.train.step import Session, Step, update
@@ -101,6 +102,7 @@ class Trainer(Controlled):
         """The network interface of this process's sockets, which no world changes."""
         self.profiler = Profiler(session.job, checkpoints.store, partial(print, flush=True))
         self.world: World | None = None
+        self.next_world = NextWorld(device, self._meets_ahead, self._tell_of_next)
         self._abort: threading.Thread | None = None
         """The thread that aborts the previous world; no collective of the next world begins until it has
         ended.
@@ -126,6 +128,17 @@ class Trainer(Controlled):
         if world is not None and world.generation == generation:
             self._abort = threading.Thread(target=self._aborts, args=(world, self._abort), daemon=True)
             self._abort.start()
+
+    def _connect_ahead(self, plan: Plan, store: tuple[str, int]) -> None:
+        self.next_world.begin(plan, store)
+
+    def _tell_of_next(self, plan: Plan, why: str) -> None:
+        self.report(ConnectedAhead(self.worker, plan.generation, plan.ahead, why))
+
+    def _meets_ahead(self, plan: Plan, store: tuple[str, int]) -> World:
+        world = self._meet(plan, store)
+        world.connect(self._form_s, RUN_TIMEOUT_S)
+        return world
 
     def _aborts(self, world: World, before: threading.Thread | None) -> None:
         """Aborts ``world``, and then waits for the end of the abort ``before``.
@@ -168,6 +181,7 @@ class Trainer(Controlled):
         finally:
             self._slow.cancel()
             self._close()
+            self.next_world.drop()
             self.profiler.close()
 
     def _evaluate(self, version: Version) -> None:
@@ -226,8 +240,10 @@ class Trainer(Controlled):
         self._say(Here(self.worker, plan.generation))
         if self._left == plan.version and not plan.ends:
             self._say(Ends(self.worker, plan.generation, plan.version.step))
+        if not plan.ahead:
+            self.next_world.drop()
         began = time.monotonic()
-        self.world = world = self._meet(plan, store)
+        self.world = world = self._taken(plan) if plan.ahead else self._meet(plan, store)
         with self.apply_fence as member:  # the settlement may have come before there was a world to abort
             member.go_on("formed")
         met = time.monotonic()
@@ -248,7 +264,8 @@ class Trainer(Controlled):
                 raise AbortStuck(f"{where} within {ABORT_S:g} s")
         alone = time.monotonic()
         healing = Healing(state, plan, self.worker, self.session, self._leave_if_fenced)
-        world.connect(self._form_s, RUN_TIMEOUT_S)
+        if not plan.ahead:
+            world.connect(self._form_s, RUN_TIMEOUT_S)
         formed, before = time.monotonic(), self._received
         healing.finish(held, self.checkpoints, partial(self._half_way, plan, world))
         world.finish()
@@ -299,6 +316,13 @@ class Trainer(Controlled):
         """
         return self.session.job.deadlines.form_s / 2
 
+    def _taken(self, plan: Plan) -> World:
+        """Returns the world of ``plan``, which this worker has connected ahead."""
+        world = self.next_world.take(plan)
+        world.enter()
+        self.session.faults.strike("forming", plan.version.step + 1, world)
+        return world
+
     def _meet(self, plan: Plan, store: tuple[str, int]) -> World:
         client = join_store(*store, self.session.secret, self._form_s)
         seat = Seat(plan.generation, plan.world_rank(self.worker))
@@ -311,7 +335,10 @@ class Trainer(Controlled):
             form_s=self._form_s,
             nodes=tuple(plan.nodes),
             replicas=scheme_of(self.session.job).needs_replicate_group,
-            met=partial(self.session.faults.strike, "forming", plan.version.step + 1, seat),
+            met=partial(self.session.faults.strike, "forming", plan.version.step + 1, seat)
+            if not plan.ahead
+            else nothing,
+            ahead=f"{plan.incarnation}.{plan.ahead}" if plan.ahead else "",
         )
 
     def _train(self, plan: Plan, state: State) -> None:

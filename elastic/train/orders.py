@@ -76,6 +76,16 @@ class Controlled:
         if taken:
             self.orders.put(Enter(plan, store))
 
+    def connect_ahead(self, plan: Plan, store: tuple[str, int]) -> None:
+        """Begins to connect the world of ``plan`` beside the steps, unless the order is an older one."""
+        with self.apply_fence as member:
+            taken = member.connect_ahead(plan)
+        if taken:
+            self._connect_ahead(plan, store)
+
+    def _connect_ahead(self, plan: Plan, store: tuple[str, int]) -> None:
+        """Begins to connect the world of ``plan``; the base class does nothing.  It must not wait."""
+
     def go(self, generation: int) -> None:
         """Orders the training thread to begin to step."""
         with self.apply_fence as member:

@@ -13,7 +13,7 @@ from elastic.ids import NodeId, Version, WorkerId
 from elastic.plan.layout import LayoutRule
 from elastic.plan.transfer import Holding
 from elastic.protocol import events as ev
-from elastic.protocol.actions import Action, Upload
+from elastic.protocol.actions import Action, ConnectAhead, Upload
 from elastic.protocol.commit_record import DUE, GO_ON, LAST, NO_SAVE, Outcome, is_saved
 from elastic.protocol.copy_schedule import due
 from elastic.protocol.plan import Plan
@@ -64,6 +64,8 @@ class Play:
         self.run = run or RunState.begin(1, 0.0)
         self.last = Transition(self.run, (), "")
         self.edges: list[tuple[type[State], type[State]]] = []
+        self.connects = True
+        """Members connect a world ahead as soon as they are asked."""
 
     def tell(self, event: ev.Event) -> str:
         before = type(self.run.state)
@@ -71,7 +73,18 @@ class Play:
         self.run = self.last.run
         if type(self.run.state) is not before:
             self.edges.append((before, type(self.run.state)))
-        return self.last.reason
+        asked = [action.plan for action in self.last.actions if isinstance(action, ConnectAhead)]
+        return self._connect(*asked) if asked and self.connects else self.last.reason
+
+    def _connect(self, ahead: Plan) -> str:
+        """Lets all members of ``ahead`` connect it at once."""
+        told, first, actions = [self.last.reason], self.last, list(self.last.actions)
+        for worker in ahead.members:
+            told.append(self.tell(ev.ConnectedAhead(worker, ahead.generation, ahead.ahead)))
+            actions += self.last.actions
+        reason = "; ".join(filter(None, told))
+        self.last = Transition(self.run, tuple(actions), reason, first.durable or self.last.durable)
+        return reason
 
     def later(self, seconds: float) -> str:
         """Lets ``seconds`` go by, and tells a tick."""

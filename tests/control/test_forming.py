@@ -175,7 +175,7 @@ def test_growth_is_at_a_boundary_and_loses_nothing() -> None:
         "w2 joined on node n1; grow from 1×1 to 2×1 (an expected stay of 3600 s saves 1800.0 s, and "
         "joining and leaving cost 0.0 s): generation 1 "
     )
-    assert play.deeds == ["Pause"]
+    assert play.deeds == ["ConnectAhead", "Pause"]
     play.step(4)
     assert play.deeds == ["Pause"], "step 4 was on its way already: ask again"
     play.step(5, boundary=1)

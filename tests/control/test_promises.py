@@ -92,6 +92,11 @@ def any_fact(rng: Random, run: RunState) -> ev.Fact:
                 "digest",
             ),
             ev.SaveFailed(version, "store unavailable", again=True, manifest=True),
+            *(
+                [ev.ConnectedAhead(rng.choice(ahead.members), ahead.generation, ahead.ahead)] * 4
+                if (ahead := getattr(run.state, "ahead", None)) is not None
+                else ()
+            ),
             ev.StopRequested("Ctrl-C") if rng.random() < 0.02 else ev.Tick(),
             ev.Tick(),
         )
@@ -120,7 +125,7 @@ def told(seed: int, words: int = 150) -> list[Word]:
 
 @pytest.fixture(scope="module")
 def stories() -> list[list[Word]]:
-    return [told(seed) for seed in range(24)]
+    return [told(seed) for seed in range(40)]
 
 
 def test_the_stories_are_worth_something(stories: list[list[Word]]) -> None:

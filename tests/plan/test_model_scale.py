@@ -11,7 +11,7 @@ import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -20,7 +20,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from elastic.control.run import Forming
 from elastic.engine import world
@@ -168,13 +167,9 @@ def ranks_along(layout: Layout, rank: int, *axes: str) -> tuple[int, ...]:
 
 def worlds(layout: Layout) -> Iterator[World]:
     """Yields the world that each rank forms, with torch's fake backend, which needs nobody to talk to."""
-
-    def alone(store: dist.Store, rank: int, size: int, *_: object) -> None:
-        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
-
     meta = torch.device("meta")  # on which no addresses are exchanged, as with gloo
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(world, "_init_default_group", alone)
+        patch.setattr(world, "Groups", partial(world.Groups, backend="fake"))
         for rank in range(layout.world):
             formed = World.form(
                 dist.HashStore(), generation=1, layout=layout, rank=rank, device=meta, form_s=9.0

@@ -508,3 +508,60 @@ def test_nothing_is_queued_after_an_abort_and_an_abort_waits_for_what_is(
         assert order.count("queued") == 1
     finally:
         world.close()
+
+
+def step_beside(world: World, port: int, stays: bool) -> tuple[list[float], float, bool]:
+    """Connects the next world on a thread while the present one makes collectives, then enters it, or drops it.
+
+    Returns the sums of the present world, that of the next collective without a group, and whether bystanders
+    are unharmed.
+    """
+    bystanders, ahead = Bystanders(), list[World]()
+
+    def connect() -> None:
+        store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+        rank = (world.rank + 1) % world.size  # the members sit elsewhere
+        formed = World.form(
+            store,
+            generation=world.generation + 1,
+            layout=Layout(world.size, 1),
+            rank=rank,
+            device=world.device,
+            form_s=FREED_S,
+            ahead="1.1",
+        )
+        formed.connect(FREED_S, 60)
+        ahead.append(formed)
+
+    thread = threading.Thread(target=connect)
+    thread.start()
+    sums, busy = [], torch.ones(())
+    while busy.item():  # until all have connected
+        one, busy = torch.ones(()), torch.tensor(float(thread.is_alive()))
+        dist.all_reduce(one)
+        dist.all_reduce(busy)
+        sums.append(one.item())
+    (formed,) = ahead
+    assert dist.group.WORLD is world.everyone and dist.get_rank() == world.rank
+    gone, present = (world, formed) if stays else (formed, world)
+    gone.abort()
+    gone.close()
+    if stays:
+        formed.enter()
+    one = torch.tensor(float(dist.get_rank()))
+    dist.all_reduce(one)
+    shifted = dist.get_rank() == (world.rank + stays) % world.size
+    present.close()
+    harmless = bystanders.alive()
+    bystanders.close()
+    return sums, one.item(), harmless and shifted and not dist.is_initialized()
+
+
+@pytest.mark.parametrize("stays", [True, False], ids=["taken", "dropped"])
+def test_r24_a_world_is_connected_beside_the_collectives_of_another(own: Ranks, stays: bool) -> None:
+    """Each of the two can end and leaves the other one as it is."""
+    later = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    own.start(Layout(3, 1), [0, 1, 2], step_beside, later.port, stays)
+    for process in (0, 1, 2):
+        sums, last, right = own.answer(process)
+        assert set(sums) == {3.0} and last == 3.0 and right

@@ -25,12 +25,14 @@ from torch import Tensor, nn
 
 from elastic.engine.loss import next_token
 from elastic.engine.world import World
+from elastic.errors import WorldBroken
 from elastic.protocol.commit_record import BadRecord, CommitShape, Outcome, conclude
 from elastic.state import snapshot
 from elastic.state.streaming import _Threads
 from elastic.train import loop
 from elastic.train import step as steps
 from elastic.train.loop import Trainer
+from elastic.train.next_world import NextWorld
 from tests.support.patience import PATIENCE_S
 
 STEP = 6
@@ -156,6 +158,16 @@ def _abort_early(me: Trainer) -> None:
     me.report = report
     for event in held:
         report(*event)
+
+
+def roomless(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Finds no room on this worker's device for the groups of a second world."""
+
+    def refuse(self: NextWorld) -> None:
+        raise WorldBroken("the device has 0 bytes of free memory")
+
+    NextWorld._leave_room = refuse  # type: ignore[method-assign]
+    return next_token(model, batch)
 
 
 def holding_the_gil(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:

@@ -425,7 +425,7 @@ class ActorGroup:
             ).future().add_done_callback(done)
 
     def _form(self, plan: Plan, order: str) -> None:
-        """Has a store opened for the generation of ``plan``, and sends its members the plan with ``order``."""
+        """Opens a store for the generation of ``plan`` at its keeper, and sends its members the plan with ``order``."""
         if plan.generation not in self._stores:  # it was settled while this thread waited for other stores
             return
         try:

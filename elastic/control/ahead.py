@@ -90,6 +90,8 @@ def taken_up(state: State, plan: Plan, run: RunState) -> Plan:
     ahead = state.ahead if isinstance(state, Stopping) and state.planned else None
     if ahead is None or ahead.store_node not in run.cluster.keepers:
         return plan
+    if ahead.store_node in run.cluster.notices and plan.store_node not in run.cluster.notices:
+        return plan
     same = all(
         getattr(ahead, each) == getattr(plan, each)
         for each in ("incarnation", "generation", "layout", "members", "nodes")

@@ -88,7 +88,7 @@ QUIET: Mapping[type, tuple[str, ...]] = {
     RunState: ("enough", "why", "asked", "left", "mark", "worse"),
     Finished: ("step", "why"),
     Plan: ("ahead", "ends", "best", "worse"),
-    Running: ("ahead", "expected", "connect_until", "attempts"),
+    Running: ("ahead", "connect_until", "attempts"),
     Stopping: ("hand_over", "ahead", "noticed"),
     Pause: ("hand_over",),
     Rules: ("patience", "min_delta"),

@@ -29,7 +29,7 @@ class NextWorld:
         self.device, self.meets, self.tell = device, meets, tell
         self._lock = threading.Lock()
         self._plan: Plan | None = None
-        self._world: World | None = None
+        self._made: World | None = None
 
     def begin(self, plan: Plan, store: tuple[str, int]) -> None:
         """Begins to connect the world of ``plan`` and returns at once; an earlier world is dropped."""
@@ -53,7 +53,7 @@ class NextWorld:
         with self._lock:
             wanted = plan is self._plan
             if wanted:
-                self._world = world
+                self._made = world
         if wanted:
             self.tell(plan, "")
         else:
@@ -78,16 +78,16 @@ class NextWorld:
         is not there.
         """
         with self._lock:
-            there, world = self._plan, self._world
+            there, world = self._plan, self._made
             if world is not None and there is not None and _same(there, plan):
-                self._plan = self._world = None
+                self._plan = self._made = None
                 return world
         raise WorldBroken(f"this worker has not connected generation {plan.generation} ahead")
 
     def drop(self) -> None:
         """Ends what was begun and not taken.  It does not wait."""
         with self._lock:
-            world, self._world, self._plan = self._world, None, None
+            world, self._made, self._plan = self._made, None, None
         if world is not None:
             threading.Thread(target=_end, args=(world,), daemon=True).start()
 

@@ -489,6 +489,7 @@ ENVIRONMENT = {
 BOUNDARIES = {
     "actors/": "processes begin and end here",
     "elastic/train/loop.py": "whatever the user's code raises goes to the coordinator",
+    "elastic/train/next_world.py": "whatever keeps a world from being connected ahead, it connects in its pause",
     "elastic/train/alone/local.py": "whatever the user's code raises, the steps before it are saved",
     "elastic/train/context.py": (
         "whatever the user's loop has made of the error of a step, that error goes on"

@@ -324,7 +324,9 @@ class ActorGroup:
             if not self._closing:
                 self._do(self._pool, self._not_made, worker, error)
             return
-        reason = why_ended(error)
+        reason, node = why_ended(error), self.joined.get(worker)
+        if reason == NODE_DIED and node is not None:
+            self.post(KeeperLost(node, NODE_DIED, with_its_node=True))  # it may have no keeper that tells
         self.post(Lost(worker, reason, certain=reason not in (NODE_DIED, UNREACHED)))
 
     def _not_made(self, worker: WorkerId, error: BaseException) -> None:

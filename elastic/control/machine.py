@@ -32,7 +32,7 @@ from elastic.control import (
     takeover,
     waiting,
 )
-from elastic.control.decision import Decision, Transition
+from elastic.control.decision import Decision, Transition, names
 from elastic.control.liveness import heard, observe
 from elastic.control.rules import Rules
 from elastic.control.run import Finishing, Forming, Running, RunState, Stopping, Waiting
@@ -216,7 +216,7 @@ def _lost(decision: Decision, event: Lost) -> None:
     if event.worker in run.members.starting:
         return membership.start_failed(decision, StartFailed(event.worker, event.reason))
     expelled = isinstance(state, Stopping) and event.worker in state.expelled
-    if event.worker not in run.workers and not expelled:
+    if event.worker not in run.workers and not (expelled and event.certain):
         return decision.refuse(f"{event.worker} is no longer a worker of the run")
     known = "is lost" if event.worker in run.workers else "has ended"  # it was lost or expelled before
     membership.remove(decision, (event.worker,))
@@ -238,10 +238,18 @@ def _keeper_up(decision: Decision, event: KeeperUp) -> None:
 
 
 def _keeper_lost(decision: Decision, event: KeeperLost) -> None:
-    membership.keeper_lost(decision, event.node, with_its_node=event.with_its_node)
-    if event.with_its_node:
-        draining.gone(decision, event.node)
+    dead, there = event.with_its_node, membership.workers_on(decision.run, event.node)
+    if dead and not there and not membership.is_known(decision.run, event.node):
+        return decision.refuse(f"node {event.node[:8]} is gone already")
+    membership.keeper_lost(decision, event.node, with_its_node=dead)
     decision.say(f"the keeper of node {event.node[:8]} is lost ({event.reason})")
+    if dead:
+        draining.gone(decision, event.node)
+    if dead and there:  # nobody hears of each by itself, and another one may be in the next world
+        membership.expel(decision, there, event.reason)
+        stopping.members_lost(
+            decision, there, f"{names(there)} {'is' if len(there) == 1 else 'are'} lost with it", certain=False
+        )
     state = decision.run.state
     if isinstance(state, Forming) and state.plan.store_node == event.node:
         edges.stop(decision, "this keeper hosts the store of the world that is forming")

@@ -138,6 +138,11 @@ def number_of(worker: WorkerId) -> int:
 # ---- workers that joined
 
 
+def workers_on(run: RunState, node: NodeId) -> tuple[WorkerId, ...]:
+    """Returns the workers of ``node``."""
+    return tuple(worker for worker, known in run.workers.items() if known.node == node)
+
+
 def remove(decision: Decision, workers: tuple[WorkerId, ...]) -> None:
     """Removes the workers from the run.  Their copies stay with their keepers."""
     gone = frozenset(workers)
@@ -183,6 +188,12 @@ def keeper_up(decision: Decision, event: KeeperUp) -> None:
     known = hosts.get(node, Host())
     if node not in hosts or (known.address, known.zone) != (event.address, event.zone):
         decision.know("copies", hosts={**hosts, node: replace(known, address=event.address, zone=event.zone)})
+
+
+def is_known(run: RunState, node: NodeId) -> bool:
+    """Returns whether the run has a keeper, copies, a stay or a notice of ``node``."""
+    cluster = run.cluster
+    return any(node in each for each in (cluster.keepers, run.copies.hosts, cluster.homes, cluster.notices))
 
 
 def keeper_lost(decision: Decision, node: NodeId, *, with_its_node: bool = False) -> None:

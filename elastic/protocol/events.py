@@ -119,7 +119,7 @@ class KeeperUp:
 
 @dataclass(frozen=True)
 class KeeperLost:
-    """The keeper is gone; ``with_its_node`` means that its whole node is taken for dead."""
+    """The keeper is gone; ``with_its_node`` means that its whole node is taken for dead, with its workers."""
 
     node: NodeId
     reason: str

@@ -65,7 +65,10 @@ def recoveries(records: Iterable[Mapping[str, Any]]) -> list[Recovery]:
     marks: dict[str, Any] = {}
     living: set[str] = set()
     for record in records:
-        lost = {each["worker"] for each in codec.parts_of(record["event"]) if each["$"] == "Lost"}
+        told = codec.parts_of(record["event"])
+        lost = {each["worker"] for each in told if each["$"] == "Lost"}
+        if any(each["$"] == "KeeperLost" and each.get("with_its_node") for each in told):
+            lost |= killed(record)  # the workers of a dead node are lost with it
         _mark(marks, record, all_lost=bool(living) and living <= lost)
         living -= lost
         living = next(
@@ -76,6 +79,13 @@ def recoveries(records: Iterable[Mapping[str, Any]]) -> list[Recovery]:
                 found.append(_recovery(marks))
             marks = {}
     return found
+
+
+def killed(record: Mapping[str, Any]) -> set[str]:
+    """Returns the workers that a record orders to kill."""
+    return {
+        worker for action in record["actions"] if action["$"] == "Kill" for worker in action["workers"]
+    }
 
 
 def _mark(marks: dict[str, Any], record: Mapping[str, Any], *, all_lost: bool) -> None:

@@ -16,7 +16,7 @@ from elastic.journal import codec
 from elastic.plan.layout import Layout
 from elastic.report.goodput import ENDED, Account
 from elastic.report.metrics import version_of
-from elastic.report.recoveries import Recovery, recoveries
+from elastic.report.recoveries import Recovery, killed, recoveries
 
 LOST, FORMED, COORDINATOR, SAVED, STARTED, BRANCH = (
     "lost",
@@ -183,6 +183,8 @@ class Timeline:
             self._members.discard(told["worker"])
             self._add(at, LOST, record["reason"] or f"{told['worker']} is lost ({told['reason']})")
         elif kind == "KeeperLost" and told.get("with_its_node"):
+            self._lost |= (gone := killed(record))
+            self._members -= gone
             self._add(at, LOST, record["reason"] or f"a node is lost ({told['reason']})")
         elif kind == "Recovered":
             self._incarnation = max(self._incarnation, told["incarnation"])

@@ -13,7 +13,7 @@ from elastic.control import membership
 from elastic.control.decision import Decision
 from elastic.control.run import Failed, Forming, Running, Waiting
 from elastic.control.seating import candidates
-from elastic.ids import NodeId, WorkerId
+from elastic.ids import NodeId, Version, WorkerId
 from elastic.journal.codec import changes, decode_run, encode
 from elastic.protocol import events as ev
 from elastic.protocol.actions import Kill, StartWorkers
@@ -524,3 +524,59 @@ def test_a_slow_start_is_no_sign_that_a_coordinator_got_anywhere() -> None:
     assert play.run.takeover.startups == 1 and list(play.run.watch.starts) == ["w1"]
     joins(play, "w1", "n1")
     assert play.run.takeover.startups == 0 and play.run.watch.starts == {}
+
+
+def two_nodes(**changes: Any) -> Play:
+    """Returns a run of w1 and w2 on n1, and w3 and w4 on n2, at step 4."""
+    play = Play(rules(max_workers=4, **{"copy_every": 1, "buddy_every": 1, **changes}))
+    play.tell(ev.Capacity(4 + changes.get("spares", 0)))
+    for worker, node in (("w1", "n1"), ("w2", "n1"), ("w3", "n2"), ("w4", "n2")):
+        play.tell(ev.KeeperUp(NodeId(node)))
+        play.tell(ev.Joined(WorkerId(worker), NodeId(node), "cpu", CLASSES))
+    reformed(play).steps(1, 4)
+    return play
+
+
+DEAD = ev.KeeperLost(NodeId("n2"), "its node died", with_its_node=True)
+
+
+def test_a_dead_node_takes_all_its_workers_in_one_decision() -> None:
+    """Whichever word of it comes first: nobody waits for a worker that is gone, and one world is formed."""
+    for first in (DEAD, ev.Lost(WorkerId("w3"), "its node died", certain=False)):
+        play = two_nodes()
+        play.tell(first)
+        play.tell(DEAD)
+        assert play.pending == ("w1", "w2") and not {"w3", "w4"} & play.run.workers.keys()
+        assert play.tell(DEAD).startswith("refused: ")
+        play.answer("w1", Version(4, 1))
+        play.answer("w2", Version(4, 1))
+        assert (play.generation, play.plan.members) == (2, ("w1", "w2"))
+        for worker in ("w3", "w4"):
+            again = play.tell(ev.Lost(WorkerId(worker), "its node died", certain=False))
+            assert again.startswith("refused: "), again
+        assert isinstance(play.run.state, Forming) and play.generation == 2
+
+
+def test_a_spare_on_a_dead_node_is_in_no_next_world() -> None:
+    """Its own death may be heard seconds later: Ray asks again for a while whom it cannot reach."""
+    play = two_nodes(spares=1)
+    play.tell(ev.Joined(WorkerId("w5"), NodeId("n2"), "cpu", CLASSES))
+    assert "w5" in play.run.workers
+    assert play.tell(DEAD).startswith("the keeper of node n2 is lost (its node died); w3, w4 and w5 are lost with it")
+    assert play.did(Kill) == [Kill((WorkerId("w3"), WorkerId("w4"), WorkerId("w5")), "its node died")]
+    assert play.pending == ("w1", "w2")
+
+
+def test_a_dead_node_without_keeper_or_coordinator_leaves_no_notice() -> None:
+    """The keeper died before, or the death of its node was told to a coordinator that died too."""
+    node = NodeId("n2")
+    play = two_nodes()
+    play.tell(ev.NodeDraining(node, play.now + 60.0, "aws"))
+    play.tell(ev.KeeperLost(node, "its process died"))
+    assert play.run.cluster.notices, "the machine lives, and is taken all the same"
+    play.tell(DEAD)
+    assert play.run.cluster.notices == {} and not {"w3", "w4"} & play.run.workers.keys()
+    play = two_nodes()
+    play.tell(ev.NodeDraining(node, play.now + 60.0, "aws"))
+    play.tell(ev.Recovered(2, (WorkerId("w1"), WorkerId("w2")), (NodeId("n1"),)))
+    assert play.run.cluster.notices == {}

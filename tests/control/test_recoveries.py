@@ -23,6 +23,12 @@ def record(
     }
 
 
+def dead_node(at: float, *workers: str) -> dict[str, Any]:
+    """Returns the record of a node that died with ``workers``."""
+    kill = {"$": "Kill", "workers": list(workers)}
+    return {**record(at, "KeeperLost", node="n1", with_its_node=True), "actions": [kill]}
+
+
 BEGUN = [
     record(0.0, "Joined", "Form", members=("w1", "w2")),
     record(0.1, "Ready", "Go", form_s=0.1, heal_s=0.1),
@@ -43,8 +49,9 @@ BEGUN = [
             ],
             False,
         ),
+        ([dead_node(10.0, "w1", "w2")], False),
     ],
-    ids=["fenced", "paused", "nobody is left to be fenced"],
+    ids=["fenced", "paused", "nobody is left to be fenced", "their node is dead"],
 )
 def test_each_phase_is_told_apart(first: list[dict[str, Any]], planned: bool) -> None:
     records = [

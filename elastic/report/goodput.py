@@ -70,16 +70,19 @@ PHASES = {
 boundary is committed, and Saving once all members have answered.
 """
 ENDED = ("Finished", "Stopped", "Failed")
-START, LOSS, JOIN, FAULT, STOP, END, VALIDATED = (
+START, LOSS, JOIN, LEAVE, FAULT, STOP, END, VALIDATED = (
     "start",
     "loss",
     "join",
+    "noticed leave",
     "fault",
     "stop",
     "last save",
     "validation",
 )
-"""The kinds of incidents.  A validation is none, but costs time as they do."""
+"""The kinds of incidents.  A world that leaves a node before its machine is taken is a noticed leave, also if
+newcomers take the seats.  A validation is no incident, but costs time as they do.
+"""
 USUAL = 30
 """Number of newest steps whose median is the usual time of a step."""
 
@@ -239,6 +242,8 @@ class _There:
     found: dict[str, bool] = field(default_factory=dict)
     """The nodes that were found, and whether the keeper of each has come up."""
     keepers: list[str] = field(default_factory=list)
+    leaving: list[str] = field(default_factory=list)
+    """The nodes that the run leaves because their machines will be taken."""
     paid: int = 0
     """The number of nodes paid: those that were found, until they have neither a keeper nor a worker."""
 
@@ -265,6 +270,8 @@ class _There:
             self.found, counts = {**({} if whole else self.found), **nodes}, True
         if "keepers" in cluster:
             self.keepers, counts = patched(self.keepers, cluster["keepers"]), True
+        if "leaving" in cluster:
+            self.leaving = patched(self.leaving, cluster["leaving"])
         if counts:
             there = {*self.keepers, *self.present}
             self.paid = sum(not up or node in there for node, up in self.found.items())
@@ -311,6 +318,8 @@ class Account:
         the run back to an earlier step.
         """
         self._why, self._stops = Why(), False
+        self._nodes: frozenset[str] = frozenset()
+        """The nodes of the newest world."""
         self._first_world, self._fresh = True, False
         """True until a world of this life has committed, and until the newest world has."""
         self._reached = self._furthest = self._seen = 0
@@ -411,7 +420,8 @@ class Account:
         """
         at, state = record["at"], record["state"]
         if self._phase == "Running" and "Pause" in names:
-            self._incident(STOP if self._stops else JOIN, at, record)
+            leaves = not self._nodes.isdisjoint(self._there.leaving)
+            self._incident(STOP if self._stops else LEAVE if leaves else JOIN, at, record)
             self._phase, self._pending = "Pausing", {*names["Pause"]["members"]}
         ends = "Fence" in names or state not in ("Running", "Stopping", "Finishing")
         if self._phase in ("Running", "Pausing") and (
@@ -431,7 +441,8 @@ class Account:
             self._phase in ("Forming", "Saving") and "Fence" in names
         ):
             self._close(*(self._forming() if self._phase == "Forming" else [(SAVING, inf, 0, self._open)]))
-            self._incident(FAULT, at, record)
+            noticed = _fields(record["changed"].get("state")).get("noticed")
+            self._incident(LEAVE if noticed else FAULT, at, record)
             self._phase, self._pending = "Stopping", {*names.get("Fence", {}).get("members", ())}
         # a stop waits for its save; without one, the next world forms at once
         settled = self._phase == "Stopping" or (self._phase == "Pausing" and self._seen <= self._reached)
@@ -489,11 +500,12 @@ class Account:
         self._furthest = max(self._furthest, step)
 
     def _take_up(self, plan: Mapping[str, Any]) -> None:
+        self._nodes = frozenset(plan["nodes"])
         self._here = self._here._replace(
             generation=plan["generation"],
             members=len(plan["members"]),
             data_ranks=data_ranks(codec.decode(Layout, plan["layout"])),
-            world_nodes=len({*plan["nodes"]}) or 1,
+            world_nodes=len(self._nodes) or 1,
         )
         self._first = self._first if self._first.members else self._here
 

@@ -23,6 +23,7 @@ from elastic.control.rules import Rules
 from elastic.control.run import RunState
 from elastic.journal import codec
 from elastic.protocol.events import Event, Recovered
+from elastic.protocol.faults import Fault, Kind
 from elastic.report.goodput import BUCKETS, STEPPING, Account, Figures, Interval, Totals
 from elastic.report.page.parquet import parquet_of
 from elastic.report.timeline import Timeline
@@ -32,6 +33,7 @@ from elastic.sim.trace import scenario_of
 from storage import journal
 from storage.objects import ObjectStore
 from tests.golden.make import unpack
+from tests.sim.scenarios import CALM, noticed
 
 pytestmark = pytest.mark.fast
 
@@ -304,6 +306,31 @@ def test_r18_a_coordinator_accounts_for_its_time_while_the_run_goes_on(tmp_path:
         assert not living.intervals
         for record in records[at : at + 20]:
             known = codec.after(known, record)
+
+
+@pytest.mark.parametrize("amount", [0.0, -1.0])
+def test_r18_a_noticed_leave_is_a_kind_of_its_own(amount: float) -> None:
+    """R18: with its seconds, and the node-seconds that its price counts.  The machine comes back, and that is
+    a join.
+    """
+    rules = replace(CALM.rules, target_step=60)
+    segments = simulated(0, replace(CALM, rules=rules, faults=(Fault(6.0, Kind.NODE_NOTICE, 1, 12.0, amount),)))
+    account = account_of(segments)
+    check(account, segments)
+    kinds = [each.kind for each in account.lost]
+    (found,) = [each for each in account.lost if each.kind == "noticed leave"]
+    assert found.lost_s > 0 and found.node_s >= found.lost_s and found.generation
+    assert "before the machine is taken" in found.reason
+    assert kinds == ["start", "noticed leave", "join", "last save"]
+
+
+def test_r18_a_world_that_forms_without_a_doomed_node_is_a_noticed_leave_too() -> None:
+    """R18: a fence that nothing but a notice has caused is no fault."""
+    segments = simulated(15, noticed(15))
+    account = account_of(segments)
+    check(account, segments)
+    left = [each for each in account.incidents if "machine is taken: stop generation" in each.reason]
+    assert left and {each.kind for each in left} == {"noticed leave"}
 
 
 def test_r18_a_month_is_few_intervals() -> None:

@@ -570,6 +570,7 @@ class Job(Section):
             cross_zone=self.copies.cross_zone,
             reproducible=self.reproducible,
             validates_last=self.validates(self.steps),
+            validates_every=self.validation.every if self.validation.by == "members" else 0,
             patience=self.validation.patience,
             min_delta=self.validation.min_delta,
             spares=self.workers.spares,

@@ -99,7 +99,8 @@ def committed(decision: Decision, outcome: Outcome) -> None:
         failures=tuple(failure for failure in history.failures if failure.step > outcome.step),
     )
     whole = isinstance(run.state, Running) or (isinstance(run.state, Stopping) and run.state.planned)
-    decision.know(watch=stepped(run.watch, decision.now, whole=whole))
+    validated, own_s = outcome.validated is not None, outcome.usage.step_s
+    decision.know(watch=stepped(run.watch, decision.now, whole=whole, validated=validated, own_s=own_s))
     copy_inventory.committed(decision, outcome, run)
     if version.step > history.furthest.step:
         decision.know("history", furthest=version, fruitless=0)

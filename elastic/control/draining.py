@@ -2,11 +2,12 @@
 
 A node that will be taken gets no new worker, no store and no copies of other nodes from now on.  Its members
 step on, since their time is paid, until the last boundary that leaves :data:`HAND_OVERS` times the measured
-time of a re-form before the deadline.  There the world pauses, and the next world forms without the node:
-nothing is lost.  If the members that stay do not hold the whole state together, each member's copy of that
-boundary is complete before it stops, and the next world reads what it lacks from the keepers of the nodes
-that leave.  Without such copies the state is saved at that boundary.  Workers that can take the seats of
-those that leave are not kept waiting: the world pauses as soon as there are enough of them.
+time of a re-form before the deadline; a validation that is due before a boundary counts with its measured
+time.  There the world pauses, and the next world forms without the node: nothing is lost.  If the members
+that stay do not hold the whole state together, each member's copy of that boundary is complete before it
+stops, and the next world reads what it lacks from the keepers of the nodes that leave.  Without such copies
+the state is saved at that boundary.  Workers that can take the seats of those that leave are not kept
+waiting: the world pauses as soon as there are enough of them.
 
 With too little time for all of this, the world does what it can: it pauses at the next boundary, or the
 machine is gone before and it is treated as a crash.  Several nodes leave in one pause, unless waiting for the
@@ -19,10 +20,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from math import inf
 
 from elastic.control import ahead, copy_inventory, edges, membership
 from elastic.control.decision import Decision, names
-from elastic.control.run import Announced, Forming, Running, RunState, Stopping
+from elastic.control.liveness import Watch
+from elastic.control.run import Announced, Forming, Running, Stopping
 from elastic.control.seating import candidates, layout_of, newest_source
 from elastic.ids import NodeId, WorkerId
 from elastic.plan.placement import cell_of
@@ -76,7 +79,7 @@ def noticed(decision: Decision, event: NodeDraining | NodeAdvised) -> None:
     others = tuple(each for each in before if each.source != source)
     _set(decision, node, (*others, Announced(source, at, advice)))
     if not advice and run.plan is not None and node in run.plan.nodes:
-        needs_s = at - _leaves_at(decision.run, node)
+        needs_s = at - _leaves_at(decision, node)
         if left_s < needs_s:
             decision.say(
                 f"leaving it takes up to {needs_s:.0f} s: the next boundary is tried; if the machine is gone "
@@ -158,16 +161,16 @@ def _forget_what_is_over(decision: Decision) -> None:
             decision.say(f"node {node[:8]} may take part again: {was} ({each.source})")
 
 
-def awaited(run: RunState, now: float) -> bool:
+def awaited(decision: Decision) -> bool:
     """Returns whether growth waits for a node that leaves soon: its members leave and newcomers come in one
     pause.
     """
-    plan = run.plan
+    run, plan = decision.run, decision.run.plan
     if plan is None or not run.cluster.notices:
         return False
     seats = Counter(plan.nodes)
     return any(
-        not _brings_a_pause(run, plan, node, seats[node], now)
+        not _brings_a_pause(decision, plan, node, seats[node])
         for node in run.cluster.notices
         if node in seats and run.cluster.deadline(node) is not None
     )
@@ -206,37 +209,71 @@ def _due(decision: Decision, doomed: Sequence[NodeId], seats: Mapping[NodeId, in
     """Returns the nodes of ``doomed`` whose workers are to be in no later world."""
     run, now, plan = decision.run, decision.now, decision.run.plan
     if plan is None or run.enough or not doomed:
-        return [node for node in doomed if now >= _leaves_at(run, node)]
+        return [node for node in doomed if now >= _leaves_at(decision, node)]
     inside = [node for node in doomed if node in seats]
     outside = [node for node in doomed if node not in seats]
     if not inside:
         return outside
     # a stop has ``stop_s`` for a save
     save_s = decision.rules.stop_s if _needs(decision, plan, frozenset(inside))[0] else 0.0
-    late = [node for node in inside if now >= _leaves_at(run, node, save_s)]
-    soon = [node for node in inside if node in late or not _brings_a_pause(run, plan, node, seats[node], now)]
+    late = [node for node in inside if now >= _leaves_at(decision, node, save_s)]
+    soon = [node for node in inside if node in late or not _brings_a_pause(decision, plan, node, seats[node])]
     full = inside if len(plan.members) >= decision.rules.max_workers else soon
     if full and len(run.workers) > len(plan.members) and _replaced(decision, plan, full, seats):
         return [*outside, *full]
     return [*outside, *(soon if late else ())]
 
 
-def _leaves_at(run: RunState, node: NodeId, save_s: float = 0.0) -> float:
+def _leaves_at(decision: Decision, node: NodeId, save_s: float = 0.0) -> float:
     """Returns the time at which the members of a node that will be taken ask for their last boundary.  After
     it the state has ``save_s`` to reach the bucket.
     """
+    run = decision.run
     deadline = run.cluster.deadline(node)
     assert deadline is not None
     after_s = max(HAND_OVERS * (run.watch.reform_s or UNKNOWN_S), save_s)
-    return deadline - after_s - BOUNDARIES * run.watch.step_s
+    return asked_at(run.watch, run.step, decision.rules.validates_every, deadline - after_s, decision.now)
 
 
-def _brings_a_pause(run: RunState, plan: Plan, node: NodeId, members: int, now: float) -> bool:
+def asked_at(watch: Watch, step: int, every: int, until: float, now: float) -> float:
+    """Returns the time at which to ask for a pause whose boundary is the last commit before ``until``, by the
+    measured times of a step and of the validation after every ``every`` steps.
+
+    ``step`` is the newest commit.  A pause that is asked for in one step has the commit of that step or of the
+    next one as its boundary.  If the second commit from now is too late, the time returned is over.
+    """
+    step_s, validate_s = watch.step_s, watch.validate_s if every else 0.0
+    if not step_s:
+        return until
+
+    def took_s(after: int) -> float:
+        """Returns the seconds from the commit of the step ``after`` to the next commit."""
+        return step_s + (validate_s if every and after and after % every == 0 else 0.0)
+
+    last, at = step + BOUNDARIES, max(watch.stepped_at + took_s(step), now) + took_s(step + 1)
+    if at > until:
+        return now - (at - until)
+    ahead = -last % every if validate_s else inf  # steps before the next validation
+    if until - at < ahead * step_s:
+        more = int((until - at) / step_s)
+        unused_s = until - at - more * step_s
+    else:
+        rounds, unused_s = divmod(until - at - ahead * step_s, every * step_s + validate_s)
+        more = int(ahead + rounds * every)
+        if steps := max(int((unused_s - validate_s) / step_s), 0):
+            more, unused_s = more + steps, unused_s - validate_s - steps * step_s
+    last += more
+    begins = until - unused_s - took_s(last - 1) - took_s(last - 2)
+    # before a validation that does not fit any more, half a step is time enough for the request
+    return begins + (unused_s if unused_s <= step_s else step_s / 2)
+
+
+def _brings_a_pause(decision: Decision, plan: Plan, node: NodeId, members: int) -> bool:
     """Returns whether the time that the ``members`` of ``node`` have left brings more than a pause of its own
     costs.
     """
-    left_s = _leaves_at(run, node) - now
-    return left_s * members > (run.watch.reform_s or UNKNOWN_S) * len(plan.members)
+    left_s = _leaves_at(decision, node) - decision.now
+    return left_s * members > (decision.run.watch.reform_s or UNKNOWN_S) * len(plan.members)
 
 
 def _replaced(decision: Decision, plan: Plan, nodes: Collection[NodeId], seats: Mapping[NodeId, int]) -> bool:

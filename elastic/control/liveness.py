@@ -101,6 +101,10 @@ class Watch:
     """Recent time in seconds from a plan to ``Go``: an average in which the last one counts one half."""
     starts: dict[WorkerId, Start] = field(default_factory=dict)
     """The last report of each worker that is slow to start."""
+    validate_s: float = 0.0
+    """Recent time in seconds of a validation between two steps: an average in which the last one counts one
+    half.  0 means that none is known.
+    """
 
 
 @dataclass(frozen=True)
@@ -172,16 +176,25 @@ def silence(watch: Watch, nodes: tuple[NodeId, ...], now: float, silence_s: floa
     )
 
 
-def stepped(watch: Watch, now: float, *, whole: bool = True) -> Watch:
+def stepped(
+    watch: Watch, now: float, *, whole: bool = True, validated: bool = False, own_s: float = 0.0
+) -> Watch:
     """Returns the watch after the commit of a step; a step that is not ``whole`` was ended by a fence, and
     its time says nothing.
+
+    If the state before the step was ``validated``, the time since the last commit is that of the step, which
+    took ``own_s`` by itself (0: not measured), and that of the validation.
     """
     if not whole:
         return evolve(watch, moved_at=now, stepped_at=now)
-    step_s = max(now - watch.stepped_at, SHORTEST_S)
-    if known_s := watch.step_s:
+    step_s, known_s, validate_s = now - watch.stepped_at, watch.step_s, watch.validate_s
+    if validated and (own_s or known_s):
+        took_s = max(step_s - (own_s or known_s), 0.0)
+        step_s, validate_s = step_s - took_s, (validate_s + took_s) / 2 if validate_s else took_s
+    step_s = max(step_s, SHORTEST_S)
+    if known_s:
         step_s = (known_s + min(max(step_s, known_s / 2), 2 * known_s)) / 2
-    return evolve(watch, moved_at=now, stepped_at=now, step_s=step_s)
+    return evolve(watch, moved_at=now, stepped_at=now, step_s=step_s, validate_s=validate_s)
 
 
 def begun(watch: Watch, now: float) -> Watch:

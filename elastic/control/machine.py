@@ -248,7 +248,10 @@ def _keeper_lost(decision: Decision, event: KeeperLost) -> None:
     if dead and there:  # nobody hears of each by itself, and another one may be in the next world
         membership.expel(decision, there, event.reason)
         stopping.members_lost(
-            decision, there, f"{names(there)} {'is' if len(there) == 1 else 'are'} lost with it", certain=False
+            decision,
+            there,
+            f"{names(there)} {'is' if len(there) == 1 else 'are'} lost with it",
+            certain=False,
         )
     state = decision.run.state
     if isinstance(state, Forming) and state.plan.store_node == event.node:

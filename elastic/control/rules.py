@@ -82,6 +82,8 @@ class Rules:
     """True if buddies are in other zones; False if they are in the same one."""
     validates_last: bool = False
     """True if the state after the last step is validated, so that the last world gets the time for it."""
+    validates_every: int = 0
+    """Number of steps from one validation that the members make to the next; 0 means that they make none."""
     patience: int = 0
     """Number of validations in a row without a better loss after which the run ends; 0 means never."""
     min_delta: float = 0.0

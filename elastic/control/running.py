@@ -48,7 +48,7 @@ def _all_end_or(decision: Decision, stalled: Stall) -> None:
 def _grow(decision: Decision, plan: Plan) -> None:
     """Takes in newcomers at a step boundary if that pays; several at once rather than one after the other."""
     run, rules = decision.run, decision.rules
-    if len(plan.members) >= rules.max_workers or draining.awaited(run, decision.now):
+    if len(plan.members) >= rules.max_workers or draining.awaited(decision):
         return
     there = candidates(run, rules)
     layout = layout_of(run, there, rules)

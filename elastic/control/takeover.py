@@ -134,6 +134,7 @@ def _forgive_the_silence(decision: Decision) -> None:
         step_s=run.watch.step_s,
         lease_until=lease_until,
         reform_s=run.watch.reform_s,
+        validate_s=run.watch.validate_s,
         starts=starts,
     )
     if run.cluster.let_go:

@@ -25,6 +25,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from elastic.control.decision import Transition
 from elastic.control.evolve import evolve
+from elastic.control.liveness import Watch
 from elastic.control.rules import Rules
 from elastic.control.run import Finished, Running, RunState, Stopping
 from elastic.journal import packed
@@ -91,7 +92,8 @@ QUIET: Mapping[type, tuple[str, ...]] = {
     Running: ("ahead", "connect_until", "attempts"),
     Stopping: ("hand_over", "ahead", "noticed"),
     Pause: ("hand_over",),
-    Rules: ("patience", "min_delta"),
+    Rules: ("patience", "min_delta", "validates_every"),
+    Watch: ("validate_s",),
     LayoutRule: ("model",),
     Retain: ("at_once",),
     Tensor: ("split", "depth"),

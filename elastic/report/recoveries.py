@@ -83,9 +83,7 @@ def recoveries(records: Iterable[Mapping[str, Any]]) -> list[Recovery]:
 
 def killed(record: Mapping[str, Any]) -> set[str]:
     """Returns the workers that a record orders to kill."""
-    return {
-        worker for action in record["actions"] if action["$"] == "Kill" for worker in action["workers"]
-    }
+    return {worker for action in record["actions"] if action["$"] == "Kill" for worker in action["workers"]}
 
 
 def _mark(marks: dict[str, Any], record: Mapping[str, Any], *, all_lost: bool) -> None:

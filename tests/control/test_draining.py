@@ -6,14 +6,25 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from elastic.control.draining import asked_at
+from elastic.control.liveness import Watch
 from elastic.control.run import Forming, Running, Stopping, Waiting
 from elastic.ids import NodeId, Version, WorkerId
 from elastic.plan.layout import LayoutRule
 from elastic.plan.transfer import Holding
 from elastic.protocol import events as ev
 from elastic.protocol.actions import Kill, LetGo, ListCopies, Pause, StartWorkers
-from elastic.protocol.commit_record import ENDS, HAND_OVER, PAUSE, SAVE_AND_PAUSE, strongest
+from elastic.protocol.commit_record import (
+    ENDS,
+    HAND_OVER,
+    PAUSE,
+    SAVE_AND_PAUSE,
+    Validated,
+    strongest,
+)
 from elastic.protocol.events import NodeAdvised, NodeDraining, NodeStays
 from tests.control.play import CLASSES, Play, but, reformed, stepping
 
@@ -463,3 +474,105 @@ def test_the_strongest_request_counts() -> None:
     assert strongest((0.0, PAUSE, HAND_OVER)) == HAND_OVER
     assert strongest((HAND_OVER, SAVE_AND_PAUSE)) == SAVE_AND_PAUSE
     assert strongest((ENDS, HAND_OVER)) == ENDS
+
+
+VALIDATE_S = 20.0
+
+
+def validating(now: float, every: int = 10) -> Play:
+    """Returns a run that has just made step 4, at the time ``now``.  It validates after every ``every`` steps,
+    and knows that this takes 20 s.
+    """
+    play = running(validates_every=every)
+    play.now = now
+    play.run = but(play.run, "watch", validate_s=VALIDATE_S, stepped_at=now)
+    return play
+
+
+def steps_until_it_leaves(play: Play, every: int = 10) -> tuple[int, float]:
+    """Lets the world step in real time, with ticks between, until it is asked to pause.  Returns the boundary,
+    which is the next commit but one, and the seconds from then on until the deadline, which is 0.
+    """
+
+    def tick() -> bool:
+        play.now += 0.1
+        play.tell(ev.Tick())
+        return isinstance(play.run.state, Stopping)
+
+    asked = False
+    for step in range(5, 200):
+        takes_s = STEP_S + (VALIDATE_S if (step - 1) % every == 0 else 0.0)
+        for _ in range(round(takes_s / 0.1)):
+            asked = tick() or asked
+        play.tell(ev.StepDone(play.plan.members[0], 1, replace(play.commit(step), validated=None)))
+        if asked:
+            return step + 1, -(play.now + STEP_S + (VALIDATE_S if step % every == 0 else 0.0))
+    raise AssertionError("it never leaves")
+
+
+@pytest.mark.parametrize(
+    ("lead_s", "last"), [(9.0, 9), (12.0, 10), (20.0, 10), (29.9, 10), (36.0, 16), (60.0, 20)]
+)
+def test_a_validation_that_does_not_fit_is_not_begun(lead_s: float, last: int) -> None:
+    """Step 5 ends in a second, step 10 in six, the validation after it takes twenty, and the next world needs
+    four.  If the deadline is in between, the members stop before the validation, and else they use the time
+    after it.
+    """
+    play = validating(-lead_s)
+    notice(play, lead_s=lead_s)
+    boundary, left_s = steps_until_it_leaves(play)
+    assert left_s >= 2 * REFORM_S - 0.2, "there is time for the next world"
+    assert boundary <= last <= boundary + 1, boundary
+
+
+def test_a_run_that_knows_of_no_validation_is_late() -> None:
+    """The control of the test before."""
+    play = validating(-16.0, every=0)
+    notice(play, lead_s=16.0)
+    assert steps_until_it_leaves(play)[1] < 0.0
+
+
+def asked_at_by_trying(watch: Watch, step: int, every: int, until: float, now: float) -> float:
+    """Returns what ``asked_at`` does, commit by commit."""
+
+    def took_s(after: int) -> float:
+        return watch.step_s + (watch.validate_s if every and after and after % every == 0 else 0.0)
+
+    at = [watch.stepped_at, max(watch.stepped_at + took_s(step), now)]
+    while at[-1] <= until or len(at) < 3:
+        at.append(at[-1] + took_s(step + len(at) - 1))
+    *before, _ = at if at[-1] > until and len(at) > 3 else (*at, 0.0)
+    if before[-1] > until:
+        return now - (before[-1] - until)
+    unused_s = until - before[-1]
+    begins = before[-1] - took_s(step + len(before) - 2) - took_s(step + len(before) - 3)
+    return begins + (unused_s if unused_s <= watch.step_s else watch.step_s / 2)
+
+
+@given(
+    step=st.integers(0, 30),
+    every=st.integers(0, 12),
+    step_s=st.integers(1, 16),
+    validate_s=st.integers(0, 100),
+    late_s=st.integers(0, 30),
+    left_s=st.integers(0, 600),
+)
+def test_the_last_boundary_is_the_one_found_by_trying(
+    step: int, every: int, step_s: int, validate_s: int, late_s: int, left_s: int
+) -> None:
+    """Times are multiples of an eighth of a second, so that no rounding decides."""
+    watch = Watch(step_s=step_s / 8, validate_s=validate_s / 8, stepped_at=1000.0)
+    given = (watch, step, every, 1000.0 + left_s / 8, 1000.0 + late_s / 8)
+    assert asked_at(*given) == pytest.approx(asked_at_by_trying(*given))
+
+
+def test_the_time_of_a_validation_is_measured_apart_from_that_of_a_step() -> None:
+    play = running(validates_every=10)
+    for step in range(5, 12):
+        play.now += STEP_S + (VALIDATE_S if step == 11 else 0.0)
+        found = Validated(1.0, 1) if step == 11 else None
+        play.tell(ev.StepDone(play.plan.members[0], 1, replace(play.commit(step), validated=found)))
+    watch = play.run.watch
+    assert (round(watch.step_s, 3), round(watch.validate_s, 3)) == (STEP_S, VALIDATE_S)
+    play.tell(ev.Recovered(2, play.plan.members, (N1, N2, N3)))
+    assert play.run.watch.validate_s == watch.validate_s, "the next coordinator knows it, too"

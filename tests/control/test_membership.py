@@ -562,7 +562,9 @@ def test_a_spare_on_a_dead_node_is_in_no_next_world() -> None:
     play = two_nodes(spares=1)
     play.tell(ev.Joined(WorkerId("w5"), NodeId("n2"), "cpu", CLASSES))
     assert "w5" in play.run.workers
-    assert play.tell(DEAD).startswith("the keeper of node n2 is lost (its node died); w3, w4 and w5 are lost with it")
+    assert play.tell(DEAD).startswith(
+        "the keeper of node n2 is lost (its node died); w3, w4 and w5 are lost with it"
+    )
     assert play.did(Kill) == [Kill((WorkerId("w3"), WorkerId("w4"), WorkerId("w5")), "its node died")]
     assert play.pending == ("w1", "w2")
 

@@ -314,7 +314,9 @@ def test_r18_a_noticed_leave_is_a_kind_of_its_own(amount: float) -> None:
     a join.
     """
     rules = replace(CALM.rules, target_step=60)
-    segments = simulated(0, replace(CALM, rules=rules, faults=(Fault(6.0, Kind.NODE_NOTICE, 1, 12.0, amount),)))
+    segments = simulated(
+        0, replace(CALM, rules=rules, faults=(Fault(6.0, Kind.NODE_NOTICE, 1, 12.0, amount),))
+    )
     account = account_of(segments)
     check(account, segments)
     kinds = [each.kind for each in account.lost]

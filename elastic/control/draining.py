@@ -2,8 +2,8 @@
 
 A node that will be taken gets no new worker, no store and no copies of other nodes from now on.  Its members
 step on, since their time is paid, until the last boundary that leaves :data:`HAND_OVERS` times the measured
-time of a re-form before the deadline; a validation that is due before a boundary counts with its measured
-time.  There the world pauses, and the next world forms without the node: nothing is lost.  If the members
+time of a hand-over and a re-form before the deadline; a validation that is due before a boundary counts with
+its measured time.  There the world pauses, and the next world forms without the node: nothing is lost.  If the members
 that stay do not hold the whole state together, each member's copy of that boundary is complete before it
 stops, and the next world reads what it lacks from the keepers of the nodes that leave.  Without such copies
 the state is saved at that boundary.  Workers that can take the seats of those that leave are not kept
@@ -35,7 +35,7 @@ from elastic.protocol.events import NodeAdvised, NodeDraining, NodeStays
 from elastic.protocol.plan import Plan
 
 HAND_OVERS = 2
-"""Number of re-forms for which there is still time before the deadline when the members of a node stop."""
+"""Number of hand-overs and re-forms for which there is still time before the deadline when the members of a node stop."""
 BOUNDARIES = 2
 """Number of steps from asking for a pause to its boundary: the step under way, and the one whose commit has
 the request.
@@ -231,7 +231,7 @@ def _leaves_at(decision: Decision, node: NodeId, save_s: float = 0.0) -> float:
     run = decision.run
     deadline = run.cluster.deadline(node)
     assert deadline is not None
-    after_s = max(HAND_OVERS * (run.watch.reform_s or UNKNOWN_S), save_s)
+    after_s = max(HAND_OVERS * ((run.watch.reform_s or UNKNOWN_S) + run.watch.hand_over_s), save_s)
     return asked_at(run.watch, run.step, decision.rules.validates_every, deadline - after_s, decision.now)
 
 

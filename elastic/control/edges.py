@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from elastic.control import admission, ahead, copy_inventory, membership, saves
 from elastic.control.decision import Decision, count, names
-from elastic.control.liveness import begun
+from elastic.control.liveness import averaged, begun
 from elastic.control.rules import Rules
 from elastic.control.run import (
     NEVER,
@@ -174,8 +174,7 @@ def go(decision: Decision, plan: Plan) -> None:
         took_s = decision.now - min(
             decision.run.state.since, decision.run.state.deadline - decision.rules.form_s
         )
-        before_s = decision.run.watch.reform_s
-        decision.know("watch", reform_s=(before_s + took_s) / 2 if before_s else took_s)
+        decision.know("watch", reform_s=averaged(decision.run.watch.reform_s, took_s))
     decision.know(watch=begun(decision.run.watch, decision.now))
     decision.know("watch", lease_until=decision.now + decision.rules.lease_over_s)
     decision.know("cluster", blamed=())

@@ -101,6 +101,10 @@ class Watch:
     """Recent time in seconds from a plan to ``Go``: an average in which the last one counts one half."""
     starts: dict[WorkerId, Start] = field(default_factory=dict)
     """The last report of each worker that is slow to start."""
+    hand_over_s: float = 0.0
+    """Recent time in seconds from a boundary until its copies are known to be complete, an average as above; 0
+    means that nothing was handed over yet.
+    """
     validate_s: float = 0.0
     """Recent time in seconds of a validation between two steps: an average in which the last one counts one
     half.  0 means that none is known.
@@ -190,7 +194,7 @@ def stepped(
     step_s, known_s, validate_s = now - watch.stepped_at, watch.step_s, watch.validate_s
     if validated and (own_s or known_s):
         took_s = max(step_s - (own_s or known_s), 0.0)
-        step_s, validate_s = step_s - took_s, (validate_s + took_s) / 2 if validate_s else took_s
+        step_s, validate_s = step_s - took_s, averaged(validate_s, took_s)
     step_s = max(step_s, SHORTEST_S)
     if known_s:
         step_s = (known_s + min(max(step_s, known_s / 2), 2 * known_s)) / 2
@@ -200,6 +204,11 @@ def stepped(
 def begun(watch: Watch, now: float) -> Watch:
     """Returns the watch when a world begins to step; it keeps the known time of a step."""
     return evolve(watch, moved_at=now, stepped_at=now, counters={}, seen={})
+
+
+def averaged(known_s: float, took_s: float) -> float:
+    """Returns an average in which the last time counts one half; 0 means that none is known."""
+    return (known_s + took_s) / 2 if known_s else took_s
 
 
 def patience_s(watch: Watch, stall_s: float) -> float:

@@ -14,7 +14,7 @@ from elastic.control import admission, commits, copy_inventory, edges, membershi
 from elastic.control.commits import Settlement, newest, settle
 from elastic.control.decision import Decision, names
 from elastic.control.draining import TAKEN, awaits_copies, may_go
-from elastic.control.liveness import Stall, silence, silent, stall
+from elastic.control.liveness import Stall, averaged, silence, silent, stall
 from elastic.control.run import (
     Answer,
     Failed,
@@ -287,6 +287,9 @@ def go_on(decision: Decision, state: Stopping) -> None:
         return
     if awaits_copies(decision, state):
         return
+    if state.planned and state.hand_over:
+        known_s, took_s = decision.run.watch.hand_over_s, decision.now - decision.run.watch.stepped_at
+        decision.know("watch", hand_over_s=averaged(known_s, took_s))
     _settle(decision, state)
     _next(decision, state)
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
-from elastic.control import copy_inventory, draining, edges, membership, saves, stopping
+from elastic.control import copy_inventory, edges, membership, saves, stopping
 from elastic.control.decision import Decision, count, names
 from elastic.control.liveness import Start, Watch
 from elastic.control.run import NEVER, Finishing, Forming, Running, Saves, Saving, Stopping, Waiting
@@ -134,6 +134,7 @@ def _forgive_the_silence(decision: Decision) -> None:
         step_s=run.watch.step_s,
         lease_until=lease_until,
         reform_s=run.watch.reform_s,
+        hand_over_s=run.watch.hand_over_s,
         validate_s=run.watch.validate_s,
         starts=starts,
     )
@@ -177,9 +178,6 @@ def _forget_who_is_gone(decision: Decision, event: Recovered) -> None:
             stopping.members_lost(decision, lost, f"lost (not found): {names(lost)}", certain=certain)
     for keeper in [keeper for keeper in run.cluster.keepers if keeper not in event.keepers]:
         membership.keeper_lost(decision, keeper)
-    for node in [node for node in run.cluster.notices if node not in nodes]:
-        if not membership.workers_on(decision.run, node):  # if the node lives, its next keeper tells again
-            draining.gone(decision, node)
     writers = {node: None for save in decision.run.saves.pending for node in save.nodes}
     saves.without_keepers(decision, [node for node in writers if node not in nodes])
     strangers = tuple(

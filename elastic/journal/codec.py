@@ -93,7 +93,7 @@ QUIET: Mapping[type, tuple[str, ...]] = {
     Stopping: ("hand_over", "ahead", "noticed"),
     Pause: ("hand_over",),
     Rules: ("patience", "min_delta", "validates_every"),
-    Watch: ("validate_s",),
+    Watch: ("hand_over_s", "validate_s"),
     LayoutRule: ("model",),
     Retain: ("at_once",),
     Tensor: ("split", "depth"),

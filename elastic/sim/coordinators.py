@@ -20,7 +20,7 @@ from elastic.protocol.events import Beat, Event, KeeperLost, KeeperUp, Stumbled
 from elastic.protocol.faults import Kind
 from elastic.sim.coordinator import AGAIN_S, Advance, Coordinator
 from elastic.sim.journals import InBucket, Journal, Read, Record
-from elastic.sim.notices import Word
+from elastic.sim.notices import Word, in_time_of
 from elastic.sim.worker import Worker
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ class Coordinators:
         own = event.node if isinstance(event, Beat | KeeperUp | Word) else None
         for each in self.all:
             if each.reaches(own) if own is not None else not each.cut:
-                each.receive(event)
+                each.receive(in_time_of(event, each.ahead_s) if isinstance(event, Word) else event)
             # repeated until the present coordinator hears it
             elif each is self.present and not isinstance(event, Beat):
                 self.sim.clock.after(AGAIN_S, self._tell_present, event)

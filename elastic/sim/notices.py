@@ -14,7 +14,7 @@ Five rules must hold:
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from random import Random
 from typing import TYPE_CHECKING
@@ -57,6 +57,18 @@ LATE_S = 2.0
 """Longest time in seconds in which a coordinator notes that advice has expired."""
 UNDONE_S = 3.0
 """Time in seconds in which a coordinator hears that a notice is withdrawn."""
+
+
+def in_time_of(word: Word, ahead_s: float) -> Word:
+    """Returns what a keeper tells a coordinator whose clock is ``ahead_s`` ahead of the node's: times by the
+    coordinator's clock.
+    """
+    match word:
+        case NodeDraining():
+            return replace(word, deadline=word.deadline + ahead_s)
+        case NodeAdvised():
+            return replace(word, until=word.until + ahead_s)
+    return word
 
 
 class Announcements:
@@ -174,7 +186,6 @@ class NoticesOracle:
         return (
             bool(oracle.went)
             and coordinator is self.sim.coordinators.present
-            and coordinator.ahead_s == 0.0
             and (until == 0.0 or self.sim.clock.now > until + SETTLED_S)
             and scenario.error_step is None
             and scenario.dry_step is None

@@ -576,3 +576,27 @@ def test_the_time_of_a_validation_is_measured_apart_from_that_of_a_step() -> Non
     assert (round(watch.step_s, 3), round(watch.validate_s, 3)) == (STEP_S, VALIDATE_S)
     play.tell(ev.Recovered(2, play.plan.members, (N1, N2, N3)))
     assert play.run.watch.validate_s == watch.validate_s, "the next coordinator knows it, too"
+
+
+def test_the_time_that_a_hand_over_took_is_left_the_next_time() -> None:
+    """Three seconds from the boundary until the copies are listed, and twice that before the next deadline."""
+    play = running(SHARDED, 4)
+    notice(play, N4, lead_s=5.0)
+    layout = play.plan.layout
+    cells = {member: play.shard(member, Version(5, 1)) for member in play.plan.members}
+    stops(play, HAND_OVER)
+    play.now += 3.0
+    for number, (member, held) in enumerate(cells.items(), 1):
+        node = NodeId(f"n{number}")
+        play.tell(ev.Kept(node, 1, (Holding(member, held.version, held.cell, node),)))
+    assert layout.dp_shard == 4 and isinstance(play.run.state, Forming)
+    assert play.run.watch.hand_over_s == pytest.approx(3.0)
+    reformed(play)
+    play.tell(ev.KeeperLost(N4, "its node died", with_its_node=True))
+    play.steps(6, 7)
+    reform_s, step_s = play.run.watch.reform_s, play.run.watch.step_s
+    notice(play, N3, lead_s=60.0)
+    play.later(60.0 - 2 * (reform_s + 3.0) - 2 * step_s - 0.2)
+    assert isinstance(play.run.state, Running)
+    play.later(0.3)
+    assert isinstance(play.run.state, Stopping)

@@ -569,8 +569,8 @@ def test_a_spare_on_a_dead_node_is_in_no_next_world() -> None:
     assert play.pending == ("w1", "w2")
 
 
-def test_a_dead_node_without_keeper_or_coordinator_leaves_no_notice() -> None:
-    """The keeper died before, or the death of its node was told to a coordinator that died too."""
+def test_a_dead_node_without_a_keeper_leaves_no_notice() -> None:
+    """Its workers tell that it is dead."""
     node = NodeId("n2")
     play = two_nodes()
     play.tell(ev.NodeDraining(node, play.now + 60.0, "aws"))
@@ -578,7 +578,3 @@ def test_a_dead_node_without_keeper_or_coordinator_leaves_no_notice() -> None:
     assert play.run.cluster.notices, "the machine lives, and is taken all the same"
     play.tell(DEAD)
     assert play.run.cluster.notices == {} and not {"w3", "w4"} & play.run.workers.keys()
-    play = two_nodes()
-    play.tell(ev.NodeDraining(node, play.now + 60.0, "aws"))
-    play.tell(ev.Recovered(2, (WorkerId("w1"), WorkerId("w2")), (NodeId("n1"),)))
-    assert play.run.cluster.notices == {}

@@ -4,6 +4,7 @@ what is kept of it.
 
 from __future__ import annotations
 
+from elastic.sim import coordinators
 from elastic.sim.worker import Worker
 from tests.sim.mutants import FOLLOWED, GIVEN_UP, OVERWRITTEN, TWICE, Breach, Edit
 
@@ -477,8 +478,20 @@ CONTROL: dict[str, tuple[Breach, ...]] = {
             Edit("draining", "HAND_OVERS = 2\n", "HAND_OVERS = 0\n"),
         ),
         Breach(
+            "the time of a hand-over is not measured",
+            "is in a world",
+            ("noticed_by_another_clock", 29),
+            Edit("stopping", "hand_over_s=averaged(known_s, took_s)", "hand_over_s=0.0"),
+        ),
+        Breach(
+            "keepers tell deadlines by their own clocks",
+            "is in a world",
+            ("noticed_by_another_clock", 0),
+            lambda patch: patch.setattr(coordinators, "in_time_of", lambda word, ahead_s: word),
+        ),
+        Breach(
             "members stop before their copies are complete",
-            "nothing but notices happened",
+            "is in a world",
             ("noticed", 0),
             lambda patch: patch.setattr(Worker, "_hand_over", Worker.fence),
         ),

@@ -439,6 +439,20 @@ def noticed(seed: int) -> Scenario:
     )
 
 
+def noticed_by_another_clock(seed: int) -> Scenario:
+    """The coordinator is another one from the beginning on, and its clock is up to 20 s ahead of the nodes'
+    clocks or behind them.
+    """
+    scenario, amount = noticed(seed), random.Random(f"clock {seed}").uniform(5.0, 20.0)
+    another = (
+        Fault(0.2, Kind.COORDINATOR_CLOCK, amount=amount if seed % 2 else -amount),
+        Fault(0.3, Kind.COORDINATOR_KILL, duration_s=0.5),
+    )
+    late = tuple(replace(each, at=each.at + 16.0) for each in scenario.faults)
+    rules = replace(scenario.rules, target_step=60)
+    return replace(scenario, rules=rules, faults=(*another, *late))
+
+
 ALL = {
     each.__name__: each
     for each in (
@@ -471,6 +485,7 @@ ALL = {
         darkness,
         duel,
         noticed,
+        noticed_by_another_clock,
     )
 }
 

@@ -28,6 +28,9 @@ from actors.demand import Demand
 from actors.ends import signature
 from actors.errands import Errands
 from actors.journal_replicas import JournalReplicas
+from actors.notices.known_sources import open_cluster_sources
+from actors.notices.teller import Teller
+from actors.notices.watch import ClusterWatch
 from actors.perform import ActorGroup
 from actors.processes import end_on_sigterm, make_log_folder
 from actors.prometheus import Exported
@@ -300,6 +303,11 @@ class Coordinator:
         )
 
     @ray.method(concurrency_group="view")  # type: ignore[untyped-decorator]
+    def now(self) -> float:
+        """Returns the time by which this coordinator decides, for those who tell it a deadline."""
+        return self.clock()
+
+    @ray.method(concurrency_group="view")  # type: ignore[untyped-decorator]
     def tell(self, sentence: str) -> None:
         """Adds a sentence of a keeper to the run's story.  The sentence decides nothing."""
         self._say(sentence)
@@ -530,6 +538,10 @@ class Coordinator:
         keep_going(self._watch_cluster, "cluster", self._say)
         self.errands.begin()
         self.demand.begin()
+        teller = Teller(self.clock, self.post_local)
+        for name, source in open_cluster_sources(self.job.notices).items():
+            watch = ClusterWatch(name, source, lambda: self.state.cluster, teller.tell, self._say)
+            keep_going(partial(watch.run, self.over), f"notices {name}", self._say)
 
     def _watch_cluster(self) -> None:
         placed: frozenset[WorkerId] = frozenset()

@@ -24,6 +24,7 @@ from actors.ends import DIED
 from actors.logs import Logs
 from actors.notices.known_sources import open_sources
 from actors.notices.port import Notice
+from actors.notices.teller import Teller
 from actors.notices.watch import SourceWatch
 from actors.processes import (
     Process,
@@ -50,9 +51,6 @@ from elastic.protocol.events import (
     Event,
     Kept,
     Lost,
-    NodeAdvised,
-    NodeDraining,
-    NodeStays,
     Progress,
     SaveFailed,
     ShardSaved,
@@ -61,7 +59,7 @@ from elastic.protocol.member import Lease
 from elastic.runs.receipts import SavedShard
 from elastic.state.keeper_store import KeeperStore
 from elastic.state.uploads import Uploads
-from elastic.threads import keep_going
+from elastic.threads import keep_going, later
 from elastic.train.gauges.counters import OPERATIONS, Counters, segment, writer_lives
 from storage.checkpoints import ShardReceipt
 from storage.errors import Deposed, StorageError
@@ -133,8 +131,7 @@ class Keeper:
             for name, source in open_sources(notices).items()
         ]
         """The sources of notices of this node."""
-        self._notices: dict[str, Notice | None] = {}
-        """The last words of each source."""
+        self._teller = Teller(self._clock, coordinator.post.remote)
         self.replica, self._hearing = Replica(heeds=incarnation), threading.Lock()
         """The keeper's copy of the journal's end, and the lock for it, since several threads use it."""
         sweep(name)
@@ -178,8 +175,8 @@ class Keeper:
         Returns the incarnation that wrote the copy of the journal's end kept here, and this copy.
         """
         self._heed(incarnation)
-        for source in list(self._notices):
-            self._tell_notice(source)  # the coordinator before this one may not have recorded it
+        # the coordinator before this one may not have recorded them; this one has no time for questions yet
+        later(0.0, self._teller.repeat)
         with self._hearing:
             return self.replica.by, bytes(self.replica.data)
 
@@ -347,25 +344,21 @@ class Keeper:
         process.kill()
         return key
 
-    def _noticed(self, source: str, notice: Notice | None) -> None:
-        """Tells the coordinator what a source says now: a notice, an advice, or that there is none any more."""
-        self._notices[source] = notice
-        self._tell_notice(source)
-
-    def _tell_notice(self, source: str) -> None:
-        if (notice := self._notices[source]) is None:
-            event: Event = NodeStays(self.node, source)
-        else:
-            kind = NodeAdvised if notice.advice else NodeDraining
-            event = kind(self.node, notice.deadline, source, notice.text)
-        self.coordinator.post.remote(event)
-
     def announce(self, source: str, left_s: float | None) -> None:
         """Says as ``source`` that the machine is taken in ``left_s`` seconds; None withdraws that.  Chaos does
         so before it takes a node.
         """
-        deadline = None if left_s is None else time.time() + left_s
-        self._noticed(source, None if deadline is None else Notice(deadline))
+        self._noticed(source, None if left_s is None else Notice(time.time() + left_s))
+
+    def _noticed(self, source: str, notice: Notice | None) -> None:
+        self._teller.tell(source, self.node, notice)
+
+    def _clock(self) -> float:
+        """Returns the coordinator's time.  Waits for a coordinator; raises :class:`OSError` if none comes."""
+        try:
+            return float(ray.get(self.coordinator.now.remote()))
+        except ray.exceptions.RayError as error:
+            raise OSError(f"the coordinator does not say its time: {error}") from None
 
     def left_world(self, incarnation: int) -> None:
         """Tells every source of notices that the run needs nothing on this node any more."""

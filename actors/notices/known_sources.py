@@ -9,7 +9,7 @@ from actors.notices.aws import Aws
 from actors.notices.azure import Azure
 from actors.notices.drain import Drain
 from actors.notices.gcp import Gcp
-from actors.notices.port import NoticeSource
+from actors.notices.port import ClusterSource, NoticeSource
 from actors.notices.sigterm import Sigterm
 from actors.notices.told import NoticeCommand, NoticeFile
 from elastic.code.imports import did_you_mean, failure, load
@@ -27,18 +27,19 @@ SOURCES: Mapping[str, tuple[Callable[[Notices], NoticeSource], Fits]] = {
     "aws": (Aws, lambda _: "Amazon" in _dmi("sys_vendor") or "amazon" in _dmi("bios_version")),
     "gcp": (Gcp, lambda _: _dmi("product_name") == "Google Compute Engine"),
     "azure": (Azure, lambda _: _dmi("chassis_asset_tag") == AZURE),
-    "drain": (Drain, lambda _: True),
     "sigterm": (Sigterm, lambda _: False),
     "file": (NoticeFile, lambda settings: bool(settings.file)),
     "command": (NoticeCommand, lambda settings: bool(settings.command)),
 }
-"""The sources that have a short name: how each is made, and whether ``auto`` takes it on this machine."""
+"""The sources of one machine that have a short name: how each is made, and whether ``auto`` takes it there."""
+CLUSTER_SOURCES: Mapping[str, Callable[[Notices], ClusterSource]] = {"drain": Drain}
+"""The sources of a whole cluster, all of which ``auto`` takes."""
 
 
 def check_sources(settings: Notices) -> None:
     """Raises :class:`CodeError` if there is no source of a name in ``notices.sources``."""
     for name in settings.sources:
-        if name != AUTO:
+        if name != AUTO and name not in CLUSTER_SOURCES:
             _maker(name)
 
 
@@ -51,7 +52,16 @@ def open_sources(settings: Notices) -> dict[str, NoticeSource]:
     for each in settings.sources:
         found = [name for name, (_, fits) in SOURCES.items() if fits(settings)] if each == AUTO else [each]
         names |= dict.fromkeys(found)
-    return {name: _made(name, settings) for name in names}
+    return {name: _made(name, settings) for name in names if name not in CLUSTER_SOURCES}
+
+
+def open_cluster_sources(settings: Notices) -> dict[str, ClusterSource]:
+    """Returns the sources of a job that speak of the whole cluster, by name."""
+    return {
+        name: maker(settings)
+        for name, maker in CLUSTER_SOURCES.items()
+        if name in settings.sources or AUTO in settings.sources
+    }
 
 
 def _maker(name: str) -> Callable[[Notices], NoticeSource]:
@@ -67,8 +77,9 @@ def _maker(name: str) -> Callable[[Notices], NoticeSource]:
             )
         return made
     if name not in SOURCES:
-        hint = f"use {AUTO}, {', '.join(SOURCES)}, or your own class as 'package.module:Class'"
-        raise CodeError(f"notices.sources has no {name!r}; {hint}{did_you_mean(name, [AUTO, *SOURCES])}")
+        all_names = [AUTO, *SOURCES, *CLUSTER_SOURCES]
+        hint = f"use {', '.join(all_names)}, or your own class as 'package.module:Class'"
+        raise CodeError(f"notices.sources has no {name!r}; {hint}{did_you_mean(name, all_names)}")
     return SOURCES[name][0]
 
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import time
 from abc import abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
+
+from elastic.ids import NodeId
 
 ADVICE_S = 900.0
 """Seconds for which an advice holds: many an advice of a cloud never comes true, and none is taken back."""
@@ -37,6 +40,10 @@ class NoticeSource(Protocol):
 
     every_s: float = 5.0
     """Seconds from the end of one look to the next."""
+    remembers: bool = True
+    """False if it knows only what it has heard since it was made: by saying nothing then, it takes back nothing
+    that was said before.
+    """
 
     @abstractmethod
     def look(self) -> Notice | None:
@@ -47,7 +54,20 @@ class NoticeSource(Protocol):
         """
 
     def left(self) -> None:
-        """Hears that the node has left the run, and tells the cloud so if the cloud waits for that."""
+        """Hears that the node has left the run, and tells the cloud so if the cloud waits for that.
+
+        If it raises an error it is called again after each look, until the deadline of its notice.
+        """
+
+
+class ClusterSource(Protocol):
+    """A place that says which nodes of the whole cluster are taken.  The coordinator alone asks it."""
+
+    every_s: float = 5.0
+
+    @abstractmethod
+    def look(self) -> Mapping[NodeId, Notice]:
+        """Returns the notices in force now, by node.  Raises as :meth:`NoticeSource.look`."""
 
 
 class FirstSaid:

@@ -18,6 +18,7 @@ class Sigterm(NoticeSource):
     """Must be made on the main thread."""
 
     every_s = 0.2
+    remembers = False
 
     def __init__(self, settings: Notices) -> None:
         self._grace_s = settings.grace_s

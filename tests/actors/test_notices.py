@@ -11,7 +11,6 @@ from ray.cluster_utils import Cluster
 
 from actors import cluster
 from actors.notices.drain import Drain
-from actors.notices.port import Notice
 from elastic.config.sections import Notices
 from tests.support.clusters import TUNED
 from tests.support.commands import ROOT
@@ -36,38 +35,29 @@ def local_cluster() -> Iterator[Cluster]:
         nodes.shutdown()
 
 
-class OnNode:
-    """A source of Ray's drain in a process of its node."""
+class Resident:
+    """Lives on a node: Ray ends a node that it drains as soon as nothing lives there."""
 
-    def __init__(self) -> None:
-        self.drain = Drain(Notices(grace_s=40))
-
-    def look(self) -> Notice | None:
-        return self.drain.look()
-
-    def left(self) -> None:
-        self.drain.left()
+    def here(self) -> str:
+        return cluster.here()
 
 
 def test_a_node_that_ray_drains_has_notice(local_cluster: Cluster) -> None:
     """Its deadline is Ray's, or ``grace_s`` later while Ray names none.  The controls: no notice before, and
-    none on the other node.
+    none for the other node.
     """
     here, node = cluster.here(), local_cluster.add_node(**SMALL).node_id
-    stays, leaves = (
-        ray.remote(num_cpus=0)(OnNode).options(scheduling_strategy=cluster.only_on(each)).remote()
-        for each in (here, node)
-    )
-    assert ray.get([stays.look.remote(), leaves.look.remote()]) == [None, None], "the control"
-    ray.get(leaves.left.remote())
+    resident = ray.remote(num_cpus=0)(Resident).options(scheduling_strategy=cluster.only_on(node)).remote()
+    assert ray.get(resident.here.remote()) == node
+    drain = Drain(Notices(grace_s=40))
+    assert drain.look() == {}, "the control"
     client = ray._private.worker.global_worker.gcs_client
     assert client.drain_node(node, PREEMPTION, "the test", 0)[0]
-    found = until(lambda: ray.get(leaves.look.remote()))
+    found = until(drain.look)[node]
     assert abs(found.deadline - time.time() - 40) < 1
     assert found.text == "Ray drains this node" and not found.advice
-    ray.get([leaves.left.remote(), leaves.left.remote()])
-    assert ray.get(leaves.look.remote()) == found, "it stays the same"
+    assert drain.look() == {node: found}, "it stays the same"
     deadline = time.time() + 77
     assert client.drain_node(node, PREEMPTION, "the test", int(deadline * 1000))[0]
-    until(lambda: abs(ray.get(leaves.look.remote()).deadline - deadline) < 1)
-    assert ray.get(stays.look.remote()) is None, "the control"
+    until(lambda: abs(drain.look()[node].deadline - deadline) < 1)
+    assert here not in drain.look(), "the control"

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from actors.notices import aws, azure, known_sources
-from actors.notices.known_sources import SOURCES, check_sources, open_sources
+from actors.notices.known_sources import CLUSTER_SOURCES, SOURCES, check_sources, open_sources
 from actors.notices.metadata import ask
 from actors.notices.port import ADVICE_S, Notice, NoticeSource, Unreadable
 from actors.notices.watch import SourceWatch
@@ -305,6 +305,37 @@ def test_an_acknowledgment_that_fails_is_made_again(vm: AzureService) -> None:
     assert vm.started == ["ours"]
 
 
+def test_an_acknowledgment_that_fails_is_made_again_after_each_look_until_the_deadline(
+    vm: AzureService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control: an event whose time has come is not acknowledged any more, since the machine is gone."""
+    vm.say(events=[event(time.time() + 60)])
+    source, refusals = one("azure"), [OSError("it is busy")] * 3
+    real = source.left
+    tries = list[int]()
+
+    def left() -> None:
+        tries.append(1)
+        if refusals:
+            raise refusals.pop()
+        real()
+
+    monkeypatch.setattr(source, "left", left)
+    watch = SourceWatch("azure", source, lambda *_: None, lambda _: None)
+    watch.look()
+    watch.left()
+    for _ in range(6):
+        watch.look()
+    assert len(tries) == 4 and len(vm.started) == 1, "once it has succeeded it is over"
+    refusals += [OSError("it is busy")] * 9
+    watch.left()
+    watch._told = Notice(time.time() - 1.0)
+    vm.say(broken="fails")
+    for _ in range(3):
+        watch.look()
+    assert len(tries) == 6, "the first time, and once after the deadline"
+
+
 # ---- signals, files and commands
 
 
@@ -393,12 +424,11 @@ def test_auto_takes_the_cloud_whose_machine_this_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: dict[str, str], found: list[str]
 ) -> None:
     monkeypatch.setattr(known_sources, "DMI", tmp_path)
-    monkeypatch.setattr(known_sources, "SOURCES", SOURCES | {"drain": (Quiet, SOURCES["drain"][1])})
     for name, word in words.items():
         (tmp_path / name).write_text(f"{word}\n")
-    assert [*open_sources(Notices())] == [*found, "drain"]
+    assert [*open_sources(Notices())] == found
     with_file = Notices(sources=("auto", "gcp"), file="/run/taken")
-    assert [*open_sources(with_file)] == [*dict.fromkeys([*found, "drain", "file", "gcp"])]
+    assert [*open_sources(with_file)] == [*dict.fromkeys([*found, "file", "gcp"])]
     assert [*open_sources(Notices(sources=()))] == []
 
 
@@ -449,7 +479,7 @@ def test_a_source_that_is_not_there_is_said_before_any_worker_starts(name: str, 
     with pytest.raises(CodeError, match=said) as error:
         check_sources(Notices(sources=(name,)))
     assert "\n" not in str(error.value)
-    check_sources(Notices(sources=("auto", *SOURCES, f"{__name__}:Quiet")))
+    check_sources(Notices(sources=("auto", *SOURCES, *CLUSTER_SOURCES, f"{__name__}:Quiet")))
 
 
 def test_a_source_of_the_user_that_cannot_be_made_or_answers_nonsense_is_named() -> None:

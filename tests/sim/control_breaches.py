@@ -538,7 +538,7 @@ CONTROL: dict[str, tuple[Breach, ...]] = {
         Breach(
             "a state that nobody was handed is left behind",
             "nothing but notices happened",
-            ("drawn", 500603),
+            ("drawn", 501587),
             Edit("draining", "    if newest_source(run, rest).version == newest:\n", "    if True:\n"),
         ),
         Breach(

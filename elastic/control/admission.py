@@ -111,7 +111,7 @@ def joined(decision: Decision, event: Joined) -> None:
         decision.do(Kill((event.worker,), "its node is refused"))
         said = f"{_called(event.worker, event.node, event.build.host)} cannot be a member: {why}"
         return refuse_node(decision, event.node, said, shared, by_job=shared)
-    if (other := _on_its_device(run, event)) is not None:
+    if (other := _on_its_device(decision, event)) is not None:
         decision.do(Kill((event.worker,), "another worker has its device"))
         both = (
             f"{_called(event.worker, event.node, event.build.host)} and {other} compute on one device "
@@ -131,6 +131,8 @@ def joined(decision: Decision, event: Joined) -> None:
         device=event.device,
     )
     decision.open("members", "workers")[event.worker] = newcomer
+    if event.device:
+        decision.devices[event.node, event.device] = event.worker
     decision.know("members", classes=event.classes, class_bytes=event.class_bytes)
     if event.node not in run.cluster.homes:
         decision.open("cluster", "homes")[event.node] = Home(growth.host_of(newcomer), decision.now)
@@ -151,14 +153,10 @@ def joined(decision: Decision, event: Joined) -> None:
         )
 
 
-def _on_its_device(run: RunState, event: Joined) -> WorkerId | None:
+def _on_its_device(decision: Decision, event: Joined) -> WorkerId | None:
     """Returns another worker of the node that computes on the same device: NCCL forms no world with both."""
-    there = (
-        worker
-        for worker, known in run.workers.items()
-        if known.device and (known.node, known.device) == (event.node, event.device)
-    )
-    return next(there, None)
+    other = decision.devices.get((event.node, event.device)) if event.device else None
+    return other if other in decision.run.workers else None
 
 
 def _misfit(decision: Decision, event: Joined) -> tuple[str, bool] | None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from elastic.control.evolve import evolve
 from elastic.control.rules import Rules
 from elastic.control.run import RunState
-from elastic.ids import WorkerId
+from elastic.ids import NodeId, WorkerId
 from elastic.protocol.actions import Action, Form, Go, Settle, StartWorkers
 from elastic.protocol.events import Fact
 from elastic.protocol.plan import Plan
@@ -63,6 +64,15 @@ class Decision:
         plan = self.run.plan
         assert plan is not None, f"{type(self.run.state).__name__} has no plan"
         return plan
+
+    @cached_property
+    def devices(self) -> dict[tuple[NodeId, str], WorkerId]:
+        """The workers by node and device, as far as devices are known.  Whoever adds a worker adds it here, too;
+        workers that are gone may still be here.
+
+        It is made once in a decision, since a thousand workers may join in one.
+        """
+        return {(known.node, known.device): each for each, known in self.run.workers.items() if known.device}
 
     def know(self, part: str = "", /, **changes: Any) -> None:
         """Replaces fields of the run, or of its value ``part``: ``know("history", fruitless=0)``."""

@@ -6,11 +6,11 @@ from __future__ import annotations
 
 import pytest
 
-from elastic.control.run import Failed, Forming, Stopping
+from elastic.control.run import Failed, Forming, Stopping, Worker
 from elastic.ids import NodeId, Version, WorkerId
 from elastic.protocol import events as ev
 from elastic.protocol.actions import Kill, StartWorkers
-from tests.control.play import CLASSES, Play, reformed, rules, started, stepping
+from tests.control.play import CLASSES, Play, but, reformed, rules, started, stepping
 
 pytestmark = pytest.mark.fast
 REFUSES = "NCCL refuses to form a world as this process is set up (invalid usage)"
@@ -249,6 +249,29 @@ def test_of_two_workers_on_one_gpu_the_newcomer_is_replaced() -> None:
     assert [each.workers for each in play.did(StartWorkers)] == [("w6",)]
     play.tell(of("w6", "n1", "GPU-b"))
     assert play.run.cluster.refused.keys() == {"n1"} and play.run.workers.keys() == {"w1", "w3", "w4", "w5"}
+
+
+def test_devices_are_looked_up_once_for_all_that_join_together() -> None:
+    """The newcomer is replaced also if both join in one decision.  The devices of the workers that are there
+    are read once, not by each of them.
+    """
+    play = Play(rules(max_workers=40))
+    play.tell(ev.Capacity(40))
+    play.tell(of("w1", "n1", "GPU-a"))
+    joins = [of(f"w{number}", "n2", f"GPU-{number}") for number in range(2, 40)]
+    read = 0
+
+    class Watched(Worker):
+        def __getattribute__(self, name: str) -> object:
+            nonlocal read
+            read += name == "device"
+            return super().__getattribute__(name)
+
+    there = play.run.workers[WorkerId("w1")]
+    play.run = but(play.run, "members", workers={WorkerId("w1"): Watched(**vars(there))})
+    play.tell(ev.Together((*joins, of("w40", "n1", "GPU-a"))))
+    assert play.did(Kill) == [Kill((WorkerId("w40"),), "another worker has its device")]
+    assert len(play.run.workers) == 39 and read <= 2
 
 
 def test_workers_that_were_started_together_count_once() -> None:

@@ -100,9 +100,7 @@ class Hand:
 
     def power_off(self) -> None:
         """Kills every process of this node, this one last."""
-        others = _others()
-        _send(others, signal.SIGSTOP)  # all stand still first, so that none sees another one die
-        _send(others, signal.SIGKILL)
+        kill_below(os.getppid(), spared=os.getpid())
         os.kill(os.getpid(), signal.SIGKILL)
 
     def take(self, after_s: float) -> None:
@@ -115,9 +113,7 @@ class Hand:
 
     def freeze(self, duration_s: float) -> None:
         """Stops every process of this node except this one."""
-        frozen = _others()
-        _send(frozen, signal.SIGSTOP)
-        self._thaw(frozen, duration_s)
+        self._thaw(_stopped(os.getppid(), os.getpid()), duration_s)
 
     def _thaw(self, processes: list[int], after_s: float) -> None:
         self._thaws.append((later(after_s, partial(_send, processes, signal.SIGCONT)), processes))
@@ -148,13 +144,21 @@ def _slow(process: int, times: float, duration_s: float) -> None:
         time.sleep(BEAT_S / times)
 
 
-def _others() -> list[int]:
-    """Returns handles of the processes of this node, its raylet first, without this process."""
+def kill_below(root: int, spared: int = 0) -> None:
+    """Kills the process ``root``, the raylet of a node, and all processes below it, except ``spared``.  All of
+    them stand still first, so that none sees another one die.
+    """
+    _send(_stopped(root, spared), signal.SIGKILL)
+
+
+def _stopped(root: int, spared: int) -> list[int]:
+    """Stops the processes of a node, its raylet first, and returns their handles."""
     found = []
-    for pid in _tree(os.getppid()):
-        if pid != os.getpid():
+    for pid in _tree(root):
+        if pid != spared:
             with contextlib.suppress(ProcessLookupError):  # it has gone meanwhile
                 found.append(os.pidfd_open(pid))
+                _send(found[-1:], signal.SIGSTOP)
     return found
 
 
@@ -355,13 +359,8 @@ class Chaos:
 
     def _announce(self, fault: Fault, view: View) -> str:
         """Lets a keeper announce that its node is taken; its hand takes the node, or withdraws that."""
-        keepers, spared = cluster.named(f"{view.token}/keeper-"), self._spared()
-        homes = {
-            node: keeper
-            for node in cluster.nodes()
-            for home, keeper in keepers.items()
-            if node.startswith(home) and node not in spared  # a keeper's name has the beginning of its node's
-        }
+        spared = self._spared()
+        homes = {node: keeper for node, keeper in keepers_of(view.token).items() if node not in spared}
         if not homes:
             return ""
         node, lead_s = [*homes][fault.target % len(homes)], fault.duration_s or CALL_S
@@ -438,6 +437,17 @@ class Chaos:
         ray.wait(resting, num_returns=len(resting), timeout=longest_s + CALL_S) if resting else None
         for hand in self._hands.values():
             ray.kill(hand)
+
+
+def keepers_of(token: str) -> dict[NodeId, Any]:
+    """Returns the living keepers of a life of a run, by their nodes."""
+    keepers = cluster.named(f"{token}/keeper-")
+    return {
+        node: keeper
+        for node in cluster.nodes()
+        for home, keeper in keepers.items()
+        if node.startswith(home)  # a keeper's name has the beginning of its node's
+    }
 
 
 def _check_point(fault: Fault) -> None:

@@ -35,6 +35,8 @@ OTHERS = 3
 """Processes beside the workers: the coordinator, a keeper, and one that replaces a dead process."""
 SMALL = 8
 """Smallest number of CPUs of a cluster that starts without a job: room for a few small runs."""
+NODE_S = 60
+"""Seconds in which the head must know a node that starts here; it takes about 2."""
 STARTS_S = "5 to 20 s"
 """The time that Ray's own processes take to start, by the speed of the machine."""
 
@@ -106,6 +108,29 @@ def begin(workers: Workers | None, gpus: int | None, tell: Callable[[str], None]
     _start = _ClusterStart({"object_store_memory": 80 * 2**20, "num_cpus": cpus})
     _start.start()
     atexit.register(_start.over.wait)  # Ray crashes a process that ends while it starts
+
+
+def start_node(cpus: int, object_store_bytes: int) -> Any:
+    """Starts another node of the cluster of this process, on this machine, and returns Ray's object for it once
+    the head knows the node.  Linux ends the processes of the node with the thread that calls this.
+    """
+    from ray._private import node, parameter, services
+
+    settings = parameter.RayParams(
+        num_cpus=cpus,
+        num_gpus=0,
+        object_store_memory=object_store_bytes,
+        gcs_address=ray.get_runtime_context().gcs_address,
+        include_log_monitor=False,
+        node_manager_port=0,
+        min_worker_port=0,
+        max_worker_port=0,
+        dashboard_agent_listen_port=None,
+    )
+    # a handler of signals can be set by the main thread only, and the handlers here are ours
+    started = node.Node(settings, head=False, shutdown_at_exit=False, spawn_reaper=True)
+    services.wait_for_node(started.gcs_address, started.plasma_store_socket_name, NODE_S)
+    return started
 
 
 def set_variables() -> None:
@@ -221,7 +246,7 @@ def _leave_deaths_to_the_story() -> None:
 
     def print_others(data: dict[str, Any], *arguments: Any, **options: Any) -> None:
         if not any(
-            line.startswith(("A worker died or was killed", "Task Coordinator"))
+            line.startswith(("A worker died or was killed", "Task Coordinator", "The node with node id:"))
             for line in data.get("lines", ())
         ):
             printed(data, *arguments, **options)

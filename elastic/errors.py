@@ -28,12 +28,14 @@ A supervisor repeats a command that ends with 2, so exactly the errors that a re
 A message has one clear sentence for each problem, one problem a line.  Errors travel between processes, so
 each of them can be pickled, and what an error knows beyond its message is an attribute.  A run that ends in
 good order raises no error; its exit codes are ``FINISHED`` and ``STOPPED`` (the same command resumes it).
+``elastic chaos`` ends with ``DIFFERS`` if a run under faults was not as the undisturbed one.
 """
 
 from __future__ import annotations
 
 FINISHED = 0
 STOPPED = 3
+DIFFERS = 5
 
 
 class ElasticError(Exception):

@@ -46,4 +46,4 @@ def test_exit_codes() -> None:
     assert {kind.exit_code for kind in tree(JobError)} == {1}
     assert {kind.exit_code for kind in OURS if not issubclass(kind, JobError | NoProgress | Refused)} == {2}
     assert (Refused.exit_code, NoProgress.exit_code) == (1, 4)
-    assert (errors.FINISHED, errors.STOPPED) == (0, 3)
+    assert (errors.FINISHED, errors.STOPPED, errors.DIFFERS) == (0, 3, 5)

@@ -26,8 +26,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns the exit code.
 
     The exit code is 0 if the run has finished, 1 for an error of the job or of the line, 2 if the platform
-    gave up, and a repeat may help, 3 if the run was stopped and can be resumed, and 4 if it was restarted in
-    vain too often.
+    gave up, and a repeat may help, 3 if the run was stopped and can be resumed, 4 if it was restarted in vain
+    too often, and 5 if a run under faults was not as the undisturbed one.
     """
     words = sys.argv[1:] if arguments is None else arguments
     with contextlib.nullcontext() if words and words[0] in TELLERS else lasting():

@@ -30,6 +30,7 @@ MODULES = (
     "train_command",
     "branch_commands",
     "run_commands",
+    "chaos_command",
     "report_command",
     "replay_command",
     "compute_commands",

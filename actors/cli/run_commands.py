@@ -1,4 +1,4 @@
-"""The commands for a run that may live: status, attach, stop, clean, logs, chaos."""
+"""The commands for a run that may live: status, attach, stop, clean, logs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from typing import Any
 import ray
 
 from actors import cluster, heads, launch, living
-from actors.chaos import HARMLESS, PERFORMED, Chaos
 from actors.cli.parser import command
 from actors.cli.prints import LogReading, Prints
 from actors.living import ANSWER_S, bucket_of_another, connected, coordinator_of, note_deletion, run_of
@@ -26,7 +25,6 @@ from actors.view import View
 from elastic.control.run import Ended, Failed, Finished
 from elastic.errors import JobError, PlatformGaveUp
 from elastic.job import Job
-from elastic.protocol.faults import Kind, draw, from_json
 from elastic.runs import owed, skipped
 from elastic.runs.resume import over_fits
 from elastic.runs.run import LOCAL, Run
@@ -398,42 +396,3 @@ def logs(job: Job, workers: Sequence[str] = (), /, follow: bool = False) -> int:
             "each node (this machine has none)"
         )
     return 0 if said else 1
-
-
-@command("chaos")
-def chaos(
-    job: Job,
-    /,
-    seed: int = 0,
-    faults: int = 10,
-    span: float = 60.0,
-    kinds: Sequence[str] = (),
-    script: Path | None = None,
-) -> None:
-    """Performs faults on a run that lives: real signals and real deaths, drawn from a seed.
-
-    seed: the seed of the faults, not of the job (default: 0)
-    faults: number of faults (default: 10)
-    span SECONDS: time in which they happen (default: 60)
-    kinds KIND: kinds of faults (default: all that can be performed, but bucket_damage)
-    script: perform the faults of this JSON file instead of drawn ones
-    """
-    if unknown := [word for word in kinds if word not in {*Kind}]:
-        raise JobError(
-            f"--kinds: {unknown[0]!r} is no kind of fault; use one of {', '.join(sorted(PERFORMED))}"
-        )
-    try:
-        drawn = (
-            from_json(script.read_text())
-            if script
-            else draw(seed, faults, span, [Kind(kind) for kind in kinds or HARMLESS])
-        )
-        if coordinator_of(job) is None:
-            raise PlatformGaveUp(Absent.of(job).said)
-        performer = Chaos(job, drawn, lambda strike: say(str(strike), f"{time.strftime('%H:%M:%S')} ", "dim"))
-    except (ValueError, OSError) as error:
-        raise JobError(f"{f'--script {script}' if script else '--kinds'}: {error}") from None
-    performer.run()
-    performer.close()
-    said = f"{len(performer.performed)} of {len(drawn)} faults performed, written to {performer.record}"
-    say(f"{said}; `elastic replay` tells the rest")

@@ -93,6 +93,41 @@ def repeated(rows: Sequence[Row], seconds: float) -> tuple[Row, ...]:
     return tuple(found)
 
 
+def thinned(rows: Sequence[Row], nodes: int) -> tuple[Row, ...]:
+    """Returns a trace of at most ``nodes`` machines at one time: of the machines of ``rows``, in the order in
+    which they come, evenly spread ones.  Each of them comes and goes as it did, so losses that come together
+    stay together, and a machine stays as long as it did.
+    """
+    most, there, kept, chosen = 0, 0, set[str](), list[Row]()
+    for row in rows:
+        there += 1 if row.comes else -1
+        most = max(most, there)
+    number = 0
+    for row in rows:
+        if not row.comes:
+            if row.node in kept:
+                kept.remove(row.node)
+                chosen.append(row)
+            continue
+        number += 1
+        due = number * min(nodes, most) // most > (number - 1) * min(nodes, most) // most
+        if due and len(kept) < nodes:
+            kept.add(row.node)
+            chosen.append(row)
+    return tuple(chosen)
+
+
+def sped_up(rows: Sequence[Row], speed: float) -> tuple[Row, ...]:
+    """Returns a trace that begins at 0 and is ``speed`` times as fast as ``rows``."""
+    return tuple(Row((row.at - rows[0].at) / speed, row.comes, row.node) for row in rows)
+
+
+def text_of(rows: Sequence[Row], about: str) -> str:
+    """Returns a trace as a file, whose first line is ``about`` it."""
+    lines = [f"{row.at:.3f},{'add' if row.comes else 'remove'},{row.node}" for row in rows]
+    return "\n".join([f"# {about}", "seconds,event,node", *lines]) + "\n"
+
+
 def _there(rows: Sequence[Row]) -> list[str]:
     """Returns the machines that are there after ``rows``, in the order in which they came."""
     there: dict[str, None] = {}

@@ -8,6 +8,8 @@ an export can have :data:`Names`.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -98,6 +100,25 @@ def _transposed(data: bytearray | memoryview, matrix: Tensor) -> bytes:
     import numpy as np  # imported here: listing checkpoints needs no numpy
 
     return np.frombuffer(data, f"V{ITEM_BYTES[matrix.dtype]}").reshape(matrix.shape).T.tobytes()
+
+
+def content_digest(reader: Reader) -> str:
+    """Returns the sha256 of all that :func:`export` writes: of each tensor, in order of the names there, the
+    name, the type and the shape as JSON, then the bytes, each preceded by its length.  Layouts and files do
+    not matter.
+    """
+    digest = hashlib.sha256()
+    named = {
+        tensor.name if tensor.kind in MODEL_KINDS else _key(tensor): tensor
+        for tensor in reader.tensors()
+        if tensor.kind != "constant"
+    }
+    for name, tensor in sorted(named.items()):
+        about = json.dumps([name, tensor.dtype, list(tensor.shape)]).encode()
+        for part in (about, *(data for _, data in reader.read([tensor.whole()]))):
+            digest.update(len(part).to_bytes(8, "little"))
+            digest.update(part)
+    return digest.hexdigest()
 
 
 def _key(tensor: Tensor) -> str:

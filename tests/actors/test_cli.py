@@ -182,7 +182,7 @@ OF_A_RUN = (
         ["metrics"],
         ["report"],
     ),
-    *(["chaos"], ["checkpoint", "ls"], ["checkpoint", "verify"], ["checkpoint", "export", "--to", "there"]),
+    *(["checkpoint", "ls"], ["checkpoint", "verify"], ["checkpoint", "export", "--to", "there"]),
 )
 
 
@@ -246,7 +246,6 @@ def test_a_run_that_is_over_is_attached_to_with_the_code_of_its_end(
     for command in ("attach", "stop"):
         assert main([command, job]) == 0
         assert sentence(capsys).endswith("; it ended as Finished")
-    assert main(["chaos", job]) == 2, "there is nobody to strike"
 
 
 def test_every_command_takes_the_jobs_settings(
@@ -405,7 +404,7 @@ def test_every_command_has_help(command: str, capsys: Shown) -> None:
 def test_who_looks_at_a_run_does_not_begin_it(tmp_path: Path) -> None:
     """A folder that is looked at, or a job that cannot start, may be another job's afterwards."""
     job = written(tmp_path)
-    for command in ("status", "stop", "attach", "clean", "logs", "replay", "report", "chaos"):
+    for command in ("status", "stop", "attach", "clean", "logs", "replay", "report"):
         main([command, job])
     for command in (["ls", job], ["verify", job], ["export", job, "--to", str(tmp_path / "out")]):
         main(["checkpoint", *command])

@@ -1,0 +1,300 @@
+"""The command ``elastic chaos``: faults for a run that lives, or a rehearsal of a job under faults or on a spot
+trace, which is judged.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+
+from actors import cluster
+from actors.chaos import HARMLESS, PERFORMED, Chaos
+from actors.cli.job_file import JobFile, import_from_here
+from actors.cli.parser import command
+from actors.fleet import Fleet
+from actors.living import coordinator_of
+from actors.local_nodes import LocalNodes
+from actors.rehearsal import Judged, Rehearsal
+from actors.terminal import say, show_table
+from elastic.errors import DIFFERS, JobError
+from elastic.job import Job
+from elastic.protocol.faults import Fault, Kind, draw, from_json, to_json
+from elastic.report.measured_costs import costs_of
+from elastic.report.page.parquet import parquet_of
+from elastic.report.words import clipped, counted
+from elastic.runs.run import Run
+from elastic.sim.costs import Costs
+from elastic.sim.page import replay
+from elastic.sim.replay import Replayed, most_machines
+from elastic.sim.trace import Row, rows_of, sped_up, text_of, thinned
+
+NODES, MOST = 2, 8
+"""Number of nodes of a local cluster unless --nodes says otherwise, and their largest number: each is half a
+dozen processes of Ray.
+"""
+SPAN_S = 60.0
+"""Seconds in which faults strike a run that lives, unless --span says otherwise."""
+WORDS = {True: "yes", False: "NO", None: "not seen"}
+
+
+@command("chaos")
+def chaos(
+    file: JobFile,
+    /,
+    seed: int = 0,
+    faults: int = 10,
+    span: float | None = None,
+    kinds: Sequence[str] = (),
+    script: Path | None = None,
+    schedule: Path | None = None,
+    reference: str | None = None,
+    nodes: int | None = None,
+    minimise: bool = False,
+    tries: int = 12,
+    trace: Path | None = None,
+    speed: float = 1.0,
+    lead: float = 0.0,
+    quiet: bool = False,
+) -> int:
+    """Trains a job twice, undisturbed and under real faults, and says whether anything differs.
+
+    If a run of the job lives, it performs the faults on that run instead, and judges nothing.
+
+    seed: the seed of the faults, not of the job (default: 0)
+    faults: number of faults (default: 10)
+    span SECONDS: time in which they happen (default: 0.7 of the undisturbed run's; 60 on a run that lives)
+    kinds KIND: kinds of faults (default: all that can be performed, but bucket_damage)
+    script FILE.json: another name for --schedule
+    schedule FILE.json: perform the faults of this file, as an earlier chaos has written it
+    reference RUN: take this finished run of the same job as the undisturbed one, in place of training it
+    nodes: number of nodes of a Ray cluster that starts on this machine (default: 2, or no cluster starts where
+        this command is part of one)
+    minimise: if anything differs, try fewer faults, and write the fewest with which something differs
+    tries: number of runs in which --minimise tries fewer faults (default: 12)
+    trace FILE.csv: let the nodes of this spot trace come and go (seconds,event,node), in place of faults
+    speed: factor by which the trace runs faster than it was recorded (default: 1)
+    lead SECONDS: notice that a node of the trace gets before it is taken, not sped up (default: 0, none)
+    quiet -q: do not show the steps of the runs
+
+    Ends with exit code 5 if anything differs.
+    """
+    _check(kinds, schedule or script, trace, nodes, speed, lead)
+    living = file.of_run()
+    scheduled = _read_schedule(schedule or script)
+    if trace is None and coordinator_of(living) is not None:
+        chosen = scheduled or draw(seed, faults, span or SPAN_S, _kinds(kinds))
+        return _strike(living, chosen)
+    import_from_here()
+    job = file.load()
+    rows = _read_trace(trace, nodes or MOST, speed) if trace is not None else ()
+    _performer(job, scheduled)  # a fault that cannot be performed is refused before anything is trained
+    with ExitStack() as stack:
+        local = _cluster(job, nodes or most_machines(rows), stack)
+        rehearsal = Rehearsal(job, local, _note, quiet)
+        if reference is not None:
+            rehearsal.as_before(reference)
+        if local is not None and (reference is None or not rows):
+            local.fill()
+        if reference is None:
+            say(f"first {job.name} is trained undisturbed, as {rehearsal.name('calm')}")
+            rehearsal.undisturbed()
+        if local is not None and rows:
+            local.empty()
+            return _judge_trace(rehearsal, local, rows, lead)
+        chosen = scheduled or draw(seed, faults, span or rehearsal.span_s, _kinds(kinds))
+        return _judge(rehearsal, chosen, file, schedule or script, tries if minimise else 0)
+
+
+# ---- what is typed
+
+
+def _check(
+    kinds: Sequence[str],
+    schedule: Path | None,
+    trace: Path | None,
+    nodes: int | None,
+    speed: float,
+    lead: float,
+) -> None:
+    """Raises :class:`JobError` for words that do not fit together."""
+    if unknown := [word for word in kinds if word not in {*Kind}]:
+        raise JobError(
+            f"--kinds: {unknown[0]!r} is no kind of fault; use one of {', '.join(sorted(PERFORMED))}"
+        )
+    if trace is not None and (schedule is not None or kinds):
+        raise JobError("--trace, --schedule and --kinds each say what happens; leave all but one of them out")
+    if nodes is not None and not 1 <= nodes <= MOST:
+        raise JobError(f"--nodes {nodes} must be between 1 and {MOST}: all nodes are on this machine")
+    if not speed > 0:
+        raise JobError(f"--speed {speed:g} must be greater than 0; 60 turns an hour into a minute")
+    if not lead >= 0:
+        raise JobError(f"--lead {lead:g} must be at least 0: seconds of notice; 0 means none")
+
+
+def _kinds(words: Sequence[str]) -> list[Kind]:
+    return [Kind(word) for word in words or HARMLESS]
+
+
+def _read_schedule(path: Path | None) -> tuple[Fault, ...]:
+    if path is None:
+        return ()
+    try:
+        return from_json(path.read_text(encoding="utf-8"))
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        raise JobError(f"--schedule {path}: {error}") from None
+
+
+def _read_trace(path: Path, nodes: int, speed: float) -> tuple[Row, ...]:
+    try:
+        return sped_up(thinned(rows_of(path.read_text(encoding="utf-8")), nodes), speed)
+    except (ValueError, OSError) as error:
+        raise JobError(f"--trace {path}: {error}") from None
+
+
+def _note(sentence: str) -> None:
+    say(sentence, f"{time.strftime('%H:%M:%S')} ", "dim")
+
+
+# ---- a run that lives
+
+
+def _strike(job: Job, chosen: Sequence[Fault]) -> int:
+    say(f"{job.name} lives, so its run gets the faults, and is not judged")
+    performer = _performer(job, chosen)
+    performer.run()
+    performer.close()
+    said = f"{len(performer.performed)} of {len(chosen)} faults performed, written to {performer.record}"
+    say(f"{said}; `elastic replay` tells the rest")
+    return 0
+
+
+def _performer(job: Job, chosen: Sequence[Fault]) -> Chaos:
+    try:
+        return Chaos(job, chosen, lambda strike: _note(str(strike)))
+    except ValueError as error:
+        raise JobError(f"--schedule or --kinds: {error}") from None
+
+
+# ---- a rehearsal
+
+
+def _cluster(job: Job, nodes: int, stack: ExitStack) -> LocalNodes | None:
+    """Starts a cluster of ``nodes`` on this machine, or of :data:`NODES` if the number is 0 and this command is
+    part of no cluster; else joins the cluster to which this command was submitted.
+    """
+    if nodes or (cluster.begins_here() and not job.workers.gpus):
+        return stack.enter_context(LocalNodes(job.workers, nodes or NODES, say))
+    cluster.connect(None, job.workers, tell=say)
+    return None
+
+
+def _judge(
+    rehearsal: Rehearsal, chosen: Sequence[Fault], file: JobFile, written: Path | None, tries: int
+) -> int:
+    """Trains under ``chosen``, which are in the file ``written`` if they were read from there, and judges."""
+    name = rehearsal.name("chaos")
+    if written is None:
+        written = Path(f"{name}.schedule.json")
+        _write(written, to_json(chosen))
+    again = f"`elastic chaos {file.typed} --schedule {written} --reference {rehearsal.calm_job.name}`"
+    say(f"now it is trained under {counted(len(chosen), 'fault')}, as {name}; {again} does so again")
+    judged = rehearsal.under(chosen, name)
+    _show(judged, rehearsal)
+    if judged.differs and tries:
+        least = rehearsal.minimised(chosen, tries)
+        smaller = Path(f"{name}.least.json")
+        _write(smaller, to_json(least))
+        said = (
+            f"{len(least)} of {len(chosen)} faults are enough; written to {smaller}, for --schedule"
+            if least
+            else "it differs without any fault, too: the job itself does not give the same bits twice"
+        )
+        say(said)
+    elif judged.differs:
+        say("--minimise looks for the fewest faults with which it still differs")
+    return 0 if judged.agrees else DIFFERS
+
+
+def _judge_trace(rehearsal: Rehearsal, local: LocalNodes, rows: Sequence[Row], lead: float) -> int:
+    """Trains on the nodes of a trace, and judges the run and what its nodes have bought."""
+    name, workers = rehearsal.name("chaos"), rehearsal.job.workers
+    removals = sum(not row.comes for row in rows)
+    notice = f"each with {lead:g} s of notice" if lead else "none with notice"
+    say(
+        f"now it is trained on a trace of at most {local.number} nodes and {rows[-1].at:.0f} s, as {name}: "
+        f"{counted(removals, 'node')} will be taken, {notice}"
+    )
+    fleet = Fleet(rows, local, lead, -(-workers.min // local.room), _note)
+    judged = rehearsal.on_trace(fleet, name)
+    _show(judged, rehearsal)
+    if fleet.due:
+        say(
+            f"the run ended {fleet.due[-1].at - fleet.elapsed_s:.0f} s before the trace, so {len(fleet.due)} of "
+            f"{len(rows)} rows were not performed; a job with more steps lasts longer"
+        )
+    _write(Path(f"{name}.trace.csv"), text_of(fleet.performed, f"nodes of {name} as they came and went"))
+    intervals = judged.timeline.account.intervals
+    Path(f"{name}.timeline.parquet").write_bytes(parquet_of(intervals))
+    say(f"{name}.trace.csv has the nodes as they came and went, {name}.timeline.parquet the time of the run")
+    present, paid = judged.timeline.account.since_first.figures[2:4]
+    say(
+        f"goodput: {present:.1%} of what the nodes present could do, {paid:.1%} of what the nodes paid could do"
+    )
+    found = simulated(judged, fleet.performed, lead)
+    say(
+        f"the simulator, for these nodes at this run's costs: {found.goodput:.1%} and {found.goodput_paid:.1%}"
+    )
+    return 0 if judged.agrees else DIFFERS
+
+
+def simulated(judged: Judged, performed: Sequence[Row], lead: float) -> Replayed:
+    """Returns what the simulator says of the nodes of a run, at the costs of that run."""
+    job, timeline = judged.job, judged.timeline
+    known = {
+        name: 0.0 if cost is None else cost
+        for name, cost in costs_of(Run.find(job).segments(), job.name).items()
+    }
+    took = [each.took_s for each in timeline.saves.values() if each.took_s is not None]
+    costs = replace(
+        Costs.of(known), save_every=job.checkpoint.save_every, save_s=median(took) if took else 0.0
+    )
+    # nodes that wait for the run come with it
+    begun_at = timeline.began_at or 0.0
+    rows = [replace(row, at=max(row.at, begun_at)) for row in performed]
+    last_at = max(each.end for each in timeline.account.intervals if each.steps)
+    rows = [row for row in rows if row.at < last_at]
+    return replay(rows, costs, lead, last_at - rows[0].at)
+
+
+def _show(judged: Judged, rehearsal: Rehearsal) -> None:
+    findings = [(each.name, WORDS[each.holds], each.said) for each in judged.findings]
+    show_table("what must hold", "holds", "what was seen", rows=findings)
+    rows = [
+        (
+            each.step,
+            each.fault,
+            each.tier,
+            "" if each.seconds is None else f"{each.seconds:.2f}",
+            "" if each.redone is None else each.redone,
+            clipped(each.reason),
+        )
+        for each in judged.rows
+    ]
+    show_table("step", "fault", "state from", "seconds", "steps redone", "the run says", rows=rows)
+    same = f"{judged.job.name} is as {rehearsal.calm_job.name}"
+    wrong = ", ".join(each.name for each in judged.findings if each.holds is False)
+    say(f"nothing differs: {same}" if judged.agrees else f"NOT as it must be: {wrong}")
+    say(f"both runs stay in {judged.job.bucket}; delete their folders when nobody needs them")
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise JobError(
+            f"{path} cannot be written: {error.strerror}; run the command in a folder of yours"
+        ) from None

@@ -1,0 +1,124 @@
+"""Lets the nodes of a spot trace come and go, for real, while a run trains on them.
+
+The nodes of the first moment are there before the run begins.  The clock of the trace begins with the first
+committed step: what comes before is the start of the run, which is no part of the trace.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from actors.chaos import SOURCE, keepers_of
+from actors.local_nodes import LocalNodes
+from actors.view import View
+from elastic.ids import NodeId
+from elastic.report.judgement import Blow
+from elastic.sim.trace import Row
+
+
+@dataclass
+class FleetNode:
+    """A node of a trace, and the time of the trace at which it goes; infinity if it stays."""
+
+    name: str
+    goes_at: float
+    asked: Future[NodeId]
+    told: bool = False
+    """True once it has notice."""
+
+
+@dataclass
+class Fleet:
+    """The nodes of a trace.  ``rows`` are in seconds of this machine from 0; each removal has a notice
+    ``lead_s`` before, unless that is 0.  ``least`` nodes come back after the trace if fewer are left, so that
+    the run can end.
+    """
+
+    rows: Sequence[Row]
+    nodes: LocalNodes
+    lead_s: float
+    least: int
+    tell: Callable[[str], None]
+    performed: list[Row] = field(default_factory=list)
+    """The trace as it was performed: a node comes when Ray's head knows it.  Times are those of the wall
+    clock.
+    """
+    blows: list[Blow] = field(default_factory=list)
+    began_at: float = 0.0
+    """The time of the first committed step, by the monotonic clock; 0 before."""
+
+    def __post_init__(self) -> None:
+        self.due = deque(self.rows)
+        self.there: dict[str, FleetNode] = {}
+        self.known: set[str] = set()
+        self.more = 0
+
+    def start(self) -> None:
+        """Starts the nodes of the first moment, and returns once they are part of the cluster."""
+        while self.due and self.due[0].at <= 0.0 and self.due[0].comes:
+            self._come(self.due.popleft())
+        for each in self.there.values():
+            each.asked.result()
+        self._note_known()
+
+    def look(self, view: View | None) -> None:
+        """Performs what is due."""
+        self._note_known()
+        if not self.began_at:
+            if view is None or view.step < 1:
+                return
+            self.began_at = time.monotonic()
+        now = time.monotonic() - self.began_at
+        while self.due and self.due[0].at <= now:
+            row = self.due.popleft()
+            if row.comes:
+                self._come(row)
+        for each in [*self.there.values()]:
+            if each.goes_at <= now and each.asked.done():
+                self._take(each, view)
+            elif view is not None and 0 < each.goes_at - now <= self.lead_s and not each.told:
+                self._warn(each, each.goes_at - now, view)
+        if not self.due and not any(each.goes_at < float("inf") for each in self.there.values()):
+            while len(self.there) < self.least:
+                self.more += 1
+                self._come(Row(now, True, f"after the trace {self.more}"))
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the first committed step; 0 before."""
+        return time.monotonic() - self.began_at if self.began_at else 0.0
+
+    def _come(self, row: Row) -> None:
+        goes_at = next(
+            (each.at for each in self.due if each.node == row.node and not each.comes), float("inf")
+        )
+        self.there[row.node] = FleetNode(row.node, goes_at, self.nodes.add())
+
+    def _note_known(self) -> None:
+        for name, each in self.there.items():
+            if name not in self.known and each.asked.done():
+                self.known.add(name)
+                self.performed.append(Row(time.time(), True, name))
+                self.tell(f"node {each.asked.result()[:8]} ({name}) has come")
+
+    def _warn(self, each: FleetNode, left_s: float, view: View) -> None:
+        if not each.asked.done() or (keeper := keepers_of(view.token).get(each.asked.result())) is None:
+            return  # nobody of the run is there yet
+        keeper.announce.remote(SOURCE, left_s)
+        each.told = True
+        self.tell(f"node {each.asked.result()[:8]} ({each.name}) will be taken in {left_s:.1f} s")
+
+    def _take(self, each: FleetNode, view: View | None) -> None:
+        node = each.asked.result()
+        self.nodes.kill(node)
+        notice = "with notice" if each.told else "without notice"
+        said = f"node {node[:8]} ({each.name}) was taken {notice}"
+        del self.there[each.name]
+        self.known.discard(each.name)
+        self.performed.append(Row(time.time(), False, each.name))
+        self.blows.append(Blow(time.time(), view.step if view is not None else 0, said, (node[:8],)))
+        self.tell(said)

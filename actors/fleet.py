@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Any
 
 from actors.chaos import SOURCE, keepers_of
 from actors.local_nodes import LocalNodes
+from actors.onlooker import Onlooker
 from actors.view import View
 from elastic.ids import NodeId
 from elastic.report.judgement import Blow
@@ -32,6 +34,15 @@ class FleetNode:
 
 
 @dataclass
+class Stay:
+    """A stay of a node: it comes when Ray's head knows it.  Times are those of the wall clock."""
+
+    name: str
+    came_at: float
+    gone_at: float = float("inf")
+
+
+@dataclass
 class Fleet:
     """The nodes of a trace.  ``rows`` are in seconds of this machine from 0; each removal has a notice
     ``lead_s`` before, unless that is 0.  ``least`` nodes come back after the trace if fewer are left, so that
@@ -43,11 +54,11 @@ class Fleet:
     lead_s: float
     least: int
     tell: Callable[[str], None]
-    performed: list[Row] = field(default_factory=list)
-    """The trace as it was performed: a node comes when Ray's head knows it.  Times are those of the wall
-    clock.
-    """
+    stays: dict[NodeId, Stay] = field(default_factory=dict)
+    """The stays of nodes as they were, in the order in which they came."""
     blows: list[Blow] = field(default_factory=list)
+    ended: dict[str, str | None] = field(default_factory=dict)
+    """The end of the raylet of each node that was taken, in words of the kernel."""
     began_at: float = 0.0
     """The time of the first committed step, by the monotonic clock; 0 before."""
 
@@ -87,6 +98,27 @@ class Fleet:
                 self.more += 1
                 self._come(Row(now, True, f"after the trace {self.more}"))
 
+    def deaths(self, onlooker: Onlooker) -> Mapping[str, str | None]:
+        return self.ended
+
+    def paid(self) -> list[Row]:
+        """Returns the trace as it was performed."""
+        return self._rows({node: each.came_at for node, each in self.stays.items()})
+
+    def present(self, joined: Mapping[str, float]) -> list[Row]:
+        """Returns the trace in which a node comes when its worker could step: ``joined`` has the time at which
+        the first worker of each node joined.
+        """
+        return self._rows(joined)
+
+    def _rows(self, since: Mapping[Any, float]) -> list[Row]:
+        found = list[Row]()
+        for node, each in self.stays.items():
+            if (came_at := since.get(node)) is not None and came_at < each.gone_at:
+                found.append(Row(came_at, True, each.name))
+                found += [Row(each.gone_at, False, each.name)] if each.gone_at < float("inf") else []
+        return sorted(found, key=lambda row: (row.at, row.comes))
+
     @property
     def elapsed_s(self) -> float:
         """Seconds since the first committed step; 0 before."""
@@ -102,7 +134,7 @@ class Fleet:
         for name, each in self.there.items():
             if name not in self.known and each.asked.done():
                 self.known.add(name)
-                self.performed.append(Row(time.time(), True, name))
+                self.stays[each.asked.result()] = Stay(name, time.time())
                 self.tell(f"node {each.asked.result()[:8]} ({name}) has come")
 
     def _warn(self, each: FleetNode, left_s: float, view: View) -> None:
@@ -114,11 +146,11 @@ class Fleet:
 
     def _take(self, each: FleetNode, view: View | None) -> None:
         node = each.asked.result()
-        self.nodes.kill(node)
+        self.ended[f"node {node[:8]}"] = self.nodes.kill(node)
         notice = "with notice" if each.told else "without notice"
         said = f"node {node[:8]} ({each.name}) was taken {notice}"
         del self.there[each.name]
         self.known.discard(each.name)
-        self.performed.append(Row(time.time(), False, each.name))
+        self.stays[node].gone_at = time.time()
         self.blows.append(Blow(time.time(), view.step if view is not None else 0, said, (node[:8],)))
         self.tell(said)

@@ -17,6 +17,7 @@ import ray
 from actors import own_cluster
 from actors.chaos import kill_below
 from actors.cores import usable_cores
+from actors.processes import describe
 from elastic.config.sections import Workers
 from elastic.errors import JobError
 from elastic.ids import NodeId
@@ -87,10 +88,14 @@ class LocalNodes:
         """Returns the nodes whose raylet lives, without the head."""
         return [node for node, each in [*self._nodes.items()] if _raylet(each).poll() is None]
 
-    def kill(self, node: NodeId) -> None:
-        """Kills all processes of a node at once, as if its machine had lost its power."""
-        kill_below(_raylet(self._nodes[node]).pid)
+    def kill(self, node: NodeId) -> str:
+        """Kills all processes of a node at once, as if its machine had lost its power.  Returns in words how its
+        raylet ended, as the kernel says.
+        """
+        raylet = _raylet(self._nodes[node])
+        kill_below(raylet.pid)
         self._forget(node)
+        return describe(-raylet.returncode if raylet.returncode < 0 else raylet.returncode << 8)
 
     def bury(self) -> int:
         """Removes what is left of nodes whose raylet has died, and returns their number."""

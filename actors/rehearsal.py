@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -57,6 +57,9 @@ class Disturbance(Protocol):
 
     def look(self, view: View | None) -> None: ...
 
+    def deaths(self, onlooker: Onlooker) -> Mapping[str, str | None]:
+        """Returns the processes that it must have ended, and in words how they ended; None if one lives."""
+
 
 class ScheduledFaults:
     """A schedule of faults, whose times count from the first committed step.  A node that dies is replaced if
@@ -88,16 +91,17 @@ class ScheduledFaults:
             said = f"{strike.fault['kind']} of {strike.victim.replace(',', ', ')}"
             self.blows.append(Blow(strike.at, strike.step, said, victims))
 
-    def due_to_die(self) -> list[str]:
-        """Returns the workers whose process a fault must have ended.  A fault at a point of the work may never
-        have come.
+    def deaths(self, onlooker: Onlooker) -> Mapping[str, str | None]:
+        """Returns the workers that were told to die, of those that were seen.  A fault at a point of the work may
+        never have come, so its worker is none of them.
         """
-        return [
+        due = [
             worker
             for strike in (self.chaos.performed if self.chaos is not None else ())
             if Kind(strike.fault["kind"]) in FATAL and "point" not in strike.fault
             for worker in strike.victim.split(",")
         ]
+        return {each: onlooker.ended(each) for each in due if each in onlooker.workers}
 
     def close(self) -> None:
         if self.chaos is not None:
@@ -202,7 +206,7 @@ class Rehearsal:
         job = self.job.replace(name=name)
         disturbance = ScheduledFaults(job, faults, self.nodes, self.tell)
         try:
-            return self._judged(job, disturbance, len(faults), disturbance.due_to_die)
+            return self._judged(job, disturbance, len(faults))
         finally:
             disturbance.close()
 
@@ -210,11 +214,9 @@ class Rehearsal:
         """Trains the job on the nodes of a trace, and judges the run."""
         fleet.start()
         removals = sum(not row.comes for row in fleet.rows)
-        return self._judged(self.job.replace(name=name), fleet, removals, list)
+        return self._judged(self.job.replace(name=name), fleet, removals)
 
-    def _judged(
-        self, job: Job, disturbance: Disturbance, planned: int, due_to_die: Callable[[], list[str]]
-    ) -> Judged:
+    def _judged(self, job: Job, disturbance: Disturbance, planned: int) -> Judged:
         groups, onlooker = leftovers.groups(), Onlooker(job.name)
         beside = Beside(job.name, disturbance, max(LEAST_S, TIMES * self.calm_s))
         onlooker.start()
@@ -227,7 +229,7 @@ class Rehearsal:
             left = leftovers.left_of(job.name, groups, one_machine=self.nodes is not None)
             onlooker.end()
         end = f"did not end within {beside.limit_s:.0f} s" if hung else end
-        return self._compare(job, end, left, onlooker, disturbance.blows, planned, due_to_die())
+        return self._compare(job, end, left, onlooker, disturbance, planned)
 
     def _compare(
         self,
@@ -235,17 +237,16 @@ class Rehearsal:
         end: str,
         left: Sequence[str],
         onlooker: Onlooker,
-        blows: Sequence[Blow],
+        disturbance: Disturbance,
         planned: int,
-        due_to_die: Sequence[str],
     ) -> Judged:
+        blows, deaths = disturbance.blows, disturbance.deaths(onlooker)
         struck = _evidence(job, end, _counted(onlooker))
         segments = Run.find(job).segments()
         timeline = Timeline().read(segments)
         worlds = [*timeline.worlds.values()]
         members = _members(segments)
         everybody_seen = {each for world in members for each in world} <= onlooker.workers.keys()
-        deaths = {each: onlooker.ended(each) for each in due_to_die if each in onlooker.workers}
         apart = _apart(self.calm_job, job) if struck.digest != self.calm.digest else ""
         findings = (
             judgement.faults_struck(planned, blows, deaths, max(self.calm.steps, default=0)),

@@ -22,15 +22,18 @@ from actors.rehearsal import Judged, Rehearsal
 from actors.terminal import say, show_table
 from elastic.errors import DIFFERS, JobError
 from elastic.job import Job
+from elastic.journal import codec
 from elastic.protocol.faults import Fault, Kind, draw, from_json, to_json
+from elastic.report.goodput import of_fleet
 from elastic.report.measured_costs import costs_of
 from elastic.report.page.parquet import parquet_of
+from elastic.report.timeline import Timeline
 from elastic.report.words import clipped, counted
 from elastic.runs.run import Run
 from elastic.sim.costs import Costs
 from elastic.sim.page import replay
 from elastic.sim.replay import Replayed, most_machines
-from elastic.sim.trace import Row, rows_of, sped_up, text_of, thinned
+from elastic.sim.trace import Row, numbers_of, rows_of, sped_up, text_of, thinned
 
 NODES, MOST = 2, 8
 """Number of nodes of a local cluster unless --nodes says otherwise, and their largest number: each is half a
@@ -236,24 +239,41 @@ def _judge_trace(rehearsal: Rehearsal, local: LocalNodes, rows: Sequence[Row], l
             f"the run ended {fleet.due[-1].at - fleet.elapsed_s:.0f} s before the trace, so {len(fleet.due)} of "
             f"{len(rows)} rows were not performed; a job with more steps lasts longer"
         )
-    _write(Path(f"{name}.trace.csv"), text_of(fleet.performed, f"nodes of {name} as they came and went"))
+    paid, present = fleet.paid(), fleet.present(joined(judged.job))
+    _write(Path(f"{name}.trace.csv"), text_of(paid, f"nodes of {name} as they came and went"))
+    _write(
+        Path(f"{name}.present.csv"), text_of(present, f"nodes of {name} from when their workers could step")
+    )
     intervals = judged.timeline.account.intervals
     Path(f"{name}.timeline.parquet").write_bytes(parquet_of(intervals))
-    say(f"{name}.trace.csv has the nodes as they came and went, {name}.timeline.parquet the time of the run")
-    present, paid = judged.timeline.account.since_first.figures[2:4]
     say(
-        f"goodput: {present:.1%} of what the nodes present could do, {paid:.1%} of what the nodes paid could do"
+        f"{name}.trace.csv has the nodes as they came and went, {name}.present.csv from when their workers could "
+        f"step, and {name}.timeline.parquet the time of the run"
     )
-    found = simulated(judged, fleet.performed, lead)
+    real = of_fleet(intervals, numbers_of(present), numbers_of(paid))
+    say(
+        f"goodput: {real.present:.1%} of what the nodes present could do, {real.paid:.1%} of what all nodes could "
+        "do, with those whose workers were starting"
+    )
+    found = simulated(judged.job, judged.timeline, paid, lead)
     say(
         f"the simulator, for these nodes at this run's costs: {found.goodput:.1%} and {found.goodput_paid:.1%}"
     )
     return 0 if judged.agrees else DIFFERS
 
 
-def simulated(judged: Judged, performed: Sequence[Row], lead: float) -> Replayed:
+def joined(job: Job) -> dict[str, float]:
+    """Returns the time at which the first worker of each node joined the run."""
+    found: dict[str, float] = {}
+    for record in Run.find(job).records():
+        for each in codec.parts_of(record["event"]):
+            if each["$"] == "Joined":
+                found.setdefault(each["node"], record["at"])
+    return found
+
+
+def simulated(job: Job, timeline: Timeline, performed: Sequence[Row], lead: float) -> Replayed:
     """Returns what the simulator says of the nodes of a run, at the costs of that run."""
-    job, timeline = judged.job, judged.timeline
     known = {
         name: 0.0 if cost is None else cost
         for name, cost in costs_of(Run.find(job).segments(), job.name).items()

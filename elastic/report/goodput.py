@@ -27,10 +27,12 @@ was committed, and then lost, counts once: committing it again is ``redone``.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
+from itertools import pairwise
 from math import inf
 from statistics import median
 from typing import Any, NamedTuple
@@ -186,6 +188,42 @@ class Totals:
                 nearest = min(known, key=lambda each: (abs(each - rounds), each))
                 found += seconds * samples / steps / (known[nearest] * rounds / nearest)
         return found
+
+
+def of_fleet(
+    intervals: Sequence[Interval], present: Sequence[tuple[float, int]], paid: Sequence[tuple[float, int]]
+) -> Figures:
+    """Returns the figures of the time after the first committed step, where somebody else knows the nodes.
+    ``present`` and ``paid`` have their numbers from each time on.
+
+    So a node counts as present until it goes, also while the run does not use it any more because it had
+    notice, and a head without room for workers is not paid.
+    """
+    begun_at = next((each.end for each in intervals if each.steps), inf)
+    times, sums = sorted(at for numbers in (present, paid) for at, _ in numbers), Totals()
+    for each in intervals:
+        if each.begin < begun_at:
+            continue
+        cuts = [at for at in times if each.begin < at < each.end]
+        for begin, end in pairwise((each.begin, *cuts, each.end)):
+            nodes, last = _at(present, begin), end == each.end  # the steps count where the interval ends
+            sums.add(
+                each._replace(
+                    begin=begin,
+                    end=end,
+                    nodes=nodes,
+                    workers=nodes * each.members // (each.world_nodes or 1),
+                    paid=_at(paid, begin),
+                    steps=each.steps if last else 0,
+                    samples=each.samples if last else 0,
+                )
+            )
+    return sums.figures
+
+
+def _at(numbers: Sequence[tuple[float, int]], at: float) -> int:
+    place = bisect_right(numbers, at, key=lambda each: each[0])
+    return numbers[place - 1][1] if place else 0
 
 
 @dataclass

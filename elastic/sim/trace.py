@@ -128,6 +128,15 @@ def text_of(rows: Sequence[Row], about: str) -> str:
     return "\n".join([f"# {about}", "seconds,event,node", *lines]) + "\n"
 
 
+def numbers_of(rows: Sequence[Row]) -> list[tuple[float, int]]:
+    """Returns the number of machines that are there, from each time on."""
+    found, there = list[tuple[float, int]](), 0
+    for row in rows:
+        there += 1 if row.comes else -1
+        found.append((row.at, there))
+    return found
+
+
 def _there(rows: Sequence[Row]) -> list[str]:
     """Returns the machines that are there after ``rows``, in the order in which they came."""
     there: dict[str, None] = {}

@@ -475,7 +475,7 @@ class Attached:
     stepping: bool = False
 
 
-Said = Joined | Here | Ready | Fenced | Attached
+Said = Joined | Here | Ready | ConnectedAhead | Fenced | Attached
 """Every worker says these once, and all workers say them at about the same time."""
 
 

@@ -33,6 +33,7 @@ from elastic.protocol import lineage
 from elastic.protocol.actions import (
     Action,
     CommitManifest,
+    ConnectAhead,
     Fence,
     Form,
     Go,
@@ -47,6 +48,7 @@ from elastic.protocol.builds import Build
 from elastic.protocol.commit_record import GO_ON, HAND_OVER, PAUSE, SAVE_AND_PAUSE, Outcome
 from elastic.protocol.events import (
     Capacity,
+    ConnectedAhead,
     Event,
     Fenced,
     Here,
@@ -726,6 +728,8 @@ class Protocol(Replay):
                 self._start(action)
             case Form():
                 self._form(action.plan)
+            case ConnectAhead(plan):
+                self.clock.after(0.0, self._connect_ahead, plan)
             case Go():
                 assert self.run.plan is not None
                 self._go(self.run.plan)
@@ -772,6 +776,13 @@ class Protocol(Replay):
         )
         after_s = self.prepare_s(plan.tier, newcomers=newcomers, moved=moved)
         self.clock.after(after_s, self._ready, plan)
+
+    def _connect_ahead(self, plan: Plan) -> None:
+        """Connects the next world beside the steps at once, as far as its members are there."""
+        there = tuple(filter(self._lives, plan.members))
+        told = tuple(ConnectedAhead(each, plan.generation, plan.ahead) for each in there)
+        if told:
+            self.tell(Together(told))
 
     def _has(self, member: WorkerId, plan: Plan, cell: Cell) -> bool:
         known = self.held.get(member)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import StrEnum
+from random import Random
 from typing import TYPE_CHECKING, Any
 
 from elastic.errors import FencedOff
@@ -151,12 +152,15 @@ class Worker(Process):
         if not self.member.connect_ahead(plan):
             return
         self.ahead = None
-        self.sim.clock.after(0.3 * self.sim.rng.random(), self.receive, self._connected_ahead, plan)
+        # its own numbers: so what else a seed draws does not depend on it
+        drawn = Random(f"{self.name} {plan.generation} {plan.ahead}")
+        room = drawn.random() > 0.1
+        self.sim.clock.after(0.3 * drawn.random(), self.receive, self._connected_ahead, plan, room)
 
-    def _connected_ahead(self, plan: Plan) -> None:
+    def _connected_ahead(self, plan: Plan, room: bool) -> None:
         if self.member.connecting != (plan.incarnation, plan.generation, plan.ahead):
             return  # it was dropped for a later one
-        if self.sim.rng.random() < 0.1:
+        if not room:
             self.sim.oracle.occasions["a member connects no world ahead"] += 1
             return self.report(ConnectedAhead(self.name, plan.generation, plan.ahead, "there is no room"))
         self.ahead = plan.incarnation, plan.generation, plan.ahead

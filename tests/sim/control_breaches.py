@@ -470,6 +470,24 @@ CONTROL: dict[str, tuple[Breach, ...]] = {
         ),
     ),
     # A node that will be taken is out of the world before, and nothing is lost with it.
+    "connected ahead": (
+        Breach(
+            "a world takes groups that not all have connected",
+            "has not connected",
+            ("noticed", 0),
+            Edit("ahead", "len(state.connected) < len(ahead.members)", "False"),
+        ),
+        Breach(
+            "a world takes the groups of other members",
+            "has not connected",
+            ("drawn", 0),
+            Edit(
+                "ahead",
+                "plan, ahead=ahead.ahead, store_node=ahead.store_node) if same",
+                "plan, ahead=ahead.ahead, store_node=ahead.store_node) if True",
+            ),
+        ),
+    ),
     "notices": (
         Breach(
             "nodes leave when they are taken",

@@ -19,6 +19,7 @@ from dataclasses import replace
 from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from zlib import crc32
 
 import ray
 
@@ -153,6 +154,7 @@ class Worker:
         checkpoints = Branches(ObjectStore.open(self.job.bucket), self.job.name).checkpoints()
         self.trainer = Trainer(session, self.apply_fence, device, checkpoints, self.report)
         kind = kind_of(device, self.job.attention)
+        session.kind = crc32(kind.encode())
         compiled = compilers.place(self.job, build.code, kind, compiled_folder())
         try:
             self._compare(session, device)

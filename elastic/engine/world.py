@@ -40,6 +40,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from elastic.engine import sockets, streams
+from elastic.engine.pace import ForwardPace
 from elastic.engine.sockets import Endpoint, Service, Waking
 from elastic.errors import WorldBroken
 from elastic.plan.layout import REPLICAS, SHARDS, Layout
@@ -253,6 +254,11 @@ class World:
     def data_rank(self) -> int:
         """The number of this member's model group, among those that run microbatches."""
         return data_rank(self.layout, self.rank)
+
+    @cached_property
+    def pace(self) -> ForwardPace:
+        """The time that this member's forward passes take."""
+        return ForwardPace(self.device)
 
     @cached_property
     def shard_mesh(self) -> DeviceMesh:

@@ -311,6 +311,7 @@ def largest_cells(layout: Layout) -> set[Cell]:
 
 
 @cache
+@cache
 def data_groups(layout: Layout) -> tuple[tuple[int, ...], ...]:
     """Returns the data groups of the world.  The members of a group compute the same part of the model, so
     they begin the same collectives in the same order.

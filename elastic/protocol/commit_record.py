@@ -20,11 +20,12 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Iterable
-from dataclasses import astuple, dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import isnan
 from operator import itemgetter
+from statistics import median_low
 from typing import NamedTuple
 
 from elastic.ids import Version
@@ -81,13 +82,16 @@ class Usage:
     ``step_s`` is the time from the member's record of the step before to its record of this one; in the first
     step of a world, it counts from the beginning of the step.  For ``data_s`` of it the training thread
     waited for samples.  ``peak_bytes`` are the most bytes that torch had allocated on a GPU in that time, and
-    ``reserved_bytes`` those that torch keeps there; both are 0 on a CPU.
+    ``reserved_bytes`` those that torch keeps there; both are 0 on a CPU.  ``forward_s`` is the mean
+    time that the member's own work took in the forward pass of a microbatch (``engine/pace.py``); on a GPU
+    it is that of passes up to the step before.  0 means that it was not measured.
     """
 
     step_s: float = 0.0
     data_s: float = 0.0
     peak_bytes: int = 0
     reserved_bytes: int = 0
+    forward_s: float = 0.0
 
     @property
     def data_wait(self) -> float:
@@ -96,6 +100,28 @@ class Usage:
 
 
 NO_USAGE = Usage()
+LATE = 1.5
+"""A member is late if its forward pass took this multiple of the median time, or more: workers that differ
+less cannot be told from noise.
+"""
+MATTERS = 0.05
+"""Smallest share of a step that a member must cost the others to be late."""
+MOST_LATE = 8
+"""Number of late members that a commit names: the slowest."""
+
+
+@dataclass(frozen=True)
+class Late:
+    """A member whose forward passes took far longer in a step than those of its peers: members of its kind that
+    compute the same part of the model.
+    """
+
+    rank: int
+    """Its world rank."""
+    forward_s: float
+    """The mean time of its forward passes in seconds."""
+    usual_s: float
+    """The low median of these times among its peers and itself."""
 
 
 class RecordHead(NamedTuple):
@@ -125,10 +151,13 @@ class RecordHead(NamedTuple):
     data_s: float
     peak_bytes: float
     reserved_bytes: float
+    forward_s: float
     order: float
     """A digest of what this member has gathered and summed for single blocks since the last commit; 0 if the
     model gathers nothing.
     """
+    kind: float
+    """A digest of this member's kind: only the times of members of one kind are compared."""
 
 
 HEADER = len(RecordHead._fields)
@@ -144,6 +173,7 @@ def head_of(
     copied: Copied = NO_COPIES,
     usage: Usage = NO_USAGE,
     order: float = 0,
+    kind: float = 0,
 ) -> RecordHead:
     """Returns the head of a member's record; the device fills in the rest."""
     return RecordHead(
@@ -156,7 +186,13 @@ def head_of(
         0,
         0,
         *copied,
-        *(*astuple(usage), order),
+        usage.step_s,
+        usage.data_s,
+        usage.peak_bytes,
+        usage.reserved_bytes,
+        usage.forward_s,
+        order,
+        kind,
     )
 
 
@@ -264,6 +300,8 @@ class Outcome:
     saves: bool = False
     usage: Usage = field(default=NO_USAGE, compare=False)
     usage_ranks: tuple[int, ...] = field(default=(), compare=False)
+    late: tuple[Late, ...] = field(default=(), compare=False)
+    """The members that held up the others, the slowest first."""
     validated: Validated | None = None
     rescales: bool = False
     spike: Spike | None = None
@@ -497,10 +535,44 @@ def conclude(shape: CommitShape, step: int, gathered: bytes, validated: Validate
         copy_every=int(max(heads["copy_every"])),
         buddy_every=int(max(heads["buddy_every"])),
         saves=is_saved(boundary, int(max(heads["save"])), behind),
-        usage=Usage(most["step_s"], most["data_s"], int(most["peak_bytes"]), int(most["reserved_bytes"])),
+        usage=Usage(
+            most["step_s"],
+            most["data_s"],
+            int(most["peak_bytes"]),
+            int(most["reserved_bytes"]),
+            most["forward_s"],
+        ),
         usage_ranks=tuple(values.index(most[name]) for name, values in used.items()),
+        late=late_among(
+            heads["forward_s"], heads["kind"], shape.layout, MATTERS * most["step_s"] / shape.rounds
+        ),
         validated=validated,
     )
+
+
+def late_among(
+    forward_s: Sequence[float], kinds: Sequence[float], layout: Layout, least_s: float
+) -> tuple[Late, ...]:
+    """Returns the members that are late by more than ``least_s`` a microbatch, the slowest first, at most
+    :data:`MOST_LATE`.
+
+    ``forward_s`` and ``kinds`` are in order of world rank.
+    """
+    if not (most := max(forward_s)) or most < LATE * min(forward_s):  # the usual case, at the least cost
+        return ()
+    found = list[Late]()
+    for ranks in data_groups(layout):
+        for kind in {kinds[rank] for rank in ranks}:
+            peers = [rank for rank in ranks if kinds[rank] == kind and forward_s[rank] > 0]
+            usual_s = median_low([forward_s[rank] for rank in peers]) if peers else 0.0
+            slow = [
+                (-forward_s[rank], rank)
+                for rank in peers
+                if forward_s[rank] >= LATE * usual_s and forward_s[rank] - usual_s > least_s
+            ]
+            found += [Late(rank, forward_s[rank], usual_s) for _, rank in sorted(slow)[:MOST_LATE]]
+    found.sort(key=lambda each: (each.usual_s / each.forward_s, each.rank))
+    return tuple(found[:MOST_LATE])
 
 
 def torn_records(gathered: bytes, world: int, fields: int) -> list[int]:

@@ -55,6 +55,8 @@ COLUMNS = (
     "causal_mfu",
     "peak_bytes",
     "reserved_bytes",
+    "forward_s",
+    "late",
     "copied_through",
     "buddied_through",
     "event",
@@ -100,6 +102,8 @@ def row_of(
         "step_s": usage.step_s,
         "peak_bytes": usage.peak_bytes,
         "reserved_bytes": usage.reserved_bytes,
+        "forward_s": usage.forward_s,
+        "late": len(outcome.late),
     }
     known |= (
         {"tokens_per_s": sum(outcome.counts) / usage.step_s, "data_wait": usage.data_wait}

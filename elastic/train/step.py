@@ -92,6 +92,8 @@ class Session:
     """The shapes of the first microbatch that this process has computed, if all later ones must have the
     same.
     """
+    kind: int = 0
+    """A digest of the worker's kind."""
     loop: Callable[[Any], object] | None = None
     """The loop that gets a :class:`~elastic.train.context.Context`: the user's, or our own."""
 
@@ -282,7 +284,7 @@ class Step:
 
     def _microbatches(self) -> Iterator[dict[str, torch.Tensor]]:
         session, state, step = self._session, self._state, self.number
-        world, job = state.world, session.job
+        world, job, pace = state.world, session.job, state.world.pace
         compare_tokens(session, state.model)
         if job.loop:
             state.guard.check(given_up=self._barred)
@@ -313,11 +315,17 @@ class Step:
             session.faults.aim(step, state.model, world)
             state.seeds.begin(step, 0 if index is None else index)
             self._index, self._ids, self._open = index, tuple(ids), True
-            yield {name: world.to_device(f"{name} {round_}", value) for name, value in batch.items()}
+            batch = {name: world.to_device(f"{name} {round_}", value) for name, value in batch.items()}
+            pace.marks = [pace.mark()]
+            yield batch
 
     def _backward(self, loss: torch.Tensor, count: torch.Tensor | float) -> None:
         session, state, share, index = self._session, self._state, self._share, self._index
-        self._open = False
+        self._open, pace = False, state.world.pace
+        if (marks := pace.marks) is not None:
+            marks.append(pace.mark())
+            pace.passes.append(marks)
+            pace.marks = None
         state.parameters.end_forward()
         state.statistics.add(index)
         share.losses.append(loss.detach())
@@ -362,10 +370,12 @@ class Step:
         norm = prepare(session, state, self._fence, step, share)
         if session.meter.first:
             session.meter.held = memory_by_class(state)
-        usage = session.meter.usage(session.loader.waited_s, state.world.device)
+        usage = session.meter.usage(session.loader.waited_s, state.world.device, state.world.pace.read())
         order = state.parameters.order.digest() if state.parameters.order is not None else 0
         blank = blank_record(
-            shape, head_of(shape, state.world.rank, step, self._boundary(), copied, usage, order), share
+            shape,
+            head_of(shape, state.world.rank, step, self._boundary(), copied, usage, order, session.kind),
+            share,
         )
         record = fill_record(state.world.to_device("record", blank), share, norm)
         outcome = commit(session, state, self._fence, shape, step, record, share)

@@ -452,7 +452,8 @@ def drawn_records(shape: CommitShape, seed: int, orders: Sequence[float] = ()) -
     draw, records = random.Random(seed), b""
     for rank in range(shape.world):
         copied = Copied(*(draw.randrange(-1, 9) for _ in range(4)), draw.randrange(3), draw.randrange(2))
-        usage = Usage(draw.random(), draw.random(), draw.randrange(2**40), draw.randrange(2**40))
+        memory = draw.randrange(2**40), draw.randrange(2**40)
+        usage = Usage(draw.random(), draw.random(), *memory, draw.random() * draw.choice((1, 1, 9)))
         order = orders[rank] if orders else 0
         head = head_of(shape, rank, 7, draw.randrange(3), copied, usage, order)._replace(
             finite=draw.random() < 0.9, squared_norm=draw.random()
@@ -483,7 +484,7 @@ def concluded_one_by_one(shape: CommitShape, step: int, gathered: bytes) -> Outc
     ordered = [parts[i] for i in range(shape.microbatches)]
     boundary, behind = max(int(head.boundary) for head in heads), any(head.behind > 0 for head in heads)
     most: dict[str, tuple[float, int]] = {}
-    for name in ("step_s", "data_s", "peak_bytes", "reserved_bytes"):
+    for name in vars(NO_USAGE):
         for rank, head in enumerate(heads):
             if name not in most or getattr(head, name) > most[name][0]:
                 most[name] = (getattr(head, name), rank)

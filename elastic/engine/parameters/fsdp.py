@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from elastic.engine.fp8 import FORWARD, Recipe, hold
 from elastic.engine.fp8_weights import Fp8Weights, weights_of, whole_weights
+from elastic.engine.pace import ForwardPace
 from elastic.engine.parameters.base import take_over
 from elastic.engine.precision import Precision
 from elastic.engine.streams import stream
@@ -90,6 +91,7 @@ def apply_sync(model: nn.Module, scheme: Scheme, precision: Precision) -> None:
         group = _group(module)
         _fill(group)
         _count(group, ours)
+        _time_apart(group, scheme.world.pace)
         _end(group, module._get_fsdp_state())
         _forget(group, scheme)
         if reduction.across_replicas is not None:
@@ -235,6 +237,12 @@ def _count(group: Any, ours: Reduce) -> None:
         original()
 
     group._record_post_forward = record
+
+
+def _time_apart(group: Any, pace: ForwardPace) -> None:
+    """Leaves the time in which FSDP2 gathers the parameters of a module out of the forward pass."""
+    if group is not None:
+        group.pre_forward = pace.without(group.pre_forward)
 
 
 def _end(group: Any, state: Any) -> None:

@@ -59,6 +59,8 @@ class Gathers:
         runs.  Without groups this class does nothing.
         """
         self.world = world
+        # neither is this member's own work
+        self._begin_next, self._take = world.pace.without(self._begin), world.pace.without(self._arrived)
         self._groups = [_by_dtype(group) for group in groups]
         self._here = len(groups)
         """The number of groups whose weights are those of the present step."""
@@ -107,7 +109,7 @@ class Gathers:
         if self._groups:
             self.need(len(self._groups) - 1)
 
-    def _take(self) -> None:
+    def _arrived(self) -> None:
         """Waits for the next group, and shows it to the readers of parameters."""
         for arrive in self._coming.popleft():
             arrive()
@@ -115,7 +117,8 @@ class Gathers:
             module.__dict__["_parameters"] = module.__dict__["_parameters"].own
         self._here += 1
 
-    def _begin_next(self) -> None:
+    def _begin(self) -> None:
+        """Begins to gather the next group."""
         group = self._groups[self._here + len(self._coming)]
         if self.world.device.type != "cuda":
             self._coming.append([self._gather(alike) for alike in group])

@@ -47,8 +47,10 @@ class Meter:
         """Leaves out ``seconds`` that passed between two steps and belong to neither."""
         self._since += seconds
 
-    def usage(self, waited_s: float, device: torch.device) -> Usage:
-        """Returns what the step took until now, and begins the next one."""
+    def usage(self, waited_s: float, device: torch.device, forward_s: float = 0.0) -> Usage:
+        """Returns what the step took until now, and begins the next one.  ``forward_s`` is the time of a
+        forward pass (``engine/pace.py``).
+        """
         now, peak, reserved = self._clock(), 0, 0
         if device.type == "cuda":
             counters = torch.cuda.memory_stats_as_nested_dict(device)
@@ -57,6 +59,6 @@ class Meter:
                 counters["reserved_bytes"]["all"]["current"],
             )
             torch.cuda.reset_peak_memory_stats(device)
-        found = Usage(now - self._since, waited_s - self._waited_s, peak, reserved)
+        found = Usage(now - self._since, waited_s - self._waited_s, peak, reserved, forward_s)
         self._since, self._waited_s = now, waited_s
         return found

@@ -574,6 +574,7 @@ class Job(Section):
             patience=self.validation.patience,
             min_delta=self.validation.min_delta,
             spares=self.workers.spares,
+            evicts=self.workers.straggler == "evict",
             watch=WatchRule(**self.watch.model_dump(exclude={"every", "max_restarts"})),
             keep=self.keep(),
             **self.deadlines.model_dump(exclude={"driver_s"}),

@@ -116,6 +116,7 @@ OTHER: dict[str, Any] = {
     "workers.min": 2,
     "workers.max": 3,
     "workers.spares": 1,
+    "workers.straggler": "evict",
     "workers.cpus": 2,
     "workers.gpus": 1,
     "workers.device_gb": 80,

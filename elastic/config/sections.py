@@ -383,6 +383,12 @@ class Workers(Section):
     """GPUs that a worker takes from its node.  With 0 it trains on the CPU.  A run resumed with another value
     may end with other bits.
     """
+    straggler: Free[Literal["report", "evict"]] = "report"
+    """Treatment of a slow worker: in 12 of 16 steps its forward passes took 1.5 times the median time of its
+    peers, or longer.  ``report``: it is named.  ``evict``: it also leaves at the next step boundary, and a spare
+    or a new worker takes its seat.  Nobody is evicted if too few workers would be left, or within 100 steps of
+    another one.  After the second one a node gets no new worker for an hour.
+    """
     device_gb: Free[Annotated[Number, Field(gt=0)] | Auto] = "auto"
     """Memory of its device that a worker may use, in GB.  ``auto``: all that a GPU has; on the CPU it is not
     limited.  With ``dp_shard = "auto"`` the state is cut among so many workers that each part fits.

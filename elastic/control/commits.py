@@ -19,6 +19,7 @@ from elastic.control.decision import Decision
 from elastic.control.health import watch
 from elastic.control.liveness import stepped
 from elastic.control.run import Answer, Forming, Running, Stopping
+from elastic.control.stragglers import judge as stragglers_after
 from elastic.ids import Version, WorkerId
 from elastic.plan.placement import cell_of
 from elastic.plan.transfer import Holding
@@ -87,6 +88,7 @@ def committed(decision: Decision, outcome: Outcome) -> None:
     if not history.is_news(outcome):
         return
     _watch(decision, outcome)
+    _note_the_late(decision, outcome)
     version = version_of(outcome)
     if outcome.validated is not None and history.version.step == outcome.step - 1:
         _validated(decision, history.version, outcome.validated)
@@ -212,6 +214,16 @@ def _watch(decision: Decision, outcome: Outcome) -> None:
         )
     if health is not decision.run.health:
         decision.know(health=health)
+    for each in sentences:
+        decision.say(each)
+
+
+def _note_the_late(decision: Decision, outcome: Outcome) -> None:
+    """Takes note of the members that held up the others, and says which are stragglers."""
+    known = decision.run.stragglers
+    stragglers, sentences = stragglers_after(known, decision.plan, outcome)
+    if stragglers is not known:
+        decision.know(stragglers=stragglers)
     for each in sentences:
         decision.say(each)
 

@@ -14,6 +14,8 @@ machine is gone before and it is treated as a crash.  Several nodes leave in one
 later one brings more than a second pause costs.
 
 A node that may be taken only gets nothing new.  An advice expires; nobody leaves because of it.
+
+A straggler that is evicted (``evicting.py``) leaves in the same way, at the next boundary.
 """
 
 from __future__ import annotations
@@ -22,10 +24,10 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from math import inf
 
-from elastic.control import ahead, copy_inventory, edges, membership
+from elastic.control import ahead, copy_inventory, edges, evicting, membership
 from elastic.control.decision import Decision, names
 from elastic.control.liveness import Watch
-from elastic.control.run import Announced, Forming, Running, Stopping
+from elastic.control.run import Announced, Forming, Running, RunState, Stopping
 from elastic.control.seating import candidates, layout_of, newest_source
 from elastic.ids import NodeId, WorkerId
 from elastic.plan.placement import cell_of
@@ -146,6 +148,7 @@ def go_on(decision: Decision) -> None:
         ahead.begin(decision)
     if run.cluster.leaving or due:
         _end_outsiders(decision, seats)
+    if decision.run.cluster.leaving or run.stragglers.leaving:
         _leave(decision)
     _let_go(decision, [node for node in doomed if node not in seats])
 
@@ -176,14 +179,31 @@ def awaited(decision: Decision) -> bool:
     )
 
 
-def may_go(decision: Decision, survivors: Sequence[WorkerId]) -> tuple[WorkerId, ...]:
-    """Returns those of ``survivors``, on nodes that leave, without which a world can form and has the newest
-    version, too.
+def let_leave(decision: Decision, survivors: Sequence[WorkerId]) -> None:
+    """Ends those of ``survivors``, members of the world that has just ended, that leave and that nobody needs.
 
-    The others stay members: the next world lets them leave again, with what it needs of them.
+    Members on nodes that leave and are needed stay: the next world lets them leave again, with what it needs of
+    them.  A slow member that is needed stays a straggler.
     """
-    run, leaving = decision.run, decision.run.cluster.leaving
-    going = tuple(each for each in survivors if run.workers[each].node in leaving)
+    slow = decision.run.stragglers.leaving
+    # others may have been lost since it was to leave
+    going = () if slow and not evicting.forms_without(decision, slow) else _may_go(decision, survivors)
+    if slow:
+        decision.know("stragglers", leaving=())
+        going = going or _may_go(decision, survivors)
+    evicted = tuple(
+        each for each in going if decision.run.workers[each].node not in decision.run.cluster.leaving
+    )
+    membership.expel(decision, evicted, evicting.SLOW)
+    membership.expel(decision, tuple(each for each in going if each not in evicted), TAKEN)
+
+
+def _may_go(decision: Decision, survivors: Sequence[WorkerId]) -> tuple[WorkerId, ...]:
+    """Returns those of ``survivors`` that leave and without which a world can form and has the newest version,
+    too.
+    """
+    run = decision.run
+    going = tuple(each for each in survivors if _leaves(run, each, run.workers[each].node))
     if not going:
         return ()
     everyone = [each for each, known in run.workers.items() if not known.unfit]
@@ -201,7 +221,8 @@ def awaits_copies(decision: Decision, state: Stopping) -> bool:
     """Returns whether a boundary was handed over and the keepers have not listed its copies yet: they show
     whether the members that leave can go.
     """
-    handed_over = state.planned and state.hand_over and bool(decision.run.cluster.leaving)
+    leave = decision.run.cluster.leaving or decision.run.stragglers.leaving
+    handed_over = state.planned and state.hand_over and bool(leave)
     return handed_over and bool(copy_inventory.unheard(decision))
 
 
@@ -215,7 +236,10 @@ def _due(decision: Decision, doomed: Sequence[NodeId], seats: Mapping[NodeId, in
     if not inside:
         return outside
     # a stop has ``stop_s`` for a save
-    save_s = decision.rules.stop_s if _needs(decision, plan, frozenset(inside))[0] else 0.0
+    going = frozenset(
+        member for member, node in zip(plan.members, plan.nodes, strict=False) if node in inside
+    )
+    save_s = decision.rules.stop_s if _needs(decision, plan, going)[0] else 0.0
     late = [node for node in inside if now >= _leaves_at(decision, node, save_s)]
     soon = [node for node in inside if node in late or not _brings_a_pause(decision, plan, node, seats[node])]
     full = inside if len(plan.members) >= decision.rules.max_workers else soon
@@ -298,20 +322,25 @@ def _end_outsiders(decision: Decision, seats: Mapping[NodeId, int]) -> None:
 
 
 def _leave(decision: Decision) -> None:
-    """Ends the present world if it has members on nodes that leave: at the next boundary, or at once if it
-    does not step yet and the next world can have its state without them.  A stop that was asked for does both.
+    """Ends the present world if it has members that leave: at the next boundary, or at once if it does not step
+    yet and the next world can have its state without them.  A stop that was asked for does both.
     """
     run, plan = decision.run, decision.run.plan
-    leaving = frozenset(run.cluster.leaving)
     if plan is None or run.enough or run.stop:
         return
-    members = tuple(member for member, node in zip(plan.members, plan.nodes, strict=False) if node in leaving)
+    where = dict(zip(plan.members, plan.nodes, strict=False))
+    members = tuple(member for member, node in where.items() if _leaves(run, member, node))
     if not members:
         return
-    cause = f"{names(members)} leave{'s' if len(members) == 1 else ''} before the machine is taken"
+    taken = tuple(each for each in members if where[each] in run.cluster.leaving)
+    slow = tuple(each for each in members if each not in taken)
+    causes = ((taken, "before the machine is taken"), (slow, f"because {evicting.SLOW}"))
+    cause = " and ".join(
+        f"{names(who)} leave{'s' if len(who) == 1 else ''} {why}" for who, why in causes if who
+    )
     match run.state:
         case Running():
-            save, hand_over = _needs(decision, plan, leaving)
+            save, hand_over = _needs(decision, plan, members)
             how = "; the state is saved" if save else "; their copies are handed over" if hand_over else ""
             edges.pause(decision, f"{cause}{how}", save=save, hand_over=hand_over)
         case Forming():
@@ -319,31 +348,36 @@ def _leave(decision: Decision) -> None:
             if plan.tier in ("init", "bucket") or covered(rest, run.members.classes):
                 edges.stop(decision, cause, noticed=True)
         case Stopping(planned=True, pending=pending, save=save, hand_over=hand_over) if pending:
-            more = _needs(decision, plan, leaving)
+            more = _needs(decision, plan, members)
             if (wanted := (save or more[0], hand_over or more[1])) != (save, hand_over):
                 decision.amend(save=wanted[0], hand_over=wanted[1])
                 decision.do(Pause(plan.generation, plan.members, *wanted))
                 decision.say(cause)
 
 
-def _needs(decision: Decision, plan: Plan, leaving: Collection[NodeId]) -> tuple[bool, bool]:
+def _leaves(run: RunState, worker: WorkerId, node: NodeId) -> bool:
+    """Returns whether ``worker`` on ``node`` is to be in no later world."""
+    return node in run.cluster.leaving or worker in run.stragglers.leaving
+
+
+def _needs(decision: Decision, plan: Plan, going: Collection[WorkerId]) -> tuple[bool, bool]:
     """Returns whether the state must be saved at the boundary, and whether it must be handed over, for the
-    next world to have all of it without the workers on nodes that leave.
+    next world to have all of it without the members ``going``.
 
     A copy in a machine that is taken helps only a world that forms at once, and only if copies are made.
     """
     run = decision.run
     stay = [
         Holding(member, plan.version, cell_of(plan.layout, rank))
-        for rank, (member, node) in enumerate(zip(plan.members, plan.nodes, strict=False))
-        if node not in leaving and member in run.workers
+        for rank, member in enumerate(plan.members)
+        if member not in going and member in run.workers
     ]
     if stay and covered(stay, run.members.classes):
         return False, False
     rest = tuple(
         each
         for each in candidates(run, decision.rules)
-        if run.cluster.deadline(run.workers[each].node) is None
+        if each not in going and run.cluster.deadline(run.workers[each].node) is None
     )
     copied = plan.copy_every and not copy_inventory.overdue(run)
     forms = stay and layout_of(run, rest, decision.rules) is not None

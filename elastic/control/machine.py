@@ -23,6 +23,7 @@ from elastic.control import (
     copy_inventory,
     draining,
     edges,
+    evicting,
     finishing,
     forming,
     membership,
@@ -194,7 +195,9 @@ def _go_on(decision: Decision) -> None:
     if decision.run.saves.pending:
         saves.ask_for_manifests(decision)
         saves.give_up_the_silent(decision)
-    if decision.run.cluster.notices:
+    if decision.run.stragglers.workers or decision.run.cluster.evicted:
+        evicting.go_on(decision)
+    if decision.run.cluster.notices or decision.run.stragglers.leaving:
         draining.go_on(decision)
     match decision.run.state:
         case Waiting() as state:

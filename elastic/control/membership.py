@@ -147,7 +147,9 @@ def remove(decision: Decision, workers: tuple[WorkerId, ...]) -> None:
     """Removes the workers from the run.  Their copies stay with their keepers."""
     gone = frozenset(workers)
     nodes = dict.fromkeys(known.node for worker, known in decision.run.workers.items() if worker in gone)
-    decision.know(members=decision.run.members.without(gone))
+    decision.know(
+        members=decision.run.members.without(gone), stragglers=decision.run.stragglers.without(gone)
+    )
     for node in nodes:
         _note_leaving(decision, node)
 

@@ -91,6 +91,8 @@ class Rules:
     reproducible: bool = True
     """True if only workers of one kind may be members, because different kinds do not give equal bits."""
 
+    evicts: bool = False
+    """True if a straggler is replaced, False if it is only reported."""
     watch: WatchRule = WatchRule()
     keep: Keep = field(default_factory=Keep)
     """The checkpoints that are kept."""

@@ -4,7 +4,8 @@
              ├─ members    workers and where they sit               ├─ copies    copies of the state in host memory
              ├─ cluster    nodes and keepers                        ├─ watch     liveness (``liveness.py``)
              ├─ history    what was committed, saved and given up   ├─ takeover  what coordinators before this one left open
-             └─ saves      checkpoints on their way to the bucket   └─ health, skips  gradients, loss (``health.py``, ``skips.py``)
+             ├─ saves      checkpoints on their way to the bucket   ├─ health, skips  gradients, loss (``health.py``, ``skips.py``)
+             └─ stragglers workers that hold up others              └─ stop, enough   why and where the run is to end
 
 Values are immutable; dictionaries are replaced, and only the decision that made one changes it.  ``edges.py``
 has the order of states.
@@ -19,6 +20,7 @@ from elastic.control.evolve import evolve
 from elastic.control.health import Health
 from elastic.control.liveness import Watch
 from elastic.control.skips import Skips
+from elastic.control.stragglers import Stragglers
 from elastic.ids import NodeId, Version, WorkerId
 from elastic.plan.layout import Layout
 from elastic.plan.transfer import Holding
@@ -281,15 +283,20 @@ class Cluster:
     let_go: tuple[NodeId, ...] = ()
     """The nodes that will be taken and on which the run needs nothing any more."""
 
+    evicted: dict[NodeId, tuple[float, ...]] = field(default_factory=dict)
+    """The nodes from which slow workers were evicted, and when: see ``evicting.py``."""
+
     def deadline(self, node: NodeId) -> float | None:
         """Returns the time at which the node's machine will be taken; None if nothing is announced."""
         return min((each.at for each in self.notices.get(node, ()) if not each.advice), default=None)
 
     def closed(self, *, few: bool) -> tuple[NodeId, ...]:
-        """Returns the nodes that get no new worker because they will be taken, or may be.  If workers are
-        ``few``, a node that may be taken is better than none.
+        """Returns the nodes that get no new worker because they will be taken, or may be, or because several of
+        their workers were slow.  If workers are ``few``, a node that may be taken or is slow is better than none.
         """
-        return tuple(node for node in self.notices if not few or self.deadline(node) is not None)
+        slow = () if few else (node for node, times in self.evicted.items() if len(times) > 1)
+        taken = (node for node in self.notices if not few or self.deadline(node) is not None)
+        return tuple(dict.fromkeys((*taken, *slow)))
 
 
 # ---- history
@@ -537,6 +544,7 @@ class RunState:
     gave_up: str = ""  # the reason why the run ends as failed once it has stopped; "" if it does not
     health: Health = field(default_factory=Health)
     skips: Skips = field(default_factory=Skips)
+    stragglers: Stragglers = field(default_factory=Stragglers)
     # the last step of a run that ends before the target step, since its loop or its patience is over; 0: it
     # does not
     enough: int = 0

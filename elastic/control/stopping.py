@@ -13,7 +13,7 @@ from __future__ import annotations
 from elastic.control import admission, commits, copy_inventory, edges, membership, saves
 from elastic.control.commits import Settlement, newest, settle
 from elastic.control.decision import Decision, names
-from elastic.control.draining import TAKEN, awaits_copies, may_go
+from elastic.control.draining import awaits_copies, let_leave
 from elastic.control.liveness import Stall, averaged, silence, silent, stall
 from elastic.control.run import (
     Answer,
@@ -409,7 +409,7 @@ def _settle(decision: Decision, state: Stopping) -> None:
         decision.do(Settle(plan.generation, survivors, settlement.outcome))
         decision.know("history", settled=Settle(plan.generation, survivors, settlement.outcome))
     _say_outcome(decision, settlement, {answer.prepared for answer in answers if answer.prepared})
-    membership.expel(decision, may_go(decision, survivors), TAKEN)
+    let_leave(decision, survivors)
     there = decision.run.workers
     unusable = tuple(worker for worker in survivors if worker in there and there[worker].unfit)
     membership.expel(decision, unusable, "its process is unusable")

@@ -80,7 +80,8 @@ in most commits.
 SELDOM = {
     each.name: each.default
     for each in fields(Outcome)
-    if each.name in ("validated", "rescales", "spike", "quarantined", "most_loss", "warned_loss", "lr")
+    if each.name
+    in ("validated", "rescales", "spike", "quarantined", "most_loss", "warned_loss", "lr", "late")
 }
 """Fields of a commit that are left out while they have their default, each with its default."""
 QUIET: Mapping[type, tuple[str, ...]] = {
@@ -92,7 +93,7 @@ QUIET: Mapping[type, tuple[str, ...]] = {
     Running: ("ahead", "connect_until", "attempts"),
     Stopping: ("hand_over", "ahead", "noticed"),
     Pause: ("hand_over",),
-    Rules: ("patience", "min_delta", "validates_every"),
+    Rules: ("patience", "min_delta", "validates_every", "evicts"),
     Watch: ("hand_over_s", "validate_s"),
     LayoutRule: ("model",),
     Retain: ("at_once",),

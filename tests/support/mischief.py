@@ -254,6 +254,51 @@ def _delay_abort(longer_s: float) -> None:
     world.abort = abort  # type: ignore[method-assign]
 
 
+EACH_S = 0.03
+"""Seconds for which every worker sleeps in a forward pass of a straggler's run, so that noise is small."""
+
+
+def slow_by(factor: float, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Computes the usual loss.  The process that is world rank 1 of generation 1 takes ``factor`` times as long
+    for it, in every world.
+    """
+    began = time.perf_counter()
+    loss = next_token(model, batch)
+    time.sleep(EACH_S)
+    if _is_the_slow_one():
+        time.sleep((factor - 1) * (time.perf_counter() - began))
+    return loss
+
+
+def twice_as_slow(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    return slow_by(2.0, model, batch)
+
+
+def five_times_as_slow(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    return slow_by(5.0, model, batch)
+
+
+def slow_in_exchanges(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """The control: the same process is as slow, but only in each exchange of gradients."""
+    if _is_the_slow_one() and _first("exchanges", 0):
+        genuine = World.all_to_all
+
+        def slow(*args: Any, **named: Any) -> Tensor:
+            time.sleep(EACH_S)
+            return genuine(*args, **named)
+
+        World.all_to_all = slow  # type: ignore[method-assign]
+    return slow_by(1.0, model, batch)
+
+
+def _is_the_slow_one() -> bool:
+    """Returns whether this process was world rank 1 of generation 1."""
+    world = trainer().world
+    if world is not None and (world.rank, world.generation) == (1, 1):
+        SEEN.add(("slow", 0))
+    return ("slow", 0) in SEEN
+
+
 def _due(rank: int) -> bool:
     """Returns True once, at the first microbatch of ``STEP`` in generation 1 on this rank."""
     me = trainer()

@@ -19,6 +19,7 @@ from math import inf
 from random import Random
 from typing import TYPE_CHECKING
 
+from elastic.control.draining import OVERDUE_S
 from elastic.control.run import Finishing, Stopping
 from elastic.ids import NodeId
 from elastic.protocol.actions import Action, Form, LetGo, Pair, StartWorkers
@@ -252,6 +253,7 @@ class NoticesOracle:
         if not self.all:
             return
         now = self.sim.coordinators.acting.now
+        self._forget_the_overdue(now)
         going = {node for node, said in self.heard.items() if any(until > now for until in said.values())}
         staying = set(after.cluster.keepers) - {
             node for node, said in self.heard.items() if any(until > now - LATE_S for until in said.values())
@@ -277,6 +279,12 @@ class NoticesOracle:
                     node for node in action.nodes for save in after.saves.pending if save.needs(node)
                 }:
                     raise Violation(f"node {min(wrong)} is let go, and has parts of a save")
+
+    def _forget_the_overdue(self, now: float) -> None:
+        """Forgets notices whose machines count as not taken.  Of a node that is gone, nobody may say so."""
+        over = [each for each in self.all if each.deadline + OVERDUE_S <= now]
+        for each in over:
+            self.heard[each.node].pop(each.source, None)
 
     def _judge_progress(self, generation: int, step: int) -> None:
         """Checks that a world does no committed step again if all that happens are notices in time."""

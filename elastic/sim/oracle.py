@@ -46,6 +46,7 @@ from elastic.protocol.events import (
 from elastic.protocol.plan import Plan
 from elastic.sim.copies import CopiesOracle
 from elastic.sim.notices import NoticesOracle
+from elastic.sim.slow_workers import PaceOracle
 from elastic.sim.truth import (
     JOINS,
     NO_KEEPER,
@@ -84,6 +85,7 @@ class Oracle:
         self.sim = sim
         self.copies = CopiesOracle(sim)
         self.notices = NoticesOracle(sim)
+        self.pace = PaceOracle(sim)
         self.parent: dict[Version, Version] = {}
         self.first_commit_at: dict[int, float] = {}
         self.plans: dict[int, Plan] = {}
@@ -237,6 +239,7 @@ class Oracle:
         self._judge_saves(before, event, after)
         self.copies.note(before, event, refused=not transition.taken)
         self.notices.note(before, event, after)
+        self.pace.note(before, event, after)
         for each in transition.taken:
             if isinstance(each, Here | Ready) and isinstance(before.state, Forming):
                 self.here[each.generation].add(each.worker)
@@ -423,6 +426,7 @@ class Oracle:
     def _judge_action(self, before: RunState, after: RunState, action: Action, reason: str) -> None:
         self.copies.judge(before, action)
         self.notices.judge(after, action)
+        self.pace.judge(action)
         match action:
             case Settle():
                 self._judge_settle(action)

@@ -48,8 +48,8 @@ class Process:
 
     def work(self, delay_s: float, point: Point | None, call: Callable[..., object], *args: Any) -> None:
         """Schedules work like :meth:`later`, but a fault may strike at ``point`` just before the work."""
-        if self.slowness != 1.0 and self.sim.clock.now < self.slow_until:
-            delay_s *= self.slowness
+        if self.slowness != 1.0:
+            delay_s *= self.slowness_now
         self.sim.clock.after(delay_s, self.receive, self._in_world, self.world, point, call, args)
 
     def _in_world(
@@ -79,6 +79,11 @@ class Process:
         backlog, self._backlog, self.frozen = self._backlog, [], False
         for call, args in backlog:
             self.receive(call, *args)
+
+    @property
+    def slowness_now(self) -> float:
+        """The factor by which its work takes longer."""
+        return self.slowness if self.sim.clock.now < self.slow_until else 1.0
 
     def slow(self, factor: float, until: float) -> None:
         self.slowness, self.slow_until = factor, until

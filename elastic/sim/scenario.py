@@ -50,6 +50,8 @@ NOTICED_FROM = 500_000
 """The first seed with notices that nodes will be taken."""
 LONGER = 16
 """Steps by which these runs are longer: a node may be taken 20 s after the notice."""
+SLOW_FROM = 600_000
+"""The first seed with workers that are slow for long, in runs that are longer once more."""
 UNLIKE_ROWS = (*ROWS, (3, 8), (1, 5, 12), (2, 7, 3, 9))
 """Lengths like :data:`ROWS`, also of models whose last stage is the largest."""
 
@@ -119,6 +121,8 @@ class Scenario:
     """Nodes on which the communication library forms no world, because the processes there are set up
     wrongly.
     """
+    measures: bool = False
+    """True if commits tell the pace of members."""
     experts: int = 1
     """Degree of expert parallelism.  It must divide the number of shards of every world."""
     patience_s: float = 150.0
@@ -190,7 +194,7 @@ class Scenario:
         with faults also has a :func:`pair`, so that consecutive seeds go through all pairs of kinds.  From
         :data:`DIVIDED_FROM` on, one seed in ten divides the model, and from :data:`TOGETHER_FROM` on each job
         has two or three axes.  From :data:`NOTICED_FROM` on there are notices, and again one model in ten is
-        divided.
+        divided.  From :data:`SLOW_FROM` on there are stragglers, too.
         """
         if NOTICED_FROM > seed >= TOGETHER_FROM:
             return Scenario._drawn(seed).with_axes(seed)
@@ -212,16 +216,19 @@ class Scenario:
             faults += pair(rng, seed, since_s, each)
         if seed >= NOTICED_FROM:
             faults = noticed(seed, faults)
+        if seed >= SLOW_FROM:
+            faults = slowed(seed, faults)
         layout = rng.choice(LAYOUTS)
         low = max(rng.choice((1, 1, 2)), layout.min_shard)
         high = rng.randint(max(low, 2), 5)
-        target_step = rng.randint(6, 14) + (LONGER if seed >= NOTICED_FROM else 0)
+        target_step = rng.randint(6, 14) + LONGER * ((seed >= NOTICED_FROM) + (seed >= SLOW_FROM))
         copies, room, early = (random.Random(f"{what} {seed}") for what in ("copies", "room", "ends"))
         rules = small_rules(low, high, layout, target_step, save_every=rng.choice((1, 3, 5, 50)))
         return Scenario(
             rules=replace(
                 rules,
                 spares=int(seed % 4 == 3),
+                evicts=seed >= SLOW_FROM and seed % 3 > 0,
                 copy_every=copies.choice((0, 1, 1, 2)),
                 buddy_every=copies.choice((0, 0, 1, 3)),
             ),
@@ -235,6 +242,7 @@ class Scenario:
             error_once=rng.random() < 0.6,
             ends_at=early.randint(1, target_step) if early.random() < 0.1 else None,
             asks=early.random() < 0.5,
+            measures=seed >= SLOW_FROM,
             slow_starts=0.4 if random.Random(f"slow starts {seed}").random() < 0.1 else 0.0,
             rooms=tuple(room.choice((0.0, 0.4, 0.6, 1.0, 1.5)) for _ in range(3))
             if room.random() < 0.15
@@ -297,6 +305,24 @@ def noticed(seed: int, faults: tuple[Fault, ...]) -> tuple[Fault, ...]:
     others = faults if rng.random() < 0.6 else ()
     return others + draw(
         rng, rng.randint(1, 3), 16.0, (Kind.NODE_NOTICE,), since_s=rng.choice((0.0, 4.0)), doubles=0.5
+    )
+
+
+def slowed(seed: int, faults: tuple[Fault, ...]) -> tuple[Fault, ...]:
+    """Draws one to three workers, or all, that are slow for long; for one seed in two without any of
+    ``faults``: then no step may be done again.
+    """
+    rng = random.Random(f"slow {seed}")
+    others = faults if rng.random() < 0.5 else ()
+    return others + tuple(
+        Fault(
+            round(rng.uniform(2.0, 20.0), 3),
+            Kind.SLOW,
+            rng.choice((-1, 0, 1, 2, 3)),
+            round(rng.uniform(10.0, 80.0), 3),
+            round(rng.uniform(2.0, 3.0), 3),
+        )
+        for _ in range(rng.randint(1, 3))
     )
 
 

@@ -97,7 +97,9 @@ class World:
             seldom + 1,
             saves,
         )
-        self.outcomes[step] = self.sim.spikes.seen(self.plan, outcome)
+        seen = self.sim.spikes.seen(self.plan, outcome)
+        members = [self.here[name] for name in self.plan.members]
+        self.outcomes[step] = self.sim.oracle.pace.measured(self.plan, members, seen)
         self.completed_at[step] = clock.now
         for name in self.plan.members:
             delay_s = 0.02 + (0.05 if rng.random() < 0.8 else 0.6) * rng.random()

@@ -570,6 +570,56 @@ CONTROL: dict[str, tuple[Breach, ...]] = {
             ),
         ),
     ),
+    # A worker that is slow for long is named, and may leave; nobody else does, and nothing is lost with it.
+    "stragglers": (
+        Breach(
+            "a slow step makes a straggler",
+            "is named, and was late in",
+            ("straggling", 0),
+            Edit("stragglers", "self.steps.bit_count() >= ENOUGH", "self.steps.bit_count() >= 1"),
+        ),
+        Breach(
+            "nobody is a straggler",
+            "and is not named",
+            ("straggling", 0),
+            Edit("stragglers", "if now.often and not now.named:", "if False:"),
+        ),
+        Breach(
+            "stragglers are evicted one after the other",
+            "steps after another slow one",
+            ("straggling", 4),
+            Edit("evicting", "if run.step < run.stragglers.free_from:", "if False:"),
+        ),
+        Breach(
+            "a straggler is evicted although too few are left",
+            "others are too few",
+            ("straggling", 4),
+            Edit("evicting", "if not forms_without(decision, (worker,)):", "if False:"),
+        ),
+        Breach(
+            "a straggler is evicted although the job only reports",
+            "and the job says otherwise",
+            ("drawn", 600018),
+            Edit("evicting", "not decision.rules.evicts or not", "not"),
+        ),
+        Breach(
+            "a straggler leaves with what only it holds",
+            "some were slow, and nothing else happened",
+            ("straggling", 0),
+            Edit("draining", "    if newest_source(run, rest).version == newest:\n", "    if True:\n"),
+            Edit(
+                "draining",
+                "    return (False, True) if copied and forms else (True, False)\n",
+                "    return False, False\n",
+            ),
+        ),
+        Breach(
+            "a straggler stays in the next world",
+            "is in the next world",
+            ("straggling", 0),
+            Edit("draining", "    membership.expel(decision, evicted, evicting.SLOW)\n", ""),
+        ),
+    ),
     # The coordinator knows which samples are in quarantine, on its lineage.
     "quarantine": (
         Breach(

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from elastic.plan.layout import LayoutRule
 from elastic.protocol.faults import Fault, Kind, Point, draw
-from elastic.sim.scenario import TOGETHER_FROM, Scenario, small_rules, weather
+from elastic.sim.scenario import TOGETHER_FROM, Scenario, slowed, small_rules, weather
 
 CALM = Scenario(rules=small_rules(2, 4, LayoutRule(None, None, 2, "all"), target_step=10, save_every=4))
 
@@ -453,6 +453,16 @@ def noticed_by_another_clock(seed: int) -> Scenario:
     return replace(scenario, rules=rules, faults=(*another, *late))
 
 
+def straggling(seed: int) -> Scenario:
+    """Workers are slow for long, each alone or all of them, and nothing else happens: only copies have the whole
+    state.
+    """
+    least = (1, 2, 4)[seed % 3]
+    rules = small_rules(least, 4, LayoutRule(1, None, 1, "all"), target_step=70, save_every=50)
+    rules = replace(rules, spares=seed % 2, copy_every=1, buddy_every=1, evicts=True)
+    return Scenario(rules=rules, faults=slowed(seed, ()), nodes=4, slots=5, measures=True)
+
+
 ALL = {
     each.__name__: each
     for each in (
@@ -486,6 +496,7 @@ ALL = {
         duel,
         noticed,
         noticed_by_another_clock,
+        straggling,
     )
 }
 

@@ -72,18 +72,19 @@ PHASES = {
 boundary is committed, and Saving once all members have answered.
 """
 ENDED = ("Finished", "Stopped", "Failed")
-START, LOSS, JOIN, LEAVE, FAULT, STOP, END, VALIDATED = (
+START, LOSS, JOIN, LEAVE, EVICTION, FAULT, STOP, END, VALIDATED = (
     "start",
     "loss",
     "join",
     "noticed leave",
+    "eviction",
     "fault",
     "stop",
     "last save",
     "validation",
 )
 """The kinds of incidents.  A world that leaves a node before its machine is taken is a noticed leave, also if
-newcomers take the seats.  A validation is no incident, but costs time as they do.
+newcomers take the seats; one that leaves a straggler is an eviction.  A validation is no incident, but costs time as they do.
 """
 USUAL = 30
 """Number of newest steps whose median is the usual time of a step."""
@@ -282,6 +283,8 @@ class _There:
     keepers: list[str] = field(default_factory=list)
     leaving: list[str] = field(default_factory=list)
     """The nodes that the run leaves because their machines will be taken."""
+    evicted: list[str] = field(default_factory=list)
+    """The members that leave at the next boundary because they are slow."""
     paid: int = 0
     """The number of nodes paid: those that were found, until they have neither a keeper nor a worker."""
 
@@ -310,6 +313,8 @@ class _There:
             self.keepers, counts = patched(self.keepers, cluster["keepers"]), True
         if "leaving" in cluster:
             self.leaving = patched(self.leaving, cluster["leaving"])
+        if "leaving" in (stragglers := _fields(run.get("stragglers"))):
+            self.evicted = patched(self.evicted, stragglers["leaving"])
         if counts:
             there = {*self.keepers, *self.present}
             self.paid = sum(not up or node in there for node, up in self.found.items())
@@ -459,7 +464,8 @@ class Account:
         at, state = record["at"], record["state"]
         if self._phase == "Running" and "Pause" in names:
             leaves = not self._nodes.isdisjoint(self._there.leaving)
-            self._incident(STOP if self._stops else LEAVE if leaves else JOIN, at, record)
+            planned = LEAVE if leaves else EVICTION if self._there.evicted else JOIN
+            self._incident(STOP if self._stops else planned, at, record)
             self._phase, self._pending = "Pausing", {*names["Pause"]["members"]}
         ends = "Fence" in names or state not in ("Running", "Stopping", "Finishing")
         if self._phase in ("Running", "Pausing") and (

@@ -33,7 +33,7 @@ from elastic.sim.trace import scenario_of
 from storage import journal
 from storage.objects import ObjectStore
 from tests.golden.make import unpack
-from tests.sim.scenarios import CALM, noticed
+from tests.sim.scenarios import CALM, noticed, straggling
 
 pytestmark = pytest.mark.fast
 
@@ -333,6 +333,15 @@ def test_r18_a_world_that_forms_without_a_doomed_node_is_a_noticed_leave_too() -
     check(account, segments)
     left = [each for each in account.incidents if "machine is taken: stop generation" in each.reason]
     assert left and {each.kind for each in left} == {"noticed leave"}
+
+
+def test_r15_an_eviction_is_a_kind_of_its_own() -> None:
+    """R18: its seconds are those of a pause, and the slow steps before it are steps."""
+    segments = simulated(0, straggling(0))
+    account = account_of(segments)
+    check(account, segments)
+    (found,) = [each for each in account.lost if each.kind == "eviction"]
+    assert found.lost_s > 0 and "because it is slow" in found.reason
 
 
 def test_r18_a_month_is_few_intervals() -> None:

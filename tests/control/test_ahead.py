@@ -91,7 +91,7 @@ def test_an_answer_that_is_lost_is_waited_for_no_longer_than_a_world_may_form() 
 
 
 def test_a_newcomer_that_dies_or_another_that_comes_begins_anew() -> None:
-    """What was connected for other members is not used; an answer to it changes nothing."""
+    """Groups connected for other members is not used; an answer to it changes nothing."""
     play = growing(3)
     joins(play, 2)
     first = asked(play)
@@ -121,7 +121,7 @@ def test_a_member_lost_in_the_pause_forms_another_world() -> None:
 
 
 def test_a_coordinator_that_takes_over_asks_again() -> None:
-    """The one before may have asked for more than its journal says, so its attempts count for nothing."""
+    """An earlier coordinator may have asked for more than its journal says, so its attempts count for nothing."""
     play = growing()
     joins(play, 2)
     first = asked(play)

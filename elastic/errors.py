@@ -13,8 +13,7 @@
     │   └── AbortStuck           the abort of the previous world does not end in this process
     ├── FencedOff            2   this worker may apply nothing more in a generation
     ├── StateMissing         2   state is not where the plan says
-    ├── StateDamaged         2   state differs from what was written, or from its replicas
-    ├── ReplicasDiffer       2   replicas of the state differ, and none is known to be right
+    ├── StateDamaged         2   state differs from what was written
     ├── NoRoomYet            2   memory that a worker needs is still held for workers that died
     ├── WireError            2   the other end of a direct socket is gone, or is a stranger
     ├── NoProgress           4   the run was restarted again and again, and saved no new step
@@ -118,10 +117,6 @@ class StateDamaged(ElasticError):
 
     This process then holds no state that can be trusted.
     """
-
-
-class ReplicasDiffer(ElasticError):
-    """Replicas of the state differ, and none is known to be right."""
 
 
 class NoRoomYet(ElasticError):

@@ -569,6 +569,7 @@ class Job(Section):
             buddy_every=self._buddies(),
             cross_zone=self.copies.cross_zone,
             reproducible=self.reproducible,
+            compare=self.reproducible and self.checkpoint.compare,
             validates_last=self.validates(self.steps),
             validates_every=self.validation.every if self.validation.by == "members" else 0,
             patience=self.validation.patience,

@@ -126,7 +126,7 @@ OTHER: dict[str, Any] = {
     "checkpoint.keep_every": 4,
     "checkpoint.keep_best": True,
     "checkpoint.keep_younger": "24h",
-    "checkpoint.compare": True,
+    "checkpoint.compare": False,
     "copies.copy_every": 2,
     "copies.buddy_every": 9,
     "copies.cross_zone": True,

@@ -67,13 +67,6 @@ def disagreements(job: Job) -> Iterator[str]:
             "to earlier steps"
         )
     yield from _offload(job)
-    if job.checkpoint.compare and (not job.reproducible or job.offloads):
-        why, also = (
-            ("reproducible = false", "replicas may differ")
-            if not job.reproducible
-            else (f"offload = {job.offload!r}", "state is on no device")
-        )
-        yield f"checkpoint.compare = true with {why}, where {also}; leave one of the two settings out"
     yield from _kept(job)
     if not job.workers.gpus and any(fault.kind == "device_assert" for fault in job.faults):
         yield (

@@ -424,11 +424,11 @@ class Checkpoint(Section):
     for example.  The clock of the coordinator's machine counts.  One that is slow keeps more, and one that is
     fast less, but never less than the other settings keep. Nothing: none for its age.
     """
-    compare: Free[Flag] = False
-    """``true`` compares the replicas of the state at the beginning of each step that ends with a save, bit by
-    bit; it needs ``reproducible``.  A worker that differs from most of them gives up its state and gets
-    theirs.  If none has the bits of most, as of two, the run fails before the save.  What goes wrong later in
-    that step is found at the next save.  With one replica nothing is compared.
+    compare: Free[Flag] = True
+    """``true`` writes a checkpoint only if all replicas of the state have the same bits, by the digests of
+    their copies, which cost nothing more.  If not, the run goes back to the checkpoint before, and the worker
+    that was wrong is replaced, as soon as it is known.  Three such saves in a row end the run.  With one
+    replica, or without ``reproducible``, nothing is compared.
     """
 
 

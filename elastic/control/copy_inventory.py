@@ -102,8 +102,10 @@ def listed(run: RunState) -> list[Holding]:
 
 
 def _counts(run: RunState, version: Version) -> bool:
-    return run.history.contains(version) or (
-        version.generation == run.copies.unreported > 0 and version.step > run.step
+    return run.history.may_begin(version) or (
+        run.history.trusted is None
+        and version.generation == run.copies.unreported > 0
+        and version.step > run.step
     )
 
 

@@ -125,6 +125,7 @@ def _take_up(decision: Decision, plan: Plan) -> None:
         lineage=plan.lineage,
         last=None if lineage.abandoned(line, plan.version) else run.history.last,
         untold=(),
+        trusted=None,
         fruitless=0 if proven else run.history.fruitless,
     )
     decision.know("members", seats=plan.members, kind=run.members.kind or run.workers[plan.members[0]].kind)
@@ -279,7 +280,7 @@ def stop_unread(decision: Decision, plan: Plan) -> None:
     # The plan may have given up some saves, for example because one was damaged.
     saved = tuple(each for each in run.history.saved if lineage.contains(plan.lineage, each))
     decision.know(generation=plan.generation, saves=Saves(), skips=run.skips.cut(plan.version.step))
-    decision.know("history", lineage=plan.lineage, saved=saved, last=None)
+    decision.know("history", lineage=plan.lineage, saved=saved, last=None, trusted=None)
     decision.know("members", seats=plan.members)
     decision.know("watch", lease_until=decision.now + decision.rules.lease_over_s)
     if isinstance(run.state, Stopping):

@@ -21,6 +21,7 @@ from elastic.control import (
     ahead,
     commits,
     copy_inventory,
+    corruption,
     draining,
     edges,
     evicting,
@@ -189,10 +190,11 @@ def _start_failed(decision: Decision, event: StartFailed) -> None:
 
 
 def _go_on(decision: Decision) -> None:
-    """Lets the run do what knowledge and time now permit: ask for manifests, act in its present state, start
-    workers.
+    """Lets the run do what knowledge and time now permit: compare replicas, ask for manifests, act in its
+    present state, start workers.
     """
     if decision.run.saves.pending:
+        corruption.compare(decision)
         saves.ask_for_manifests(decision)
         saves.give_up_the_silent(decision)
     if decision.run.stragglers.workers or decision.run.cluster.evicted:

@@ -90,6 +90,8 @@ class Rules:
     """A loss counts as better for ``patience`` only if it is lower than the best loss by more than this."""
     reproducible: bool = True
     """True if only workers of one kind may be members, because different kinds do not give equal bits."""
+    compare: bool = True
+    """True if a checkpoint is written only if all replicas of the state have the same bits."""
 
     evicts: bool = False
     """True if a straggler is replaced, False if it is only reported."""

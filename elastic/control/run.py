@@ -21,7 +21,7 @@ from elastic.control.health import Health
 from elastic.control.liveness import Watch
 from elastic.control.skips import Skips
 from elastic.control.stragglers import Stragglers
-from elastic.ids import NodeId, Version, WorkerId
+from elastic.ids import Cell, NodeId, Version, WorkerId
 from elastic.plan.layout import Layout
 from elastic.plan.transfer import Holding
 from elastic.protocol import lineage
@@ -313,6 +313,27 @@ class JobFailure:
 
 
 @dataclass(frozen=True)
+class Vote:
+    """The digest of one worker's copy of a cell, at a version that was to be saved."""
+
+    worker: WorkerId
+    node: NodeId
+    cell: Cell
+    digest: str
+
+
+@dataclass(frozen=True)
+class Dispute:
+    """Replicas had different bits of ``step``, which was to be saved: see ``corruption.py``."""
+
+    step: int
+    votes: tuple[Vote, ...] = ()
+    """What each said of the cells in dispute; () if it is known who was wrong."""
+    times: int = 1
+    """The number of saves in dispute since the last one at which all replicas were equal."""
+
+
+@dataclass(frozen=True)
 class History:
     """The history of the run: the steps that were committed, saved and given up."""
 
@@ -344,6 +365,12 @@ class History:
     """The newest validation."""
     best: Score | None = None
     """The validation with the smallest loss."""
+    trusted: int | None = None
+    """The last step whose state the next world may begin with, because replicas of a later one differ; None
+    if it may be any.
+    """
+    dispute: Dispute | None = None
+    """The latest dispute about a save, until replicas agree at that step or later."""
 
     @property
     def version(self) -> Version:
@@ -360,6 +387,10 @@ class History:
     def contains(self, version: Version) -> bool:
         """Returns whether ``version`` is on the lineage, which means that it was committed and not given up."""
         return lineage.contains(self.lineage, version)
+
+    def may_begin(self, version: Version) -> bool:
+        """Returns whether the next world may begin with ``version``, if it is held completely."""
+        return self.contains(version) and (self.trusted is None or version.step <= self.trusted)
 
     def is_news(self, outcome: Outcome) -> bool:
         """Returns whether this commit of the present generation tells anything new; most commits are reported
@@ -402,6 +433,8 @@ class Saving:
     """The time since which the bucket refuses what it is given of the checkpoint; None if it does not."""
     refused: tuple[WorkerId, ...] = ()
     """The workers whose parts the bucket has refused and does not have yet.  Their keepers say so once."""
+    digests: dict[WorkerId, str] = field(default_factory=dict)
+    """The digest of the whole copy of each worker in ``reported``, if others have copies of the same cell."""
 
     @property
     def complete(self) -> bool:
@@ -413,11 +446,16 @@ class Saving:
         """
         return (generation or self.version.generation) == (self.by or self.version.generation)
 
-    def report(self, worker: WorkerId, now: float) -> Saving:
-        """Returns the saving after the part of ``worker`` has reached the bucket."""
+    def report(self, worker: WorkerId, now: float, digest: str = "") -> Saving:
+        """Returns the saving after the part of ``worker`` has reached the bucket; ``digest`` is that of its
+        copy.
+        """
         reported, refused = {*self.reported, worker}, tuple(each for each in self.refused if each != worker)
         return evolve(
-            self, reported=tuple(each for each in self.members if each in reported), refused=refused
+            self,
+            reported=tuple(each for each in self.members if each in reported),
+            refused=refused,
+            digests={**self.digests, worker: digest} if digest else self.digests,
         ).heard(now)
 
     def heard(self, now: float) -> Saving:

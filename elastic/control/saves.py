@@ -1,10 +1,11 @@
 """Saves: the checkpoints on their way to the bucket, and the moment from which one counts.
 
 The members copy the version, and the keepers of their nodes upload the copies.  The manifest is written only
-when the version is on the lineage and the bucket has the parts of all members of the world that began the
-save.  A checkpoint does not exist before its manifest does, and a manifest counts only if it was asked for.
-A member may die meanwhile: its keeper says whether its copy was complete.  If a keeper is lost that still had
-a part to upload, the save can never be complete and is given up.
+when the version is on the lineage, the bucket has the parts of all members of the world that began the save,
+and their replicas are equal (``corruption.py``).  A checkpoint does not exist before its manifest does, and a
+manifest counts only if it was asked for.  A member may die meanwhile: its keeper says whether its copy was
+complete.  If a keeper is lost that still had a part to upload, the save can never be complete and is given
+up.
 
 Whenever the saves on their way change, the keepers are told all of them (:class:`Upload`).  A save that is
 not in this list is over: its copies may be overwritten.  A save is therefore given up durably, or else the
@@ -80,7 +81,7 @@ def without_keepers(decision: Decision, nodes: Iterable[NodeId]) -> None:
     for each in decision.run.saves.pending:
         lacking = next((node for node in nodes if each.needs(node)), None)
         if lacking is not None and not each.asked:
-            _forget(
+            forget(
                 decision, each.version, f"the keeper of node {lacking[:8]} is gone and had not saved its part"
             )
 
@@ -93,7 +94,7 @@ def shard_saved(decision: Decision, event: ShardSaved) -> None:
     known = decision.run.saves.find(event.version)
     if known is None or event.worker not in known.members or not known.is_of(event.by):
         return decision.refuse(f"a part of {event.version} from {event.worker} is not expected")
-    _put(decision, known.report(event.worker, decision.now))
+    _put(decision, known.report(event.worker, decision.now, event.digest))
     _wait_on(decision)
 
 
@@ -139,7 +140,7 @@ def give_up_the_silent(decision: Decision) -> None:
             each.version == run.version or each.refused_at is not None
         )
         if decision.due(until) and not waited_for:
-            _forget(decision, each.version, f"its save made no progress for {decision.now - heard_at:.0f} s")
+            forget(decision, each.version, f"its save made no progress for {decision.now - heard_at:.0f} s")
 
 
 def patient_until(decision: Decision, deadline: float) -> float:
@@ -223,7 +224,7 @@ def save_failed(decision: Decision, event: SaveFailed) -> None:
         tell(decision)
         decision.durable = True
     elif committed:
-        _forget(decision, event.version, event.reason)
+        forget(decision, event.version, event.reason)
     else:
         _put(decision, replace(known, failed=event.reason))
 
@@ -242,7 +243,8 @@ def _until(decision: Decision) -> str:
     )
 
 
-def _forget(decision: Decision, version: Version, why: str) -> None:
+def forget(decision: Decision, version: Version, why: str) -> None:
+    """Gives up the save of ``version``, durably: its copies may be overwritten."""
     known = decision.run.saves.find(version)
     decision.know(saves=decision.run.saves.without(version))
     if known is not None:

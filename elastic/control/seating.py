@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache, partial
+from functools import cache, lru_cache
 from math import ceil
 from typing import Any
 
@@ -22,7 +22,6 @@ from elastic.plan.layout import Layout, choose
 from elastic.plan.placement import number_of_cells, padding
 from elastic.plan.seats import seat
 from elastic.plan.transfer import LIVE, Holding, covered, newest_covered
-from elastic.protocol import lineage
 from elastic.protocol.commit_record import Score
 from elastic.protocol.plan import Plan
 from storage.slices import Tensor
@@ -204,8 +203,8 @@ def _best(run: RunState, version: Version) -> Score | None:
 
 
 def held_by(run: RunState, members: Sequence[WorkerId]) -> list[Holding]:
-    """Returns all holdings of ``members`` whose versions are on the lineage."""
-    on_line = cache(partial(lineage.contains, run.history.lineage))
+    """Returns all holdings of ``members`` with whose versions a world may begin."""
+    on_line = cache(run.history.may_begin)
     held: list[Holding] = []
     for member in sorted(members):
         alive = [each for each in run.workers[member].holdings if on_line(each.version)]

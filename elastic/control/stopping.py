@@ -29,7 +29,7 @@ from elastic.control.run import (
 from elastic.ids import NodeId, WorkerId
 from elastic.plan.placement import data_groups
 from elastic.protocol.actions import Fence, Pause, Settle
-from elastic.protocol.events import DIFFER, Broken, Fenced, StopRequested
+from elastic.protocol.events import Broken, Fenced, StopRequested
 from elastic.protocol.plan import Plan
 
 LONGER = 1.5
@@ -62,11 +62,7 @@ def broken(decision: Decision, event: Broken) -> None:
     """
     state = decision.run.state
     blamed = _blamed(decision, event) if event.cause == "setup" else None
-    job_error = (
-        _note_failure(decision, event) if event.cause in ("job", "device", "replicas") or blamed == () else ""
-    )
-    if event.cause == "replicas":
-        job_error = event.detail  # to go on would mean to choose one replica
+    job_error = _note_failure(decision, event) if event.cause in ("job", "device") or blamed == () else ""
     what = event.signature if event.cause == "device" else event.detail.strip().rpartition("\n")[2]
     if event.cause == "device":
         membership.unfit(decision, event.worker, what)
@@ -444,12 +440,7 @@ def _next(decision: Decision, state: Stopping) -> None:
     if state.job_error:
         step = failures[-1].step
         who = names(tuple(dict.fromkeys(failure.worker for failure in failures if failure.step == step)))
-        found = f"{failures[-1].signature} at step {step}"
-        reason = (
-            f"{found}, as {who} found"
-            if failures[-1].signature == DIFFER
-            else f"job error: {found}, again on {who}"
-        )
+        reason = f"job error: {failures[-1].signature} at step {step}, again on {who}"
         edges.end(decision, Failed(reason, state.job_error))
     elif saves.target_is_saved(run, rules):
         edges.finished(decision, f"finished at step {run.history.saved[-1].step}")

@@ -27,7 +27,7 @@ from elastic.control.decision import Transition
 from elastic.control.evolve import evolve
 from elastic.control.liveness import Watch
 from elastic.control.rules import Rules
-from elastic.control.run import Finished, Running, RunState, Stopping
+from elastic.control.run import Finished, History, Running, RunState, Stopping
 from elastic.journal import packed
 from elastic.journal.deltas import SAME, delta, patched
 from elastic.plan.layout import LayoutRule
@@ -44,6 +44,7 @@ from elastic.protocol.events import (
     Renewed,
     Said,
     SaveFailed,
+    ShardSaved,
     Starting,
     StepDone,
     Tick,
@@ -87,13 +88,15 @@ SELDOM = {
 QUIET: Mapping[type, tuple[str, ...]] = {
     StepDone: ("metrics", "quarantined", "quarantined_by"),
     SaveFailed: ("full",),
+    ShardSaved: ("digest",),
+    History: ("trusted", "dispute"),
     RunState: ("enough", "why", "asked", "left", "mark", "worse"),
     Finished: ("step", "why"),
     Plan: ("ahead", "ends", "best", "worse"),
     Running: ("ahead", "connect_until", "attempts"),
     Stopping: ("hand_over", "ahead", "noticed"),
     Pause: ("hand_over",),
-    Rules: ("patience", "min_delta", "validates_every", "evicts"),
+    Rules: ("patience", "min_delta", "validates_every", "evicts", "compare"),
     Watch: ("hand_over_s", "validate_s"),
     LayoutRule: ("model",),
     Retain: ("at_once",),

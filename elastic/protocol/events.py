@@ -304,8 +304,6 @@ class Progress:
     operation: str = ""
 
 
-DIFFER = "replicas of the state differ"
-"""Signature of a member that is :class:`Broken` with the cause "replicas"."""
 ASKED_EARLY = (
     "most probably an import initialised CUDA before Ray had set CUDA_VISIBLE_DEVICES, so the process "
     "saw all GPUs; remove this import (look in sitecustomize.py and RAY_preload_python_modules), and "
@@ -344,7 +342,6 @@ class Broken:
                      (``signature``: the library's name of the error; the last line of ``detail`` is in its
                      own words);
     cause "damaged": ``version`` in the bucket cannot be read;
-    cause "replicas": replicas of the state differ, and nobody knows which is right, so the run ends;
     cause "copy":    a keeper's copy cannot be read (``signature``: the keeper's node);
     cause "lease":   its lease ran out.
     """
@@ -400,6 +397,10 @@ class ShardSaved:
     by: int = 0
     """The generation as whose member the worker wrote the part; 0 means the generation that committed the
     version.
+    """
+    digest: str = ""
+    """The digest of the worker's whole copy, of which the part is a piece: workers with equal cells must have
+    the same.  "" if no other worker has the cell, or if it is not known.
     """
 
 

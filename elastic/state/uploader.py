@@ -29,7 +29,7 @@ from elastic.errors import StateMissing
 from elastic.ids import Version
 from elastic.plan.axes import Box
 from elastic.plan.layout import Layout
-from elastic.plan.placement import cell_of, held, written_by
+from elastic.plan.placement import cell_of, held, number_of_cells, written_by
 from elastic.protocol.copy_schedule import Copy
 from elastic.state.region import BLOCK, WORD, Frame, Region, TensorPlace, frame
 from storage.checkpoints import Checkpoints, ShardReceipt
@@ -62,6 +62,11 @@ class SavePart:
     layout: Layout
     rank: int
 
+    @property
+    def copy(self) -> Copy:
+        """The copy of which the part is a piece."""
+        return Copy(self.version, cell_of(self.layout, self.rank))
+
     def to_json(self) -> str:
         return json.dumps(asdict(self))
 
@@ -89,7 +94,7 @@ def upload(
     Raises :class:`StateMissing` if the slot does not hold the copy, or holds it corrupted; :class:`GivenUp`;
     :class:`StorageError`.
     """
-    copy, tensors = Copy(part.version, cell_of(part.layout, part.rank)), region.tensors()
+    copy, tensors = part.copy, region.tensors()
     slot, lies = region.find(copy), frame(tensors, copy.cell)
     if slot is None:
         raise StateMissing(f"the copy of {part.version} is not in its slot any more")
@@ -161,6 +166,17 @@ def _sums(data: memoryview, place: TensorPlace) -> np.ndarray[Any, np.dtype[np.i
     return np.append(sums, last.view(np.int64).sum())
 
 
+def digest_of_copy(region: Region, copy: Copy) -> str:
+    """Returns one digest of all bytes of ``copy``, from the digests of its blocks, in which their order counts;
+    "" if no slot holds the copy.  A single bit that differs always shows.
+    """
+    slot = region.find(copy)
+    if slot is None:
+        return ""
+    sums = np.frombuffer(region.digests(slot), dtype=np.uint64)[: frame(region.tensors(), copy.cell).blocks]
+    return f"{int((sums * np.arange(1, 2 * len(sums), 2, dtype=np.uint64)).sum(dtype=np.uint64)):016x}"
+
+
 class Uploader:
     """Runs the process: reads requests, writes several parts at once, and reports the result of each."""
 
@@ -186,6 +202,8 @@ class Uploader:
         try:
             region = Region.of_process(part.pid, part.descriptor)
             slices = count()
+            alone = number_of_cells(part.layout) == part.layout.world
+            digest = "" if alone else digest_of_copy(region, part.copy)
             receipt = upload(self.checkpoints, region, part, lambda: self._goes_on(part.number, next(slices)))
         except GivenUp:
             self._say(part.number, failed="this save was given up")
@@ -196,7 +214,7 @@ class Uploader:
         except Exception as error:  # the boundary of a thread: the keeper waits for a report of the part
             self._say(part.number, failed=f"{type(error).__name__}: {error}")
         else:
-            self._say(part.number, receipt=receipt.to_json())
+            self._say(part.number, receipt=receipt.to_json(), digest=digest)
 
     def _goes_on(self, number: int, slices: int) -> bool:
         """Reports to the keeper how many slices of a part are written: after the first slice, and otherwise

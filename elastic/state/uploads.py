@@ -333,7 +333,11 @@ class Uploads:
                 self._fail(task, answer["failed"])
             else:
                 receipt = ShardReceipt.from_json(answer["receipt"])
-                self._tell(task, ShardSaved(task.worker, task.save.version, task.save.by), receipt)
+                self._tell(
+                    task,
+                    ShardSaved(task.worker, task.save.version, task.save.by, answer.get("digest", "")),
+                    receipt,
+                )
         process.wait()
         for pipe in (process.stdin, process.stdout):
             with contextlib.suppress(OSError):  # a line that it never read cannot be flushed

@@ -24,12 +24,10 @@ from elastic.errors import (
     CopyLost,
     ElasticError,
     FencedOff,
-    ReplicasDiffer,
     StateDamaged,
     WorldBroken,
 )
 from elastic.protocol.commit_record import BadRecord
-from elastic.protocol.events import DIFFER
 from elastic.state.snapshot import NoMemory
 from storage.errors import Damaged, StorageError
 
@@ -86,8 +84,6 @@ def classify(error: Exception, ask_device: Callable[[], None], *, forming: bool 
         return "device", str(error)
     if forming and isinstance(error, torch.OutOfMemoryError | NoMemory):
         return "device", _signature(error)
-    if isinstance(error, ReplicasDiffer):
-        return "replicas", DIFFER
     if isinstance(error, Damaged):
         return "damaged", ""
     if isinstance(error, CopyLost):

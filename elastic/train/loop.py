@@ -518,11 +518,7 @@ class Trainer(Controlled):
         at = f"{self.session.computing}\n" if self.session.computing else ""
         self.session.computing = ""
         print(f"{at}{trace}", flush=True)
-        detail = (
-            f"{at}{trace}"
-            if cause in ("job", "device", "setup", "replicas")
-            else plainly(error, words=signature)
-        )
+        detail = f"{at}{trace}" if cause in ("job", "device", "setup") else plainly(error, words=signature)
         if cause in ("job", "device") and (less := less_memory(error)):
             detail += f"{less}\n"
         if cause == "setup":

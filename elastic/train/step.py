@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -41,7 +40,6 @@ from elastic.protocol.commit_record import (
     conclude,
     head_of,
 )
-from elastic.protocol.copy_schedule import due
 from elastic.state.snapshot import Snapshots
 from elastic.train.apply_fence import ApplyFence
 from elastic.train.blame import in_a_collective
@@ -53,7 +51,6 @@ from elastic.train.gauges.own_metrics import Metrics, checked_metrics
 from elastic.train.model import Builder, State
 from elastic.train.own_faults import Faults
 from elastic.train.record import blank_record, fill_record
-from elastic.train.replica_check import compare
 from elastic.train.terms import CONTRACT, expect_no_means, expect_sum, wrong_count
 
 Loss = Callable[[torch.nn.Module, dict[str, torch.Tensor]], tuple[torch.Tensor, torch.Tensor]]
@@ -189,10 +186,6 @@ class Step:
         session.loader.avoid(state.spikes.quarantined, state.spikes.anywhere)
         if session.job.loop:
             state.guard.begin(loop=True)  # the user's code comes next
-        if session.job.checkpoint.compare and due(
-            number, session.job.checkpoint.save_every, session.job.steps
-        ):
-            compare(state, partial(leave_if_over, fence))
 
     def run(self, loss: Loss | None = None) -> None:
         """Runs forward and backward of this member's microbatches with ``loss``, or with that of the job."""
@@ -383,12 +376,6 @@ class Step:
         with self._fence.applying(outcome):
             update(session, state, outcome)
         return outcome
-
-
-def leave_if_over(fence: ApplyFence) -> None:
-    """Raises :class:`FencedOff` if the generation is fenced."""
-    with fence as member:
-        member.go_on("compared")
 
 
 def reserve(state: State, shape: CommitShape) -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from elastic.control.run import Failed, Finished, Finishing, Running
+from elastic.control.run import Finished, Finishing, Running
 from elastic.ids import Version, WorkerId
 from elastic.journal import codec
 from elastic.protocol import events as ev
@@ -156,25 +156,6 @@ def test_other_samples_are_not_compared() -> None:
     play.run = replace(play.run, members=members)
     assert step(play, 3, 5.0) == "validation after step 2: loss 5 over 10 terms"
     assert play.run.history.best == Score(Version(2, 1), Validated(50.0, 10), "others, 9 samples")
-
-
-def test_replicas_that_differ_end_the_run_at_once() -> None:
-    """Nobody knows which is right, so nobody may go on from one of them.  The control: an error of the job is
-    tried once more.
-    """
-    for cause, ends in (("replicas", True), ("job", False)):
-        play = stepping(2)
-        play.steps(1, 3)
-        play.broken(
-            "w1",
-            cause,
-            "Traceback\nReplicasDiffer: different bits",
-            ev.DIFFER if ends else "ValueError at x.py:1 in f",
-        )
-        play.answer("w2", Version(3, 1))
-        play.answer("w1", Version(3, 1))
-        assert isinstance(play.run.state, Failed) is ends
-        assert not ends or play.run.state.reason == "replicas of the state differ at step 4, as w1 found"
 
 
 def test_what_is_better_by_less_than_min_delta_does_not_count_for_patience() -> None:

@@ -1,8 +1,7 @@
 """The broken rules about members that divide the model, by families.
 
-Two rules of this kind are broken in ``tests/support/test_mutate.py``, because the simulator cannot see them.  The
-comparison of replicas (``elastic/train/replica_check.py``) reads bits, and a simulated state has none.  And two
-members of one replica hold equal cells only along an axis that cuts nothing: no axis of the table is like this,
+One rule of this kind is broken in ``tests/support/test_mutate.py``, because the simulator cannot see it: two
+members of one replica hold equal cells only along an axis that cuts nothing.  No axis of the table is like this,
 and ``tests/plan/test_seats.py`` has a toy.
 """
 

@@ -21,9 +21,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from elastic.control.corruption import in_dispute, votes_of
+from elastic.control.run import Saving
 from elastic.engine.optim.base import Optimizer, rule_of
 from elastic.engine.world import World
-from elastic.errors import ElasticError
 from elastic.ids import NodeId, Version, WorkerId
 from elastic.job import Job
 from elastic.plan import placement
@@ -42,7 +43,6 @@ from elastic.state.uploader import SavePart, upload
 from elastic.train.gauges.counters import Counters
 from elastic.train.heal import from_bucket, from_members
 from elastic.train.own_faults import Faults
-from elastic.train.replica_check import compare
 from elastic.train.session import make_snapshots
 from elastic.train.step import Share, used_anywhere
 from storage.checkpoints import Checkpoints, ShardReceipt
@@ -255,27 +255,7 @@ def test_copies_are_sized_by_the_largest_part(tmp_path: Path, monkeypatch: pytes
         assert made.foresee(plan_of(layout, [], "init")) == large.bytes
 
 
-def found_of_replicas(world: World, layouts: Sequence[tuple[Layout, int | None]]) -> list[str]:
-    """Returns, for each layout, what a comparison of the replicas finds here.  The member that goes with a
-    layout, if any, holds another number than it should.
-    """
-    found = []
-    with toy_axes.registered():
-        for layout, culprit in layouts:
-            shard = shard_of(layout, world.rank)
-            if world.rank == culprit:
-                next(iter(shard.values.values())).view(-1)[0] += 1
-            state = Bare(TENSORS, shard, replace(world, layout=layout), JOB)
-            try:
-                compare(state)
-            except ElasticError as error:
-                found.append(type(error).__name__)
-            else:
-                found.append("")
-    return found
-
-
-def test_replicas_are_the_members_with_equal_parts(ranks: Ranks) -> None:
+def test_replicas_are_the_members_with_equal_parts() -> None:
     """E6, along axes that cut columns, tensors, or nothing: sound members are alike, and one that holds
     another bit than those with its part is found.
     """
@@ -284,16 +264,18 @@ def test_replicas_are_the_members_with_equal_parts(ranks: Ranks) -> None:
         Layout(2, 1, (("pp", 2),)),
         Layout(2, 1, (("together", 2),)),
     )
-    layouts = [(each, culprit) for each in (columns, stages, together) for culprit in (None, 3)]
-    told = ranks.run(Layout(4), found_of_replicas, layouts)
-    assert [dict(enumerate(each)) for each in zip(*told, strict=True)] == [
-        {0: "", 1: "", 2: "", 3: ""},
-        {0: "", 1: "ReplicasDiffer", 2: "", 3: "ReplicasDiffer"},
-        {0: "", 1: "", 2: "", 3: ""},
-        {0: "", 1: "", 2: "ReplicasDiffer", 3: "ReplicasDiffer"},
-        {0: "", 1: "", 2: "", 3: ""},
-        {0: "", 1: "", 2: "", 3: "StateDamaged"},
-    ]
+    members, nodes = tuple(WorkerId(f"w{rank}") for rank in range(4)), (NodeId("n"),) * 4
+    found = []
+    with toy_axes.registered():
+        for layout, culprit in [(each, rank) for each in (columns, stages, together) for rank in (None, 3)]:
+            saving, digests = Saving(AT, members, nodes, layout, 0.0), {}
+            for rank, member in enumerate(members):
+                values = [*right(layout, rank).items()]
+                if rank == culprit:
+                    values[0][1].view(-1)[0] += 1
+                digests[member] = repr([(key, value.tolist()) for key, value in values])
+            found.append([vote.worker for vote in in_dispute(votes_of(replace(saving, digests=digests)))])
+    assert found == [[], ["w1", "w3"], [], ["w2", "w3"], [], ["w0", "w1", "w2", "w3"]]
 
 
 GRADIENT = tuple(tensor for tensor in TENSORS if tensor.kind == "parameter")

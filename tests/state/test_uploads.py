@@ -27,6 +27,7 @@ import torch
 from elastic.errors import StateMissing
 from elastic.ids import Version, WorkerId
 from elastic.plan.layout import Layout
+from elastic.plan.placement import cell_of, number_of_cells
 from elastic.protocol.actions import Save
 from elastic.protocol.copy_schedule import Copy, SaveRule
 from elastic.protocol.events import SaveFailed, ShardSaved
@@ -34,7 +35,7 @@ from elastic.protocol.uploads import REFUSALS
 from elastic.state.keeper_store import KeeperStore
 from elastic.state.region import Region, frame
 from elastic.state.snapshot import Snapshots
-from elastic.state.uploader import GivenUp, SavePart, Uploader, name_of, upload
+from elastic.state.uploader import GivenUp, SavePart, Uploader, digest_of_copy, name_of, upload
 from elastic.state.uploads import RETRY_S, Uploads
 from storage.checkpoints import Checkpoints, ShardReceipt
 from storage.objects import ObjectStore
@@ -46,6 +47,7 @@ from tests.storage.states import slices_of
 from tests.support.cells import cell
 from tests.support.full_disk import small_disk
 from tests.support.patience import PATIENCE_S, until
+from tests.support.segments import shard_hash
 from tests.support.warm import MODULES
 
 WHOLE = cell(1, 0)
@@ -100,6 +102,34 @@ def turned(uploads: Uploads, count: int = 3) -> None:
     uploads._turn = turn  # type: ignore[method-assign]
 
 
+def moved(value: torch.Tensor) -> None:
+    """Moves one element to the next larger number, as a single bit that flips does."""
+    flat = value.view(-1)
+    flat[flat.numel() // 2] = torch.nextafter(flat[flat.numel() // 2], flat.new_tensor(torch.inf))
+
+
+@pytest.mark.parametrize("place", range(len(TENSORS)))
+def test_e6_r16_one_ulp_in_one_replica_changes_the_digest_of_its_copy(place: int) -> None:
+    """The judge is the sha256 of what each worker has copied.  The control: sound replicas have one digest."""
+    key = TENSORS[place].kind, TENSORS[place].name
+    for culprit in (None, 1):
+        with cluster(Layout(3, 1), 3) as (plan, (node,)):
+            told, hashes = [], []
+            for rank, (worker, snapshots) in enumerate(node.workers.items()):
+                shard = shard_of(AT, 1, 0)
+                if rank == culprit and shard.values[key].is_floating_point():
+                    moved(shard.values[key])
+                elif rank == culprit:
+                    shard.values[key].view(-1)[0] += 1
+                snapshots.enter(plan, worker, shard)
+                snapshots.settle()
+                told.append(digest_of_copy(snapshots.region, Copy(AT, WHOLE)))
+                hashes.append(shard_hash(shard))
+            assert [each == told[0] for each in told] == [each == hashes[0] for each in hashes]
+            assert (told[0] == told[1]) is (culprit is None) and len(told[0]) == 16
+            assert digest_of_copy(snapshots.region, Copy(Version(8, 1), WHOLE)) == ""
+
+
 def test_a_part_of_a_layout_with_other_axes_arrives_as_it_was_sent() -> None:
     part = SavePart(1, 2, 3, AT, Layout(2, 1, (("columns", 2),)), 3)
     arrived = SavePart.from_json(json.loads(part.to_json()))
@@ -126,6 +156,9 @@ def test_a_save_is_uploaded_by_the_keepers_each_slice_once(tmp_path: Path, layou
         plan.members
     ), told
     assert {event.by for event, _ in told} == {AT.generation}
+    said = {(cell_of(layout, plan.ranks[event.worker]), event.digest) for event, _ in told if event.worker}  # type: ignore[union-attr]
+    assert len(said) == number_of_cells(layout), "replicas say the same"
+    assert ("" in {digest for _, digest in said}) is (layout.replicas == 1), "one replica says nothing"
     receipts = [receipt for _, receipt in told if receipt is not None]
     found = checkpoints(tmp_path)
     found.commit(AT, receipts, {})
@@ -333,7 +366,7 @@ def test_an_uploader_says_that_a_part_goes_on(tmp_path: Path) -> None:
     words = [json.loads(line) for line in out.getvalue().splitlines()]
     assert (
         words[:2] == [{"number": 1, "slices": 0}, {"number": 1, "slices": 1}]
-        and words[2].keys() == {"number", "receipt"}
+        and words[2].keys() == {"number", "receipt", "digest"}
         and len(words) == 3
     )
 

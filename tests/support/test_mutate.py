@@ -172,9 +172,9 @@ NAMED: tuple[tuple[str, ...], ...] = (
     ),
     (
         "members with other columns are replicas",
-        "elastic/train/replica_check.py",
-        "cells = [cell_of(world.layout, rank) for rank in range(world.size)]",
-        'cells = [cell_of(world.layout, rank).partition("tp")[0] for rank in range(world.size)]',
+        "elastic/control/corruption.py",
+        "cell_of(saving.layout, rank), digests",
+        'Cell(cell_of(saving.layout, rank).partition("tp")[0]), digests',
         *("tests/state/test_toy_axes.py", "-k", "replicas"),
     ),
 )

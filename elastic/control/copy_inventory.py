@@ -102,10 +102,10 @@ def listed(run: RunState) -> list[Holding]:
 
 
 def _counts(run: RunState, version: Version) -> bool:
-    return run.history.may_begin(version) or (
-        run.history.trusted is None
-        and version.generation == run.copies.unreported > 0
-        and version.step > run.step
+    if run.history.trusted is not None:
+        return run.history.may_begin(version)
+    return run.history.contains(version) or (
+        version.generation == run.copies.unreported > 0 and version.step > run.step
     )
 
 

@@ -26,9 +26,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from elastic.control import admission, edges, membership, saves
+from elastic.control import admission, edges, membership, saves, stopping
 from elastic.control.decision import Decision, names
-from elastic.control.run import Dispute, Finishing, Forming, Running, RunState, Saving, Vote, Waiting
+from elastic.control.run import (
+    Dispute,
+    Finishing,
+    Forming,
+    Running,
+    RunState,
+    Saving,
+    Stopping,
+    Vote,
+    Waiting,
+)
 from elastic.ids import Cell, WorkerId
 from elastic.plan.placement import cell_of
 
@@ -40,10 +50,12 @@ def compare(decision: Decision) -> None:
     """Compares the replicas of the saves whose parts are all in the bucket and whose manifest was not asked
     for yet.
     """
-    run = decision.run
-    for saving in run.saves.pending:
+    if not decision.rules.compare:
+        return
+    _forget_the_untrusted(decision)
+    for saving in decision.run.saves.pending:
         ready = saving.digests and saving.complete and not saving.asked
-        if decision.rules.compare and ready and run.history.may_begin(saving.version):
+        if ready and decision.run.history.contains(saving.version):
             votes = votes_of(saving)
             if disputed := in_dispute(votes):
                 return _go_back(decision, saving, disputed)
@@ -107,13 +119,10 @@ def _go_back(decision: Decision, saving: Saving, votes: tuple[Vote, ...]) -> Non
         if wrong
         else f"the replicas {who} hold different bits after step {step}, and nobody knows which are right"
     )
-    trusted = _trusted(run)
-    for each in run.saves.pending:
-        if each.version.step > trusted and not each.asked:
-            saves.forget(decision, each.version, "replicas of the state differ")
-    times = 1 if before is None else before.times + 1
+    times, trusted = 1 if before is None else before.times + 1, _trusted(run, step)
     decision.know("history", trusted=trusted, dispute=Dispute(step, () if wrong else votes, times))
     decision.durable = True
+    _forget_the_untrusted(decision)
     _replace(decision, wrong, cause)
     if times >= LIMIT:
         why = (
@@ -153,10 +162,24 @@ def _workers(votes: Iterable[Vote]) -> tuple[WorkerId, ...]:
     return tuple(dict.fromkeys(vote.worker for vote in votes))
 
 
-def _trusted(run: RunState) -> int:
-    """Returns the newest step of which all replicas were equal: its checkpoint is written, or about to be."""
-    steps = [each.step for each in run.history.saved]
-    return max([*steps, *(each.version.step for each in run.saves.pending if each.asked)], default=0)
+def _forget_the_untrusted(decision: Decision) -> None:
+    """Gives up the saves of state that does not count any more, also if their manifests were asked for.  A
+    world that has not heard of it yet may go on to begin some.
+    """
+    trusted = decision.run.history.trusted
+    if trusted is None:
+        return
+    for each in decision.run.saves.pending:
+        if each.version.step > trusted:
+            saves.forget(decision, each.version, "replicas of the state differ")
+
+
+def _trusted(run: RunState, step: int) -> int:
+    """Returns the newest step before ``step`` of which all replicas were equal: its checkpoint is written, or
+    about to be.
+    """
+    asked = [each.version for each in run.saves.pending if each.asked]
+    return max((each.step for each in (*run.history.saved, *asked) if each.step < step), default=0)
 
 
 def _replace(decision: Decision, wrong: Iterable[Vote], why: str) -> None:
@@ -174,7 +197,9 @@ def _replace(decision: Decision, wrong: Iterable[Vote], why: str) -> None:
 
 def _stop(decision: Decision, cause: str) -> None:
     """Ends the present world, if there is one that may still step."""
-    if isinstance(decision.run.state, Forming | Running | Finishing):
-        edges.stop(decision, cause)
-    else:
-        decision.say(cause)
+    state = decision.run.state
+    if isinstance(state, Forming | Running | Finishing):
+        return edges.stop(decision, cause)
+    decision.say(cause)
+    if isinstance(state, Stopping) and state.planned:
+        stopping.give_up_the_boundary(decision)

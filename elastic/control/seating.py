@@ -219,7 +219,7 @@ def newest_source(run: RunState, members: Sequence[WorkerId], kept: Sequence[Hol
     held = held_by(run, members)
     live = newest_covered(held, run.members.classes)
     host = newest_covered([*held, *kept], run.members.classes) if kept else live
-    stored = run.history.saved[-1] if run.history.saved else None
+    stored = next(filter(run.history.may_begin, reversed(run.history.saved)), None)
     version = max((each for each in (live, host, stored) if each is not None), default=None)
     if version is None:
         return Source(Version(0, 0), "init", ())

@@ -460,6 +460,7 @@ class Cluster:
                 self.sim.oracle.occasions["a manifest is asked for that can never be written"] += 1
                 return SaveFailed(version, "receipts are missing", by, again=False, manifest=True)
             check_manifest(version, self.bucket.by(version, by), self.sim.scenario.rows)
+            self.sim.flips.judge_manifest(version, by)
             self.bucket.manifests.add(version)
         return Saved(version, f"digest of {version}")
 

@@ -33,6 +33,8 @@ class Slot:
     copy: Copy
     complete: bool = False
     save: bool = False
+    bits: int = 0
+    """The bits of the copy: see ``flips.py``."""
 
 
 Slots = list[Slot | None]
@@ -140,7 +142,8 @@ class Memory:
             self._send(copies.begun)
             return
         self.sim.oracle.copies.begun(self.worker, copies.begun, copies.plan)
-        old, slot = self.slots[place], Slot(copies.begun, save=saves)
+        bits = self.sim.flips.of(self.worker.name, *copies.begun)
+        old, slot = self.slots[place], Slot(copies.begun, save=saves, bits=bits)
         self.slots[place] = slot
         if old is not None:
             self.sim.oracle.copies.overwritten(self.worker, old)
@@ -233,7 +236,8 @@ class Memory:
             for n, held in enumerate(whole(guest))
             if held is None or held != self.copies.buddied
         ]
-        slot = guest[min(free)[1]] = Slot(copy)
+        own = next(slot for slot in self.slots if slot is not None and slot.complete and slot.copy == copy)
+        slot = guest[min(free)[1]] = Slot(copy, bits=own.bits)
         self.sim.clock.after(0.1 + 0.9 * self.sim.rng.random(), self._sent, slot, node.buddy, buddy)  # type: ignore[union-attr]
 
     def _sent(self, slot: Slot, buddy: NodeId, shelf: object) -> None:

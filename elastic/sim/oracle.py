@@ -17,7 +17,7 @@ from elastic.control.run import Failed, Finished, Finishing, Forming, Stopped, S
 from elastic.ids import Cell, NodeId, Version, WorkerId
 from elastic.plan.placement import cell_of
 from elastic.plan.routes import Routes
-from elastic.protocol.actions import Action, Form, Go, Kill, Quarantine, Settle, StartWorkers
+from elastic.protocol.actions import Action, CommitManifest, Form, Go, Kill, Quarantine, Settle, StartWorkers
 from elastic.protocol.commit_record import Outcome
 from elastic.protocol.events import (
     Attached,
@@ -240,6 +240,8 @@ class Oracle:
         self.copies.note(before, event, refused=not transition.taken)
         self.notices.note(before, event, after)
         self.pace.note(before, event, after)
+        self.sim.flips.hears(before, event, after)
+        self.sim.flips.judge_reason(before, transition.reason)
         for each in transition.taken:
             if isinstance(each, Here | Ready) and isinstance(before.state, Forming):
                 self.here[each.generation].add(each.worker)
@@ -430,6 +432,8 @@ class Oracle:
         match action:
             case Settle():
                 self._judge_settle(action)
+            case CommitManifest():
+                self.sim.flips.judge_asking(action.version)
             case Go():
                 self.went.add(action.generation)
             case Form():
@@ -536,6 +540,7 @@ class Oracle:
             self.meets(plan, JOINS)
         self._judge_seats(plan)
         self._judge_version(before, after, plan, reason)
+        self.sim.flips.judge_plan(plan, self.counting)
 
     def _judge_seats(self, plan: Plan) -> None:
         """Checks that no worker without state sits in the place of a survivor of the last world on its node
@@ -621,7 +626,9 @@ class Oracle:
             for version, cell in worker.held_after(self.settle) if worker.alive else ():
                 cells[version].add(cell)
         whole = [v for v, found in cells.items() if covers(frozenset(found), self.sim.scenario.rows)]
-        return [v for v in (*whole, *self.counting) if self.on_lineage(v)]
+        if self.sim.flips.since is not None:  # state after the newest checkpoint is not trusted
+            whole = []
+        return [v for v in (*whole, *self.sim.flips.trusted(self.counting)) if self.on_lineage(v)]
 
     def _can_be_seated(self, version: Version, before: RunState, keepers: tuple[NodeId, ...]) -> bool:
         """Returns whether the members of a world of whole model groups can hold all of ``version`` in the

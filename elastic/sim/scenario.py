@@ -48,6 +48,8 @@ TOGETHER_FROM = 400_000
 """The first seed with the axes of :data:`TOGETHER`."""
 NOTICED_FROM = 500_000
 """The first seed with notices that nodes will be taken."""
+FLIPPED_FROM = 700_000
+"""The first seed with bits that flip."""
 LONGER = 16
 """Steps by which these runs are longer: a node may be taken 20 s after the notice."""
 SLOW_FROM = 600_000
@@ -125,6 +127,10 @@ class Scenario:
     """True if commits tell the pace of members."""
     experts: int = 1
     """Degree of expert parallelism.  It must divide the number of shards of every world."""
+    flips: tuple[tuple[float, int], ...] = ()
+    """The times at which a bit flips in the state of a worker, each with the number of the worker among those
+    that hold state.
+    """
     patience_s: float = 150.0
     """Time in seconds after the end of the last fault within which every run must end."""
 
@@ -179,6 +185,14 @@ class Scenario:
             faults=self.faults + (losses(rng) if rng.random() < 0.5 else ()),
         )
 
+    def with_flips(self, seed: int) -> Scenario:
+        """Returns the scenario with one to three bits that flip.  Steps are done again then, which takes time."""
+        rng = random.Random(f"flips {seed}")
+        flips = sorted(
+            (round(rng.uniform(2.0, 30.0), 3), rng.randrange(8)) for _ in range(rng.choice((1, 1, 2, 3)))
+        )
+        return replace(self, flips=tuple(flips), patience_s=self.patience_s + 6.0 * self.rules.target_step)
+
     def room_of(self, node: NodeId) -> float:
         """Returns the room for copies on ``node``, in states, as its workers report it; 0 if they report
         none.
@@ -194,8 +208,15 @@ class Scenario:
         with faults also has a :func:`pair`, so that consecutive seeds go through all pairs of kinds.  From
         :data:`DIVIDED_FROM` on, one seed in ten divides the model, and from :data:`TOGETHER_FROM` on each job
         has two or three axes.  From :data:`NOTICED_FROM` on there are notices, and again one model in ten is
-        divided.  From :data:`SLOW_FROM` on there are stragglers, too.
+        divided.  From :data:`SLOW_FROM` on there are stragglers, too, and from :data:`FLIPPED_FROM` on bits
+        flip.
         """
+        if seed >= FLIPPED_FROM:
+            return Scenario._noticed_or_divided(seed).with_flips(seed)
+        return Scenario._noticed_or_divided(seed)
+
+    @staticmethod
+    def _noticed_or_divided(seed: int) -> Scenario:
         if NOTICED_FROM > seed >= TOGETHER_FROM:
             return Scenario._drawn(seed).with_axes(seed)
         axes, scenario = random.Random(f"axes {seed}"), Scenario._drawn(seed)

@@ -17,6 +17,7 @@ from elastic.sim.clock import Clock
 from elastic.sim.cluster import Cluster
 from elastic.sim.coordinator import Advance
 from elastic.sim.coordinators import Coordinators
+from elastic.sim.flips import Flips
 from elastic.sim.network import Network
 from elastic.sim.oracle import Oracle
 from elastic.sim.scenario import Scenario
@@ -86,6 +87,7 @@ class Simulation:
         self.coordinators = Coordinators(self, advance)
         self.oracle = Oracle(self)
         self.spikes = SpikeTruth(self)
+        self.flips = Flips(self)
         self.cluster = Cluster(self)
         self.strikes = Strikes(self)
 

@@ -107,7 +107,8 @@ coordinator's wait counts from the arrival, the oracle's from the decision.
 
 def a_budget_is_spent(seen: Oracle) -> bool:
     """Returns whether the run may fail, by what the oracle saw: coordinators that died, errors of the job,
-    generations without progress, a long wait for workers, or a refused last save.
+    generations without progress, a long wait for workers, a refused last save, or replicas that differ again
+    and again.
 
     A short wait is enough if there are nodes that see another bucket and no world was ordered, or nodes on
     which no world forms and no step was committed.  A coordinator that took over needs it for itself, since it
@@ -130,7 +131,11 @@ def a_budget_is_spent(seen: Oracle) -> bool:
     if seen.sim.clock.now - seen.took_over_at < rules.refused_s - LATE_S:
         enough_s = rules.wait_s
     return (
-        seen.refused or again or fruitless_at_the_end(reached) > rules.max_fruitless or waited_s >= enough_s
+        seen.refused
+        or seen.sim.flips.disputes >= 3
+        or again
+        or fruitless_at_the_end(reached) > rules.max_fruitless
+        or waited_s >= enough_s
     )
 
 

@@ -77,9 +77,9 @@ class Uploads:
             (n for n, slot in enumerate(slots) if slot and slot.complete and slot.save and slot.copy == copy),
             None,
         )
-        if place is not None:
+        if place is not None and (found := slots[place]) is not None:
             self.cluster.sim.oracle.occasions["a dead worker's copy is saved"] += not worker.alive
-            self._write(save, name, slots, place, slots[place])
+            self._write(save, name, slots, place, found)
         elif why := uploads.hopeless(save, worker.memory.generation, ended=not worker.alive):
             self._end(save, name, SaveFailed(save.version, f"no part of {name}: {why}", save.by, again=False))
         else:
@@ -92,7 +92,7 @@ class Uploads:
             dict.fromkeys(save.version for (save, _), refused in self._refused.items() if not refused)
         )
 
-    def _write(self, save: Save, name: WorkerId, slots: Slots, place: int, slot: Slot | None) -> None:
+    def _write(self, save: Save, name: WorkerId, slots: Slots, place: int, slot: Slot) -> None:
         self._refused.setdefault((save, name), False)
         self.writing.add((save, name))
         longest_s = SLOW_S if self.cluster.rng.random() < SLOW else 0.9
@@ -109,7 +109,7 @@ class Uploads:
         self.writing.discard((save, name))
         return True
 
-    def _written(self, save: Save, name: WorkerId, slots: Slots, place: int, slot: Slot | None) -> None:
+    def _written(self, save: Save, name: WorkerId, slots: Slots, place: int, slot: Slot) -> None:
         """Ends the upload of a part.  Its slot may have been released meanwhile, but must not have been
         overwritten.
         """
@@ -126,10 +126,12 @@ class Uploads:
             )
         if self.cluster.bucket_fails():
             return self._try_again(save, name, slots, place, slot)
-        self.cluster.bucket.written(save.version, cell_of(save.layout, save.members.index(name)), save.by)
-        self._end(save, name, ShardSaved(name, save.version, save.by))
+        cell, bits, flips = cell_of(save.layout, save.members.index(name)), slot.bits, self.cluster.sim.flips
+        self.cluster.bucket.written(save.version, cell, save.by)
+        flips.written(save, cell, bits)
+        self._end(save, name, ShardSaved(name, save.version, save.by, flips.digest(save, bits)))
 
-    def _try_again(self, save: Save, name: WorkerId, slots: Slots, place: int, slot: Slot | None) -> None:
+    def _try_again(self, save: Save, name: WorkerId, slots: Slots, place: int, slot: Slot) -> None:
         self.writing.discard((save, name))
         if not self._refused[save, name]:
             self._refused[save, name] = True
@@ -147,7 +149,7 @@ class Uploads:
             )
         self.cluster.clock.after(AGAIN_S, self._write_again, save, name, slots, place, slot)
 
-    def _write_again(self, save: Save, name: WorkerId, slots: Slots, place: int, slot: Slot | None) -> None:
+    def _write_again(self, save: Save, name: WorkerId, slots: Slots, place: int, slot: Slot) -> None:
         """Writes the part again.  If the bucket takes its first bytes, the part counts as being written,
         unless it was refused ``REFUSALS`` times before.
         """

@@ -233,6 +233,7 @@ class Worker(Process):
         slot = (self.world.plan.version, self.cell)
         if not self._may(self.member.healed, self.now, Holding(self.name, *slot)):
             return
+        self.sim.flips.healed(self, self.world.plan)
         self.held.add(slot)
         self.garbage |= {slot} if garbage else set()
         self.phase = Phase.READY
@@ -300,6 +301,7 @@ class Worker(Process):
             return
         assert self.world is not None
         self.sim.oracle.contributes(self, step)
+        self.sim.flips.contributes(self, step)
         self.phase = Phase.PREPARED
         if (
             step == self.sim.scenario.ends_at
@@ -328,7 +330,9 @@ class Worker(Process):
             self.work(0.02 + 0.1 * self.sim.rng.random(), Point.IN_UPDATE, then, outcome)
 
     def _update_done(self, outcome: Outcome, *, settled: bool) -> None:
-        version = Version(outcome.step, outcome.generation)
+        version, base = Version(outcome.step, outcome.generation), self.version
+        assert base is not None
+        self.sim.flips.updated(self, base, version)
         self.member.applied(outcome)
         self.newest = (outcome.step, outcome.generation)
         self.held = {(version, self.cell)}

@@ -249,6 +249,22 @@ def told_of(play: Play, version: Version, **digests: str) -> None:
         play.tell(ev.ShardSaved(WorkerId(worker), version, 0, each))
 
 
+def test_r16_what_a_world_saves_that_has_not_heard_of_it_does_not_count() -> None:
+    """Its replicas may agree on state that comes of wrong gradients.  The control: without the dispute it
+    counts.
+    """
+    for digest, counts in (("b", False), ("a", True)):
+        play = stepping(3, save_every=3)
+        play.steps(1, 5)
+        play.tell(ev.StopRequested("Ctrl-C"))
+        play.step(6)
+        told(play, 6, w1="a", w2=digest, w3="a")
+        assert isinstance(play.run.state, Stopping) and play.run.state.planned is counts
+        play.steps(7, 9)
+        told(play, 9, w1="c", w2="c", w3="c")
+        assert bool(play.did(CommitManifest)) is counts
+
+
 def test_r16_a_run_that_is_asked_to_stop_stops_without_the_save() -> None:
     play = stepping(2, save_every=3)
     play.steps(1, 3)

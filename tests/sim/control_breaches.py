@@ -620,6 +620,49 @@ CONTROL: dict[str, tuple[Breach, ...]] = {
             Edit("draining", "    membership.expel(decision, evicted, evicting.SLOW)\n", ""),
         ),
     ),
+    # No checkpoint is made of replicas that differ, nor of what they have computed since.
+    "corruption": (
+        Breach(
+            "replicas are not compared",
+            "is of replicas that differ",
+            ("flipped", 0),
+            Edit("machine", "        corruption.compare(decision)\n", ""),
+        ),
+        Breach(
+            "a world begins with what replicas differ in",
+            "and replicas of the state differed",
+            ("flipped", 0),
+            Edit("corruption", "trusted=trusted, dispute", "trusted=None, dispute"),
+        ),
+        Breach(
+            "what counts again never counts",
+            "although every slice of it is held",
+            ("flipped", 0),
+            Edit("edges", "        trusted=None,\n        fruitless", "        fruitless"),
+        ),
+        Breach(
+            "the replica that differs stays",
+            "and is a member again",
+            ("flipped", 3),
+            Edit("corruption", "membership.unfit(decision, vote.worker, why)", "pass"),
+        ),
+        Breach(
+            "most replicas are called wrong",
+            "is called wrong, and no bit of it flipped",
+            ("flipped", 3),
+            Edit(
+                "corruption",
+                "if right.get(vote.cell, vote.digest) != vote.digest)",
+                "if right.get(vote.cell) == vote.digest)",
+            ),
+        ),
+        Breach(
+            "the replica that was right is called wrong",
+            "is called wrong, and no bit of it flipped",
+            ("flipped", 173),
+            Edit("corruption", "vote.digest != right[vote.cell])", "vote.digest == right[vote.cell])"),
+        ),
+    ),
     # The coordinator knows which samples are in quarantine, on its lineage.
     "quarantine": (
         Breach(

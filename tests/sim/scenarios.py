@@ -463,6 +463,24 @@ def straggling(seed: int) -> Scenario:
     return Scenario(rules=rules, faults=slowed(seed, ()), nodes=4, slots=5, measures=True)
 
 
+def flipped(seed: int) -> Scenario:
+    """Two to four replicas, in whose states bits flip; for one seed in two a worker dies, too."""
+    rng = random.Random(f"flipped {seed}")
+    rules = small_rules(
+        1, rng.randint(2, 4), LayoutRule(None, 1, 1, "all"), target_step=20, save_every=rng.choice((1, 3))
+    )
+    flips = sorted((rng.uniform(4.0, 20.0), rng.randrange(8)) for _ in range(rng.randint(1, 2)))
+    faults = draw(rng, seed % 2, 20.0, (Kind.SIGKILL, Kind.COORDINATOR_KILL), since_s=6.0)
+    return Scenario(
+        replace(rules, copy_every=seed % 3 % 2),
+        faults,
+        nodes=4,
+        slots=5,
+        flips=tuple(flips),
+        patience_s=400.0,
+    )
+
+
 ALL = {
     each.__name__: each
     for each in (
@@ -492,6 +510,7 @@ ALL = {
         laggard,
         skewed,
         isolated_interregnum,
+        flipped,
         darkness,
         duel,
         noticed,

@@ -33,6 +33,7 @@ from elastic.train import loop
 from elastic.train import step as steps
 from elastic.train.loop import Trainer
 from elastic.train.next_world import NextWorld
+from elastic.train.model import State
 from tests.support.patience import PATIENCE_S
 
 STEP = 6
@@ -299,12 +300,50 @@ def _is_the_slow_one() -> bool:
     return ("slow", 0) in SEEN
 
 
-def _due(rank: int) -> bool:
-    """Returns True once, at the first microbatch of ``STEP`` in generation 1 on this rank."""
+def flip(tensor: Tensor) -> None:
+    """Flips one bit of the memory of ``tensor``, so that nobody notices: the highest bit of the mantissa of
+    its middle element, a float32.
+    """
+    middle = tensor.data_ptr() + tensor.numel() // 2 * tensor.element_size()
+    ctypes.c_uint8.from_address(middle + 2).value ^= 1 << 6
+    print(f"mischief: {trainer().worker} has another bit", flush=True)
+
+
+def bit_in_a_step(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Flips a bit of the weights of world rank 1 in the forward pass of the step before ``STEP``: its gradient
+    is wrong from then on, and all members apply it.
+    """
+    if _due(1, STEP - 1):
+        flip(_weight())
+    return watched(model, batch)
+
+
+def bit_in_an_update(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Flips a bit of the weights of world rank 1 in the update of ``STEP``, before anybody copies them."""
+    if _due(1):
+        genuine = steps.update
+
+        def update(*args: Any) -> None:
+            genuine(*args)
+            steps.update = genuine
+            flip(_weight())
+
+        steps.update = update
+    return watched(model, batch)
+
+
+def _weight() -> Tensor:
+    """Returns the first weight of this worker's state."""
+    state = next(each for each in gc.get_objects() if type(each) is State and each.world is trainer().world)
+    return next(value for (kind, _), value in state.shard.values.items() if kind == "parameter")
+
+
+def _due(rank: int, step: int = STEP) -> bool:
+    """Returns True once, at the first microbatch of ``step`` in generation 1 on this rank."""
     me = trainer()
     if me.world is None:  # warming up
         return False
-    return (me.world.rank, me.world.generation, me.session.faults.step) == (rank, 1, STEP) and _first(
+    return (me.world.rank, me.world.generation, me.session.faults.step) == (rank, 1, step) and _first(
         "mischief", 1
     )
 

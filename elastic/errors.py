@@ -112,8 +112,7 @@ class StateMissing(ElasticError):
 
 
 class StateDamaged(ElasticError):
-    """State read from a file differs from what was written there, or state in memory differs from most of its
-    replicas.
+    """State read from a file differs from what was written there, or state in memory from its copy.
 
     This process then holds no state that can be trusted.
     """

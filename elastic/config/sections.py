@@ -451,6 +451,12 @@ class Copies(Section):
     """``true`` puts buddies in another zone (a label of Ray's nodes), ``false`` in the same one."""
     link_share: Free[Annotated[Number, Field(gt=0, le=1)]] = 0.2
     """Largest fraction of a node's link that copies to buddies may take on average."""
+    verify: Free[Flag] = False
+    """``true`` compares the state in a worker's device with the digests of its copy before the next update reads
+    it.  If a bit has flipped meanwhile, the step is not committed, and the worker is replaced.  Only versions
+    that are copied are compared, so ``copy_every = 1`` looks at each.  It reads the state once a copy: about
+    1% of a step.
+    """
 
 
 class LayerWatch(Section):

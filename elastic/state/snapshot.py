@@ -31,6 +31,7 @@ from itertools import pairwise
 import torch
 
 from elastic.engine.streams import finish, stream
+from elastic.errors import StateDamaged
 from elastic.ids import Cell, Version, WorkerId
 from elastic.plan.copy_budget import CopyRule, Pace, slots_for
 from elastic.plan.placement import held
@@ -219,6 +220,31 @@ class Snapshots:
             copying = partial(self._copy, slot, copies.begun, shard, saves)
             self._under_way = in_background(copying, "copies"), copying
             self.made = shard.version
+
+    def verify(self, shard: Shard) -> None:
+        """Raises :class:`StateDamaged` if ``shard`` has other bytes than the copy of its version had when it was
+        made: nothing writes to it in between.  Does nothing if that version is not copied, or lives in a slot,
+        where each update checks what it reads.
+
+        It reads the shard once, at the speed of the device's memory, and waits for the result.
+        """
+        copy = Copy(shard.version, shard.cell)
+        slot = self.region.find(copy) if self.made == shard.version and shard.home is None else None
+        if slot is None:
+            return
+        parts = [*self._parts(slot, shard, saves=False)]
+        found = torch.cat([digests(value).to(parts[0][0].device) for value, _, _ in parts]).cpu()
+        copied = torch.frombuffer(self.region.digests(slot), dtype=torch.int64)
+        expected = torch.cat([copied[blocks] for _, _, blocks in parts])
+        if torch.equal(found, expected):
+            return
+        ends = torch.tensor([blocks.stop - blocks.start for _, _, blocks in parts]).cumsum(0)
+        first = int(torch.searchsorted(ends, int((found != expected).nonzero()[0]), right=True))
+        tensor = [tensor for tensor, place in self._frame.places.items() if place.bytes][first]
+        raise StateDamaged(
+            f"{tensor.kind} {tensor.name!r} has changed in memory since step {shard.version.step}, and no update "
+            "has written to it: a memory is faulty, or code of the job writes to weights"
+        )
 
     def handed_over(self) -> None:
         """Returns once the copy of the newest version is complete, or has failed: this process may end then."""

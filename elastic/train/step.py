@@ -361,6 +361,8 @@ class Step:
         if session.snapshots is not None and state.shard.home is not None:
             state.next_home = session.snapshots.next_home(state.shard)
         norm = prepare(session, state, self._fence, step, share)
+        if session.snapshots is not None and session.job.copies.verify:
+            session.snapshots.verify(state.shard)
         if session.meter.first:
             session.meter.held = memory_by_class(state)
         usage = session.meter.usage(session.loader.waited_s, state.world.device, state.world.pace.read())

@@ -19,15 +19,16 @@ BEFORE = STEP - 3
 """The step of the checkpoint before."""
 
 
-def job_of(folder: Path, name: str, workers: int, loss: str, *, compare: bool = True) -> Job:
-    return toy_job(
-        folder,
-        name=name,
+def job_of(
+    folder: Path, name: str, workers: int, loss: str, *, compare: bool = True, **changes: dict[str, Any]
+) -> Job:
+    values = {
+        "workers": {"min": 1, "max": workers},
+        "parallel": {"dp_shard": 1},
+        "checkpoint": {"save_every": BEFORE, "compare": compare},
         **({"loss": f"tests.support.mischief:{loss}"} if loss else {}),
-        workers={"min": 1, "max": workers},
-        parallel={"dp_shard": 1},
-        checkpoint={"save_every": BEFORE, "compare": compare},
-    )
+    }
+    return toy_job(folder, name=name, **{**values, **changes})
 
 
 @pytest.fixture(scope="module")
@@ -90,3 +91,25 @@ def test_r16_of_two_replicas_the_steps_done_again_name_the_wrong_one(tmp_path: P
     first, second, *later = members(chaos)
     assert liar in first and liar in second and later and not any(liar in each for each in later)
     assert (STEP, 1) not in saved(chaos) and (STEP, 2) in saved(chaos)
+
+
+@pytest.mark.parametrize("parallel", [{"dp_shard": 1}, {"dp_replicate": 1}], ids=["replicas", "shards"])
+def test_r16_state_that_changes_is_not_read_by_the_next_update(
+    tmp_path: Path, expected: str, parallel: dict[str, Any]
+) -> None:
+    """The step in which the bit flips is not committed, no step is done again, and the liar's part comes from a
+    replica, or from its own copy.  The control: with one replica and without the check nobody notices.
+    """
+    copies = {"copy_every": 1, "buddy_every": 0, "verify": True}
+    chaos = trial(job_of(tmp_path, "chaos", 2, "bit_in_a_step", parallel=parallel, copies=copies))
+    liar = flipped(chaos)
+    assert said(chaos, f"{liar} cannot go on (device: parameter ")
+    assert said(chaos, f"has changed in memory since step {STEP - 2}, and no update has written to it")
+    assert (chaos.result.state, chaos.hash) == ("Finished", expected)
+    generations = formed(Run.open(chaos.job).records())
+    assert liar in generations[0].members and not any(liar in each.members for each in generations[1:])
+    assert [each.redone for each in generations] == [0] * len(generations)
+    assert generations[1].tier == ("host" if "dp_replicate" in parallel else "live")
+    if "dp_replicate" in parallel:
+        silent = trial(job_of(tmp_path, "silent", 2, "bit_in_a_step", parallel=parallel))
+        assert flipped(silent) and silent.hash != expected and len(members(silent)) == 1

@@ -131,6 +131,7 @@ OTHER: dict[str, Any] = {
     "copies.buddy_every": 9,
     "copies.cross_zone": True,
     "copies.link_share": 0.5,
+    "copies.verify": True,
     "watch.every": 7,
     "watch.patience": 2,
     "watch.vanishing": 0.1,

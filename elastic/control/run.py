@@ -328,7 +328,7 @@ class Dispute:
 
     step: int
     votes: tuple[Vote, ...] = ()
-    """What each said of the cells in dispute; () if it is known who was wrong."""
+    """The votes about the cells in dispute; () if it is known who was wrong."""
     times: int = 1
     """The number of saves in dispute since the last one at which all replicas were equal."""
 

@@ -84,7 +84,7 @@ def test_r16_of_three_replicas_the_one_that_differs_is_replaced() -> None:
 
 @pytest.mark.parametrize("keeper", ["", "n1"])
 def test_r16_state_after_the_last_agreed_step_counts_nowhere(keeper: str) -> None:
-    """What a keeper lists, or a member holds, of a later step is not begun with; of an earlier one it is.  The
+    """A world begins with no later step that a keeper lists or a member holds, but with an earlier one.  The
     control: without the dispute the newest counts.
     """
     for digest, begins in (("b", 3), ("a", 7)):

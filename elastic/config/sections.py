@@ -454,8 +454,8 @@ class Copies(Section):
     verify: Free[Flag] = False
     """``true`` compares the state in a worker's device with the digests of its copy before the next update reads
     it.  If a bit has flipped meanwhile, the step is not committed, and the worker is replaced.  Only versions
-    that are copied are compared, so ``copy_every = 1`` looks at each.  It reads the state once a copy: about
-    1% of a step.
+    that are copied are compared, so ``copy_every = 1`` looks at each.  It reads the state once a copy: 7 ms for
+    16 GB on an H200.
     """
 
 

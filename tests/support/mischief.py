@@ -32,8 +32,8 @@ from elastic.state.streaming import _Threads
 from elastic.train import loop
 from elastic.train import step as steps
 from elastic.train.loop import Trainer
-from elastic.train.next_world import NextWorld
 from elastic.train.model import State
+from elastic.train.next_world import NextWorld
 from tests.support.patience import PATIENCE_S
 
 STEP = 6

@@ -314,6 +314,9 @@ def bit_in_a_step(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, T
     is wrong from then on, and all members apply it.
     """
     if _due(1, STEP - 1):
+        copies = trainer().session.snapshots
+        if copies is not None and copies._under_way is not None:
+            copies._under_way[0].result()  # a bit that flips before is in the copy, too
         flip(_weight())
     return watched(model, batch)
 

@@ -75,7 +75,7 @@ class Demand:
 
     def _look(self, now: float) -> None:
         run = self._state()
-        wants = wanted(run, self._rules), tuple(sorted(run.cluster.notices))
+        wants = wanted(run, self._rules), tuple(sorted(run.cluster.closed(few=False)))
         if self._over.is_set():
             return
         if wants != self._wanted or now - self._told_at >= AGAIN_S:

@@ -14,6 +14,7 @@ import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import Any, assert_never
 
@@ -327,7 +328,19 @@ class ActorGroup:
         reason, node = why_ended(error), self.joined.get(worker)
         if reason == NODE_DIED and node is not None:
             self.post(KeeperLost(node, NODE_DIED, with_its_node=True))  # it may have no keeper that tells
-        self.post(Lost(worker, reason, certain=reason not in (NODE_DIED, UNREACHED)))
+        lost = Lost(worker, reason, certain=reason not in (NODE_DIED, UNREACHED))
+        if node is not None or not lost.certain or self._closing:
+            self.post(lost)
+        else:
+            later(0, partial(self._lost_before_it_joined, lost))
+
+    def _lost_before_it_joined(self, lost: Lost) -> None:
+        """Reports the worker as lost, with its node if Ray says so: workers that joined have told theirs."""
+        node = None
+        with contextlib.suppress(ray.exceptions.RayError):
+            actor = self.workers.get(lost.worker)
+            node = cluster.node_of(actor) if actor is not None else None
+        self.post(replace(lost, node=node))
 
     def _not_made(self, worker: WorkerId, error: BaseException) -> None:
         """Refuses the node: the process came up but the worker could not be made, and another start there

@@ -576,6 +576,7 @@ class Job(Section):
             min_delta=self.validation.min_delta,
             spares=self.workers.spares,
             evicts=self.workers.straggler == "evict",
+            lemon_after=self.workers.lemon_after,
             watch=WatchRule(**self.watch.model_dump(exclude={"every", "max_restarts"})),
             keep=self.keep(),
             **self.deadlines.model_dump(exclude={"driver_s"}),

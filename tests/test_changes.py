@@ -117,6 +117,7 @@ OTHER: dict[str, Any] = {
     "workers.max": 3,
     "workers.spares": 1,
     "workers.straggler": "evict",
+    "workers.lemon_after": 5,
     "workers.cpus": 2,
     "workers.gpus": 1,
     "workers.device_gb": 80,

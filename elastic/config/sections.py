@@ -377,6 +377,11 @@ class Workers(Section):
     """Number of workers beyond ``max`` that are started and kept warm.  One of them takes a dead worker's
     seat at once.
     """
+    lemon_after: Free[Annotated[Whole, Field(ge=0)]] = 3
+    """Number of incidents within an hour after which a node gets no worker for ten minutes, the next time for
+    twenty, and so on: its workers die, do not start, or hang, and those of other nodes hardly do.  If the run
+    has no other node, it is used nevertheless.  0: no node is closed.
+    """
     cpus: Free[Annotated[Number, Field(ge=0)]] = 1
     """CPUs that a worker takes from its node."""
     gpus: Free[Annotated[Whole, Field(ge=0, le=1)]] = 0

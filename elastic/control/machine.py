@@ -27,6 +27,7 @@ from elastic.control import (
     evicting,
     finishing,
     forming,
+    lemons,
     membership,
     running,
     saves,
@@ -201,6 +202,8 @@ def _go_on(decision: Decision) -> None:
         evicting.go_on(decision)
     if decision.run.cluster.notices or decision.run.stragglers.leaving:
         draining.go_on(decision)
+    if decision.run.cluster.lemons:
+        lemons.go_on(decision)
     match decision.run.state:
         case Waiting() as state:
             waiting.go_on(decision, state)
@@ -219,7 +222,7 @@ def _go_on(decision: Decision) -> None:
 def _lost(decision: Decision, event: Lost) -> None:
     run, state = decision.run, decision.run.state
     if event.worker in run.members.starting:
-        return membership.start_failed(decision, StartFailed(event.worker, event.reason))
+        return membership.start_failed(decision, StartFailed(event.worker, event.reason, node=event.node))
     expelled = isinstance(state, Stopping) and event.worker in state.expelled
     if event.worker not in run.workers and not (expelled and event.certain):
         return decision.refuse(f"{event.worker} is no longer a worker of the run")
@@ -228,6 +231,8 @@ def _lost(decision: Decision, event: Lost) -> None:
     stopping.members_lost(
         decision, (event.worker,), f"{event.worker} {known} ({event.reason})", certain=event.certain
     )
+    if event.worker in run.workers:
+        lemons.failed(decision, run.workers[event.worker].node, f"{event.worker} was lost")
 
 
 def _keeper_up(decision: Decision, event: KeeperUp) -> None:
@@ -250,6 +255,7 @@ def _keeper_lost(decision: Decision, event: KeeperLost) -> None:
     decision.say(f"the keeper of node {event.node[:8]} is lost ({event.reason})")
     if dead:
         draining.gone(decision, event.node)
+        lemons.gone(decision, event.node)
     if dead and there:  # nobody hears of each by itself, and another one may be in the next world
         membership.expel(decision, there, event.reason)
         stopping.members_lost(

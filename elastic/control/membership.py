@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import takewhile
 
-from elastic.control import growth, saves
+from elastic.control import growth, lemons, saves
 from elastic.control.decision import Decision, count, names
 from elastic.control.evolve import evolve
 from elastic.control.liveness import Start, forgotten, silent
@@ -32,6 +32,8 @@ def start_failed(decision: Decision, event: StartFailed) -> None:
     decision.do(Kill((event.worker,), "it did not start"))
     decision.know("members", start_after=decision.now + decision.rules.grow_debounce_s)
     decision.say(f"{event.worker} did not start ({event.reason})")
+    if event.node is not None:
+        lemons.failed(decision, event.node, f"{event.worker} did not start")
 
 
 def starting(decision: Decision, event: Starting) -> None:
@@ -162,7 +164,10 @@ def expel(decision: Decision, workers: tuple[WorkerId, ...], why: str, *, examin
     """
     if workers:
         decision.do(Kill(workers, why, examine))
+        hung = {known.node: each for each in workers if (known := decision.run.workers.get(each)) and examine}
         remove(decision, workers)
+        for node, worker in hung.items():
+            lemons.failed(decision, node, f"{worker} stood still")
 
 
 def hold(decision: Decision, holdings: dict[WorkerId, tuple[Holding, ...]]) -> None:

@@ -74,6 +74,12 @@ class Rules:
     """Time for which a run that has not begun waits for better nodes, if it has too few workers and the only
     room is on refused nodes.
     """
+    lemon_after: int = 0
+    """Number of incidents after which a node gets no worker for a while (``lemons.py``); 0 means never."""
+    lemon_window_s: float = 3600.0
+    """Time within which these incidents count."""
+    lemon_cool_s: float = 600.0
+    """Time for which such a node gets no worker the first time; it doubles each time."""
     copy_every: int = 0
     """Least number of steps from one copy of the state in host memory to the next; 0 means no copies."""
     buddy_every: int = 0

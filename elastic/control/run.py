@@ -254,6 +254,23 @@ class Announced:
 
 
 @dataclass(frozen=True)
+class Lemon:
+    """The incidents of a node on which workers have failed: see ``lemons.py``."""
+
+    failures: tuple[float, ...] = ()
+    """The times of the incidents."""
+    times: int = 0
+    """Number of times that the node was closed."""
+    since: float = 0.0
+    until: float = 0.0
+    """The node gets no worker between these times; it may have some again if both are equal."""
+
+    @property
+    def closed(self) -> bool:
+        return self.since < self.until
+
+
+@dataclass(frozen=True)
 class Cluster:
     """The nodes and their keepers."""
 
@@ -282,6 +299,8 @@ class Cluster:
     """The nodes that will be taken and whose workers are in no later world."""
     let_go: tuple[NodeId, ...] = ()
     """The nodes that will be taken and on which the run needs nothing any more."""
+    lemons: dict[NodeId, Lemon] = field(default_factory=dict)
+    """The nodes on which workers have failed."""
 
     evicted: dict[NodeId, tuple[float, ...]] = field(default_factory=dict)
     """The nodes from which slow workers were evicted, and when: see ``evicting.py``."""
@@ -291,12 +310,14 @@ class Cluster:
         return min((each.at for each in self.notices.get(node, ()) if not each.advice), default=None)
 
     def closed(self, *, few: bool) -> tuple[NodeId, ...]:
-        """Returns the nodes that get no new worker because they will be taken, or may be, or because several of
-        their workers were slow.  If workers are ``few``, a node that may be taken or is slow is better than none.
+        """Returns the nodes that get no new worker because they will be taken, or may be, because workers fail
+        there, or because several of their workers were slow.  If workers are ``few``, a node that may be taken or
+        is slow is better than none.
         """
         slow = () if few else (node for node, times in self.evicted.items() if len(times) > 1)
         taken = (node for node in self.notices if not few or self.deadline(node) is not None)
-        return tuple(dict.fromkeys((*taken, *slow)))
+        failing = (node for node, known in self.lemons.items() if known.closed)
+        return tuple(dict.fromkeys((*taken, *slow, *failing)))
 
 
 # ---- history

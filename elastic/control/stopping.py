@@ -10,7 +10,7 @@ from all evidence.  What each survivor holds is known from its answer.
 
 from __future__ import annotations
 
-from elastic.control import admission, commits, copy_inventory, edges, membership, saves
+from elastic.control import admission, commits, copy_inventory, edges, lemons, membership, saves
 from elastic.control.commits import Settlement, newest, settle
 from elastic.control.decision import Decision, names
 from elastic.control.draining import awaits_copies, let_leave
@@ -66,6 +66,9 @@ def broken(decision: Decision, event: Broken) -> None:
     what = event.signature if event.cause == "device" else event.detail.strip().rpartition("\n")[2]
     if event.cause == "device":
         membership.unfit(decision, event.worker, what)
+        lemons.failed(
+            decision, decision.run.workers[event.worker].node, f"the device of {event.worker} failed"
+        )
     if event.cause == "damaged" and event.version is not None:
         saves.damaged(decision, event.version, f"{event.worker}: {event.detail}")
     if event.cause == "copy":
@@ -375,6 +378,8 @@ def _expel_silent_nodes(decision: Decision, state: Stopping) -> Stopping:
         "nor an answer to the fence"
     )
     membership.expel(decision, there, why)
+    for node in gone:
+        lemons.failed(decision, node, "nothing was heard from it")
     saves.without_keepers(decision, gone)
     decision.amend(pending=(), expelled=(*state.expelled, *state.pending))
     decision.say(f"{why}: expel {names(there)}")

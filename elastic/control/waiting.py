@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from elastic.control import edges, membership
+from elastic.control import edges, lemons, membership
 from elastic.control.decision import Decision, count
 from elastic.control.growth import expects_more
 from elastic.control.run import Failed, Refusal, Waiting
@@ -35,6 +35,7 @@ def go_on(decision: Decision, state: Waiting) -> None:
         edges.form(decision)
     if not isinstance(decision.run.state, Waiting):
         return
+    lemons.pardon(decision, state.since)
     if waited and not membership.get_further(decision, state.since + rules.wait_s):
         edges.end(decision, Failed(f"waited {rules.wait_s:g} s for workers: {_have(decision, state, there)}"))
     elif (not begun or _never_formed(decision)) and _only_refused_are_left(decision, state):

@@ -50,12 +50,13 @@ class Lost:
 
     If it is not ``certain``, its node has seen that it dies, but the kernel has not let go of it yet.  Or the
     whole node is taken for dead because nothing is heard of it; if it is only cut off, the process may live
-    on for a while.
+    on for a while.  ``node`` is known only of a worker that has not joined.
     """
 
     worker: WorkerId
     reason: str
     certain: bool = True
+    node: NodeId | None = None
 
 
 @dataclass(frozen=True)
@@ -72,12 +73,14 @@ class Starting:
 class StartFailed:
     """A worker that was asked for did not come up, so it never sent ``Joined``.
 
-    ``misset`` is its node if its process was set up in a way that a new process may mend.
+    ``misset`` is its node if its process was set up in a way that a new process may mend.  ``node`` is its
+    node, as far as that is known, if the node may be to blame.
     """
 
     worker: WorkerId
     reason: str
     misset: NodeId | None = None
+    node: NodeId | None = None
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,11 @@ act.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import TYPE_CHECKING, Any
 
+from elastic.control.run import RunState
 from elastic.ids import Cell, NodeId, Version, WorkerId
 from elastic.protocol.actions import Retain, Upload
 from elastic.protocol.authority import Replica
@@ -32,6 +33,7 @@ from elastic.protocol.plan import Plan
 from elastic.sim.memory import Shelf, held_at
 from elastic.sim.network import Way
 from elastic.sim.notices import Announcements, Word
+from elastic.sim.sour import Lemons
 from elastic.sim.truth import HEALS, check_manifest, covers
 from elastic.sim.uploads import Uploads
 from elastic.sim.worker import Phase, Worker
@@ -112,6 +114,7 @@ class Cluster:
         self.given_up: set[NodeId] = set()
         """Nodes that were declared dead."""
         self.notices = Announcements(self)
+        self.lemons = Lemons(sim)
         self.sick_stores: set[int] = set()
         self.next_store_sick_until = 0.0
         self.taken = 0
@@ -339,6 +342,8 @@ class Cluster:
                 if place not in avoid
                 or (place not in self.sim.scenario.misset and not self.nodes[place].words)
             ]
+            if self.sim.scenario.lemons:
+                places = [place for place in places if place not in avoid and self._free_on(place)]
             if self.free <= 0 or not places or self.network.happens(Kind.START_FAILURE):
                 self.clock.after(
                     0.5 + self.rng.random(), self.sim.tell_coordinator, StartFailed(name, "no room")
@@ -351,6 +356,7 @@ class Cluster:
             chance = Random(f"start of {name} {self.sim.seed}")
             parts = chance.randint(2, 4) if chance.random() < self.sim.scenario.slow_starts else 0
             self.clock.after(0.5 + 1.5 * self.rng.random(), worker.receive, worker.begin, parts)
+            self.lemons.started(worker)
 
     @property
     def free(self) -> int:
@@ -359,12 +365,26 @@ class Cluster:
         slots = scenario.slots if not scenario.per_node else scenario.per_node * len(self.nodes)
         return slots - self.taken - sum(w.name not in self.zombies for w in self.running)
 
+    def _free_on(self, node: NodeId) -> int:
+        return self.sim.scenario.per_node - sum(w.name not in self.zombies for w in self.on(node))
+
+    def _free_for(self, run: RunState) -> int:
+        """Returns the free places as the product counts them: those on closed nodes are none."""
+        if not self.sim.scenario.lemons:
+            return self.free
+        closed = run.cluster.closed(few=len(run.workers) < self.sim.rules.min_workers)
+        there = [name for name, node in self.nodes.items() if not node.declared_dead and name not in closed]
+        return min(self.free, sum(map(self._free_on, there)))
+
     def take_places(self, number: int) -> None:
         self.taken = max(0, self.taken + number)
 
     def _offer(self) -> None:
         self.sim.tell_coordinator(
-            Capacity(max(0, self.free), tuple(w.name for w in self.running if not w.joined))
+            Capacity(
+                max(0, self._free_for(self.sim.coordinators.acting.run)),
+                tuple(w.name for w in self.running if not w.joined),
+            )
         )
         self.clock.after(CAPACITY_S, self._offer)
 
@@ -387,6 +407,8 @@ class Cluster:
             return
         word = Lost if worker.joined else StartFailed
         gone = word(worker.name, f"its process ended: {why}")
+        if isinstance(gone, StartFailed) and self.sim.scenario.lemons:
+            gone = replace(gone, node=worker.node)
         after_s = 0.02 + (0.1 if self.rng.random() < 0.7 else 2.0) * self.rng.random()
         if self.pinned and worker.joined:
             after_s += UNPINNED_S * self.unpins.random()

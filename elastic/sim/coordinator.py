@@ -79,7 +79,8 @@ class Coordinator:
         """The decision that waits to be performed, because a follower would not find its record yet."""
         self._judged: tuple[RunState, Event, Transition] | None = None
         """The waiting decision, if the oracle has judged it already: a follower has read its record."""
-        self._decided_at = 0.0
+        self.decided_at = 0.0
+        """The time of its last decision, which may have waited since to be performed."""
         self._tries_again = False
 
     @property
@@ -94,7 +95,7 @@ class Coordinator:
         This is the time of the decision, or the present time if more than ``STOOD_S`` have passed since the
         decision.
         """
-        stood_s = self.sim.clock.now - self._decided_at
+        stood_s = self.sim.clock.now - self.decided_at
         return self.now - (stood_s if stood_s <= STOOD_S else 0.0)
 
     @property
@@ -152,7 +153,7 @@ class Coordinator:
         sim.lines.append((now, event, transition.reason))
         if codec.worth_recording(event, before, transition):
             self.journal.append(transition.run)
-        self._decided, self._decided_at = (before, event, transition), now
+        self._decided, self.decided_at = (before, event, transition), now
         self.go_through_with_it()
         return transition.reason
 
@@ -188,7 +189,7 @@ class Coordinator:
             sim.strikes.recovered()
         if isinstance(event, Recovered):
             self._greet(event)
-        if (stood_s := sim.clock.now - self._decided_at) > STOOD_S:
+        if (stood_s := sim.clock.now - self.decided_at) > STOOD_S:
             self.receive(Tick(stood_s))
         self._catch_up()
         self.journal.send()

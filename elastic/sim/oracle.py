@@ -47,6 +47,7 @@ from elastic.protocol.plan import Plan
 from elastic.sim.copies import CopiesOracle
 from elastic.sim.notices import NoticesOracle
 from elastic.sim.slow_workers import PaceOracle
+from elastic.sim.sour import LemonsOracle
 from elastic.sim.truth import (
     JOINS,
     NO_KEEPER,
@@ -86,6 +87,7 @@ class Oracle:
         self.copies = CopiesOracle(sim)
         self.notices = NoticesOracle(sim)
         self.pace = PaceOracle(sim)
+        self.lemons = LemonsOracle(sim)
         self.parent: dict[Version, Version] = {}
         self.first_commit_at: dict[int, float] = {}
         self.plans: dict[int, Plan] = {}
@@ -242,6 +244,7 @@ class Oracle:
         self.pace.note(before, event, after)
         self.sim.flips.hears(before, event, after)
         self.sim.flips.judge_reason(before, transition.reason)
+        self.lemons.note(before, transition.taken, transition.actions, after, by.decided_at + by.ahead_s)
         for each in transition.taken:
             if isinstance(each, Here | Ready) and isinstance(before.state, Forming):
                 self.here[each.generation].add(each.worker)
@@ -429,6 +432,7 @@ class Oracle:
         self.copies.judge(before, action)
         self.notices.judge(after, action)
         self.pace.judge(action)
+        self.lemons.judge(after, action)
         match action:
             case Settle():
                 self._judge_settle(action)
@@ -655,6 +659,7 @@ class Oracle:
         self.stop_asked = self.begun = False
         self.copies.forget()
         self.notices.heard.clear()
+        self.lemons.resumed()
         self.waiting_since = self.sim.clock.now
 
     # -- the truth

@@ -50,6 +50,8 @@ NOTICED_FROM = 500_000
 """The first seed with notices that nodes will be taken."""
 FLIPPED_FROM = 700_000
 """The first seed with bits that flip."""
+LEMONS_FROM = 800_000
+"""The first seed with nodes on which workers fail soon after their start."""
 LONGER = 16
 """Steps by which these runs are longer: a node may be taken 20 s after the notice."""
 SLOW_FROM = 600_000
@@ -125,6 +127,12 @@ class Scenario:
     """
     measures: bool = False
     """True if commits tell the pace of members."""
+    lemons: tuple[NodeId, ...] = ()
+    """Nodes on which workers die or hang soon after their start.  With any, each node has room for ``per_node``
+    workers of its own.
+    """
+    sour_s: float = 0.0
+    """Time until which they do."""
     experts: int = 1
     """Degree of expert parallelism.  It must divide the number of shards of every world."""
     flips: tuple[tuple[float, int], ...] = ()
@@ -193,6 +201,34 @@ class Scenario:
         )
         return replace(self, flips=tuple(flips), patience_s=self.patience_s + 6.0 * self.rules.target_step)
 
+    def with_lemons(self, seed: int) -> Scenario:
+        """Returns the scenario with one lemon or two among two nodes or more; in half of them nothing else
+        happens.
+        """
+        rng = random.Random(f"lemons {seed}")
+        nodes = max(self.nodes, 2)
+        lemons = rng.sample(range(1, nodes + 1), 2 if rng.random() < 0.3 else 1)
+        rules = replace(
+            self.rules,
+            evicts=False,
+            lemon_after=rng.choice((2, 3)),
+            lemon_window_s=60.0,
+            lemon_cool_s=rng.choice((8.0, 40.0)),
+        )
+        return replace(
+            self,
+            rules=rules,
+            nodes=nodes,
+            per_node=rng.randint(1, 2) if rng.random() < 0.7 else self.rules.max_workers,
+            measures=False,
+            # what a notice excuses, and who is slow, is judged elsewhere
+            faults=()
+            if rng.random() < 0.5
+            else tuple(each for each in self.faults if each.kind is not Kind.NODE_NOTICE),
+            lemons=tuple(NodeId(f"n{number}") for number in sorted(lemons)),
+            sour_s=rng.uniform(20.0, 60.0),
+        )
+
     def room_of(self, node: NodeId) -> float:
         """Returns the room for copies on ``node``, in states, as its workers report it; 0 if they report
         none.
@@ -208,10 +244,10 @@ class Scenario:
         with faults also has a :func:`pair`, so that consecutive seeds go through all pairs of kinds.  From
         :data:`DIVIDED_FROM` on, one seed in ten divides the model, and from :data:`TOGETHER_FROM` on each job
         has two or three axes.  From :data:`NOTICED_FROM` on there are notices, and again one model in ten is
-        divided.  From :data:`SLOW_FROM` on there are stragglers, too, and from :data:`FLIPPED_FROM` on bits
-        flip.
+        divided.  From :data:`SLOW_FROM` on there are stragglers, too, from :data:`FLIPPED_FROM` on bits flip,
+        and from :data:`LEMONS_FROM` on there are lemons in their place.
         """
-        if seed >= FLIPPED_FROM:
+        if LEMONS_FROM > seed >= FLIPPED_FROM:
             return Scenario._noticed_or_divided(seed).with_flips(seed)
         return Scenario._noticed_or_divided(seed)
 
@@ -220,6 +256,8 @@ class Scenario:
         if NOTICED_FROM > seed >= TOGETHER_FROM:
             return Scenario._drawn(seed).with_axes(seed)
         axes, scenario = random.Random(f"axes {seed}"), Scenario._drawn(seed)
+        if seed >= LEMONS_FROM:
+            return scenario.with_lemons(seed)
         return scenario.with_model(axes) if axes.random() < 0.1 and seed >= DIVIDED_FROM else scenario
 
     @staticmethod

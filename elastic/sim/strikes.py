@@ -34,8 +34,8 @@ class Strikes:
 
     def __init__(self, sim: Simulation) -> None:
         self.sim, self.clock = sim, sim.clock
-        self.calm_at = 0.0
-        self.disturbed_until = 0.0
+        self.calm_at = sim.scenario.sour_s
+        self.disturbed_until = sim.scenario.sour_s
         """The time at which all faults but notices that have struck so far are over."""
         self.struck: Counter[tuple[str, str]] = Counter()
         """Number of times that each kind struck in each state, by (kind, state)."""

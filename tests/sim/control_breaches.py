@@ -663,6 +663,51 @@ CONTROL: dict[str, tuple[Breach, ...]] = {
             Edit("corruption", "vote.digest != right[vote.cell])", "vote.digest == right[vote.cell])"),
         ),
     ),
+    # A node on which workers fail again and again gets no worker for a time that doubles.
+    "lemons": (
+        Breach(
+            "they get workers all the same",
+            "where workers fail",
+            ("lemons", 0),
+            Edit("lemons", "since=now, until=now + cool_s)", "since=now, until=now)"),
+        ),
+        Breach(
+            "they are closed for ever",
+            "is closed for longer than its incidents explain",
+            ("lemons", 0),
+            Edit("lemons", "known.closed and decision.due(known.until)", "False"),
+        ),
+        Breach(
+            "their time does not double",
+            "s before",
+            ("lemons", 7),
+            Edit("lemons", "2 ** min(times, DOUBLINGS)", "1"),
+        ),
+        Breach(
+            "what fails everywhere closes nodes",
+            "workers fail elsewhere as often",
+            ("lemons", 6),
+            Edit("lemons", "return len(failures) > TYPICAL * median_low(others or [0])", "return True"),
+        ),
+        Breach(
+            "what fails at once counts several times",
+            "workers fail elsewhere as often",
+            ("lemons", 140),
+            Edit("lemons", "(failures and now - failures[-1] < rules.grow_debounce_s)", "False"),
+        ),
+        Breach(
+            "the last node stays closed",
+            "does not use a node that is closed",
+            ("lemons", 21),
+            Edit("lemons", "if now - last < decision.rules.refused_s:", "if True:"),
+        ),
+        Breach(
+            "a node is used before others could offer room",
+            "is used before its time",
+            ("lemons", 10),
+            Edit("lemons", "if now - last < decision.rules.refused_s:", "if now - last < 0:"),
+        ),
+    ),
     # The coordinator knows which samples are in quarantine, on its lineage.
     "quarantine": (
         Breach(

@@ -8,6 +8,7 @@ from dataclasses import replace
 from elastic.plan.layout import LayoutRule
 from elastic.protocol.faults import Fault, Kind, Point, draw
 from elastic.sim.scenario import TOGETHER_FROM, Scenario, slowed, small_rules, weather
+from elastic.sim.scenario import LEMONS_FROM, TOGETHER_FROM, Scenario, small_rules, weather
 
 CALM = Scenario(rules=small_rules(2, 4, LayoutRule(None, None, 2, "all"), target_step=10, save_every=4))
 
@@ -481,6 +482,11 @@ def flipped(seed: int) -> Scenario:
     )
 
 
+def lemons(seed: int) -> Scenario:
+    """Workers die or hang on one node or two, again and again."""
+    return Scenario.drawn(LEMONS_FROM + seed)
+
+
 ALL = {
     each.__name__: each
     for each in (
@@ -516,6 +522,7 @@ ALL = {
         noticed,
         noticed_by_another_clock,
         straggling,
+        lemons,
     )
 }
 

@@ -577,6 +577,8 @@ class Job(Section):
             spares=self.workers.spares,
             evicts=self.workers.straggler == "evict",
             lemon_after=self.workers.lemon_after,
+            may_wait=True,
+            microbatches=0 if self.global_batch == "all" or self.microbatch == "auto" else self.microbatches,
             watch=WatchRule(**self.watch.model_dump(exclude={"every", "max_restarts"})),
             keep=self.keep(),
             **self.deadlines.model_dump(exclude={"driver_s"}),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from elastic.control import growth, membership
 from elastic.control.decision import Decision, names
+from elastic.control.liveness import averaged
 from elastic.control.run import Home, Refusal, RunState, Stopping, Worker
 from elastic.ids import NodeId, WorkerId
 from elastic.plan.placement import same_classes
@@ -105,7 +106,9 @@ def joined(decision: Decision, event: Joined) -> None:
             f"{event.worker} was started by an earlier coordinator; it is ended, and its name is not "
             "used again"
         )
+    took_s = decision.now - run.members.starting[event.worker]
     membership.no_longer_starting(decision, event.worker)
+    decision.know("watch", start_s=averaged(run.watch.start_s, took_s))
     if (misfit := _misfit(decision, event)) is not None:
         why, shared = misfit
         decision.do(Kill((event.worker,), "its node is refused"))

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from elastic.control import admission, ahead, copy_inventory, membership, saves
+from elastic.control import admission, ahead, copy_inventory, growth, membership, saves
 from elastic.control.decision import Decision, count, names
 from elastic.control.liveness import averaged, begun
 from elastic.control.rules import Rules
@@ -33,6 +33,7 @@ from elastic.control.run import (
 )
 from elastic.control.seating import candidates, layout_of, least_shard, make_plan
 from elastic.ids import WorkerId
+from elastic.plan.wager import WAIT
 from elastic.protocol import lineage
 from elastic.protocol.actions import Exit, Fence, Form, Go, Kill, Pause
 from elastic.protocol.plan import Plan
@@ -71,6 +72,13 @@ def form(decision: Decision) -> None:
     why = missing(decision, plan)
     if plan is None or why:
         return _wait(decision, why)
+    if isinstance(run.state, Stopping) and plan.tier == "live" and run.state.ahead is None:
+        choice = growth.at_the_end(run, decision.rules, plan.members, decision.now)
+        if choice is not None and choice.what == WAIT:
+            enter(decision, Waiting(decision.now, decision.now + choice.wait_s))
+            return decision.say(
+                f"wait up to {choice.wait_s:.1f} s for {names(tuple(run.members.starting))}: {choice.why}"
+            )
     plan = ahead.taken_up(run.state, plan, run)
     given_up = lineage.abandoned(run.history.lineage, plan.version)
     _take_up(decision, plan)
@@ -169,13 +177,18 @@ def go(decision: Decision, plan: Plan) -> None:
     """Lets the members step, because all of them have the plan's version.  Their noted holdings are cleared:
     only an answer to a fence tells what a stepping member holds.
     """
+    workers = decision.run.workers
+    newcomers = any(worker in workers and not workers[worker].holdings for worker in plan.members)
     membership.hold(decision, {worker: () for worker in plan.members})
     # only a forming that reads no bucket, since growth reads none
     if isinstance(decision.run.state, Forming) and plan.tier in ("live", "host"):
         took_s = decision.now - min(
             decision.run.state.since, decision.run.state.deadline - decision.rules.form_s
         )
-        decision.know("watch", reform_s=averaged(decision.run.watch.reform_s, took_s))
+        watch = decision.run.watch
+        decision.know("watch", reform_s=averaged(watch.reform_s, took_s))
+        if newcomers:
+            decision.know("watch", join_s=averaged(watch.join_s, took_s))
     decision.know(watch=begun(decision.run.watch, decision.now))
     decision.know("watch", lease_until=decision.now + decision.rules.lease_over_s)
     decision.know("cluster", blamed=())

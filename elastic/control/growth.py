@@ -16,13 +16,14 @@ from math import exp, fsum, log, sqrt
 from elastic.control.rules import Rules
 from elastic.control.run import RunState, Worker
 from elastic.ids import WorkerId
+from elastic.plan.wager import SPARE, Choice, Times, choose, slower
 
 UNKNOWN_S = 3600.0
 """Prior for how long a host stays, in seconds; its observed stays are averaged in."""
 SHORTEST_S = 1.0
 """A stay counts as at least this many seconds, so that its logarithm stays finite."""
-PAUSES = 2
-"""Number of pauses that newcomers cost: one to let them in, one when they are gone."""
+OVERDUE = 0.5
+"""Part of the usual time of a start that a worker which takes longer is expected to take still."""
 HOSTS = 256
 """Number of hosts whose stays are remembered: those that left last."""
 
@@ -41,29 +42,80 @@ class GrowthVerdict:
 
 
 def judge(
-    run: RunState, members: Sequence[WorkerId], newcomers: Sequence[WorkerId], now: float
+    run: RunState, members: Sequence[WorkerId], newcomers: Sequence[WorkerId], now: float, rules: Rules
 ) -> GrowthVerdict:
     """Judges the newcomers host by host: workers of one host come and go together, so they cost the pauses
-    once.
+    once.  Hosts of which none would shorten a step alone are judged together, those first that stay longest.
     """
-    costs_s, usual_s = PAUSES * run.watch.reform_s + run.watch.step_s, _usual_s(run)
+    times, usual_s = times_of(run, rules), _usual_s(run)
     hosts: dict[str, list[WorkerId]] = {}
     for worker in newcomers:
         hosts.setdefault(host_of(run.workers[worker]), []).append(worker)
-    sorts: dict[bool, list[WorkerId]] = {True: [], False: []}
-    why = {True: "", False: ""}
-    for host, group in hosts.items():
-        age_s = now - max(run.workers[worker].joined_at for worker in group)
+    stays = {
         # a host that has stayed for some time is expected to stay as long again
-        stay_s = max(run.cluster.stays.get(host, usual_s), age_s)
-        brings_s = stay_s * len(group) / (len(members) + len(group))
-        pays = brings_s >= costs_s
-        sorts[pays] += group
-        why[pays] = why[pays] or (
-            f"an expected stay of {stay_s:.0f} s saves {brings_s:.1f} s, and joining and leaving "
-            f"cost {costs_s:.1f} s"
+        host: max(
+            run.cluster.stays.get(host, usual_s), now - max(run.workers[worker].joined_at for worker in group)
         )
-    return GrowthVerdict(tuple(sorts[True]), tuple(sorts[False]), why[True], why[False])
+        for host, group in hosts.items()
+    }
+
+    def verdict(some: Sequence[str], here: int) -> tuple[bool, str]:
+        stay_s, spares = min(stays[host] for host in some), sum(len(hosts[host]) for host in some)
+        brings_s = stay_s * slower(here, here + spares, times.microbatches)
+        why = (
+            f"an expected stay of {stay_s:.0f} s saves {brings_s:.1f} s, and joining and leaving "
+            f"cost {times.join_s + len(some) * times.leave_s:.1f} s"
+        )
+        return choose(times, here, spares=spares, hosts=len(some), stay_s=stay_s).what == SPARE, why
+
+    sorts: dict[bool, list[str]] = {True: [], False: []}
+    why = {True: "", False: ""}
+    for host in hosts:
+        pays, told = verdict([host], len(members))
+        sorts[pays].append(host)
+        why[pays] = why[pays] or told
+    here = len(members) + sum(len(hosts[host]) for host in sorts[True])
+    left = sorted(sorts[False], key=lambda host: -stays[host])
+    for number in range(2, len(left) + 1) if times.tells(here + 2) else ():
+        pays, told = verdict(left[:number], here)
+        if pays:
+            sorts = {True: [*sorts[True], *left[:number]], False: left[number:]}
+            why[True] = why[True] or told
+            break
+    welcome, declined = (
+        tuple(each for host in sorts[pays] for each in hosts[host]) for pays in (True, False)
+    )
+    return GrowthVerdict(welcome, declined, why[True], why[False])
+
+
+def at_the_end(run: RunState, rules: Rules, members: Sequence[WorkerId], now: float) -> Choice | None:
+    """Returns whether ``members``, who can form a world after the last one has ended and have its state, do so at
+    once or wait for workers that are starting.  Returns None if there is nothing to choose: nobody is starting,
+    nothing was measured yet, the run ends, or machines will be taken, and copies with them.
+    """
+    starting, group = run.members.starting, rules.layout.group
+    coming = min(len(starting), rules.max_workers - len(members)) // group * group
+    known = rules.may_wait and run.watch.start_s and run.watch.reform_s and run.watch.step_s
+    if not known or coming <= 0 or run.cluster.notices or run.stop or run.enough:
+        return None
+    usual_s, last = run.watch.start_s, sorted(starting.values())[coming - 1]
+    left_s = last + usual_s - now
+    here = len(frozenset(members).intersection(run.members.seats))
+    return choose(
+        times_of(run, rules),
+        here,
+        spares=len(members) - here,
+        stay_s=_usual_s(run),
+        coming=coming,
+        coming_s=left_s if left_s > 0 else OVERDUE * usual_s,
+        ended=True,
+    )
+
+
+def times_of(run: RunState, rules: Rules) -> Times:
+    """Returns the times that the run has measured."""
+    watch, shared = run.watch, rules.microbatches * rules.layout.group
+    return Times(watch.reform_s, watch.join_s or watch.reform_s, watch.step_s, shared)
 
 
 def expects_more(run: RunState, there: Sequence[WorkerId], now: float, rules: Rules) -> bool:

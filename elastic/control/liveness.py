@@ -99,6 +99,10 @@ class Watch:
     """The time of the last beat that said that a part of a save is being written."""
     reform_s: float = 0.0
     """Recent time in seconds from a plan to ``Go``: an average in which the last one counts one half."""
+    join_s: float = 0.0
+    """Recent time from a plan to ``Go`` of worlds with newcomers: such an average, too."""
+    start_s: float = 0.0
+    """Recent time in seconds from asking for a worker until it has joined: such an average, too."""
     starts: dict[WorkerId, Start] = field(default_factory=dict)
     """The last report of each worker that is slow to start."""
     hand_over_s: float = 0.0

@@ -74,6 +74,10 @@ class Rules:
     """Time for which a run that has not begun waits for better nodes, if it has too few workers and the only
     room is on refused nodes.
     """
+    microbatches: int = 0
+    """Number of microbatches of a step, from which the rounds of a world follow; 0 if it is not known."""
+    may_wait: bool = False
+    """True if workers that could form a world may wait for workers that are starting (``growth.py``)."""
     lemon_after: int = 0
     """Number of incidents after which a node gets no worker for a while (``lemons.py``); 0 means never."""
     lemon_window_s: float = 3600.0

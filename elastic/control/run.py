@@ -41,6 +41,9 @@ class Waiting:
     """There is no world: the run waits for workers, or for what keepers hold."""
 
     since: float
+    until: float = 0.0
+    """The time until which workers that could form a world wait for others, since that costs less (``growth.py``).
+    """
 
 
 @dataclass(frozen=True)

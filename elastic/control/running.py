@@ -59,7 +59,7 @@ def _grow(decision: Decision, plan: Plan) -> None:
     ):
         return
     verdict = growth.judge(
-        run, plan.members, [worker for worker in there if worker not in plan.ranks], decision.now
+        run, plan.members, [worker for worker in there if worker not in plan.ranks], decision.now, rules
     )
     layout = layout_of(run, tuple(worker for worker in there if worker not in verdict.declined), rules)
     if layout is not None and layout.world > plan.layout.world:

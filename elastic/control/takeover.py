@@ -106,8 +106,8 @@ def stood(decision: Decision, event: Tick) -> None:
     )
     decision.know("copies", answers_until=run.copies.answers_until + later_s)
     match run.state:
-        case Waiting(since):
-            decision.amend(since=since + later_s)
+        case Waiting(since, until):
+            decision.amend(since=since + later_s, until=until + later_s if until else 0.0)
         case Forming() as state:
             times = {
                 name: getattr(state, name) + later_s for name in ("deadline", "here_at", "ready_at", "since")
@@ -136,6 +136,8 @@ def _forgive_the_silence(decision: Decision) -> None:
         reform_s=run.watch.reform_s,
         hand_over_s=run.watch.hand_over_s,
         validate_s=run.watch.validate_s,
+        join_s=run.watch.join_s,
+        start_s=run.watch.start_s,
         starts=starts,
     )
     if run.cluster.let_go:

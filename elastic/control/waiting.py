@@ -93,11 +93,13 @@ def _more_join(decision: Decision) -> bool:
 
 
 def _waits_for_others(decision: Decision, state: Waiting, there: tuple[WorkerId, ...], waited: bool) -> bool:
-    """Returns whether a new world waits for workers that are on their way.  A world with survivors never
-    waits.  A world that has ``waited`` enough waits only for nodes that are not checked yet.
+    """Returns whether a new world waits for workers that are on their way.  A world with survivors waits only if
+    that costs less, and for a limited time.  A world that has ``waited`` enough waits only for nodes that are not
+    checked yet.
     """
     if frozenset(decision.run.members.seats).intersection(there):
-        return False
+        more = bool(decision.run.members.starting) and len(there) < decision.rules.max_workers
+        return more and not decision.due(state.until)
     more = not waited and expects_more(decision.run, there, decision.now, decision.rules)
     return more or (bool(_unchecked(decision)) and decision.now - state.since < decision.rules.form_s)
 

@@ -27,7 +27,7 @@ from elastic.control.decision import Transition
 from elastic.control.evolve import evolve
 from elastic.control.liveness import Watch
 from elastic.control.rules import Rules
-from elastic.control.run import Finished, History, Running, RunState, Stopping
+from elastic.control.run import Finished, History, Running, RunState, Stopping, Waiting
 from elastic.journal import packed
 from elastic.journal.deltas import SAME, delta, patched
 from elastic.plan.layout import LayoutRule
@@ -97,6 +97,7 @@ QUIET: Mapping[type, tuple[str, ...]] = {
     RunState: ("enough", "why", "asked", "left", "mark", "worse"),
     Finished: ("step", "why"),
     Plan: ("ahead", "ends", "best", "worse"),
+    Waiting: ("until",),
     Running: ("ahead", "connect_until", "attempts"),
     Stopping: ("hand_over", "ahead", "noticed"),
     Pause: ("hand_over",),
@@ -106,11 +107,13 @@ QUIET: Mapping[type, tuple[str, ...]] = {
         "validates_every",
         "evicts",
         "compare",
+        "microbatches",
+        "may_wait",
         "lemon_after",
         "lemon_window_s",
         "lemon_cool_s",
     ),
-    Watch: ("hand_over_s", "validate_s"),
+    Watch: ("hand_over_s", "validate_s", "join_s", "start_s"),
     LayoutRule: ("model",),
     Retain: ("at_once",),
     Tensor: ("split", "depth"),

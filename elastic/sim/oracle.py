@@ -71,6 +71,8 @@ if TYPE_CHECKING:
     from elastic.sim.worker import Worker
 
 ORIGIN = Version(0, 0)
+OVERDUE_S = 3.0
+"""Longest time in seconds in which a coordinator notes that it has waited long enough."""
 LONGEST_SAVE_S = 90.0
 """Longest time in seconds, after the last fault has ended, that a save may be on its way.  A slow part takes
 30 s.  The last save may wait for the save before it, which may also have a slow part and then lack another
@@ -135,6 +137,8 @@ class Oracle:
         self.met: Counter[tuple[str, str]] = Counter()
         """Number of times that a world with both axes of a pair met one of ``BLOWS``, by (pair, blow)."""
         self.waiting_since: float | None = 0.0
+        self.enough: set[WorkerId] = set()
+        """The workers that could have formed a world when the run chose to wait for others."""
         self.took_over_at = 0.0
         """The time at which the present coordinator took over.  Before it, it knew of no free places."""
         self.pending_since: dict[tuple[Version, int], float] = {}
@@ -270,12 +274,26 @@ class Oracle:
             if untold := self.answered[before.generation] - self.lost - self.expelled:
                 raise Violation(f"generation {before.generation} is left, and {min(untold)} is not told")
             self.settled.add(before.generation)
+        self._judge_wait(before, after, by)
         if after.state is not before.state:
             self._judge_end(after, transition.reason)
             # a run that leaves ``Stopping`` has asked every member that can report
             self.asked = isinstance(before.state, Stopping)
             since = self.sim.clock.now if self.waiting_since is None else self.waiting_since
             self.waiting_since = since if isinstance(after.state, Waiting) else None
+
+    def _judge_wait(self, before: RunState, after: RunState, by: Coordinator) -> None:
+        """Checks that workers that could form a world wait for others no longer than they wanted to."""
+        state, now = after.state, by.decided_at + by.ahead_s
+        if not isinstance(state, Waiting) or not state.until or after.stop:
+            return
+        if not isinstance(before.state, Waiting):
+            self.occasions["a world waits for a worker that is starting"] += 1
+            self.enough = set(after.workers)
+        if now > state.until + OVERDUE_S and self.enough <= after.workers.keys() and after.cluster.keepers:
+            raise Violation(
+                f"the run has waited since {state.since:.1f} s, and wanted to until {state.until:.1f} s"
+            )
 
     def _judge_the_superseded(self, transition: Transition, by: Coordinator) -> None:
         """Checks that a superseded coordinator begins and settles a generation only if its follower has read

@@ -15,16 +15,18 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import inf
 
-from elastic.control import edges, membership
+from elastic.control import edges, growth, membership
 from elastic.control.copy_inventory import choose_buddies
 from elastic.control.decision import Decision
 from elastic.control.draining import TAKEN
 from elastic.control.evolve import evolve
+from elastic.control.liveness import averaged
 from elastic.control.rules import Rules
 from elastic.control.run import NEVER, Forming, Home, Running, Stopping, Waiting, Worker
 from elastic.control.seating import candidates, layout_of
 from elastic.ids import NodeId, Version, WorkerId
 from elastic.plan.layout import Layout
+from elastic.plan.wager import WAIT
 from elastic.protocol import lineage
 from elastic.protocol.actions import Fence
 from elastic.protocol.events import Capacity, Event, Tick
@@ -170,7 +172,14 @@ class Policy(Protocol):
         decision.know(state=Waiting(self.now))
         self._perform_all(decision)
         there = candidates(self.run, self.rules)
-        if (layout := layout_of(self.run, there, self.rules)) is not None:
+        layout = layout_of(self.run, there, self.rules)
+        choice = None
+        if layout is not None and self._source()[1] == "live":
+            choice = growth.at_the_end(self.run, self.rules, there[: layout.world], self.now)
+        if choice is not None and choice.what == WAIT:
+            self.run = evolve(self.run, state=Waiting(self.now, self.now + choice.wait_s))
+            return self.tell(Tick())
+        if layout is not None:
             self._begin(layout, there[: layout.world])
         if layout is None or self.run.cluster.notices:
             self.tell(Tick())
@@ -226,10 +235,14 @@ class Policy(Protocol):
         took_s = self.now - state.since
         decision.amend(deadline=NEVER, since=state.since)
         edges.go(decision, plan)
-        before_s = self.run.watch.reform_s
-        reform_s = FORCED_S.get(self.policy, (before_s + took_s) / 2 if before_s else took_s)
-        if plan.tier in ("live", "host") or self.policy in FORCED_S:
-            decision.know("watch", reform_s=reform_s)
+        watch, newcomers = self.run.watch, not self.had.issuperset(plan.members)
+        reform_s, join_s = averaged(watch.reform_s, took_s), watch.join_s
+        if newcomers:
+            join_s = averaged(join_s, took_s)
+        if (forced_s := FORCED_S.get(self.policy)) is not None:
+            reform_s = join_s = forced_s
+        if plan.tier in ("live", "host") or forced_s is not None:
+            decision.know("watch", reform_s=reform_s, join_s=join_s)
         self._perform_all(decision)
         if self.policy == "wait":
             self.rules = replace(self.rules, min_workers=max(self.least, len(plan.members)))

@@ -106,6 +106,8 @@ def rules_of(costs: Costs, machines: int) -> Rules:
         max_fruitless=10**9,
         copy_every=1,
         buddy_every=1,
+        microbatches=costs.microbatches,
+        may_wait=True,
     )
 
 
@@ -298,13 +300,13 @@ class Replay(ABC):
         newcomers in; infinity if there is none.
         """
         early, late = self.now, self.next_row_at
-        if not newcomers or not growth.judge(run, members, newcomers, late).welcome:
+        if not newcomers or not growth.judge(run, members, newcomers, late, self.rules).welcome:
             return inf
-        if growth.judge(run, members, newcomers, early).welcome:
+        if growth.judge(run, members, newcomers, early, self.rules).welcome:
             return early
         while late - early > PRECISE_S:
             middle = (early + late) / 2
-            if growth.judge(run, members, newcomers, middle).welcome:
+            if growth.judge(run, members, newcomers, middle, self.rules).welcome:
                 late = middle
             else:
                 early = middle
@@ -562,6 +564,8 @@ class Protocol(Replay):
         if isinstance(state, Waiting) or (plan is not None and len(run.workers) > len(plan.members)):
             newest = run.workers[next(reversed(run.workers))].joined_at if run.workers else -inf
             quiet_at = newest + self.rules.grow_debounce_s + SOON_S
+            if isinstance(state, Waiting) and state.until > now:
+                yield state.until + SOON_S
             if run.members.starting and quiet_at > now:
                 yield quiet_at
             elif plan is not None:

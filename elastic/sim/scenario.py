@@ -213,6 +213,7 @@ class Scenario:
             evicts=False,
             lemon_after=rng.choice((2, 3)),
             lemon_window_s=60.0,
+            may_wait=True,
             lemon_cool_s=rng.choice((8.0, 40.0)),
         )
         return replace(

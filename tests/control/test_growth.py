@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,7 @@ from elastic.journal.codec import decode_run, encode
 from elastic.protocol import events as ev
 from elastic.protocol.actions import Form, Pause, StartWorkers
 from elastic.protocol.builds import Build
-from tests.control.play import CLASSES, Play, reformed, rules, stepping
+from tests.control.play import CLASSES, Play, but, reformed, rules, stepping
 
 pytestmark = pytest.mark.fast
 
@@ -125,9 +126,9 @@ def world_of(stays: dict[str, float], *hosts: str, reform_s: float = PAUSE_S) ->
 def test_what_comes_together_is_judged_together() -> None:
     """A machine of four brings four times as much for the same two pauses."""
     seen = {"shaky": 14.0}
-    alone = judge(world_of(seen, "a", "shaky"), [WorkerId("w1")], [WorkerId("w2")], 0.0)
+    alone = judge(world_of(seen, "a", "shaky"), [WorkerId("w1")], [WorkerId("w2")], 0.0, rules())
     many = world_of(seen, "a", *["shaky"] * 4)
-    together = judge(many, [WorkerId("w1")], [WorkerId(f"w{n}") for n in range(2, 6)], 0.0)
+    together = judge(many, [WorkerId("w1")], [WorkerId(f"w{n}") for n in range(2, 6)], 0.0, rules())
     assert alone.welcome == () and len(together.welcome) == 4
 
 
@@ -135,7 +136,11 @@ def test_a_longer_pause_asks_for_a_longer_stay() -> None:
     """The control of the rule itself: the same newcomer, the same past, only the pause differs."""
     for reform_s, welcome in ((0.5, True), (5.0, True), (20.0, False), (60.0, False)):
         verdict = judge(
-            world_of({"b": 60.0}, "a", "b", reform_s=reform_s), [WorkerId("w1")], [WorkerId("w2")], 0.0
+            world_of({"b": 60.0}, "a", "b", reform_s=reform_s),
+            [WorkerId("w1")],
+            [WorkerId("w2")],
+            0.0,
+            rules(),
         )
         assert bool(verdict.welcome) is welcome, (reform_s, verdict)
 
@@ -147,7 +152,7 @@ def test_a_stranger_is_expected_to_stay_as_others_do() -> None:
     for run, welcome in ((calm, True), (wild, False)):
         members = [worker for worker in run.workers if run.workers[worker].host != "new"]
         (newcomer,) = set(run.workers) - set(members)
-        assert bool(judge(run, members, [newcomer], 0.0).welcome) is welcome
+        assert bool(judge(run, members, [newcomer], 0.0, rules()).welcome) is welcome
 
 
 def test_the_host_that_left_last_is_remembered_best() -> None:
@@ -241,3 +246,70 @@ def test_a_full_world_is_not_held_up_by_spares_that_are_on_their_way() -> None:
     play.tell(ev.Capacity(3))
     play.join("w1")
     assert isinstance(play.run.state, Waiting), "the control: members are waited for"
+
+
+# ---- waiting for workers that are starting
+
+W3 = WorkerId("w3")
+
+
+def short_of_one(asked_s_ago: float, **changes: Any) -> Play:
+    """One of two members is lost, and its replacement was asked for some time ago; a start takes 10 s."""
+    play = stepping(2, **{"may_wait": True, **changes})
+    play.now = 100.0
+    play.steps(1, 3)
+    play.run = but(play.run, "watch", reform_s=PAUSE_S, join_s=PAUSE_S, start_s=10.0, step_s=1.0)
+    play.run = but(play.run, "members", starting={W3: play.now - asked_s_ago}, next_worker=4)
+    play.lose("w2")
+    play.answer("w1", play.run.version)
+    return play
+
+
+def test_a_world_waits_for_a_worker_that_is_about_to_join() -> None:
+    play = short_of_one(9.0)
+    assert play.run.state == Waiting(100.0, 101.0 + 3.5)
+    assert play.last.reason.endswith(
+        "wait up to 4.5 s for w3: expected cost in accelerator-seconds: 20 if the run waits for workers that are "
+        "starting, 27 if the run goes on without newcomers"
+    )
+    play.later(1.0)
+    play.join("w3")
+    assert isinstance(play.run.state, Forming) and play.plan.members == ("w1", "w3")
+    assert play.run.watch.start_s == 10.0
+
+
+def test_it_waits_no_longer_than_it_wanted_to_and_not_again() -> None:
+    play = short_of_one(9.0)
+    play.later(4.4)
+    assert isinstance(play.run.state, Waiting)
+    play.later(0.2)
+    assert isinstance(play.run.state, Forming) and play.plan.members == ("w1",)
+
+
+def test_it_waits_for_nobody_who_does_not_come() -> None:
+    play = short_of_one(9.0)
+    play.tell(ev.StartFailed(W3, "no room"))
+    assert isinstance(play.run.state, Forming) and play.plan.members == ("w1",)
+
+
+@pytest.mark.parametrize(
+    ("asked_s_ago", "changes"),
+    [
+        (1.0, {}),  # 9 s are too long
+        (9.0, {"may_wait": False}),
+    ],
+)
+def test_otherwise_it_goes_on_at_once(asked_s_ago: float, changes: dict[str, Any]) -> None:
+    play = short_of_one(asked_s_ago, **changes)
+    assert isinstance(play.run.state, Forming) and play.plan.members == ("w1",)
+
+
+def test_hosts_that_shorten_a_step_only_together_are_taken_in_together() -> None:
+    """Four and five workers make four rounds of 16 microbatches, and six make three."""
+    known = world_of({}, "a", "b", "c", "d", "e", "f")
+    members = [WorkerId(f"w{n}") for n in range(1, 5)]
+    new = [WorkerId("w5"), WorkerId("w6")]
+    by_rounds = rules(microbatches=16)
+    assert judge(known, members, new[:1], 0.0, by_rounds).welcome == ()
+    assert judge(known, members, new, 0.0, by_rounds).welcome == tuple(new)
+    assert judge(known, members, new[:1], 0.0, rules()).welcome == tuple(new[:1])

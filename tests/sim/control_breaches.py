@@ -663,6 +663,15 @@ CONTROL: dict[str, tuple[Breach, ...]] = {
             Edit("corruption", "vote.digest != right[vote.cell])", "vote.digest == right[vote.cell])"),
         ),
     ),
+    # A world that waits for workers that are starting does so for a limited time.
+    "waits": (
+        Breach(
+            "it waits for as long as somebody starts",
+            "and wanted to until",
+            ("lemons", 168),
+            Edit("waiting", "return more and not decision.due(state.until)", "return more"),
+        ),
+    ),
     # A node on which workers fail again and again gets no worker for a time that doubles.
     "lemons": (
         Breach(

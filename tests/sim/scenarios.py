@@ -7,8 +7,7 @@ from dataclasses import replace
 
 from elastic.plan.layout import LayoutRule
 from elastic.protocol.faults import Fault, Kind, Point, draw
-from elastic.sim.scenario import TOGETHER_FROM, Scenario, slowed, small_rules, weather
-from elastic.sim.scenario import LEMONS_FROM, TOGETHER_FROM, Scenario, small_rules, weather
+from elastic.sim.scenario import LEMONS_FROM, TOGETHER_FROM, Scenario, slowed, small_rules, weather
 
 CALM = Scenario(rules=small_rules(2, 4, LayoutRule(None, None, 2, "all"), target_step=10, save_every=4))
 

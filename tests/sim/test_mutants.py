@@ -97,7 +97,9 @@ def test_taking_in_a_machine_that_comes_and_goes_each_time_is_noticed() -> None:
     """R4: each stay costs two worlds and does not pay, so the runs take longer.  The control: stays that do
     pay are not declined.
     """
-    with mutant(Edit("growth", "pays = brings_s >= costs_s", "pays = True")) as eager:
+    with mutant(
+        Edit("growth", "stay_s=stay_s).what == SPARE, why", "stay_s=stay_s).what != '', why")
+    ) as eager:
         (many, slow_s), (few, quick_s) = worlds(eager, 6.0), worlds(advance, 6.0)
         assert many > 2 * few and slow_s > 1.1 * quick_s
         assert worlds(eager, 30.0) == worlds(advance, 30.0)

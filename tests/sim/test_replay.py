@@ -117,7 +117,7 @@ def test_a_large_world_is_replayed_as_a_small_one(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("elastic.sim.policy.PROTOCOL", 0)
     large = Policy(machines, costs, 0.0, 0.2 * DAY_S).replayed()
     assert large.goodput == pytest.approx(small.goodput, abs=0.001)
-    assert len(large.incidents) == len(small.incidents) > 20
+    assert len(large.incidents) == len(small.incidents) > 10
 
 
 def test_as_many_steps_as_in_the_simulator_that_sends_every_beat() -> None:
@@ -140,12 +140,12 @@ def test_as_many_steps_as_in_the_simulator_that_sends_every_beat() -> None:
 # ---- goodput
 
 GOODPUT = [
-    ("aws_g4dn_2020", 0.0, 0.9823, True),
-    ("aws_g4dn_2020", 30.0, 0.9822, False),
-    ("parcae_hl_15_25", 0.0, 0.9808, True),
-    ("parcae_hl_15_25", 30.0, 0.9785, False),
-    ("parcae_hh_55_65", 0.0, 0.9608, False),
-    ("parcae_hh_55_65", 30.0, 0.9548, False),
+    ("aws_g4dn_2020", 0.0, 0.9863, True),
+    ("aws_g4dn_2020", 30.0, 0.9860, False),
+    ("parcae_hl_15_25", 0.0, 0.9845, True),
+    ("parcae_hl_15_25", 30.0, 0.9824, False),
+    ("parcae_hh_55_65", 0.0, 0.9706, True),
+    ("parcae_hh_55_65", 30.0, 0.9633, False),
     ("parcae_ll_10_11", 0.0, 0.9430, False),
     ("parcae_ll_10_11", 30.0, 0.9441, False),
 ]
@@ -180,24 +180,39 @@ def test_the_goodput_of_each_trace(name: str, lead_s: float, goodput: float, met
     assert abs(found.accounted - 1) <= 0.01
 
 
-def test_pauses_that_take_twice_as_long_miss_the_aim() -> None:
-    assert not meets(day_of("aws_g4dn_2020", 0.0, factor=2.0).goodput, 0.0)
+def test_pauses_that_take_four_times_as_long_miss_the_aim() -> None:
+    assert not meets(day_of("aws_g4dn_2020", 0.0, factor=4.0).goodput, 0.0)
 
 
 @pytest.mark.parametrize(
-    "name",
+    ("name", "lead_s"),
     [
-        "aws_g4dn_2020",
-        *(
-            pytest.param(each, marks=pytest.mark.full)
-            for each in ("parcae_hl_15_25", "parcae_hh_55_65", "parcae_ll_10_11")
-        ),
+        pytest.param(name, lead_s, marks=[pytest.mark.full] if lead_s or n else [])
+        for n, name in enumerate(("aws_g4dn_2020", "parcae_hl_15_25", "parcae_hh_55_65", "parcae_ll_10_11"))
+        for lead_s in (0.0, 30.0)
     ],
 )
-def test_the_policy_is_at_most_2_percent_behind_the_best(name: str) -> None:
-    goodput = {policy: day_of(name, 0.0, policy=policy).goodput for policy in POLICIES}
+def test_the_policy_is_at_most_2_percent_behind_the_best(name: str, lead_s: float) -> None:
+    goodput = {policy: day_of(name, lead_s, policy=policy).goodput for policy in POLICIES}
     assert goodput["own"] >= max(goodput.values()) - 0.02, goodput
     assert len(set(goodput.values())) > 2, goodput
+
+
+def test_a_world_waits_for_a_machine_that_is_about_to_start() -> None:
+    """Machine c starts 10 s after it has come, so it joins 0.75 s after the loss of b is known; the control came
+    8 s later, and a steps alone until it joins.  Machine x has shown how long a re-form takes.
+    """
+    pauses = []
+    for comes_at in (91.75, 99.75):
+        machines = (*TWO[:2], Row(30.0, True, "x"), Row(60.0, False, "x"))
+        there = sorted((*machines, Row(comes_at, True, "c"), TWO[2]), key=lambda row: row.at)
+        for way in WAYS:
+            found = way(there, replace(BY_HAND, join_s=3.0), 0.0, 202.0).replayed()
+            pauses.append([(each.kind, each.pause_s) for each in found.incidents if each.at > 100.0])
+    first, again, late, last = pauses
+    assert first == again and late == last
+    assert [kind for kind, _ in first] == ["loss"], "one pause, in which the newcomer is taken in"
+    assert [kind for kind, _ in late] == ["loss", "growth"]
 
 
 @pytest.mark.full

@@ -328,7 +328,34 @@ def pid_of(actor: Any) -> int | None:
 
 def slots(workers: Workers, avoid: Container[str] = ()) -> int:
     """Returns how many more workers of this size the cluster could start now, outside the nodes ``avoid``."""
-    return _slots(workers, {node: free for node, free in _free_by_node().items() if node not in avoid})
+    return _slots(workers, {node: free for node, free in _free_for(workers).items() if node not in avoid})
+
+
+def _free_for(workers: Workers) -> Mapping[str, Mapping[str, float]]:
+    """Returns the free resources of the nodes that have the labels that workers want."""
+    free = _free_by_node()
+    if not workers.labels:
+        return free
+    there = {node["NodeID"] for node in ray.nodes() if has_labels(node.get("Labels", {}), workers.labels)}
+    return {node: resources for node, resources in free.items() if node in there}
+
+
+def has_labels(labels: Mapping[str, str], wanted: Mapping[str, str]) -> bool:
+    """Returns whether a node with ``labels`` is one of those that a label selector of Ray describes: each value
+    is a text, or ``in(a, b)``, and ``!`` before it says that the node must not have it.
+    """
+    for name, selector in wanted.items():
+        text = selector.removeprefix("!")
+        several = re.fullmatch(r"in\((.*)\)", text)
+        values = [each.strip() for each in several[1].split(",")] if several else [text]
+        if (labels.get(name) in values) == selector.startswith("!"):
+            return False
+    return True
+
+
+def selector_of(workers: Workers, avoid: Collection[NodeId] = ()) -> dict[str, str] | None:
+    """Returns the label selector of the nodes on which a worker may start, or None if it may start on any."""
+    return {**workers.labels, **(not_on(avoid) if avoid else {})} or None
 
 
 def grows() -> bool:
@@ -351,10 +378,10 @@ def request(workers: Workers, number: int, avoid: Collection[NodeId] = ()) -> No
     from ray.autoscaler.sdk import request_resources
 
     takes = {name: amount for name, amount in _wanted(workers).items() if amount}
-    bundles = [takes] * number if takes else []
+    bundles, selector = [takes] * number if takes else [], selector_of(workers, avoid)
     request_resources(
         bundles=bundles,
-        bundle_label_selectors=[not_on(avoid)] * len(bundles) if avoid and bundles else None,
+        bundle_label_selectors=[selector] * len(bundles) if selector and bundles else None,
     )
 
 
@@ -411,7 +438,7 @@ def smallest_gpu(workers: Workers) -> int:
     Ray ends the process of such a task, so no context stays.  Raises :class:`PlatformGaveUp` if no node
     answers in ``GPU_S``.
     """
-    free = _free_by_node()
+    free = _free_for(workers)
     ask = ray.remote(num_cpus=0, num_gpus=workers.gpus, max_calls=1, max_retries=0)(gpu_bytes)
     asked = [
         ask.options(scheduling_strategy=only_on(node)).remote()
@@ -444,13 +471,15 @@ def gpu_bytes() -> int:
 
 def check_room(workers: Workers) -> str:
     """Raises :class:`PlatformGaveUp` if the cluster has no room for the smallest permitted world, and does not
-    grow.  Returns a sentence for the user if it grows and has no room yet, or "".
+    grow; or :class:`Refused` for labels that no label selector can have.  Returns a sentence for the user if it
+    grows and has no room yet, or "".
 
     The head learns the free resources from its nodes' reports, which tell of a new node, or of a process that
     has just ended, a moment later.  So this looks again and again for ``ROOM_S`` seconds.
     """
+    _check_labels(workers)
     deadline = time.monotonic() + ROOM_S
-    while (room := _slots(workers, free_by_node := _free_by_node())) < workers.min:
+    while (room := _slots(workers, free_by_node := _free_for(workers))) < workers.min:
         if grows():
             return (
                 f"the cluster has room for {room} of at least {workers.min} workers; its autoscaler is asked "
@@ -460,6 +489,27 @@ def check_room(workers: Workers) -> str:
             raise PlatformGaveUp(_no_room(workers, room, free_by_node))
         time.sleep(ROOM_POLL_S)
     return ""
+
+
+def _check_labels(workers: Workers) -> None:
+    try:
+        from ray._private.label_utils import validate_label_selector
+    except ImportError:  # a private call; Ray says so when the first worker starts
+        return
+    if why := validate_label_selector(workers.labels):
+        raise Refused(f"workers.labels = {workers.labels}: {why}")
+
+
+def _without_labels(workers: Workers) -> str:
+    """Returns why no node can have a worker if none has the labels that workers want, or ""."""
+    there = [node.get("Labels", {}) for node in ray.nodes() if node["Alive"]]
+    if not workers.labels or any(has_labels(labels, workers.labels) for labels in there):
+        return ""
+    names = sorted({f"{name} = {labels.get(name, 'none')}" for name in workers.labels for labels in there})
+    return (
+        f"workers.labels = {workers.labels}, but no node of the cluster has these labels (there are: "
+        f"{', '.join(names[:NODES_SHOWN])}): start nodes with ray start --labels, or change workers.labels"
+    )
 
 
 def check_gpus(workers: Workers) -> None:
@@ -508,6 +558,8 @@ def _no_room(workers: Workers, room: int, free_by_node: Mapping[str, Mapping[str
     )
     need = f"{workers.cpus:g} CPU" + (f" and {workers.gpus} GPU" if workers.gpus else "")
     more = f"; and {len(total) - NODES_SHOWN} more nodes" if len(total) > NODES_SHOWN else ""
+    if why := _without_labels(workers):
+        return why
     if workers.gpus and not any(node.get("Resources", {}).get("GPU") for node in total.values()):
         return (
             f"workers.gpus = {workers.gpus}, but no node of the cluster has a GPU that Ray sees "

@@ -295,7 +295,7 @@ class ActorGroup:
                 num_cpus=self.job.workers.cpus,
                 num_gpus=self.job.workers.gpus,
                 scheduling_strategy="SPREAD",
-                label_selector=cluster.not_on(avoid) if avoid else None,
+                label_selector=cluster.selector_of(self.job.workers, avoid),
             )
             .remote(
                 self.job,

@@ -118,6 +118,7 @@ OTHER: dict[str, Any] = {
     "workers.spares": 1,
     "workers.straggler": "evict",
     "workers.lemon_after": 5,
+    "workers.labels": {"ray.io/market-type": "spot"},
     "workers.cpus": 2,
     "workers.gpus": 1,
     "workers.device_gb": 80,

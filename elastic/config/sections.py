@@ -382,6 +382,10 @@ class Workers(Section):
     twenty, and so on: its workers die, do not start, or hang, and those of other nodes hardly do.  If the run
     has no other node, it is used nevertheless.  0: no node is closed.
     """
+    labels: Free[dict[str, str]] = {}
+    """Labels of the nodes on which workers start, as in a label selector of Ray:
+    ``{ "ray.io/market-type" = "spot" }``, ``"!spot"``, ``"in(a, b)"``.  Nothing: any node.
+    """
     cpus: Free[Annotated[Number, Field(ge=0)]] = 1
     """CPUs that a worker takes from its node."""
     gpus: Free[Annotated[Whole, Field(ge=0, le=1)]] = 0

@@ -47,6 +47,7 @@ class Node:
     empty: tuple[Path, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     gpus: int = 0
+    labels: Mapping[str, str] = field(default_factory=dict)
 
 
 class Joined(dict[str, str]):
@@ -113,6 +114,11 @@ def _started(folder: Path, node: Node) -> subprocess.Popen[bytes]:
         str(node.gpus),
         "--resources",
         json.dumps({f"test-{node.name}": 1}),
+        *(
+            ["--labels", ",".join(f"{name}={value}" for name, value in node.labels.items())]
+            if node.labels
+            else []
+        ),
     ]
     ours = {"RAY_AUTH_MODE": "disabled", "RAY_memory_monitor_refresh_ms": "0", "PYTHONDONTWRITEBYTECODE": "1"}
     with open(folder / f"node-{node.name}.log", "wb") as output:

@@ -116,7 +116,12 @@ class Worker:
         from elastic.plan.placement import bytes_by_class, classes_of
         from elastic.train.loop import Trainer
         from elastic.train.machine import compilers, gpus
-        from elastic.train.machine.device import fitting_shard, fitting_whole, states_fitting
+        from elastic.train.machine.device import (
+            fitting_shard,
+            fitting_whole,
+            states_fitting,
+            wait_for_memory,
+        )
         from elastic.train.model import build_model, in_its_stage, tensors_of
         from elastic.train.session import build_of, kind_of, make_session, make_snapshots, prepare_process
         from elastic.train.warmup import choose_recompute
@@ -133,6 +138,8 @@ class Worker:
             self._enter("builds the model")
             model = build_model(self.job, session.builder)
             session.job, tensors = in_its_stage(self.job, model), tensors_of(model, session.rule)
+            self._enter("looks for free memory of its device")
+            wait_for_memory(session.job, tensors, device, uuid)
             degrees = self.job.layout_rule().degrees
             session.secret = self.secret
             least, states = fitting_shard(session.job, tensors, device), states_fitting(self.job, tensors)
@@ -144,9 +151,11 @@ class Worker:
             build = replace(build_of(session, model), host=cluster.host())
         except gpus.WrongDevice as error:
             return self._start_failed(str(error), misset=cluster.here())
-        # by the next start, the store may answer or the memory may be free
-        except (Unavailable, NoRoomYet) as error:
+        # by the next start, the store may answer or the memory may be free, of this node or of another one
+        except Unavailable as error:
             return self._start_failed(str(error))
+        except NoRoomYet as error:
+            return self._start_failed(str(error), node=cluster.here())
         except Exception as error:  # the process boundary: this node cannot do what the driver could
             traceback.print_exc()
             self._cannot_start(error)
@@ -265,11 +274,11 @@ class Worker:
         self.report(NodeRefused(node, why, isinstance(error, DataError), by_job))
         self._start_failed("its node is refused")  # which says why, once for all workers of the node
 
-    def _start_failed(self, why: str, misset: NodeId | None = None) -> None:
+    def _start_failed(self, why: str, misset: NodeId | None = None, node: NodeId | None = None) -> None:
         """Reports the reason before ``train`` returns: afterwards the coordinator counts the process as gone
         and asks for no reason.
         """
-        self.report(StartFailed(self.worker, why, misset))
+        self.report(StartFailed(self.worker, why, misset, node))
         self.outbox.flush()
 
     def _end(self, trainer: Trainer) -> None:

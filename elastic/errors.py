@@ -14,7 +14,7 @@
     ├── FencedOff            2   this worker may apply nothing more in a generation
     ├── StateMissing         2   state is not where the plan says
     ├── StateDamaged         2   state differs from what was written
-    ├── NoRoomYet            2   memory that a worker needs is still held for workers that died
+    ├── NoRoomYet            2   memory that a worker needs is still held by others
     ├── WireError            2   the other end of a direct socket is gone, or is a stranger
     ├── NoProgress           4   the run was restarted again and again, and saved no new step
     ├── ClusterGone          2   the head of the cluster cannot be reached any more
@@ -119,8 +119,8 @@ class StateDamaged(ElasticError):
 
 
 class NoRoomYet(ElasticError):
-    """Memory that a worker needs to start is still held for workers that died; a later start may find it
-    free.
+    """Memory that a worker needs to start is still held for workers that died, or by other processes; a later
+    start may find it free.
     """
 
 

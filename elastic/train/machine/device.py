@@ -21,6 +21,7 @@ from elastic.plan.copy_budget import amount, slots_a_worker
 from elastic.plan.memory_need import COPIED, USABLE, Need, Transient, least_roomy, least_shard
 from elastic.state.node_memory import whole_disk, whole_memory
 from elastic.state.streaming import GROUPS, group_bytes
+from elastic.train.machine.tenants import check_free, planned, tenants_of
 from elastic.train.model import bytes_of
 from storage.slices import Tensor, nbytes
 
@@ -35,6 +36,17 @@ def limit_of(job: Job) -> int:
 def memory_of(job: Job, device: torch.device) -> int:
     """Returns the bytes of ``device`` that a worker may use; 0 if they are not limited."""
     return limit_of(job) or (int(torch.cuda.mem_get_info(device)[1]) if device.type == "cuda" else 0)
+
+
+def wait_for_memory(job: Job, tensors: Sequence[Tensor], device: torch.device, uuid: str) -> None:
+    """Returns once as much of the device is free as a worker plans with; at once for the CPU.
+
+    Raises as :func:`~elastic.train.machine.tenants.check_free`.
+    """
+    if device.type == "cuda":
+        fixed = job.layout_rule().shards is not None
+        wanted = planned(need_of(job, tensors), memory_of(job, device), most_shards(job), fixed=fixed)
+        check_free(wanted, lambda: int(torch.cuda.mem_get_info(device)[0]), lambda: tenants_of(uuid))
 
 
 def need_of(job: Job, tensors: Sequence[Tensor], zero: int | None = None) -> Need:

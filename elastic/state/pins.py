@@ -166,12 +166,12 @@ class Pins:
             self._tell(began)
 
     def _grows(self, slot: int) -> bool:
-        """Gives the slot one piece more, if it shall have one.  Returns whether it did."""
+        """Gives the slot, which may hold a copy, one piece more if it shall have one.  Returns whether it did."""
         with self._locks[slot]:
             (size, foreseen), has = self._wished, self._size(slot)
             return (
                 0 < has < foreseen
-                and not self._fit(slot, size, min(has + PIECE, foreseen))
+                and not self._fit(slot, size, min(has + PIECE, foreseen), holds=True)
                 and self._size(slot) > has
             )
 
@@ -191,10 +191,12 @@ class Pins:
         others = SPARE + (self.slots + BUDDY_SLOTS) * size
         return pages(slot_size(self._size(slot), size, foreseen, free_memory()[0], others))
 
-    def _fit(self, slot: int, size: int, foreseen: int) -> str:
+    def _fit(self, slot: int, size: int, foreseen: int, *, holds: bool = False) -> str:
+        """``holds`` says that the slot may hold a copy, perhaps a larger one, so it gives nothing back."""
         # the workers of a node come here at the same time, and each must see what the others have taken
         with alone():
             has, best = self._size(slot), self._best(slot, size, foreseen)
+            best = max(best, has) if holds else best
             if best < has:
                 self._end(slot, best)
                 self.region.give_back(slot, best)

@@ -147,6 +147,20 @@ def test_what_is_foreseen_comes_piece_by_piece_and_nothing_is_pinned_anew(
     assert whole.cuts(memory[region.data_at(0) :][:WHOLE]) == [] and WHOLE in other.pinned.values()
 
 
+def test_what_is_foreseen_takes_nothing_from_a_slot_that_holds_a_copy(free: list[int]) -> None:
+    """In a world that grew, a slot may still hold a copy of the smaller world, which was larger: giving back its
+    end would lose that copy.  The control: a slot that gets the next copy gives it back.
+    """
+    made = pinned_slots(Driver())
+    made.region.memory[made.region.data_at(0) + HALF - 1] = 7
+    free[0] = 0
+    made.foresee(HALF // 2, WHOLE)
+    until(lambda: not any(thread.name == "pin" for thread in threading.enumerate()))
+    assert made.sizes() == [HALF] * 3 and made.region.memory[made.region.data_at(0) + HALF - 1] == 7
+    assert made.fit(0, HALF // 2, WHOLE) == ""
+    assert made.sizes() == [HALF // 2, HALF, HALF] and made.region.memory[made.region.data_at(0) + HALF - 1] == 0
+
+
 def test_the_first_copies_do_not_wait_for_later_slots(free: list[int]) -> None:
     """Memory comes at gigabytes a second, so that of later slots comes beside the first steps.  The control:
     another slot is waited for.

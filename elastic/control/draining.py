@@ -144,12 +144,13 @@ def go_on(decision: Decision) -> None:
     waiting = [node for node in doomed if node not in run.cluster.leaving]
     if due := _due(decision, waiting, seats):
         decision.know("cluster", leaving=(*run.cluster.leaving, *due))
-    if isinstance(run.state, Running) and any(node in seats for node in waiting) and not run.enough:
-        ahead.begin(decision)
     if run.cluster.leaving or due:
         _end_outsiders(decision, seats)
     if decision.run.cluster.leaving or run.stragglers.leaving:
         _leave(decision)
+    inside = any(node in seats for node in waiting)
+    if isinstance(decision.run.state, Running) and inside and not run.enough:
+        ahead.begin(decision)
     _let_go(decision, [node for node in doomed if node not in seats])
 
 

@@ -16,7 +16,7 @@ from elastic.ids import NodeId, Version, WorkerId
 from elastic.plan.layout import LayoutRule
 from elastic.plan.transfer import Holding
 from elastic.protocol import events as ev
-from elastic.protocol.actions import Kill, LetGo, ListCopies, Pause, StartWorkers
+from elastic.protocol.actions import ConnectAhead, Kill, LetGo, ListCopies, Pause, StartWorkers
 from elastic.protocol.commit_record import (
     ENDS,
     HAND_OVER,
@@ -71,6 +71,20 @@ def test_r5_the_world_leaves_at_the_last_boundary_that_leaves_time() -> None:
     assert isinstance(play.run.state, Forming) and play.plan.members == ("w1", "w2")
     assert play.plan.version == Version(5, 1) and play.plan.tier == "live", "no step is lost"
     assert play.did(Kill) == [Kill((W3,), "its node is taken")]
+
+
+def test_a_world_that_pauses_at_once_connects_no_other_one_beside() -> None:
+    """Its members would connect the next world twice at the same time.  The control: a node that stays for a
+    while.
+    """
+    play = running()
+    play.connects = False
+    notice(play, lead_s=5.0)
+    assert play.did(Pause) and play.did(ConnectAhead) == []
+    play = running()
+    play.connects = False
+    notice(play)
+    assert play.did(Pause) == [] and [each.plan.members for each in play.did(ConnectAhead)] == [("w1", "w2")]
 
 
 def test_a_state_that_the_others_do_not_hold_is_handed_over() -> None:

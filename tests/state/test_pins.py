@@ -158,7 +158,9 @@ def test_what_is_foreseen_takes_nothing_from_a_slot_that_holds_a_copy(free: list
     until(lambda: not any(thread.name == "pin" for thread in threading.enumerate()))
     assert made.sizes() == [HALF] * 3 and made.region.memory[made.region.data_at(0) + HALF - 1] == 7
     assert made.fit(0, HALF // 2, WHOLE) == ""
-    assert made.sizes() == [HALF // 2, HALF, HALF] and made.region.memory[made.region.data_at(0) + HALF - 1] == 0
+    assert (
+        made.sizes() == [HALF // 2, HALF, HALF] and made.region.memory[made.region.data_at(0) + HALF - 1] == 0
+    )
 
 
 def test_the_first_copies_do_not_wait_for_later_slots(free: list[int]) -> None:

@@ -56,6 +56,7 @@ class PaceOracle:
         self.only_slow = (
             sim.scenario.measures
             and sim.scenario.stop_at_s is None
+            and not sim.scenario.flips
             and all(fault.kind is Kind.SLOW for fault in faults)
         )
         """True if nothing but slow workers disturbs the run."""

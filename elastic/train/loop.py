@@ -102,7 +102,7 @@ class Trainer(Controlled):
         """The network interface of this process's sockets, which no world changes."""
         self.profiler = Profiler(session.job, checkpoints.store, partial(print, flush=True))
         self.world: World | None = None
-        self.next_world = NextWorld(device, self._meets_ahead, self._tell_of_next)
+        self.next_world = NextWorld(device, self._meet, self._connect, self._tell_of_next)
         self._abort: threading.Thread | None = None
         """The thread that aborts the previous world; no collective of the next world begins until it has
         ended.
@@ -135,10 +135,8 @@ class Trainer(Controlled):
     def _tell_of_next(self, plan: Plan, why: str) -> None:
         self.report(ConnectedAhead(self.worker, plan.generation, plan.ahead, why))
 
-    def _meets_ahead(self, plan: Plan, store: tuple[str, int]) -> World:
-        world = self._meet(plan, store)
+    def _connect(self, world: World) -> None:
         world.connect(self._form_s, RUN_TIMEOUT_S)
-        return world
 
     def _aborts(self, world: World, before: threading.Thread | None) -> None:
         """Aborts ``world``, and then waits for the end of the abort ``before``.
@@ -265,7 +263,7 @@ class Trainer(Controlled):
         alone = time.monotonic()
         healing = Healing(state, plan, self.worker, self.session, self._leave_if_fenced)
         if not plan.ahead:
-            world.connect(self._form_s, RUN_TIMEOUT_S)
+            self._connect(world)
         formed, before = time.monotonic(), self._received
         healing.finish(held, self.checkpoints, partial(self._half_way, plan, world))
         world.finish()

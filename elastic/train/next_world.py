@@ -15,49 +15,58 @@ from elastic.errors import WorldBroken
 from elastic.plan.copy_budget import amount
 from elastic.protocol.plan import Plan
 
-Meets = Callable[[Plan, tuple[str, int]], World]
-"""``meets(plan, store)`` returns the plan's world, connected, which is not the present one yet."""
+Forms = Callable[[Plan, tuple[str, int]], World]
+"""``forms(plan, store)`` returns the plan's world, which is neither connected nor the present one yet."""
 
 
 class NextWorld:
     """Connects one world after the other, each on a thread of its own, until one is taken or dropped."""
 
-    def __init__(self, device: torch.device, meets: Meets, tell: Callable[[Plan, str], None]) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        forms: Forms,
+        connects: Callable[[World], None],
+        tell: Callable[[Plan, str], None],
+    ) -> None:
         """``tell(plan, why)`` is called on the thread once it has connected the world of ``plan``, or with the
         reason why it has not.
         """
-        self.device, self.meets, self.tell = device, meets, tell
+        self.device, self.forms, self.connects, self.tell = device, forms, connects, tell
         self._lock = threading.Lock()
         self._plan: Plan | None = None
         self._made: World | None = None
+        """The world of ``_plan``, once it is formed."""
+        self._connected = False
 
     def begin(self, plan: Plan, store: tuple[str, int]) -> None:
         """Begins to connect the world of ``plan`` and returns at once; an earlier world is dropped."""
-        self.drop()
-        self._plan = plan
+        self._replace(plan)
         threading.Thread(target=self._connect, args=(plan, store), name="next world", daemon=True).start()
 
     def _connect(self, plan: Plan, store: tuple[str, int]) -> None:
+        world, why = None, ""
         try:
             self._leave_room()
             with self._beside():
-                world = self.meets(plan, store)
+                world = self.forms(plan, store)
+                with self._lock:
+                    if plan is not self._plan:
+                        raise WorldBroken("another world is wanted now")
+                    self._made = world
+                self.connects(world)
         except Exception as error:  # a boundary: the next world connects in its pause then
-            if plan is self._plan:
-                print(
-                    f"generation {plan.generation} is not connected ahead:\n{traceback.format_exc()}",
-                    flush=True,
-                )
-                self.tell(plan, f"{type(error).__name__}: {error}")
-            return
+            why, trace = f"{type(error).__name__}: {error}", traceback.format_exc()
         with self._lock:
             wanted = plan is self._plan
             if wanted:
-                self._made = world
+                self._made, self._connected = None if why else world, not why
+        if world is not None and (why or not wanted):
+            self._end(world)
+        if wanted and why:
+            print(f"generation {plan.generation} is not connected ahead:\n{trace}", flush=True)
         if wanted:
-            self.tell(plan, "")
-        else:
-            _end(world)
+            self.tell(plan, why)
 
     def _leave_room(self) -> None:
         """Raises :class:`WorldBroken` if the device has no room for the groups of two worlds."""
@@ -79,23 +88,37 @@ class NextWorld:
         """
         with self._lock:
             there, world = self._plan, self._made
-            if world is not None and there is not None and _same(there, plan):
+            if world is not None and self._connected and there is not None and _same(there, plan):
                 self._plan = self._made = None
                 return world
         raise WorldBroken(f"this worker has not connected generation {plan.generation} ahead")
 
     def drop(self) -> None:
         """Ends what was begun and not taken.  It does not wait."""
+        self._replace(None)
+
+    def _replace(self, plan: Plan | None) -> None:
         with self._lock:
-            world, self._made, self._plan = self._made, None, None
+            world, connected = self._made, self._connected
+            self._plan, self._made, self._connected = plan, None, False
         if world is not None:
-            threading.Thread(target=_end, args=(world,), daemon=True).start()
+            # its own thread ends a world that still connects, as soon as it comes free
+            ends = self._end if connected else self._free
+            threading.Thread(target=ends, args=(world,), daemon=True).start()
+
+    def _end(self, world: World) -> None:
+        self._free(world)
+        world.close()
+
+    def _free(self, world: World) -> None:
+        """Aborts the world on an accelerator, where the abort of another world waits for its kernels.
+
+        With gloo nothing waits for it, and it is never aborted: its ports were found while other threads of this
+        process opened sockets too, so its abort could end connections of the present world.
+        """
+        if self.device.type == "cuda":
+            world.abort()
 
 
 def _same(one: Plan, other: Plan) -> bool:
     return (one.incarnation, one.generation, one.ahead) == (other.incarnation, other.generation, other.ahead)
-
-
-def _end(world: World) -> None:
-    world.abort()
-    world.close()

@@ -66,16 +66,18 @@ def test_workers_start_on_nodes_with_their_labels(tmp_path: Path, monkeypatch: p
 
 
 def kills_on(node: NodeId) -> Story:
-    """Kills the worker on the node three times, once it is a member of a world that steps."""
-    for number in range(3):
+    """Kills three workers on the node, each once it is a member of a world that steps."""
+    killed = set[str]()
 
-        def there(witness: Witness, view: View, least: int = 2 * number) -> str:
-            here = [each for each, home in view.workers.items() if home == node and each in witness.seen]
-            steps = view.state == "Running" and view.generation > least
-            return here[0] if here and steps and witness.seen[here[0]].ended is None else ""
+    def there(witness: Witness, view: View) -> list[str]:
+        here = {each for each, home in view.workers.items() if home == node and each in witness.seen}
+        return sorted(here - killed) if view.state == "Running" else []
 
+    while len(killed) < 3:
         witness, view = yield from comes(there)
-        witness.seen[there(witness, view)].process.kill()
+        (worker,) = there(witness, view)
+        witness.seen[worker].process.kill()
+        killed.add(worker)
     yield from comes(lambda witness, view: False)
 
 
@@ -86,7 +88,7 @@ def test_a_node_on_which_workers_die_gets_no_worker_for_a_while(tmp_path: Path) 
         job = toy_job(
             tmp_path / "bucket",
             workers={"min": 1, "max": 2, "cpus": CPUS},
-            steps=400,
+            steps=900,
             deadlines={"grow_debounce_s": 1},
             **LIGHT,
         )

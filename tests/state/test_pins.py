@@ -148,7 +148,7 @@ def test_what_is_foreseen_comes_piece_by_piece_and_nothing_is_pinned_anew(
 
 
 def test_what_is_foreseen_takes_nothing_from_a_slot_that_holds_a_copy(free: list[int]) -> None:
-    """In a world that grew, a slot may still hold a copy of the smaller world, which was larger: giving back its
+    """A slot of a world that grew may still hold a copy of the smaller world, which was larger: giving back its
     end would lose that copy.  The control: a slot that gets the next copy gives it back.
     """
     made = pinned_slots(Driver())

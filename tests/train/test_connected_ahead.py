@@ -104,8 +104,8 @@ def test_a_world_that_still_connects_is_not_taken_and_a_later_one_is(doings: Doi
 def test_a_world_that_is_dropped_ends_no_connection_that_began_meanwhile(
     doings: Doings, connected: bool
 ) -> None:
-    """gloo does not tell its ports, so they are those on which this process listens more than before; other
-    threads open sockets too, and one of them forms the next world if this one comes too late.
+    """The ports of a group are those on which this process listens more than before, since gloo does not tell them;
+    other threads open sockets too, and one of them forms the next world if this one comes too late.
     """
     doings.forms.clear()
     ahead = NextWorld(CPU, doings.form, doings.connect, doings.tell)

@@ -63,6 +63,7 @@ from elastic.protocol.actions import (
     Upload,
 )
 from elastic.protocol.events import (
+    ConnectedAhead,
     Event,
     KeeperLost,
     KeeperUp,
@@ -82,6 +83,8 @@ from storage.errors import Deposed, Full, StorageError, Unavailable
 
 STORE_DEADLINE_S = 20
 """Seconds that a keeper may take to open a store, before it counts as lost."""
+CONNECT_AHEAD = "connect_ahead"
+"""The order of a worker that a ``ConnectAhead`` becomes."""
 SHIP_S = 10.0
 """Seconds that the bucket may take for the journal, which comes before a manifest."""
 PROBE_DEADLINE_S = 60
@@ -172,7 +175,7 @@ class ActorGroup:
                 self._do(self._forms, self._form, plan, "form")
             case ConnectAhead(plan=plan):
                 self._stores.setdefault(plan.generation, {})[plan.store_node] = None
-                self._do(self._forms, self._form, plan, "connect_ahead")
+                self._do(self._forms, self._form, plan, CONNECT_AHEAD)
             case Go(generation, members):
                 self.orders.send(members, "go", generation)
             case Pause(generation, members, save, hand_over):
@@ -449,6 +452,12 @@ class ActorGroup:
                 timeout=STORE_DEADLINE_S,
             )
         except (ray.exceptions.RayError, KeyError) as error:
+            if (
+                order == CONNECT_AHEAD
+            ):  # the world connects in its pause, and the keeper shows then if it lives
+                why = f"the keeper of node {plan.store_node[:8]} opened no store for it: {why_ended(error)}"
+                refused = ConnectedAhead(plan.members[0], plan.generation, plan.ahead, plan.incarnation, why)
+                return self.post(refused)
             self.post(
                 KeeperLost(
                     plan.store_node,

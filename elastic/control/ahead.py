@@ -66,7 +66,8 @@ def is_awaited(decision: Decision) -> bool:
 def connected(decision: Decision, event: ConnectedAhead) -> None:
     state = decision.run.state
     ahead = state.ahead if isinstance(state, Running) else None
-    asked = ahead is not None and (ahead.generation, ahead.ahead) == (event.generation, event.attempt)
+    told = (event.incarnation, event.generation, event.attempt)
+    asked = ahead is not None and (ahead.incarnation, ahead.generation, ahead.ahead) == told
     if ahead is None or not asked or event.worker not in ahead.ranks:
         return decision.refuse(f"nobody waits for what {event.worker} has connected ahead")
     if event.why:

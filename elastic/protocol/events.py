@@ -215,11 +215,14 @@ class Ready:
 
 @dataclass(frozen=True)
 class ConnectedAhead:
-    """The worker has connected its groups of a later world, in this ``attempt``; or ``why`` it will not."""
+    """The worker has connected its groups of a later world, in this ``attempt`` of coordinator
+    ``incarnation``; or ``why`` it will not.
+    """
 
     worker: WorkerId
     generation: int
     attempt: int
+    incarnation: int
     why: str = ""
 
 

@@ -784,7 +784,7 @@ class Protocol(Replay):
     def _connect_ahead(self, plan: Plan) -> None:
         """Connects the next world beside the steps at once, as far as its members are there."""
         there = tuple(filter(self._lives, plan.members))
-        told = tuple(ConnectedAhead(each, plan.generation, plan.ahead) for each in there)
+        told = tuple(ConnectedAhead(each, plan.generation, plan.ahead, plan.incarnation) for each in there)
         if told:
             self.tell(Together(told))
 

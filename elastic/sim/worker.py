@@ -162,9 +162,11 @@ class Worker(Process):
             return  # it was dropped for a later one
         if not room:
             self.sim.oracle.occasions["a member connects no world ahead"] += 1
-            return self.report(ConnectedAhead(self.name, plan.generation, plan.ahead, "there is no room"))
+            return self.report(
+                ConnectedAhead(self.name, plan.generation, plan.ahead, plan.incarnation, "there is no room")
+            )
         self.ahead = plan.incarnation, plan.generation, plan.ahead
-        self.report(ConnectedAhead(self.name, plan.generation, plan.ahead))
+        self.report(ConnectedAhead(self.name, plan.generation, plan.ahead, plan.incarnation))
 
     def _enter(self) -> None:
         """Enters the world of the waiting plan, if the member allows this now."""

@@ -133,7 +133,7 @@ class Trainer(Controlled):
         self.next_world.begin(plan, store)
 
     def _tell_of_next(self, plan: Plan, why: str) -> None:
-        self.report(ConnectedAhead(self.worker, plan.generation, plan.ahead, why))
+        self.report(ConnectedAhead(self.worker, plan.generation, plan.ahead, plan.incarnation, why))
 
     def _connect(self, world: World) -> None:
         world.connect(self._form_s, RUN_TIMEOUT_S)

@@ -48,7 +48,7 @@ class NextWorld:
         world, why = None, ""
         try:
             self._leave_room()
-            with self._beside():
+            with self._beside(plan):
                 world = self.forms(plan, store)
                 with self._lock:
                     if plan is not self._plan:
@@ -76,10 +76,12 @@ class NextWorld:
                 "the groups of a second world"
             )
 
-    def _beside(self) -> AbstractContextManager[object]:
-        """Returns a context whose work on the device does not wait for that of the steps."""
+    def _beside(self, plan: Plan) -> AbstractContextManager[object]:
+        """Returns a context whose work on the device waits neither for that of the steps nor for that of another
+        attempt, whose members may be lost.
+        """
         if self.device.type == "cuda":
-            return torch.cuda.stream(stream("next world", self.device))
+            return torch.cuda.stream(stream(f"next world {plan.ahead}", self.device))
         return nullcontext()
 
     def take(self, plan: Plan) -> World:

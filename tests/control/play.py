@@ -80,7 +80,9 @@ class Play:
         """Lets all members of ``ahead`` connect it at once."""
         told, first, actions = [self.last.reason], self.last, list(self.last.actions)
         for worker in ahead.members:
-            told.append(self.tell(ev.ConnectedAhead(worker, ahead.generation, ahead.ahead)))
+            told.append(
+                self.tell(ev.ConnectedAhead(worker, ahead.generation, ahead.ahead, ahead.incarnation))
+            )
             actions += self.last.actions
         reason = "; ".join(filter(None, told))
         self.last = Transition(self.run, tuple(actions), reason, first.durable or self.last.durable)

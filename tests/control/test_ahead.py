@@ -45,7 +45,7 @@ def asked(play: Play) -> Plan:
 
 
 def connects(play: Play, plan: Plan, *workers: WorkerId, why: str = "") -> str:
-    told = (ev.ConnectedAhead(each, plan.generation, plan.ahead, why) for each in workers)
+    told = (ev.ConnectedAhead(each, plan.generation, plan.ahead, plan.incarnation, why) for each in workers)
     return [play.tell(each) for each in told][-1]
 
 
@@ -129,6 +129,8 @@ def test_a_coordinator_that_takes_over_asks_again() -> None:
     play.run = evolve(play.run, incarnation=2)
     play.later(0.1)
     second = asked(play)
+    late = replace(first, ahead=second.ahead)  # of an attempt that no journal has
+    assert "nobody waits" in connects(play, late, W1)
     assert (second.incarnation, second.ahead) == (2, 2) != (first.incarnation, first.ahead)
     assert "nobody waits" in connects(play, first, W1)
     connects(play, second, W1, W2)

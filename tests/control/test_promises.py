@@ -93,7 +93,12 @@ def any_fact(rng: Random, run: RunState) -> ev.Fact:
             ),
             ev.SaveFailed(version, "store unavailable", again=True, manifest=True),
             *(
-                [ev.ConnectedAhead(rng.choice(ahead.members), ahead.generation, ahead.ahead)] * 4
+                [
+                    ev.ConnectedAhead(
+                        rng.choice(ahead.members), ahead.generation, ahead.ahead, ahead.incarnation
+                    )
+                ]
+                * 4
                 if (ahead := getattr(run.state, "ahead", None)) is not None
                 else ()
             ),

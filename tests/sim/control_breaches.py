@@ -290,7 +290,7 @@ CONTROL: dict[str, tuple[Breach, ...]] = {
         Breach(
             "who was out of reach at the takeover is not asked again",
             HELD,
-            ("left_out", 143),
+            ("left_out", 834),
             Edit("takeover", "event.worker in run.state.pending", "False"),
         ),
         Breach(
@@ -492,7 +492,7 @@ CONTROL: dict[str, tuple[Breach, ...]] = {
         Breach(
             "nodes leave when they are taken",
             "is in a world",
-            ("noticed", 5),
+            ("noticed", 0),
             Edit("draining", "HAND_OVERS = 2\n", "HAND_OVERS = 0\n"),
         ),
         Breach(

@@ -444,7 +444,7 @@ def test_no_promise_is_broken_where_members_divide_the_model() -> None:
             met.update(axis for axis, _ in plan.layout.more)
         return decided
 
-    for seed in (*range(39), 2198):
+    for seed in (*range(39), 441):
         occasions.update(simulate(seed, axes(seed), watched).occasions)
     assert min(met[axis] for axis in ("pp", "cp", "tp")) > 9
     assert occasions["shards are cut anew"] and occasions["steps are abandoned"]

@@ -87,6 +87,8 @@ class PaceOracle:
                 self.evicted_at = -REST
         if after.history.last is not before.history.last and after.history.last is not None:
             self._count(before, event, after.history.last)
+        elif after.history.last is None and before.history.last is not None:
+            self.late.clear()  # steps are given up, perhaps one that this decision was first told of
         known, plan = after.stragglers, after.plan
         named = {worker for worker, each in known.workers.items() if each.named}
         for worker, late in self.late.items():

@@ -131,7 +131,7 @@ class OnDevice(NextWorld):
     def _leave_room(self) -> None:
         """Looks at no device."""
 
-    def _beside(self) -> nullcontext[None]:
+    def _beside(self, plan: Plan) -> nullcontext[None]:
         return nullcontext()
 
 

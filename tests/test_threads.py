@@ -94,7 +94,8 @@ def test_a_coordinator_watches_the_cluster_on_after_an_error_that_is_not_ray_s(
         SimpleNamespace(run=lambda state, steps, now: None),
         SimpleNamespace(begin=lambda: None),
     )
-    one.state, one.job, one.demand = None, SimpleNamespace(steps=1), SimpleNamespace(begin=lambda: None)
+    one.state, one.demand = None, SimpleNamespace(begin=lambda: None)
+    one.job = SimpleNamespace(steps=1, notices=SimpleNamespace(sources=()))
     one._begin_to_watch()
     assert kept.wait(PATIENCE_S)
     one.over.set()

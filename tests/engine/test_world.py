@@ -43,6 +43,16 @@ def own() -> Iterator[Ranks]:
         process.join(10)
 
 
+@pytest.fixture
+def unharmed() -> Iterator[Ranks]:
+    """Yields processes that no test before has killed."""
+    pool = Ranks(3)
+    yield pool
+    for process in pool.processes:
+        process.kill()
+        process.join(10)
+
+
 class Bystanders:
     """Sockets of this process that no world may touch: a pair, and a TCP connection to a server that listens
     here.
@@ -558,10 +568,10 @@ def step_beside(world: World, port: int, stays: bool) -> tuple[list[float], floa
 
 
 @pytest.mark.parametrize("stays", [True, False], ids=["taken", "dropped"])
-def test_r24_a_world_is_connected_beside_the_collectives_of_another(own: Ranks, stays: bool) -> None:
+def test_r24_a_world_is_connected_beside_the_collectives_of_another(unharmed: Ranks, stays: bool) -> None:
     """Each of the two can end and leaves the other one as it is."""
     later = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    own.start(Layout(3, 1), [0, 1, 2], step_beside, later.port, stays)
+    unharmed.start(Layout(3, 1), [0, 1, 2], step_beside, later.port, stays)
     for process in (0, 1, 2):
-        sums, last, right = own.answer(process)
+        sums, last, right = unharmed.answer(process)
         assert set(sums) == {3.0} and last == 3.0 and right

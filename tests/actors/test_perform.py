@@ -76,6 +76,7 @@ def test_an_actor_out_of_reach_is_asked_for_again(
     monkeypatch.setattr(perform, "REACH_S", 0.001)
     these = ActorGroup.__new__(ActorGroup)
     these._lives, these._closing, these.post = set(), False, told.set_result  # type: ignore[assignment]
+    these.joined, these.workers = {}, {}
     actor = Actor(*errors)
     these._when_done(actor.remote(), actor, lambda error: these._ended(WorkerId("w1"), error))
     assert told.result(PATIENCE_S) == Lost(WorkerId("w1"), reason, certain)

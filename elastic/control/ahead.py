@@ -15,7 +15,7 @@ from dataclasses import replace
 from elastic.control.decision import Decision
 from elastic.control.evolve import evolve
 from elastic.control.run import Running, RunState, State, Stopping
-from elastic.control.seating import candidates, make_plan
+from elastic.control.seating import make_plan, staying
 from elastic.ids import WorkerId
 from elastic.plan.placement import cell_of
 from elastic.plan.transfer import Holding
@@ -33,7 +33,7 @@ def begin(decision: Decision) -> None:
     """Asks the members of the next world to connect it, unless they were asked."""
     run, state = decision.run, decision.run.state
     assert isinstance(state, Running)
-    there = _staying(decision)
+    there = staying(decision.run, decision.rules)
     known = state.expected == there and (state.ahead is None or state.ahead.incarnation == run.incarnation)
     if known or state.attempts >= ATTEMPTS:
         return
@@ -58,7 +58,7 @@ def is_awaited(decision: Decision) -> bool:
     begin(decision)
     state = decision.run.state
     assert isinstance(state, Running)
-    if state.ahead is None or state.expected != _staying(decision):
+    if state.ahead is None or state.expected != staying(decision.run, decision.rules):
         return False
     return len(state.connected) < len(state.ahead.members) and not decision.due(state.connect_until)
 
@@ -98,14 +98,6 @@ def taken_up(state: State, plan: Plan, run: RunState) -> Plan:
         for each in ("incarnation", "generation", "layout", "members", "nodes")
     )
     return replace(plan, ahead=ahead.ahead, store_node=ahead.store_node) if same else plan
-
-
-def _staying(decision: Decision) -> tuple[WorkerId, ...]:
-    """Returns the workers that can be members of the next world: those on machines that will not be taken."""
-    run, there = decision.run, candidates(decision.run, decision.rules)
-    if not run.cluster.notices:
-        return there
-    return tuple(each for each in there if run.cluster.deadline(run.workers[each].node) is None)
 
 
 def _supposed(decision: Decision, plan: Plan, there: tuple[WorkerId, ...]) -> Plan | None:

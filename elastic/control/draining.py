@@ -375,13 +375,8 @@ def _needs(decision: Decision, plan: Plan, going: Collection[WorkerId]) -> tuple
     ]
     if stay and covered(stay, run.members.classes):
         return False, False
-    rest = tuple(
-        each
-        for each in candidates(run, decision.rules)
-        if each not in going and run.cluster.deadline(run.workers[each].node) is None
-    )
     copied = plan.copy_every and not copy_inventory.overdue(run)
-    forms = stay and layout_of(run, rest, decision.rules) is not None
+    forms = stay and evicting.forms_without(decision, going)
     return (False, True) if copied and forms else (True, False)
 
 

@@ -9,9 +9,11 @@ workers are few.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from elastic.control.decision import Decision, count
 from elastic.control.run import Running
-from elastic.control.seating import candidates, layout_of
+from elastic.control.seating import candidates, layout_of, staying
 from elastic.ids import NodeId, WorkerId
 
 REST = 100
@@ -58,15 +60,11 @@ def _why_it_stays(decision: Decision, worker: WorkerId) -> str:
     return ""
 
 
-def forms_without(decision: Decision, workers: tuple[WorkerId, ...]) -> bool:
+def forms_without(decision: Decision, workers: Collection[WorkerId]) -> bool:
     """Returns whether a world can be formed of the other workers, on nodes that are not taken."""
-    run = decision.run
-    rest = tuple(
-        each
-        for each in candidates(run, decision.rules)
-        if each not in workers and run.cluster.deadline(run.workers[each].node) is None
-    )
-    return layout_of(run, rest, decision.rules) is not None
+    there = staying(decision.run, decision.rules)
+    rest = tuple(each for each in there if each not in workers)
+    return layout_of(decision.run, rest, decision.rules) is not None
 
 
 def _forget_old_evictions(decision: Decision) -> None:

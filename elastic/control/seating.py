@@ -86,6 +86,14 @@ def _fit(worker: Worker, kind: str, approved: Mapping[NodeId, bool]) -> bool:
     return not worker.unfit and kind in ("", worker.kind) and approved.get(worker.node, True)
 
 
+def staying(run: RunState, rules: Rules) -> tuple[WorkerId, ...]:
+    """Returns the workers that can be members, on machines that will not be taken."""
+    there = candidates(run, rules)
+    if not run.cluster.notices:
+        return there
+    return tuple(each for each in there if run.cluster.deadline(run.workers[each].node) is None)
+
+
 def layout_of(run: RunState, workers: tuple[WorkerId, ...], rules: Rules) -> Layout | None:
     """Returns the layout of ``workers``, or None if they are too few.
 

@@ -36,17 +36,18 @@ timeout is 60 s.
 @pytest.fixture(scope="module")
 def own() -> Iterator[Ranks]:
     """Yields processes for this module alone, because its tests kill some of them."""
-    pool = Ranks(5)
-    yield pool
-    for process in pool.processes:
-        process.kill()
-        process.join(10)
+    yield from started(5)
 
 
 @pytest.fixture
 def unharmed() -> Iterator[Ranks]:
     """Yields processes that no test before has killed."""
-    pool = Ranks(3)
+    yield from started(3)
+
+
+def started(number: int) -> Iterator[Ranks]:
+    """Yields ``number`` processes, and ends them."""
+    pool = Ranks(number)
     yield pool
     for process in pool.processes:
         process.kill()

@@ -117,6 +117,7 @@ OTHER: dict[str, Any] = {
     "workers.max": 3,
     "workers.spares": 1,
     "workers.straggler": "evict",
+    "workers.rerun_every": 9,
     "workers.lemon_after": 5,
     "workers.labels": {"ray.io/market-type": "spot"},
     "workers.cpus": 2,

@@ -43,6 +43,11 @@ def disagreements(job: Job) -> Iterator[str]:
             "for a length depends on the lengths that a process has seen before, so results would "
             "differ; leave one of the three settings out"
         )
+    if job.workers.rerun_every and not job.reproducible:
+        yield (
+            f"workers.rerun_every = {job.workers.rerun_every} needs reproducible = true, because without it two "
+            "workers may rightly get different gradients; set reproducible to true, or leave it out"
+        )
     for more in (_validation, _schedule, _ramp, _weights, _attention, _owed, _spikes, _notices):
         yield from more(job)
     yield from _unused(job.optim)

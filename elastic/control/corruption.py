@@ -23,7 +23,6 @@ the others.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from elastic.control import admission, edges, membership, saves, stopping
@@ -39,7 +38,7 @@ from elastic.control.run import (
     Vote,
     Waiting,
 )
-from elastic.ids import Cell, WorkerId
+from elastic.ids import WorkerId
 from elastic.plan.placement import cell_of
 
 LIMIT = 3
@@ -74,34 +73,37 @@ def votes_of(saving: Saving) -> list[Vote]:
 
 def in_dispute(votes: Iterable[Vote]) -> tuple[Vote, ...]:
     """Returns the votes about the cells whose votes are not all equal."""
-    said: dict[Cell, dict[str, None]] = {}
+    said: dict[str, dict[str, None]] = {}
     for vote in votes:
-        said.setdefault(vote.cell, {})[vote.digest] = None
-    return tuple(vote for vote in votes if len(said[vote.cell]) > 1)
+        said.setdefault(vote.about, {})[vote.digest] = None
+    return tuple(vote for vote in votes if len(said[vote.about]) > 1)
 
 
 def outvoted(votes: Sequence[Vote], earlier: Iterable[Vote] = ()) -> tuple[Vote, ...]:
-    """Returns those of ``votes`` that differ from what was said most often of their cell, ``earlier`` votes
-    included, if that was said at least twice and more often than anything else.
+    """Returns those of ``votes`` that differ from what most workers said about the same, or said most often if as
+    many said something else.  ``earlier`` votes count, too.  Nobody differs from what was said only once, or no
+    more often than anything else.
     """
-    counts = Counter((vote.cell, vote.digest) for vote in (*votes, *earlier))
-    right: dict[Cell, str] = {}
-    for cell in {vote.cell for vote in votes}:
-        (first, most), *others = Counter(
-            {digest: number for (of, digest), number in counts.items() if of == cell}
-        ).most_common(2)
-        if most > max((number for _, number in others), default=1):
-            right[cell] = first
-    return tuple(vote for vote in votes if right.get(vote.cell, vote.digest) != vote.digest)
+    said: dict[str, dict[str, list[WorkerId]]] = {}
+    for vote in (*votes, *earlier):
+        said.setdefault(vote.about, {}).setdefault(vote.digest, []).append(vote.worker)
+    right: dict[str, str] = {}
+    for about, by_digest in said.items():
+        (most, digest), *others = sorted(
+            (((len({*by}), len(by)), digest) for digest, by in by_digest.items()), reverse=True
+        )
+        if most > max((support for support, _ in others), default=(1, 1)):
+            right[about] = digest
+    return tuple(vote for vote in votes if right.get(vote.about, vote.digest) != vote.digest)
 
 
 def refuted(votes: Iterable[Vote], earlier: Sequence[Vote]) -> tuple[Vote, ...]:
     """Returns those of the ``earlier`` votes that ``votes``, which are all equal, show to be wrong while
-    another earlier vote about the same cell was right.
+    another earlier vote about the same was right.
     """
-    right = {vote.cell: vote.digest for vote in votes}
-    sound = {vote.cell for vote in earlier if right.get(vote.cell) == vote.digest}
-    return tuple(vote for vote in earlier if vote.cell in sound and vote.digest != right[vote.cell])
+    right = {vote.about: vote.digest for vote in votes}
+    sound = {vote.about for vote in earlier if right.get(vote.about) == vote.digest}
+    return tuple(vote for vote in earlier if vote.about in sound and vote.digest != right[vote.about])
 
 
 # ---- what comes of it
@@ -113,7 +115,7 @@ def _go_back(decision: Decision, saving: Saving, votes: tuple[Vote, ...]) -> Non
     before = run.history.dispute
     again = before is not None and before.step == step
     wrong = outvoted(votes, before.votes if before is not None and again else ())
-    who = names(_workers(wrong or votes))
+    who = names(workers_of(wrong or votes))
     cause = (
         f"{who} held other bits after step {step} than {'before, or than ' * again}the other replicas"
         if wrong
@@ -123,7 +125,7 @@ def _go_back(decision: Decision, saving: Saving, votes: tuple[Vote, ...]) -> Non
     decision.know("history", trusted=trusted, dispute=Dispute(step, () if wrong else votes, times))
     decision.durable = True
     _forget_the_untrusted(decision)
-    _replace(decision, wrong, cause)
+    replace_wrong(decision, wrong, cause)
     if times >= LIMIT:
         why = (
             f"replicas of the state differed in {times} saves in a row, the last of step {step}: find the "
@@ -143,22 +145,28 @@ def _agreed(decision: Decision, saving: Saving, votes: Sequence[Vote]) -> None:
     if not dispute.votes:
         return
     wrong = refuted(votes, dispute.votes) if step == dispute.step else ()
-    who = names(_workers(wrong or dispute.votes))
-    if not wrong:
-        return decision.say(
-            f"the replicas agree again after step {step}; which of {who} was wrong after step {dispute.step} "
-            "is not known"
-        )
-    cause = f"{who} held other bits after step {step} than the same steps gave when they were done again"
-    there = frozenset(decision.run.workers).intersection(_workers(wrong))
-    _replace(decision, wrong, cause)
+    who = names(workers_of(wrong or dispute.votes))
+    end_dispute(
+        decision,
+        wrong,
+        f"{who} held other bits after step {step} than the same steps gave when they were done again"
+        if wrong
+        else f"the replicas agree again after step {step}; which of {who} was wrong after step {dispute.step} "
+        "is not known",
+    )
+
+
+def end_dispute(decision: Decision, wrong: Sequence[Vote], sentence: str) -> None:
+    """Replaces the workers that a dispute has shown to be wrong, which ends the world of those that are there."""
+    there = frozenset(decision.run.workers).intersection(workers_of(wrong))
+    replace_wrong(decision, wrong, sentence)
     if there and isinstance(decision.run.state, Forming | Running):
-        edges.stop(decision, cause)
+        edges.stop(decision, sentence)
     else:
-        decision.say(cause)
+        decision.say(sentence)
 
 
-def _workers(votes: Iterable[Vote]) -> tuple[WorkerId, ...]:
+def workers_of(votes: Iterable[Vote]) -> tuple[WorkerId, ...]:
     return tuple(dict.fromkeys(vote.worker for vote in votes))
 
 
@@ -182,9 +190,9 @@ def _trusted(run: RunState, step: int) -> int:
     return max((each.step for each in (*run.history.saved, *asked) if each.step < step), default=0)
 
 
-def _replace(decision: Decision, wrong: Iterable[Vote], why: str) -> None:
+def replace_wrong(decision: Decision, wrong: Iterable[Vote], why: str) -> None:
     """Replaces the workers that were wrong.  The second time on one node, that node is refused."""
-    for vote in wrong:
+    for vote in {each.worker: each for each in wrong}.values():
         if vote.worker in decision.run.workers:
             if isinstance(decision.run.state, Waiting):
                 membership.expel(decision, (vote.worker,), why)

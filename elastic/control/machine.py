@@ -34,6 +34,7 @@ from elastic.control import (
     stopping,
     takeover,
     waiting,
+    wrong_gradients,
 )
 from elastic.control.decision import Decision, Transition, names
 from elastic.control.liveness import heard, observe
@@ -155,6 +156,8 @@ def _take(decision: Decision, event: Fact) -> None:
             _renewed(decision, event)
         case Beat():
             _beat(decision, event)
+        case Broken(cause="differs"):
+            wrong_gradients.differ(decision, event)
         case Broken():
             stopping.broken(decision, event)
         case Fenced():
@@ -194,6 +197,8 @@ def _go_on(decision: Decision) -> None:
     """Lets the run do what knowledge and time now permit: compare replicas, ask for manifests, act in its
     present state, start workers.
     """
+    if decision.run.history.rerun is not None:
+        wrong_gradients.agree(decision)
     if decision.run.saves.pending:
         corruption.compare(decision)
         saves.ask_for_manifests(decision)

@@ -21,7 +21,7 @@ from elastic.control.health import Health
 from elastic.control.liveness import Watch
 from elastic.control.skips import Skips
 from elastic.control.stragglers import Stragglers
-from elastic.ids import Cell, NodeId, Version, WorkerId
+from elastic.ids import NodeId, Version, WorkerId
 from elastic.plan.layout import Layout
 from elastic.plan.transfer import Holding
 from elastic.protocol import lineage
@@ -338,23 +338,30 @@ class JobFailure:
 
 @dataclass(frozen=True)
 class Vote:
-    """The digest of one worker's copy of a cell, at a version that was to be saved."""
+    """The digest of one worker's copy of a cell, at a version that was to be saved, or of the gradients that it
+    has computed from a microbatch.
+    """
 
     worker: WorkerId
     node: NodeId
-    cell: Cell
+    about: str
+    """The cell, or the microbatch."""
     digest: str
 
 
 @dataclass(frozen=True)
 class Dispute:
-    """Replicas had different bits of ``step``, which was to be saved: see ``corruption.py``."""
+    """Replicas had different bits of ``step``, which was to be saved (``corruption.py``), or members computed
+    different gradients in it (``wrong_gradients.py``).
+    """
 
     step: int
     votes: tuple[Vote, ...] = ()
-    """The votes about the cells in dispute; () if it is known who was wrong."""
+    """The votes about what is in dispute; () if it is known who was wrong."""
     times: int = 1
-    """The number of saves in dispute since the last one at which all replicas were equal."""
+    """The number of disputes since the last time at which all agreed."""
+    generation: int = 0
+    """The world whose members computed different gradients; 0 for a save."""
 
 
 @dataclass(frozen=True)
@@ -395,6 +402,8 @@ class History:
     """
     dispute: Dispute | None = None
     """The latest dispute about a save, until replicas agree at that step or later."""
+    rerun: Dispute | None = None
+    """The latest dispute about gradients, until members agree in that step or a later one."""
 
     @property
     def version(self) -> Version:

@@ -128,6 +128,13 @@ class Loader:
             self._next = Reading(*after, data_rank, deal)
             yield round_, index, ids, batch
 
+    def again(self, round_: int, step: int, index: int | None) -> Iterator[Round]:
+        """Yields, as round ``round_``, a microbatch of another data rank, which is read now; None: an idle
+        round.
+        """
+        ids = () if index is None else self._ids(step, index)
+        yield round_, index, ids, None if index is None else self.read(ids)
+
     def seek(self, step: int, data_rank: int, deal: Deal, round_: int = 0) -> None:
         """Starts to read ahead from another place.
 

@@ -36,6 +36,7 @@ from elastic.protocol.commit_record import Outcome
 from elastic.protocol.events import (
     Attached,
     Beat,
+    Broken,
     Capacity,
     Event,
     Fenced,
@@ -84,14 +85,15 @@ SELDOM = {
     each.name: each.default
     for each in fields(Outcome)
     if each.name
-    in ("validated", "rescales", "spike", "quarantined", "most_loss", "warned_loss", "lr", "late")
+    in ("validated", "rescales", "spike", "quarantined", "most_loss", "warned_loss", "lr", "late", "reran")
 }
 """Fields of a commit that are left out while they have their default, each with its default."""
 QUIET: Mapping[type, tuple[str, ...]] = {
     StepDone: ("metrics", "quarantined", "quarantined_by"),
     SaveFailed: ("full",),
+    Broken: ("computed",),
     ShardSaved: ("digest",),
-    History: ("trusted", "dispute"),
+    History: ("trusted", "dispute", "rerun"),
     Lost: ("node",),
     StartFailed: ("node",),
     RunState: ("enough", "why", "asked", "left", "mark", "worse"),

@@ -31,7 +31,8 @@ from typing import NamedTuple
 from elastic.ids import Version
 from elastic.plan.batch import Deal, deal_of, resized
 from elastic.plan.layout import Layout
-from elastic.plan.placement import data_groups, reporters
+from elastic.plan.placement import data_groups, data_ranks, reporters
+from elastic.protocol.reruns import apart, compared
 
 GO_ON, PAUSE, SAVE_AND_PAUSE, ENDS, HAND_OVER = 0, 1, 2, 3, 4
 """The requests that a member may make for the boundary after this step; the :func:`strongest` of all members'
@@ -138,9 +139,14 @@ class RecordHead(NamedTuple):
     world_rank: float
     boundary: float
     finite: float
-    """The value is 1 if this member's norm is finite.  The device fills in this field and ``squared_norm``.
+    """The value is 1 if this member's norm is finite.  The device fills in this field, and those up to
+    ``reran``.
     """
     squared_norm: float
+    ran: float
+    """A digest of the gradients of this member's first microbatch, in a step with reruns (``reruns.py``)."""
+    reran: float
+    """A digest of the gradients of the microbatch that this member has run again."""
     copied_through: float
     buddied_through: float
     copy_every: float
@@ -162,7 +168,7 @@ class RecordHead(NamedTuple):
 
 HEADER = len(RecordHead._fields)
 FROM_DEVICE = RecordHead._fields.index("finite")
-"""The index of the first of the two fields that the device fills in."""
+"""The index of the first of the fields that the device fills in."""
 
 
 def head_of(
@@ -183,6 +189,8 @@ def head_of(
         step,
         world_rank,
         boundary,
+        0,
+        0,
         0,
         0,
         *copied,
@@ -302,6 +310,8 @@ class Outcome:
     usage_ranks: tuple[int, ...] = field(default=(), compare=False)
     late: tuple[Late, ...] = field(default=(), compare=False)
     """The members that held up the others, the slowest first."""
+    reran: tuple[tuple[int, int], ...] = ()
+    """The microbatches that two members have run, each with the digest of its gradients on which both agree."""
     validated: Validated | None = None
     rescales: bool = False
     spike: Spike | None = None
@@ -389,6 +399,25 @@ class CommitShape:
     """Number of microbatches that are added before anything else is: see ``plan/batch.py``."""
     nodes: tuple[str, ...] = ()
     """The node of each member, by world rank.  Empty: all are on one."""
+    rerun_every: int = 0
+    """Number of steps from one with reruns to the next; 0: none has."""
+
+    def reruns(self, step: int) -> bool:
+        """Returns whether each member runs a microbatch of another one in ``step``."""
+        return self.rerun_every > 0 and step % self.rerun_every == 0 and self.apart > 0
+
+    @cached_property
+    def apart(self) -> int:
+        """The distance from a data rank to the one whose microbatch it runs again."""
+        return apart(data_ranks(self.layout), self.generation)
+
+    def first_of(self, data_rank: int) -> int | None:
+        """Returns the microbatch that a data rank runs first, or None if it idles in the first round."""
+        return self.deal.microbatch_of(0, data_rank)
+
+    def again_of(self, data_rank: int) -> int | None:
+        """Returns the microbatch of another data rank that ``data_rank`` runs again, if that one has any."""
+        return self.first_of((data_rank + self.apart) % data_ranks(self.layout))
 
     def of(self, microbatches: int) -> CommitShape:
         """Returns the shape of a step with another number of microbatches."""
@@ -473,7 +502,8 @@ def conclude(shape: CommitShape, step: int, gathered: bytes, validated: Validate
     records at once.
 
     Raises :class:`BadRecord` if any of them is garbage, :class:`BadCount` if a count is no number of terms,
-    and :class:`Unlike` if the orders of a data group's members differ.
+    :class:`Unlike` if the orders of a data group's members differ, and :class:`~elastic.protocol.reruns.Differ`
+    if two members have computed different gradients from one microbatch.
     """
     size = shape.fields * 8
     if len(gathered) != size * shape.world:
@@ -517,6 +547,10 @@ def conclude(shape: CommitShape, step: int, gathered: bytes, validated: Validate
     if not all(map(float.is_integer, counts)) or min(counts) < 0:
         index = next(index for index, count in enumerate(counts) if not is_count(count))
         raise BadCount(index, counts[index], samples[index])
+    reran: tuple[tuple[int, int], ...] = ()
+    if shape.rerun_every and shape.reruns(step):
+        begun = [shape.first_of(rank) for rank in range(data_ranks(shape.layout))]
+        reran = compared(step, data_groups(shape.layout), shape.apart, begun, heads["ran"], heads["reran"])
     boundary, behind = strongest(heads["boundary"]), max(heads["behind"]) > 0
     used = {name: heads[name] for name in vars(NO_USAGE)}
     most = {name: max(values) for name, values in used.items()}
@@ -547,6 +581,7 @@ def conclude(shape: CommitShape, step: int, gathered: bytes, validated: Validate
             heads["forward_s"], heads["kind"], shape.layout, MATTERS * most["step_s"] / shape.rounds
         ),
         validated=validated,
+        reran=reran,
     )
 
 

@@ -14,6 +14,7 @@ from elastic.plan.transfer import Holding
 from elastic.protocol.builds import Build
 from elastic.protocol.commit_record import Outcome, Validated
 from elastic.protocol.plan import Plan
+from elastic.protocol.reruns import Computed
 from storage.slices import Tensor
 
 
@@ -349,7 +350,8 @@ class Broken:
                      own words);
     cause "damaged": ``version`` in the bucket cannot be read;
     cause "copy":    a keeper's copy cannot be read (``signature``: the keeper's node);
-    cause "lease":   its lease ran out.
+    cause "lease":   its lease ran out;
+    cause "differs": members have computed different gradients from the same microbatch (``computed``).
     """
 
     worker: WorkerId
@@ -359,6 +361,7 @@ class Broken:
     detail: str
     signature: str = ""
     version: Version | None = None
+    computed: tuple[Computed, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ from elastic.errors import (
     WorldBroken,
 )
 from elastic.protocol.commit_record import BadRecord
+from elastic.protocol.reruns import Differ
 from elastic.state.snapshot import NoMemory
 from storage.errors import Damaged, StorageError
 
@@ -88,6 +89,8 @@ def classify(error: Exception, ask_device: Callable[[], None], *, forming: bool 
         return "damaged", ""
     if isinstance(error, CopyLost):
         return "copy", error.keeper
+    if isinstance(error, Differ):
+        return "differs", ""
     if isinstance(error, StorageError | BadRecord | WorldBroken | dist.DistError) or in_a_collective(error):
         refused = (
             next((meaning for words, meaning in REFUSALS.items() if words in str(error)), "")
@@ -126,7 +129,7 @@ def plainly(error: Exception, *, words: str = "") -> str:
     is then part of the result.  After the death of a member the message says nothing more than this text, and
     only the log has it.
     """
-    if isinstance(error, ElasticError | StorageError | BadRecord):
+    if isinstance(error, ElasticError | StorageError | BadRecord | Differ):
         return str(error)
     happened = "the connection to another member broke, or that member does not answer"
     return (

@@ -40,6 +40,7 @@ from elastic.protocol.commit_record import (
 )
 from elastic.protocol.events import Broken, ConnectedAhead, Ends, Evaluated, Event, Here, Ready, StepDone
 from elastic.protocol.plan import Plan
+from elastic.protocol.reruns import Differ
 from elastic.threads import later
 from elastic.train.apply_fence import ApplyFence
 from elastic.train.blame import classify, in_its_words, plainly, tell_where_all_stand, touch
@@ -350,6 +351,7 @@ class Trainer(Controlled):
             plan.layout,
             job.reduction.block,
             plan.nodes,
+            job.workers.rerun_every,
         )
         self.profiler.finish()  # the profile of a world that broke
         snapshots = self.session.snapshots
@@ -522,8 +524,9 @@ class Trainer(Controlled):
         if cause == "setup":
             detail += in_its_words(error)
         version = plan.version if cause == "damaged" else None
+        computed = error.computed if isinstance(error, Differ) else ()
         step = max(self.session.counters["step"], plan.version.step) + 1
-        self._say(Broken(self.worker, plan.generation, step, cause, detail, signature, version))
+        self._say(Broken(self.worker, plan.generation, step, cause, detail, signature, version, computed))
         if cause == "device":
             with self.apply_fence as member:
                 lives = member.lose()

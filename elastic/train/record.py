@@ -13,6 +13,9 @@ from elastic.protocol.commit_record import FROM_DEVICE, HEADER, LOWER, CommitSha
 if TYPE_CHECKING:
     from elastic.train.step import Share
 
+EXACT = 2**53 - 1
+"""Mask of the bits of an integer that a float64 has."""
+
 
 def blank_record(shape: CommitShape, head: RecordHead, share: Share) -> torch.Tensor:
     """Returns this member's record, float64 [shape.fields], with all that the host knows; see
@@ -29,6 +32,9 @@ def fill_record(record: torch.Tensor, share: Share, norm: torch.Tensor) -> torch
     the device.
     """
     record[FROM_DEVICE : FROM_DEVICE + 2] = torch.stack((torch.isfinite(norm).double(), norm))
+    if share.reran is not None and share.ran is not None:
+        digests = torch.stack((share.ran, share.reran)) & EXACT
+        record[FROM_DEVICE + 2 : FROM_DEVICE + 4] = digests.double()
     record[HEADER:-1].view(len(share.samples), -1)[:, :2] = torch.stack(
         (_doubles(share.losses), _doubles(share.counts)), 1
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -57,6 +58,8 @@ Loss = Callable[[torch.nn.Module, dict[str, torch.Tensor]], tuple[torch.Tensor, 
 """``loss(model, batch)`` returns a sum over the terms of the microbatch and their number, both scalars; never
 a mean.
 """
+AGAIN = -1
+"""The number of the round, before the first one, that runs a microbatch of another member again."""
 
 
 @dataclass
@@ -126,6 +129,11 @@ class Share:
     """
     keeps: list[torch.Tensor] = field(default_factory=list)
     """A bool on the device for each microbatch, true if it counts; empty if every microbatch counts."""
+    ran: torch.Tensor | None = None
+    reran: torch.Tensor | None = None
+    """The digests of the gradients of this member's first microbatch, and of that of another member, which it
+    has run again (``protocol/reruns.py``); None in a step without reruns.
+    """
 
 
 class _FirstError:
@@ -198,7 +206,8 @@ class Step:
         before the next one is taken.
 
         The number of microbatches depends on the world.  All members run equally many, so a microbatch may be
-        idle: its gradient counts for nothing.  The loop cannot tell which one it is.
+        idle, or one of another member that is run again: its gradient counts for nothing.  The loop cannot
+        tell which one it is.
         """
         with self._failure:
             self._expect(
@@ -281,23 +290,28 @@ class Step:
         compare_tokens(session, state.model)
         if job.loop:
             state.guard.check(given_up=self._barred)
-        deal = state.sync.begin_step(self._shape.microbatches)
-        self._rounds = deal.rounds
+        deal, begins = state.sync.begin_step(self._shape.microbatches), 0
+        self._rounds, now = deal.rounds, state.sync.round
         session.counters.at("reads data")
-        for round_, index, ids, batch in session.loader.microbatches(step, world.data_rank, deal):
+        rounds = session.loader.microbatches(step, world.data_rank, deal)
+        if self._shape.rerun_every and self._shape.reruns(step):
+            begins = AGAIN
+            rounds = chain(session.loader.again(AGAIN, step, self._shape.again_of(world.data_rank)), rounds)
+        for round_, index, ids, batch in rounds:
             session.counters.at("computes")
             session.counters["stepping_since_ns"] = session.counters["stepping_since_ns"] or time.time_ns()
-            state.parameters.begin_round(round_, last=round_ + 1 == deal.rounds)
-            state.statistics.begin_round(round_, deal)
-            state.sync.round.idle = index is None
+            number = 0 if round_ == AGAIN else round_
+            state.parameters.begin_round(number, last=round_ + 1 == deal.rounds)
+            state.statistics.begin_round(number, deal)
+            now.idle, now.again, now.digest = index is None, round_ == AGAIN, None
             state.train()  # a loss may have left it in evaluation mode
             if batch is None:
                 batch = session.loader.read(session.cursor.idle_ids(step, job.microbatch_size))
             if job.compile and job.reproducible:
                 expect_shapes(session, state.model, batch, ids)
-            if round_ == 0:
+            if round_ == begins:
                 state.guard.begin(values=not state.tried)
-                for later in range(deal.rounds):
+                for later in range(begins, deal.rounds):
                     for name, value in batch.items():
                         world.reserve(f"{name} {later}", value)
             session.computing = (
@@ -320,7 +334,11 @@ class Step:
             pace.passes.append(marks)
             pace.marks = None
         state.parameters.end_forward()
-        state.statistics.add(index)
+        now = state.sync.round
+        if not now.again:
+            state.statistics.add(index)
+        if now.again or (share.reran is not None and not share.losses):
+            now.digest = torch.zeros((), dtype=torch.int64, device=state.world.device)
         share.losses.append(loss.detach())
         share.counts.append(torch.as_tensor(count, device=state.world.device))
         weight: float | torch.Tensor = 0.0 if index is None else state.optimizer.loss_scale.value
@@ -338,7 +356,11 @@ class Step:
                 tell_of_selective(error)
             raise
         state.parameters.end_round()
-        if index is not None:
+        if now.again:  # nothing else of the round counts
+            share.reran, share.losses, share.counts, share.keeps = now.digest, [], [], []
+        elif len(share.losses) == 1:
+            share.ran = now.digest
+        if index is not None and not now.again:
             share.unused = (
                 state.parameters.missing if share.unused is None else share.unused & state.parameters.missing
             )
@@ -347,9 +369,10 @@ class Step:
         if session.job.loop and len(share.losses) == self._rounds:
             state.guard.begin(loop=True)
         state.tried = True
-        share.samples.append(self._ids if index is not None else ())
-        session.counters["microbatch"] = len(share.losses)
-        session.counters["microbatches_run"] += index is not None
+        if not now.again:
+            share.samples.append(self._ids if index is not None else ())
+            session.counters["microbatch"] = len(share.losses)
+            session.counters["microbatches_run"] += index is not None
         session.counters.at("reads data")
         session.computing = ""
 

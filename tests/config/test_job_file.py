@@ -237,6 +237,12 @@ def test_help_shows_every_setting_with_its_meaning(capsys: pytest.CaptureFixture
             ),
         ),
         (
+            "reproducible = false\nworkers.rerun_every = 100",
+            [],
+            "job.toml: workers.rerun_every = 100 needs reproducible = true, because without it two workers may "
+            "rightly get different gradients; set reproducible to true, or leave it out",
+        ),
+        (
             "recompute = 1.0",
             [],
             "job.toml: recompute = 1.0 must be 'none', 'block', 'sqrt', 'attention', 'selective' or 'auto', "

@@ -11,7 +11,7 @@ import pytest
 
 from elastic.control.corruption import LIMIT, outvoted, refuted
 from elastic.control.run import Failed, Finishing, Forming, Running, Stopped, Stopping, Vote, Waiting
-from elastic.ids import Cell, NodeId, Version, WorkerId
+from elastic.ids import NodeId, Version, WorkerId
 from elastic.journal import codec
 from elastic.plan.layout import LayoutRule
 from elastic.plan.transfer import Holding
@@ -283,7 +283,7 @@ def test_the_votes() -> None:
 
     def votes(*digests: str, cell: str = "x") -> list[Vote]:
         named = enumerate(digests, 1)
-        return [Vote(WorkerId(f"w{n}"), NodeId(f"n{n}"), Cell(cell), each) for n, each in named]
+        return [Vote(WorkerId(f"w{n}"), NodeId(f"n{n}"), cell, each) for n, each in named]
 
     def who(found: tuple[Vote, ...]) -> list[str]:
         return [vote.worker for vote in found]

@@ -652,15 +652,15 @@ CONTROL: dict[str, tuple[Breach, ...]] = {
             ("flipped", 3),
             Edit(
                 "corruption",
-                "if right.get(vote.cell, vote.digest) != vote.digest)",
-                "if right.get(vote.cell) == vote.digest)",
+                "if right.get(vote.about, vote.digest) != vote.digest)",
+                "if right.get(vote.about) == vote.digest)",
             ),
         ),
         Breach(
             "the replica that was right is called wrong",
             "is called wrong, and no bit of it flipped",
             ("flipped", 173),
-            Edit("corruption", "vote.digest != right[vote.cell])", "vote.digest == right[vote.cell])"),
+            Edit("corruption", "vote.digest != right[vote.about])", "vote.digest == right[vote.about])"),
         ),
     ),
     # A world that waits for workers that are starting does so for a limited time.

@@ -335,6 +335,28 @@ def bit_in_an_update(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor
     return watched(model, batch)
 
 
+def wrong_gradient(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Gives world rank 1 a wrong gradient once, in the first microbatch that it runs in ``STEP``; its loss is
+    right.
+    """
+    return _with_a_wrong_gradient(model, batch, _due(1))
+
+
+def wrong_gradients(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Gives the process that is world rank 1 of generation 1 wrong gradients from ``STEP`` on, in every world."""
+    if _due(1):
+        SEEN.add(("wrong", 0))
+    return _with_a_wrong_gradient(model, batch, ("wrong", 0) in SEEN)
+
+
+def _with_a_wrong_gradient(model: nn.Module, batch: dict[str, Tensor], wrong: bool) -> tuple[Tensor, Tensor]:
+    loss, count = watched(model, batch)
+    if wrong:
+        loss.register_hook(lambda grad: grad * (1 + 2**-20))
+        print(f"mischief: {trainer().worker} has another bit", flush=True)
+    return loss, count
+
+
 def _weight() -> Tensor:
     """Returns the first weight of this worker's state."""
     state = next(each for each in gc.get_objects() if type(each) is State and each.world is trainer().world)

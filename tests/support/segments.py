@@ -162,6 +162,7 @@ def member(
                 world.layout,
                 job.reduction.block,
                 world.nodes,
+                job.workers.rerun_every,
             )
             yield Member(session, state, fence, shape, checkpoints)
         finally:

@@ -37,6 +37,12 @@ class Round:
     """True in a round in which this member has no microbatch: its gradients count for nothing, whatever hooks
     have made of them.
     """
+    again: bool = False
+    """True in a round that runs a microbatch of another member again: nothing is summed."""
+    digest: Tensor | None = None
+    """The wrapping sum of the bits of this round's gradients, int64 scalar on the device; None if it is not
+    wanted.
+    """
 
 
 class GradientReduction(ABC):

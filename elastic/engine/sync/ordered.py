@@ -34,6 +34,9 @@ from elastic.engine.world import World
 from elastic.plan.batch import Deal, Unit
 from elastic.plan.routes import Pieces, Routes
 
+WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""The integers with so many bytes."""
+
 
 class Ordered(Scheme):
     """Adds gradients in the order of the microbatches, which gives the same bits for any number of members."""
@@ -122,6 +125,10 @@ class OrderedReduction(GradientReduction):
 
     def reduce(self, grads: Tensor) -> Tensor | None:
         self.world.keep_up()
+        if (now := self.scheme.round).digest is not None:
+            now.digest.add_(_bits(grads))
+            if now.again:
+                return None
         grads, legs = grads.to(self.wire or grads.dtype), self.scheme.legs()
         alone = len(self.routes.group) == 1  # nothing travels then
         pieces = [grads] if alone else self._to_owner(self._to_handler(self._by_owner(grads), legs), legs)
@@ -217,6 +224,11 @@ class OrderedReduction(GradientReduction):
             places = sorted(range(len(owners)), key=owners.__getitem__)
             total = torch.cat([total[place * part : (place + 1) * part] for place in places])
         return total[:count]
+
+
+def _bits(grads: Tensor) -> Tensor:
+    """Returns the wrapping sum of the words of flat gradients: an int64 scalar, which any flipped bit changes."""
+    return grads.view(WORDS[grads.itemsize]).sum(dtype=torch.int64)
 
 
 def _wide(piece: Tensor) -> torch.dtype:

@@ -166,6 +166,7 @@ def refusals(run: Trial) -> list[str]:
     return said
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "names", [["code", "disk"], pytest.param(DIFFERENT, marks=pytest.mark.full)], ids=len
 )

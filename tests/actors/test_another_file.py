@@ -94,6 +94,7 @@ def attached_until_ctrl_c(name: str, other: str, capsys: Shown) -> str:
     return "".join((*shown, capsys.readouterr().out))
 
 
+@pytest.mark.full
 def test_l6_a_changed_job_file_locks_nobody_out_of_a_run_that_lives(
     tmp_path: Path, capsys: Shown, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -23,6 +23,7 @@ def test_the_cluster_gives_the_bits_of_local(tmp_path: Path) -> None:
     assert run.witness.generation == 1
 
 
+@pytest.mark.full
 def test_an_average_of_the_weights_lives_through_a_kill(tmp_path: Path) -> None:
     """The hash is of all state, with the averages and the moments of groups of parameters."""
     optim = {"average": 0.9, "groups": [{"names": ["*norm*"], "lr_scale": 2.0, "weight_decay": 0.1}]}

@@ -58,6 +58,7 @@ def check_that_who_trains_it_attaches(folder: Path, job: Job, note: str) -> None
     )
 
 
+@pytest.mark.full
 def test_a_run_whose_folder_is_deleted_is_found_and_stopped_with_a_save(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

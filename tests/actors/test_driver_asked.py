@@ -10,6 +10,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import pytest
+
 from elastic.train.machine.gpus import NVML
 from tests.support.commands import ROOT, Command, user_job
 from tests.support.commands import user_package as package
@@ -53,6 +55,7 @@ def asked(folder: Path) -> list[Note]:
     return notes(folder)
 
 
+@pytest.mark.full
 def test_nobody_asks_the_driver_before_a_worker_has_its_gpu(tmp_path: Path) -> None:
     """Nobody may ask at all, since the job has no GPU.
 

@@ -138,6 +138,7 @@ class Strikes:
         return True
 
 
+@pytest.mark.full
 def test_each_is_made_once_though_the_process_that_makes_it_is_killed(tmp_path: Path) -> None:
     """The process dies in the middle of the first text; all is made, as by one process without Ray, before
     the run ends.

@@ -185,7 +185,7 @@ def test_l9_a_loss_that_returns_a_mean_is_refused_before_the_first_step(
     assert_no_actor_left("mean")
 
 
-@pytest.mark.parametrize("trial", [True, False])
+@pytest.mark.parametrize("trial", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_u1_a_trial_refuses_before_a_world_forms(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], trial: bool
 ) -> None:

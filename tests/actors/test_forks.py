@@ -81,6 +81,7 @@ def test_l5_a_warm_start_has_the_same_bits_in_every_layout(tmp_path: Path) -> No
     assert exported_hash(job_of(tmp_path, "cold", 4)) not in ("", exported_hash(many))
 
 
+@pytest.mark.full
 def test_l4_a_command_that_is_refused_for_want_of_room_begins_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

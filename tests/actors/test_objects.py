@@ -88,6 +88,7 @@ def hash_of(bucket: Path) -> str:
         return state_hash(sorted(Path(folder).glob("*.safetensors")))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("typed", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_l11_a_script_on_a_cluster_ends_with_the_bits_of_one_process(tmp_path: Path, typed: bool) -> None:
     """L11: model, loss and dataset are of ``__main__``, which has no file if it is typed.  The coordinator

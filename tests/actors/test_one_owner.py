@@ -214,6 +214,7 @@ def test_who_follows_a_coordinator_that_recorded_nothing_skips_what_it_would_hav
     assert (view.generation == its) == host.startswith("the control")
 
 
+@pytest.mark.full
 def test_a_command_that_cannot_join_the_cluster_of_a_run_that_lives_does_not_begin_it_again(
     tmp_path: Path,
 ) -> None:

@@ -82,9 +82,9 @@ def test_u4_a_kill_inside_the_users_code(tmp_path: Path, place: str) -> None:
 @pytest.mark.parametrize(
     ("how", "place", "why"),
     [
-        ("one", "", "it is good enough"),
+        pytest.param("one", "", "it is good enough", marks=FULL),
         ("one breaks", "", "the loop was left"),
-        ("all", "asked", "it is good enough"),
+        pytest.param("all", "asked", "it is good enough", marks=FULL),
         ("break", "", "the loop was left"),
         pytest.param("break", "committed", "the loop was left", marks=FULL),
         pytest.param("all", "committed", "it is good enough", marks=FULL),

@@ -68,8 +68,7 @@ def holds(judged: Judged) -> dict[str, bool | None]:
 
 
 @pytest.mark.must_run_in_ci
-def test_a_kill_changes_nothing_and_a_loss_with_noise_is_found(tmp_path: Path) -> None:
-    """The control is a job that does not give the same bits twice: only its bits and its losses differ."""
+def test_a_kill_changes_nothing(tmp_path: Path) -> None:
     kill = Fault(0.3, Kind.SIGKILL, 1)
     with LocalNodes(job_of(tmp_path, "sure").workers, 2, print) as nodes:
         nodes.fill()
@@ -83,12 +82,16 @@ def test_a_kill_changes_nothing_and_a_loss_with_noise_is_found(tmp_path: Path) -
         (struck,) = [row for row in judged.rows if row.fault.startswith("SIGKILL of ")]
         assert (struck.tier, struck.redone) == ("live", 0), judged.rows
 
-        bad = Rehearsal(
-            job_of(tmp_path, "unsure", loss=f"{__name__}:noisy", trial=False, steps=6),
-            nodes,
-            print,
-            quiet=True,
-        )
+
+@pytest.mark.full
+def test_a_loss_with_noise_is_found(tmp_path: Path) -> None:
+    """The control of the others: a job that does not give the same bits twice.  Only its bits and its losses
+    differ.
+    """
+    job = job_of(tmp_path, "unsure", loss=f"{__name__}:noisy", trial=False, steps=6)
+    with LocalNodes(job.workers, 2, print) as nodes:
+        nodes.fill()
+        bad = Rehearsal(job, nodes, print, quiet=True)
         bad.undisturbed()
         judged = bad.under([], bad.name("chaos"))
         wrong = {name for name, held in holds(judged).items() if held is False}

@@ -216,6 +216,7 @@ def test_clean_spares_a_run_that_lives_and_removes_a_dead_one(tmp_path: Path, ca
     assert "nothing to remove on the cluster" in capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_the_logs_of_a_cluster_that_was_killed_are_read_where_they_lie(
     tmp_path: Path, capsys: Shown, monkeypatch: pytest.MonkeyPatch
 ) -> None:

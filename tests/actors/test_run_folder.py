@@ -159,6 +159,7 @@ a branch let it go on.
 """
 
 
+@pytest.mark.full
 def test_a_small_file_without_content_stops_no_run(
     begun: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -22,6 +22,7 @@ class Unset(Walks):
 """
 
 
+@pytest.mark.full
 def test_an_interface_that_is_not_there_ends_the_run_by_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -48,6 +48,7 @@ def slowly() -> nn.Module:
     return Own()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("stuck", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_form_s_limits_only_a_start_that_stands_still(tmp_path: Path, stuck: bool) -> None:
     """Its data and its model take w1 longer than ``form_s``, which begins anew with each, so it joins.  The

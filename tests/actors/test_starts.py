@@ -104,6 +104,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, command: Callable[[], object]) -> tup
     return len(heard), len(listed)
 
 
+@pytest.mark.full
 def test_a_command_on_another_node_of_its_cluster_attaches_to_the_run(
     nodes: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -149,6 +150,7 @@ def test_a_command_on_another_node_of_its_cluster_attaches_to_the_run(
         launch(Job.load(path), show=begins)
 
 
+@pytest.mark.full
 def test_a_command_that_the_cluster_of_its_run_refuses_does_not_begin_it_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forks: Warm
 ) -> None:

@@ -49,7 +49,7 @@ def branched(bucket: Path, **changes: Any) -> Job:
     return job
 
 
-@pytest.mark.must_run_in_ci
+@pytest.mark.full
 def test_l4_a_branch_with_another_batch_lives_through_kills(tmp_path: Path) -> None:
     """L4, R6, A10: the ledger has each sample of each epoch once, and the bits are those of one worker.
 

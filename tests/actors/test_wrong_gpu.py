@@ -6,6 +6,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from elastic.report.story import Sentence
 from tests.support.chaos import assert_nothing_left, trial
 from tests.support.commands import ROOT
@@ -21,6 +23,7 @@ del os.environ["CUDA_VISIBLE_DEVICES"]
 """
 
 
+@pytest.mark.full
 def test_a_worker_on_the_gpu_of_another_process_is_replaced(tmp_path: Path) -> None:
     """Ray gives each worker GPU 0, and the driver of its process saw only GPU 1.  The control is in
     train/test_gpus.py.

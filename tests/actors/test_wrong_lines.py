@@ -79,6 +79,7 @@ def test_a_value_says_where_it_came_from(job: str, capsys: Shown, words: list[st
     assert said(capsys).startswith(begins)
 
 
+@pytest.mark.full
 def test_checks_that_fail_end_the_cluster_that_starts_meanwhile(job: str, tmp_path: Path) -> None:
     """Nobody waits for it: the command ends with its sentence, and the system ends Ray's processes with it."""
     command = Command(

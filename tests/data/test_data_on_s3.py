@@ -34,6 +34,7 @@ def dataset(moto_bucket: S3) -> S3:
     return store
 
 
+@pytest.mark.full
 def test_from_a_bucket_to_a_bucket_into_samples(
     swift: Swift, swift_bucket: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -427,6 +427,7 @@ def is_gone(pid: int) -> bool:
 BLOCKS = [(first, (first * 7 + 3) % 48) for first in range(24)]
 
 
+@pytest.mark.full
 def test_readers_give_the_bits_of_the_worker_in_its_order(tmp_path: Path) -> None:
     """Rows that draw have the noise of their ids wherever they are read, and those of the model are left
     alone.
@@ -456,6 +457,7 @@ def test_two_readers_are_nearly_twice_as_fast_where_rows_are_slow() -> None:
     assert took[0] >= 1.5 * took[2], took
 
 
+@pytest.mark.full
 def test_what_a_reader_raises_has_the_sentence_and_the_traceback_of_the_worker() -> None:
     said = []
     for readers in (0, 2):
@@ -532,6 +534,7 @@ def test_no_reader_is_left_when_the_worker_is_killed_or_interrupted(
     wait_until(lambda: all(map(is_gone, pids(tmp_path))))
 
 
+@pytest.mark.full
 def test_a_run_with_readers_has_the_bits_of_one_without_also_after_a_resume_and_validates(
     tmp_path: Path,
 ) -> None:

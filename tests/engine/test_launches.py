@@ -67,6 +67,7 @@ print(config.use_static_cuda_launcher)
 """
 
 
+@pytest.mark.full
 def test_nor_does_a_process_that_ray_has_prepared() -> None:
     """The setting is read as the compiler is imported, which such a process does before it knows of any job."""
     fresh = {name: value for name, value in os.environ.items() if name not in LAUNCHES}

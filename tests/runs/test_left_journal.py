@@ -78,6 +78,7 @@ def measured(run: Run) -> dict[int, float]:
     }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("knows", [6, 2], ids=("stopped", "killed before the journal had the last saves"))
 def test_l2_what_only_the_journal_has_is_there_when_the_run_goes_on_in_one_process(
     tmp_path: Path, knows: int

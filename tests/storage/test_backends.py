@@ -99,6 +99,7 @@ def python(folder: Path, site: Path | None, *arguments: str) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
+@pytest.mark.full
 def test_a_job_trains_resumes_and_exports_on_a_backend_that_a_package_brings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

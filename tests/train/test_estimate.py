@@ -353,6 +353,7 @@ def test_a_number_that_does_not_fit_is_told_as_a_job_writes_it(tmp_path: Path) -
 
 @pytest.mark.filterwarnings("default::DeprecationWarning")  # of torch's compiler, about torch
 # torch's own, while it compiles
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_a_compiled_reproducible_job_is_told_which_policy_it_must_name(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -9,7 +9,7 @@ of the model) and a microbatch cost.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -221,17 +221,22 @@ class Many(nn.Module):
         return self.head(x)  # type: ignore[no-any-return]
 
 
-def test_the_work_from_the_command_to_a_save_grows_as_the_number_of_tensors_does(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "sizes", [(2, 5, 20, 80), pytest.param((2, 15, 60, 240), marks=pytest.mark.full)], ids=str
+)
+def test_the_work_from_the_command_to_a_save_grows_as_the_number_of_tensors_does(
+    tmp_path: Path, sizes: Sequence[int]
+) -> None:
     """The checks, the comparison with plain torch, the initialisation, two steps and a save.
 
     From each of three sizes to the next there are 4 times the tensors.  A loop over all of them for each one
     would be 16 times the work.
     """
     work, gone = list[int](), list[int]()
-    for blocks in (2, 15, 60, 240):
-        sizes = {"model": f"{__name__}:Many", "model_args": {"blocks": blocks}, "steps": 2, "global_batch": 4}
+    for blocks in sizes:
+        many = {"model": f"{__name__}:Many", "model_args": {"blocks": blocks}, "steps": 2, "global_batch": 4}
         job = toy_job(
-            tmp_path / str(blocks), **sizes, optim={"kind": "muon", "lr": 1e-2}, schedule={"warmup_steps": 0}
+            tmp_path / str(blocks), **many, optim={"kind": "muon", "lr": 1e-2}, schedule={"warmup_steps": 0}
         )
         Gone.count = 0
         work.append(
@@ -239,5 +244,5 @@ def test_the_work_from_the_command_to_a_save_grows_as_the_number_of_tensors_does
         )
         gone.append(Gone.count)
     for counts in (work, gone):
-        _, few, some, many = counts  # the first one also imports modules
-        assert 0 < some - few < many - some < 4.5 * (some - few), counts
+        _, few, some, most = counts  # the first one also imports modules
+        assert 0 < some - few < most - some < 4.5 * (some - few), counts

@@ -61,7 +61,11 @@ def after_a_sleep(call: Any, seconds: float = LAG_S) -> Any:
 
 @pytest.mark.parametrize(
     ("layout", "zero"),
-    [(Layout(2, 1), "auto"), (Layout(1, 2), 2), (Layout(1, 2), 3)],
+    [
+        pytest.param(Layout(2, 1), "auto", marks=pytest.mark.full),
+        pytest.param(Layout(1, 2), 2, marks=pytest.mark.full),
+        (Layout(1, 2), 3),
+    ],
     ids=["whole", "stage 2", "stage 3"],
 )
 def test_r15_only_the_member_whose_own_work_is_slow_is_late(

@@ -145,12 +145,12 @@ class Fleet:
         self.tell(f"node {each.asked.result()[:8]} ({each.name}) will be taken in {left_s:.1f} s")
 
     def _take(self, each: FleetNode, view: View | None) -> None:
-        node = each.asked.result()
+        node, gone_at = each.asked.result(), time.time()
         self.ended[f"node {node[:8]}"] = self.nodes.kill(node)
         notice = "with notice" if each.told else "without notice"
         said = f"node {node[:8]} ({each.name}) was taken {notice}"
         del self.there[each.name]
         self.known.discard(each.name)
-        self.stays[node].gone_at = time.time()
+        self.stays[node].gone_at = gone_at
         self.blows.append(Blow(time.time(), view.step if view is not None else 0, said, (node[:8],)))
         self.tell(said)

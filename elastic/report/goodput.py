@@ -7,18 +7,21 @@ loss, too.
 
 Three figures are said, of the whole run and of the time after its first committed step (:class:`Figures`):
 
-    present   samples committed / samples that the nodes present could have committed.  With d data ranks a
-              step takes ceil(M/d) rounds for its M microbatches.  A node is present while a worker of it has
-              joined.
+    present   work done / work that the nodes present could have done.  With d data ranks a step takes
+              ceil(M/d) rounds for its M microbatches, so a second in which they could step is worth 1/ceil(M/d)
+              steps' samples, and a second in which they do is work done.  A node is present while a worker of it
+              has joined.
     paid      the same of the nodes paid: a node is paid from the time at which the run found it until neither
               its keeper nor a worker is left.
     stepping  the time in steps that count / the time, as Google's ml-goodput-measurement has it: a shrunk
               world counts as fully productive.  The size of the world is told apart, as the mean part of the
               largest number of nodes that stepped, or was available.
 
-The time of a step with r rounds is the mean of the steps that count with r rounds.  If the run had none, the
-time with the nearest number of rounds is scaled.  ml-goodput-measurement drops steps below a second; here all
-count.
+A second is compared with what other nodes would have done in the same second, never with the steps of another
+time of the run: where a round takes twice as long, because other programs need the machine, both sides lose
+the same.  With the mean time of the steps with as many rounds in place of this, a replay whose first half had a
+loaded machine came to 127 %.  So what slows the steps themselves does not show here, but in the time of a step.
+ml-goodput-measurement drops steps below a second; here all count.
 
 The journal has no faults.  What a fault interrupts is taken for one unfinished step, which is done again, as
 long as a usual step; the rest is ``detect``, the time until the coordinator knew of the fault.  A step that
@@ -135,11 +138,12 @@ class Totals:
     def __init__(self) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.samples, self.peak, self.stepping_node_s, self.node_s, self.paid_node_s = 0, 0, 0.0, 0.0, 0.0
+        self._done: defaultdict[tuple[int, int], float] = defaultdict(float)
         self._present: defaultdict[tuple[int, int], float] = defaultdict(float)
         self._paid: defaultdict[tuple[int, int], float] = defaultdict(float)
-        """Seconds by the microbatches of a step and the number of data ranks."""
-        self._steps: dict[int, tuple[float, int]] = {}
-        """The seconds and the number of steps that count, by rounds."""
+        """Seconds by the microbatches of a step and the number of data ranks: those that stepped, those of the
+        nodes present, and those of the nodes paid.
+        """
         self._samples_of: dict[int, tuple[int, int]] = {}
         """The samples and the number of steps that count, by microbatches."""
 
@@ -157,37 +161,34 @@ class Totals:
         self._present[sized, each.workers * each.data_ranks // each.members] += took
         self._paid[sized, each.paid * each.data_ranks // each.world_nodes] += took
         if each.bucket == STEPPING:
-            rounds = -(-sized // each.data_ranks)
-            took_before, steps = self._steps.get(rounds, (0.0, 0))
-            self._steps[rounds] = took_before + took, steps + each.steps
+            self._done[sized, each.data_ranks] += took
             samples, steps = self._samples_of.get(sized, (0, 0))
             self._samples_of[sized] = samples + each.samples, steps + each.steps
 
     @property
     def figures(self) -> Figures:
         all_s, stepping_s = sum(self.seconds.values()), self.seconds[STEPPING]
-        present, paid = self._possible(self._present), self._possible(self._paid)
+        done, present, paid = (self._worth(each) for each in (self._done, self._present, self._paid))
         most = all_s * self.peak
         return Figures(
             all_s,
             self.samples,
-            self.samples / present if present else 0.0,
-            self.samples / paid if paid else 0.0,
+            done / present if present else 0.0,
+            done / paid if paid else 0.0,
             stepping_s / all_s if all_s else 0.0,
             self.stepping_node_s / most if most else 0.0,
             self.node_s / most if most else 0.0,
         )
 
-    def _possible(self, there: Mapping[tuple[int, int], float]) -> float:
-        """Returns the number of samples that these data ranks could have committed."""
-        known = {rounds: took / steps for rounds, (took, steps) in self._steps.items() if steps and took}
+    def _worth(self, there: Mapping[tuple[int, int], float]) -> float:
+        """Returns the work of these data ranks if they step all the time: the samples that they commit in all,
+        if a round takes a second.
+        """
         found = 0.0
         for (sized, ranks), seconds in there.items():
             samples, steps = self._samples_of.get(sized, (0, 0))
-            if ranks and steps and known:
-                rounds = -(-sized // ranks)
-                nearest = min(known, key=lambda each: (abs(each - rounds), each))
-                found += seconds * samples / steps / (known[nearest] * rounds / nearest)
+            if ranks and steps:
+                found += seconds * samples / steps / -(-sized // ranks)
         return found
 
 

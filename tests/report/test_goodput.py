@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 from bisect import bisect_left, bisect_right
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -148,24 +147,12 @@ def recomputed(table: bytes, trace: Sequence[tuple[float, int, int]], *, after_f
     first = next(row["end"] for row in rows if row["steps"])
     rows = [row for row in rows if not after_first or row["begin"] >= first]
     steps = [row for row in rows if row["bucket"] == "stepping"]
-    taken = defaultdict[int, list[float]](list)
-    for row in steps:
-        taken[ceil(row["microbatches"] / row["data_ranks"])].append(row["end"] - row["begin"])
-    made = defaultdict[int, int](int)
-    for row in steps:
-        made[ceil(row["microbatches"] / row["data_ranks"])] += row["steps"]
-    step_s = {
-        rounds: sum(each) / made[rounds] for rounds, each in taken.items() if made[rounds] and sum(each)
-    }
 
     def possible(row: Mapping[str, Any], ranks: int, seconds: float) -> float:
-        """Returns the number of steps that so many data ranks could have made."""
-        if not ranks:
-            return 0.0
-        rounds = ceil(row["microbatches"] / ranks)
-        near = min(step_s, key=lambda each: (abs(each - rounds), each))
-        return seconds / (step_s[near] * rounds / near)
+        """Returns the number of steps that so many data ranks could have made in rounds of a second."""
+        return seconds / ceil(row["microbatches"] / ranks) if ranks else 0.0
 
+    made = sum(possible(row, row["data_ranks"], row["end"] - row["begin"]) for row in steps)
     present = paid = 0.0
     at = [each[0] for each in trace]
     for row in rows:
@@ -179,8 +166,8 @@ def recomputed(table: bytes, trace: Sequence[tuple[float, int, int]], *, after_f
         ):
             present += possible(row, workers * row["data_ranks"] // row["members"], end - begin)
             paid += possible(row, nodes * row["data_ranks"] // row["world_nodes"], end - begin)
-    all_s, made_steps = rows[-1]["end"] - rows[0]["begin"], sum(row["steps"] for row in rows)
-    return [made_steps / present, made_steps / paid, sum(row["end"] - row["begin"] for row in steps) / all_s]
+    all_s = rows[-1]["end"] - rows[0]["begin"]
+    return [made / present, made / paid, sum(row["end"] - row["begin"] for row in steps) / all_s]
 
 
 def three(found: Figures) -> list[float]:
@@ -270,19 +257,19 @@ def test_r18_a_shifted_record_moves_the_figures_as_by_hand(tmp_path: Path) -> No
 
 
 def test_r18_the_figures_by_hand() -> None:
-    """R18: 8 microbatches on two nodes are 4 rounds, which took 4 s; so 3 nodes need 3 rounds and 3 s, and one
-    node needs 8 s.
+    """R18: 8 microbatches on two nodes are 4 rounds; 3 nodes need 3 rounds, and one node needs 8.  The steps of
+    the last interval take half as long again, and its seconds count as much.
     """
     two = Interval(0.0, 40.0, STEPPING, 1, 2, 2, 2, 2, 2, 2, 8, 10, 80)
     lost = two._replace(begin=40.0, end=60.0, bucket="decide", workers=1, nodes=1, steps=0, samples=0)
-    spare = two._replace(begin=60.0, end=72.0, workers=3, nodes=3, paid=4, steps=3, samples=24)
+    spare = two._replace(begin=60.0, end=72.0, workers=3, nodes=3, paid=4, steps=2, samples=16)
     totals = Totals()
     for each in (two, lost, spare):
         totals.add(each)
     found = totals.figures
-    assert (found.seconds, found.samples) == (72.0, 104)
-    assert found.present == pytest.approx(13 / (40 / 4 + 20 / 8 + 12 / 3))
-    assert found.paid == pytest.approx(13 / (40 / 4 + 20 / 4 + 12 / 2)), "4 nodes need 2 rounds"
+    assert (found.seconds, found.samples) == (72.0, 96)
+    assert found.present == pytest.approx(52 / 4 / (40 / 4 + 20 / 8 + 12 / 3))
+    assert found.paid == pytest.approx(52 / 4 / (40 / 4 + 20 / 4 + 12 / 2)), "4 nodes need 2 rounds"
     assert found.stepping == pytest.approx(52 / 72)
     assert found.stepping_nodes == pytest.approx((40 * 2 + 12 * 2) / (72 * 3))
     assert found.available_nodes == pytest.approx((40 * 2 + 20 + 12 * 3) / (72 * 3))

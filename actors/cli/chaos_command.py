@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 from statistics import median
 
@@ -32,7 +33,7 @@ from elastic.report.words import clipped, counted
 from elastic.runs.run import Run
 from elastic.sim.costs import Costs
 from elastic.sim.page import replay
-from elastic.sim.replay import Replayed, most_machines
+from elastic.sim.replay import Replayed, most_machines, rules_of
 from elastic.sim.trace import Row, numbers_of, rows_of, sped_up, text_of, thinned
 
 NODES, MOST = 2, 8
@@ -255,7 +256,7 @@ def _judge_trace(rehearsal: Rehearsal, local: LocalNodes, rows: Sequence[Row], l
         f"goodput: {real.present:.1%} of what the nodes present could do, {real.paid:.1%} of what all nodes could "
         "do, with those whose workers were starting"
     )
-    found = simulated(judged.job, judged.timeline, paid, lead)
+    found = simulated(judged.job, judged.timeline, paid, present, lead)
     say(
         f"the simulator, for these nodes at this run's costs: {found.goodput:.1%} and {found.goodput_paid:.1%}"
     )
@@ -272,22 +273,37 @@ def joined(job: Job) -> dict[str, float]:
     return found
 
 
-def simulated(job: Job, timeline: Timeline, performed: Sequence[Row], lead: float) -> Replayed:
-    """Returns what the simulator says of the nodes of a run, at the costs of that run."""
+def simulated(
+    job: Job, timeline: Timeline, paid: Sequence[Row], present: Sequence[Row], lead: float
+) -> Replayed:
+    """Returns what the simulator says of the nodes of a run, at the costs of that run: each node takes to start
+    what it took, or for ever if no worker of it joined.
+    """
+    lost_at = [row.at for row in paid if not row.comes]
     known = {
         name: 0.0 if cost is None else cost
-        for name, cost in costs_of(Run.find(job).segments(), job.name).items()
+        for name, cost in costs_of(Run.find(job).segments(), job.name, lost_at).items()
     }
-    took = [each.took_s for each in timeline.saves.values() if each.took_s is not None]
-    costs = replace(
-        Costs.of(known), save_every=job.checkpoint.save_every, save_s=median(took) if took else 0.0
-    )
     # nodes that wait for the run come with it
     begun_at = timeline.began_at or 0.0
-    rows = [replace(row, at=max(row.at, begun_at)) for row in performed]
     last_at = max(each.end for each in timeline.account.intervals if each.steps)
-    rows = [row for row in rows if row.at < last_at]
-    return replay(rows, costs, lead, last_at - rows[0].at)
+    rows = [replace(row, at=max(row.at, begun_at)) for row in paid if row.at < last_at]
+    joined = [row for row in present if row.comes]
+    starts_s = [
+        min((each.at - row.at for each in joined if each.node == row.node and each.at >= row.at), default=inf)
+        for row in rows
+        if row.comes
+    ]
+    took = [each.took_s for each in timeline.saves.values() if each.took_s is not None]
+    costs = replace(
+        Costs.of(known),
+        save_every=job.checkpoint.save_every,
+        save_s=median(took) if took else 0.0,
+        starts_s=starts_s,
+    )
+    rules = rules_of(costs, most_machines(rows))
+    rules = replace(rules, grow_debounce_s=job.deadlines.grow_debounce_s)
+    return replay(rows, costs, lead, last_at - rows[0].at, rules)
 
 
 def _show(judged: Judged, rehearsal: Rehearsal) -> None:

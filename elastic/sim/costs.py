@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from math import ceil, isfinite
 from typing import Any
@@ -34,7 +34,7 @@ class Costs:
     decide_s: float
     """Time until all members of a lost world have answered the fence."""
     start_s: float
-    """Time from a machine's coming until its worker could step."""
+    """Usual time from a machine's coming until its worker could step."""
     copy_s: float = 0.0
     """Time from a commit until the copies of its state are complete in host memory, at buddies too."""
     save_s: float = 60.0
@@ -43,12 +43,20 @@ class Costs:
     """Number of steps from one save to the next."""
     layout: LayoutRule = field(default_factory=LayoutRule)
     """The layouts that are allowed."""
+    starts_s: Sequence[float] = ()
+    """This time of each machine that came, in order; after the last one it begins anew.  If there are none, each
+    machine takes ``start_s``.
+    """
     about: str = ""
     """The run that was recorded."""
 
     def step_s(self, workers: int) -> float:
         """Returns the time of a step of so many workers."""
         return ceil(self.microbatches / workers) * self.round_s
+
+    def start_of(self, number: int) -> float:
+        """Returns the time that the machine which came after ``number`` others takes to start."""
+        return self.starts_s[number % len(self.starts_s)] if self.starts_s else self.start_s
 
     def times(self, factor: float) -> Costs:
         """Returns the costs with all pauses ``factor`` times as long."""
@@ -80,8 +88,11 @@ class Costs:
         needed = [name for name in known if name not in _OPTIONAL]
         if missing := [name for name in needed if value.get(name) is None]:
             raise ValueError(f"{missing[0]}: this cost is missing; measure it, or write it into the file")
-        numbers = {name: each for name, each in value.items() if name not in ("about", "layout")}
-        for name, number in numbers.items():
+        numbers = {name: each for name, each in value.items() if name not in ("about", "layout", "starts_s")}
+        starts_s = value.get("starts_s", ())
+        if not isinstance(starts_s, Sequence) or isinstance(starts_s, str):
+            raise ValueError(f"starts_s = {starts_s!r} must be a list of numbers of seconds")
+        for name, number in [*numbers.items(), *(("starts_s", each) for each in starts_s)]:
             whole, least = name in _WHOLE, 1 if name in _WHOLE else 0
             if (
                 isinstance(number, bool)
@@ -92,7 +103,10 @@ class Costs:
                 kind = "a whole number" if whole else "a number of seconds"
                 raise ValueError(f"{name} = {number!r} must be {kind} of at least {least}")
         costs = Costs(
-            **numbers, layout=_layout_of(value.get("layout", {})), about=str(value.get("about", ""))
+            **numbers,
+            layout=_layout_of(value.get("layout", {})),
+            starts_s=tuple(starts_s),
+            about=str(value.get("about", "")),
         )
         if not costs.round_s:
             raise ValueError("round_s = 0 must be greater than 0")
@@ -110,5 +124,5 @@ def _layout_of(value: Any) -> LayoutRule:
     return rule
 
 
-_OPTIONAL = ("copy_s", "save_s", "save_every", "layout", "about")
+_OPTIONAL = ("copy_s", "save_s", "save_every", "layout", "starts_s", "about")
 _WHOLE = ("microbatches", "save_every")

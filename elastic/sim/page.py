@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from elastic.control.rules import Rules
 from elastic.sim.costs import Costs
 from elastic.sim.policy import Policy
 from elastic.sim.replay import PROTOCOL, Interruption, Protocol, Replayed, most_machines
@@ -21,13 +22,15 @@ WORST = 5
 """Number of incidents that are shown one by one: those that cost most."""
 
 
-def replay(rows: Sequence[Row], costs: Costs, lead_s: float, seconds: float) -> Replayed:
+def replay(
+    rows: Sequence[Row], costs: Costs, lead_s: float, seconds: float, rules: Rules | None = None
+) -> Replayed:
     """Replays the first ``seconds`` of a trace: with the whole protocol up to :data:`PROTOCOL` machines, and
     with the decisions alone if there are more.  Each removal is announced ``lead_s`` before; 0 means that
-    none is.
+    none is.  ``rules`` are those of a run, if it has others than a replay of any run.
     """
     way = Protocol if most_machines(rows) <= PROTOCOL else Policy
-    return way(rows, costs, lead_s, seconds).replayed()
+    return way(rows, costs, lead_s, seconds, rules).replayed()
 
 
 def numbers(found: Replayed, lead_s: float) -> dict[str, Any]:

@@ -201,6 +201,8 @@ class Machine:
     host: str
     up_at: float
     goes_at: float
+    start_s: float
+    """Time from its coming until its worker could step."""
     worker: WorkerId | None = None
     """Its worker, from when it is asked for until it is gone."""
     could_step: bool = False
@@ -353,8 +355,9 @@ class Replay(ABC):
             return self._removed([self.machines.pop(row.node) for row, _ in rows])
         new = list[Machine]()
         for row, goes_at in rows:
+            start_s = self.costs.start_of(self._machines)
             self._machines += 1
-            machine = Machine(NodeId(f"n{self._machines}"), row.node, self.now, goes_at)
+            machine = Machine(NodeId(f"n{self._machines}"), row.node, self.now, goes_at, start_s)
             self.machines[row.node] = self.by_node[machine.node] = machine
             new.append(machine)
             if self.lead_s and goes_at < inf:
@@ -379,7 +382,7 @@ class Replay(ABC):
     def _count(self, machine: Machine) -> None:
         up_s = self.now - machine.up_at
         self.up_s += up_s
-        self.boot_s += min(self.costs.start_s, up_s)
+        self.boot_s += min(machine.start_s, up_s)
 
     def is_up(self, machine: Machine) -> bool:
         return self.machines.get(machine.host) is machine
@@ -763,7 +766,7 @@ class Protocol(Replay):
         for worker, machine in zip(action.workers, free, strict=False):
             machine.worker, self.homes[worker] = worker, machine
             del self.free[machine.node]
-            by_time.setdefault(max(machine.up_at + self.costs.start_s, self.now), []).append(worker)
+            by_time.setdefault(max(machine.up_at + machine.start_s, self.now), []).append(worker)
         for at, workers in by_time.items():
             self.clock.after(at - self.now, self._join, workers)
         for worker in action.workers[len(free) :]:

@@ -102,5 +102,6 @@ def test_r18_a_spot_trace_is_replayed_for_real(
     blind = of_fleet(timeline.account.intervals, numbers_of(stay), numbers_of(stay))
     assert by_hand != pytest.approx([blind.present, blind.paid], rel=1e-2)
 
-    found = simulated(struck, timeline, paid, lead)
+    found = simulated(struck, timeline, paid, present, lead)
     print(f"by hand {by_hand}, simulated {found.goodput}, {found.goodput_paid}")
+    assert [found.goodput, found.goodput_paid] == pytest.approx(by_hand, rel=0.1)

@@ -66,6 +66,19 @@ def test_two_machines_and_one_loss_by_hand(way: type[Protocol]) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
+def test_each_machine_takes_its_own_time_to_start(way: type[Protocol]) -> None:
+    """One worker joins at 10 and waits 2 s for the other; it steps from 15, 4 s a step.  The other one joins at
+    30; its world steps from the next boundary, at 31, and 7 s more.  The third machine starts as the first did.
+    """
+    costs = replace(BY_HAND, starts_s=(10.0, 30.0))
+    found = way((*TWO[:2], Row(190.0, True, "c")), costs, 0.0, 202.0).replayed()
+    assert (found.start_s, found.boot_s) == pytest.approx((19.0, 50.0), abs=1e-5)
+    (growth,) = found.incidents[:1]
+    assert growth.kind == "growth"
+    assert (growth.at, growth.pause_s) == pytest.approx((31.0, 7.0), abs=1e-5)
+
+
+@pytest.mark.parametrize("way", WAYS)
 def test_where_nobody_else_has_a_part_it_comes_from_the_buddy(way: type[Protocol]) -> None:
     found = way(TWO, replace(BY_HAND, layout=SHARDED), 0.0, 202.0).replayed()
     (loss,) = found.incidents

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.benchmarks.peers import drive
+from tests.benchmarks.peers.drive import spans
 from tests.benchmarks.peers.toy import Mark
 from tests.benchmarks.recovery import spread, table
 
@@ -82,3 +83,28 @@ def test_the_table_tells_of_what_failed() -> None:
         "0.50 (0.50)",
     )
     assert "no wheel for it" in table({"torchft": {"process": {"failed": "Traceback\nno wheel for it"}}})
+
+
+def test_a_trace_of_ray_train_is_cut_at_each_commit() -> None:
+    """It goes back to step 2: the third step is done again, and the pause ends where the next world begins."""
+    marks = [
+        Mark(at, what, step, epoch, world, 0, epoch)
+        for at, what, step, epoch, world in [
+            (0.0, "joined", 0, 1, 2),
+            (1.0, "begin", 1, 1, 2),
+            *((step + 1.0, "commit", step, 1, 2) for step in (1, 2, 3)),
+            (9.0, "begin", 3, 2, 1),
+            (11.0, "commit", 3, 2, 1),
+            (13.0, "commit", 4, 2, 1),
+        ]
+    ]
+    found = [(each["begin"], each["end"], each["bucket"], each["steps"]) for each in spans(marks, 4)]
+    assert found == [
+        (1.0, 2.0, "stepping", 1),
+        (2.0, 3.0, "stepping", 1),
+        (3.0, 4.0, "stepping", 1),
+        (4.0, 9.0, "re-form", 0),
+        (9.0, 11.0, "redone", 0),
+        (11.0, 13.0, "stepping", 1),
+    ]
+    assert [each["data_ranks"] for each in spans(marks, 4)] == [2, 2, 2, 2, 1, 1]

@@ -193,3 +193,30 @@ def step_s(system: System, world: int) -> float:
             first.setdefault((mark.epoch, mark.step), mark.at)
     gaps = [first[b] - first[a] for a, b in pairwise(sorted(first)) if a[0] == b[0] and b[1] == a[1] + 1]
     return median(gaps) if gaps else float("nan")
+
+
+def spans(marks: Sequence[Mark], microbatches: int) -> list[dict[str, Any]]:
+    """Returns the time from the first step to the last commit, cut at each commit.
+
+    A step of the same world takes from commit to commit.  The first step of a world begins with its own mark;
+    the time before it is a re-form.
+    """
+    found: list[dict[str, Any]] = []
+
+    def add(begin: float, end: float, bucket: str, steps: int, world: int) -> None:
+        sizes = {"microbatches": microbatches, "data_ranks": world, "world_nodes": world}
+        found.append({"begin": begin, "end": end, "bucket": bucket, "steps": steps, **sizes})
+
+    begun = {(mark.pid, mark.epoch, mark.step): mark.at for mark in marks if mark.what == "begin"}
+    commits = [mark for mark in marks if mark.what == "commit"]
+    first, furthest = commits[0], commits[0].step
+    add(begun[first.pid, first.epoch, first.step], first.at, "stepping", 1, first.world)
+    for before, mark in pairwise(commits):
+        begin = before.at
+        if mark.epoch != before.epoch:
+            begin = begun[mark.pid, mark.epoch, mark.step]
+            add(before.at, begin, "re-form", 0, before.world)
+        new = mark.step > furthest
+        add(begin, mark.at, "stepping" if new else "redone", int(new), mark.world)
+        furthest = max(furthest, mark.step)
+    return found

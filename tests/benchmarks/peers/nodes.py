@@ -73,13 +73,7 @@ class Nodes:
         self.cluster.worker_nodes.discard(node)
 
     def drain(self, node_id: str, lead_s: float) -> None:
-        """Tells Ray that the node's machine will be taken in ``lead_s`` seconds."""
-        deadline_ms = int(1000 * (time.time() + lead_s))
-        preempted = DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
-        accepted, why = GcsClient(address=self.cluster.address).drain_node(
-            node_id, preempted, "spot", deadline_ms
-        )
-        assert accepted, why
+        drain(self.cluster.address, node_id, lead_s)
 
     def freeze(self, node_id: str) -> None:
         """Freezes a node with all its processes; no connection is closed."""
@@ -101,6 +95,14 @@ class Nodes:
         self.bury()
         for node in [*self.nodes.values(), self.cluster.head_node]:
             end(node)
+
+
+def drain(address: str, node_id: str, lead_s: float) -> None:
+    """Tells Ray's head that the node's machine will be taken in ``lead_s`` seconds."""
+    deadline_ms = int(1000 * (time.time() + lead_s))
+    preempted = DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
+    accepted, why = GcsClient(address=address).drain_node(node_id, preempted, "spot", deadline_ms)
+    assert accepted, why
 
 
 def end(node: Any) -> None:

@@ -35,10 +35,12 @@ def train_loop(config: dict[str, Any]) -> None:
     context = ray.train.get_context()
     rank, world = context.get_world_rank(), context.get_world_size()
     log = StepLog(config["folder"], rank, ray.get_runtime_context().get_node_id())
+    size: toy.Size = config.get("size", toy.Size())
     epoch = time.time_ns() // 1_000_000
+    log.write("joined", 0, epoch, world)
     torch.set_num_threads(1)
-    model = ray.train.torch.prepare_model(toy.model())
-    optimizer, data, step = toy.optimizer(model), Sums(read_s=toy.READ_S), 0
+    model = ray.train.torch.prepare_model(toy.model(size.layers))
+    optimizer, data, step = toy.optimizer(model), Sums(read_s=size.read_s), 0
     checkpoint = ray.train.get_checkpoint()
     if checkpoint is not None:
         with checkpoint.as_directory() as folder:
@@ -46,19 +48,19 @@ def train_loop(config: dict[str, Any]) -> None:
         inner(model).load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         step = state["step"]
-    while True:
+    while step < size.steps:
         step += 1
         log.write("begin", step, epoch, world)
         optimizer.zero_grad()
-        mine = range(rank, toy.MICROBATCHES, world)
+        mine = range(rank, size.microbatches, world)
         for microbatch in mine:
             last = microbatch == mine[-1] or world == 1
             with nullcontext() if last else model.no_sync():
-                toy.loss(model, data, step, microbatch).backward()
+                toy.loss(model, data, step, microbatch, size.microbatches).backward()
         optimizer.step()
         if rank == 0:
             log.write("commit", step, epoch, world)
-        if step % toy.SAVE_EVERY == 0:
+        if step % size.save_every == 0:
             save(model, optimizer, step, rank)
 
 
@@ -74,6 +76,22 @@ def save(model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int, ra
         ray.train.report({"step": step}, checkpoint=Checkpoint.from_directory(folder) if rank == 0 else None)
 
 
+def trainer(storage: Path, most: int, config: dict[str, Any]) -> TorchTrainer:
+    """Returns a trainer of 1 to ``most`` workers that restarts as often as it must."""
+    return TorchTrainer(
+        train_loop,
+        train_loop_config=config,
+        torch_config=TorchConfig(backend="gloo"),
+        scaling_config=ScalingConfig(num_workers=(1, most), elastic_resize_monitor_interval_s=RESIZE_S),
+        run_config=RunConfig(
+            name="recovery",
+            storage_path=str(storage),
+            checkpoint_config=CheckpointConfig(num_to_keep=2),
+            failure_config=FailureConfig(max_failures=-1),
+        ),
+    )
+
+
 class RayTrain:
     settings = (
         f"{TUNED}, elastic_resize_monitor_interval_s = {RESIZE_S:g}, a checkpoint every {toy.SAVE_EVERY} "
@@ -85,20 +103,7 @@ class RayTrain:
         self.folder = folder / "steps"
         self.folder.mkdir()
         self.nodes = Nodes()
-        self.trainer = TorchTrainer(
-            train_loop,
-            train_loop_config={"folder": str(self.folder)},
-            torch_config=TorchConfig(backend="gloo"),
-            scaling_config=ScalingConfig(
-                num_workers=(1, toy.WORKERS), elastic_resize_monitor_interval_s=RESIZE_S
-            ),
-            run_config=RunConfig(
-                name="recovery",
-                storage_path=str(folder / "storage"),
-                checkpoint_config=CheckpointConfig(num_to_keep=2),
-                failure_config=FailureConfig(max_failures=-1),
-            ),
-        )
+        self.trainer = trainer(folder / "storage", toy.WORKERS, {"folder": str(self.folder)})
 
     def start(self) -> None:
         for _ in range(toy.WORKERS):

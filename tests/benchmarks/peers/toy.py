@@ -11,6 +11,7 @@ import json
 import os
 import time
 from dataclasses import asdict, dataclass
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,20 @@ SAVE_EVERY = 10
 WORKERS = 2
 
 
-def model() -> nn.Module:
+@dataclass(frozen=True)
+class Size:
+    """The size of a toy job, and how often it saves."""
+
+    layers: int = MODEL["layers"]
+    microbatches: int = MICROBATCHES
+    read_s: float = READ_S
+    save_every: int = SAVE_EVERY
+    steps: float = inf
+
+
+def model(layers: int = MODEL["layers"]) -> nn.Module:
     torch.manual_seed(0)
-    made = build(**MODEL)
+    made = build(**MODEL | {"layers": layers})
     made.init_weights()  # type: ignore[operator]
     return made
 
@@ -39,16 +51,19 @@ def optimizer(module: nn.Module) -> torch.optim.AdamW:
     return torch.optim.AdamW(module.parameters(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
 
 
-def loss(module: nn.Module, data: Sums, step: int, microbatch: int) -> Tensor:
-    """Returns the part of one microbatch in the mean loss of a step; reading the microbatch takes ``READ_S``."""
-    first = (step * 2 * MICROBATCHES + 2 * microbatch) % len(data)
+def loss(
+    module: nn.Module, data: Sums, step: int, microbatch: int, microbatches: int = MICROBATCHES
+) -> Tensor:
+    """Returns the part of one microbatch in the mean loss of a step; reading it takes ``data.read_s``."""
+    first = (step * 2 * microbatches + 2 * microbatch) % len(data)
     total, count = next_token(module, data.read((first, first + 1)))
-    return total / count / MICROBATCHES
+    return total / count / microbatches
 
 
 @dataclass(frozen=True)
 class Mark:
-    """One line of the log.  ``what`` is "begin", "commit" or, by torchft, "dropped".
+    """One line of the log.  ``what`` is "begin", "commit" or, by torchft, "dropped"; a worker of Ray Train
+    writes "joined" first.
 
     ``epoch`` grows with every change of the world; it is 0 where it is not known yet.
     """

@@ -117,8 +117,10 @@ def _take(decision: Decision, event: Fact) -> None:
     """Adds what ``event`` says to the knowledge of the run."""
     match event:
         case Joined():
+            # workers say it again to each new coordinator, also those that are members
+            known = event.worker in decision.run.workers
             admission.joined(decision, event)
-            if event.worker in decision.run.workers:
+            if not known and event.worker in decision.run.workers:
                 draining.joined(decision, event.worker)
         case Lost():
             _lost(decision, event)

@@ -11,7 +11,8 @@ Four rules must hold:
 * Once all parts of a save are told and replicas differ, no world begins with a state after the newest
   checkpoint.
 * Who differs from most replicas then, three or more, is no member any more.
-* Nobody is called wrong whose replicas, or most of them, come from flips while its own state does not.
+* Nobody is called wrong whose state does not come from a flip, unless most of the replicas that are compared
+  come from one.
 """
 
 from __future__ import annotations
@@ -42,6 +43,16 @@ def mixed(numbers: Iterable[int]) -> int:
     """Returns the number of bits that come of others: 0 if those are as they should be."""
     found = tuple(numbers)
     return hash(found) if any(found) else 0
+
+
+def voters_on(run: RunState, step: int) -> set[WorkerId]:
+    """Returns the workers whose replicas of ``step`` are compared: the members of its save, and those of a
+    dispute about it.  They may be fewer or more than the members of the present world.
+    """
+    voters = {member for save in run.saves.pending if save.version.step == step for member in save.members}
+    if (dispute := run.history.dispute) is not None and dispute.step == step:
+        voters.update(vote.worker for vote in dispute.votes)
+    return voters
 
 
 class Flips:
@@ -194,12 +205,13 @@ class Flips:
         """Checks whom the run calls wrong."""
         for part in reason.split("; ") if self.some and CALLED in reason else ():
             if CALLED in part:
-                named = {word.strip(",") for word in part.partition(CALLED)[0].split()}
+                who, _, after = part.partition(CALLED)
+                named = {word.strip(",") for word in who.split()}
                 called = named & {str(name) for name in self.sim.cluster.workers}
                 sound = called - {str(name) for name in self.flipped}
                 self.sim.oracle.occasions["a worker is called wrong"] += 1
-                members = before.members.seats
-                if sound and 2 * sum(member in self.flipped for member in members) <= len(members):
+                voters = voters_on(before, int(after.split()[2]))
+                if sound and 2 * len(voters & self.flipped) <= len(voters):
                     raise Violation(f"{min(sound)} is called wrong, and no bit of it flipped")
 
     def judge_asking(self, version: Version) -> None:

@@ -253,6 +253,15 @@ def test_a_spare_on_a_doomed_node_ends_at_once_and_a_late_joiner_too() -> None:
     assert play.did(Kill) == [Kill((late,), "its node is taken")] and late not in play.run.workers
 
 
+def test_a_member_on_a_doomed_node_that_joins_again_stays_until_the_boundary() -> None:
+    """It says to a new coordinator that it has joined, like every worker, and is a member all the same."""
+    play = running()
+    notice(play)
+    play.tell(ev.Recovered(2, play.plan.members, (N1, N2, N3)))
+    assert play.tell(ev.Joined(W3, N3, "cpu", CLASSES)) == "refused: w3 has joined already"
+    assert W3 in play.run.workers and play.did(Kill) == []
+
+
 def test_the_keeper_acknowledges_once_nothing_is_needed_there() -> None:
     play = running()
     notice(play, lead_s=5.0)

@@ -560,6 +560,12 @@ CONTROL: dict[str, tuple[Breach, ...]] = {
             Edit("draining", "    if newest_source(run, rest).version == newest:\n", "    if True:\n"),
         ),
         Breach(
+            "a member that joins again on such a node is ended",
+            "which was given up",
+            ("drawn", 705045),
+            Edit("machine", "if not known and event.worker in", "if event.worker in"),
+        ),
+        Breach(
             "a node is let go that is in the world",
             "is let go, and is in the world",
             ("noticed", 0),

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
-from elastic.sim import simulate
+from elastic.control.machine import advance
+from elastic.control.run import Dispute, History, Members, RunState, Saves, Saving, Vote, Waiting
+from elastic.ids import NodeId, Version, WorkerId
+from elastic.plan.layout import Layout
+from elastic.sim import Violation, simulate
 from elastic.sim.coverage import run_in_processes, run_many
-from elastic.sim.flips import mixed
+from elastic.sim.flips import mixed, voters_on
 from elastic.sim.scenario import FLIPPED_FROM, Scenario
+from elastic.sim.simulation import Simulation
 from tests.sim.scenarios import flipped
 
 OCCASIONS = ("a bit flips", "replicas differ at a save", "a worker is called wrong")
@@ -39,6 +45,27 @@ def test_smaller_seeds_have_no_flips() -> None:
 
 def test_bits_that_are_right_stay_right() -> None:
     assert mixed((0, 0)) == 0 != mixed((0, 5)) == mixed((0, 5)) != mixed((5, 0))
+
+
+def test_replicas_are_those_of_the_save_and_not_of_a_later_world() -> None:
+    """Two of three replicas come from a flip, so the third is called wrong, although a worker has joined since.
+    The control: only one of them does.
+    """
+    w1, w2, w3, w4 = (WorkerId(f"w{number}") for number in range(1, 5))
+    nodes = tuple(NodeId(f"n{number}") for number in range(1, 4))
+    save = Saving(Version(23, 6), (w1, w2, w3), nodes, Layout(3, 1), 0.0)
+    later = Members(seats=(w1, w2, w3, w4))
+    run = RunState(1, 7, Waiting(0.0), members=later, saves=Saves((save,)))
+    assert voters_on(run, 22) == set()
+    dispute = History(dispute=Dispute(23, (Vote(w4, nodes[0], "", "1"),)))
+    assert voters_on(replace(run, history=dispute), 23) == {w1, w2, w3, w4}
+    sim = Simulation(3, flipped(3), advance)
+    sim.run()  # so that there are workers of these names
+    sim.flips.flipped = {w1, w2}
+    sim.flips.judge_reason(run, "w3 held other bits after step 23 than the other replicas: the run goes back")
+    sim.flips.flipped = {w1}
+    with pytest.raises(Violation, match="w3 is called wrong"):
+        sim.flips.judge_reason(run, "w3 held other bits after step 23 than the other replicas")
 
 
 @pytest.mark.full

@@ -72,7 +72,7 @@ def form(decision: Decision) -> None:
     why = missing(decision, plan)
     if plan is None or why:
         return _wait(decision, why)
-    if isinstance(run.state, Stopping) and plan.tier == "live" and run.state.ahead is None:
+    if isinstance(run.state, Stopping) and plan.tier == "live" and run.state.ahead is None and not run.stop:
         choice = growth.at_the_end(run, decision.rules, plan.members, decision.now)
         if choice is not None and choice.what == WAIT:
             enter(decision, Waiting(decision.now, decision.now + choice.wait_s))

@@ -449,10 +449,18 @@ def _next(decision: Decision, state: Stopping) -> None:
         edges.end(decision, Failed(reason, state.job_error))
     elif saves.target_is_saved(run, rules):
         edges.finished(decision, f"finished at step {run.history.saved[-1].step}")
-    elif run.stop:
+    elif run.stop and not _asked_too_late(run, state):
         edges.end_as_asked(decision)
     elif fruitless > rules.max_fruitless:
         budget = f"{fruitless} generations in a row committed no new step; at most {rules.max_fruitless} may"
         edges.end(decision, Failed(f"{budget}.  The last one ended because: {state.cause}"))
     else:
         edges.form(decision)
+
+
+def _asked_too_late(run: RunState, state: Stopping) -> bool:
+    """Returns whether the members had agreed on a boundary before they heard that its state is to be saved: a
+    stop loses nothing then, since the next world saves at its first boundary.
+    """
+    last = run.history.last
+    return state.planned and state.save and last is not None and not last.saves

@@ -233,6 +233,8 @@ def _say_again(decision: Decision) -> None:
         case Stopping(plan=plan, planned=True, hand_over=hand_over):
             decision.do(Go(plan.generation, plan.members))
             decision.do(Pause(plan.generation, plan.members, state.save, hand_over))
+            if not state.pending:  # its boundary is reached, and only the keepers know what was handed over
+                copy_inventory.ask(decision)
         case Stopping(plan=plan, pending=pending):
             if pending and not any(isinstance(action, Fence) for action in decision.actions):
                 decision.do(Fence(plan.generation, pending))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from elastic.control.draining import asked_at
 from elastic.control.liveness import Watch
-from elastic.control.run import Forming, Running, Stopping, Waiting
+from elastic.control.run import Forming, Running, Stopped, Stopping, Waiting
 from elastic.ids import NodeId, Version, WorkerId
 from elastic.plan.layout import LayoutRule
 from elastic.plan.transfer import Holding
@@ -107,6 +107,21 @@ def test_a_state_that_the_others_do_not_hold_is_handed_over() -> None:
     assert isinstance(play.run.state, Forming) and play.plan.members == ("w1", "w2")
     assert (play.plan.version, play.plan.tier) == (Version(5, 1), "host")
     assert N3 in dict(play.plan.hosts), "the doomed node's keeper still serves its copy"
+
+
+def test_a_new_coordinator_waits_for_what_was_handed_over() -> None:
+    """The time that the keepers had for their answers ran out while there was no coordinator."""
+    play = running(SHARDED)
+    notice(play, lead_s=5.0)
+    cells = {member: play.shard(member, Version(5, 1)) for member in play.plan.members}
+    stops(play, HAND_OVER)
+    play.now += 2 * play.rules.fence_s
+    play.tell(ev.Recovered(2, (WorkerId("w1"), W2), (N1, N2, N3)))
+    assert isinstance(play.run.state, Stopping) and play.did(ListCopies) == [ListCopies(1, (N1, N2, N3))]
+    for node, there in zip((N1, N2, N3), cells.values(), strict=True):
+        play.tell(ev.Kept(node, 1, (Holding(there.worker, there.version, there.cell, node),)))
+    assert isinstance(play.run.state, Forming)
+    assert (play.plan.version, play.plan.tier) == (Version(5, 1), "host"), "no step is lost"
 
 
 @pytest.mark.parametrize(("copies", "save"), [(1, False), (0, True)])
@@ -424,6 +439,27 @@ def test_a_stop_that_was_asked_for_is_saved_all_the_same() -> None:
     reformed(play)
     play.later(0.1)
     assert play.did(Pause)[0].save
+
+
+def test_a_stop_that_comes_after_the_boundary_was_agreed_is_saved_by_the_next_world() -> None:
+    """The control: the boundary is saved, and the run ends with it."""
+    for boundary in (PAUSE, SAVE_AND_PAUSE):
+        play = running()
+        notice(play, N3, 5.0)
+        assert not play.did(Pause)[0].save
+        play.tell(ev.StopRequested("user"))
+        assert play.did(Pause)[0].save
+        stops(play, boundary)
+        if boundary == PAUSE:
+            assert isinstance(play.run.state, Forming) and play.plan.version == Version(5, 1)
+            reformed(play)
+            play.later(0.1)
+            assert play.did(Pause)[0].save
+            stops(play, SAVE_AND_PAUSE)
+        version, saved_by = play.run.version, play.plan.members
+        assert isinstance(play.run.state, Stopping), "it waits for the save"
+        play.save(version, *saved_by)
+        assert isinstance(play.run.state, Stopped) and play.run.history.saved[-1] == version
 
 
 def test_a_state_that_must_be_saved_gets_the_time_for_it() -> None:

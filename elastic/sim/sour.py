@@ -109,7 +109,7 @@ class LemonsOracle:
                 if worker in before.workers:
                     self._incident(before, before.workers[worker].node, now)
         self._judge_closings(before, after, now)
-        self._judge_waiting(after, now)
+        self._judge_waiting(before, after, now)
 
     def _incident(self, before: RunState, node: NodeId, now: float) -> None:
         """Notes an incident.  What fails together is one, and what fails on a closed node is none."""
@@ -152,11 +152,15 @@ class LemonsOracle:
                     raise Violation(f"node {node} is closed for {cool_s:g} s, after {before_s:g} s before")
             self.closings[node].append(known)
 
-    def _judge_waiting(self, after: RunState, now: float) -> None:
+    def _judge_waiting(self, before: RunState, after: RunState, now: float) -> None:
+        """Checks that a run without a world waits no longer than ``refused_s`` after an incident, or after it last
+        used a closed node, whose room is heard of a moment later.
+        """
+        changed = before.cluster.lemons != after.cluster.lemons
         stuck = isinstance(after.state, Waiting) and not after.members.starting and not after.cluster.slots
         if not stuck or not any(known.closed for known in after.cluster.lemons.values()) or after.stop:
             self._stuck_since = None
-        elif self._stuck_since is None:
+        elif self._stuck_since is None or changed:
             self._stuck_since = now
         elif now - self._stuck_since > self.sim.rules.refused_s + LATE_S:
             raise Violation("the run waits, and does not use a node that is closed")

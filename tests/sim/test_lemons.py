@@ -6,9 +6,14 @@ from collections import Counter
 
 import pytest
 
-from elastic.sim import simulate
+from elastic.control.machine import advance
+from elastic.control.run import Cluster, Lemon, RunState, Waiting
+from elastic.ids import NodeId
+from elastic.sim import Violation, simulate
 from elastic.sim.coverage import run_in_processes, run_many
 from elastic.sim.scenario import LEMONS_FROM, Scenario
+from elastic.sim.simulation import Simulation
+from elastic.sim.sour import LATE_S
 from tests.sim.scenarios import lemons
 
 FOUND = (800059, 800172, 800190, 800203, 800288)
@@ -34,6 +39,22 @@ def test_smaller_seeds_have_no_lemons() -> None:
         scenario = Scenario.drawn(seed)
         assert not scenario.lemons and not scenario.rules.lemon_after
     assert all(Scenario.drawn(seed).lemons for seed in range(LEMONS_FROM, LEMONS_FROM + 20))
+
+
+def test_the_second_closed_node_is_due_after_the_first_one_is_used() -> None:
+    """The room of the first one may come.  The control: nothing comes for as long again."""
+    sim = Simulation(6, lemons(6), advance)
+    judge, refused_s, cool_s = sim.oracle.lemons, sim.rules.refused_s, sim.rules.lemon_cool_s
+    n1, n2 = NodeId("n1"), NodeId("n2")
+    judge.told.update({n1: [0.0, 1.0], n2: [0.0, 1.0]})
+    closed, used = Lemon((0.0, 1.0), 1, 1.0, cool_s), Lemon((0.0, 1.0), 1, refused_s, refused_s)
+    both = RunState(1, 1, Waiting(0.0), cluster=Cluster(lemons={n1: closed, n2: closed}))
+    one = RunState(1, 1, Waiting(0.0), cluster=Cluster(lemons={n1: used, n2: closed}))
+    judge.note(both, (), (), both, 1.0)
+    judge.note(both, (), (), one, refused_s + 1.0)
+    judge.note(one, (), (), one, refused_s + LATE_S + 2.0)
+    with pytest.raises(Violation, match="does not use a node that is closed"):
+        judge.note(one, (), (), one, 2 * refused_s + LATE_S + 2.0)
 
 
 @pytest.mark.full

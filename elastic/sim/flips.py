@@ -45,14 +45,20 @@ def mixed(numbers: Iterable[int]) -> int:
     return hash(found) if any(found) else 0
 
 
-def voters_on(run: RunState, step: int) -> set[WorkerId]:
-    """Returns the workers whose replicas of ``step`` are compared: the members of its save, and those of a
-    dispute about it.  They may be fewer or more than the members of the present world.
+def replicas_of(worker: WorkerId, step: int, run: RunState) -> set[WorkerId]:
+    """Returns the workers whose states of ``step`` are compared with that of ``worker``, itself included: they have
+    the same cell in the save of the step, or in a dispute about it.  The present world may have other members.
     """
-    voters = {member for save in run.saves.pending if save.version.step == step for member in save.members}
+    seats = [
+        (member, str(cell_of(save.layout, rank)))
+        for save in run.saves.pending
+        if save.version.step == step
+        for rank, member in enumerate(save.members)
+    ]
     if (dispute := run.history.dispute) is not None and dispute.step == step:
-        voters.update(vote.worker for vote in dispute.votes)
-    return voters
+        seats += [(vote.worker, vote.about) for vote in dispute.votes]
+    cells = {cell for each, cell in seats if each == worker}
+    return {each for each, cell in seats if cell in cells}
 
 
 class Flips:
@@ -206,13 +212,14 @@ class Flips:
         for part in reason.split("; ") if self.some and CALLED in reason else ():
             if CALLED in part:
                 who, _, after = part.partition(CALLED)
-                named = {word.strip(",") for word in who.split()}
-                called = named & {str(name) for name in self.sim.cluster.workers}
-                sound = called - {str(name) for name in self.flipped}
+                named, step = {word.strip(",") for word in who.split()}, int(after.split()[2])
                 self.sim.oracle.occasions["a worker is called wrong"] += 1
-                voters = voters_on(before, int(after.split()[2]))
-                if sound and 2 * len(voters & self.flipped) <= len(voters):
-                    raise Violation(f"{min(sound)} is called wrong, and no bit of it flipped")
+                for sound in sorted(
+                    {each for each in self.sim.cluster.workers if each in named} - self.flipped
+                ):
+                    replicas = replicas_of(sound, step, before)
+                    if 2 * len(replicas & self.flipped) <= len(replicas):
+                        raise Violation(f"{sound} is called wrong, and no bit of it flipped")
 
     def judge_asking(self, version: Version) -> None:
         """Checks an order to write a manifest."""

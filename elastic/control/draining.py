@@ -28,10 +28,9 @@ from elastic.control import ahead, copy_inventory, edges, evicting, membership
 from elastic.control.decision import Decision, names
 from elastic.control.liveness import Watch
 from elastic.control.run import Announced, Forming, Running, RunState, Stopping
-from elastic.control.seating import candidates, layout_of, newest_source
+from elastic.control.seating import candidates, have_all, layout_of, newest_source, staying
 from elastic.ids import NodeId, WorkerId
-from elastic.plan.placement import cell_of
-from elastic.plan.transfer import LIVE, Holding, covered
+from elastic.plan.transfer import LIVE, covered
 from elastic.protocol.actions import LetGo, Pause
 from elastic.protocol.events import NodeAdvised, NodeDraining, NodeStays
 from elastic.protocol.plan import Plan
@@ -139,7 +138,7 @@ def go_on(decision: Decision) -> None:
     """Lets nodes leave whose time has come, and tells the keepers of nodes that have left."""
     _forget_what_is_over(decision)
     run, plan = decision.run, decision.run.plan
-    doomed = [node for node in run.cluster.notices if run.cluster.deadline(node) is not None]
+    doomed = run.cluster.doomed
     seats = Counter(plan.nodes) if plan is not None and doomed else Counter[NodeId]()
     waiting = [node for node in doomed if node not in run.cluster.leaving]
     if due := _due(decision, waiting, seats):
@@ -174,9 +173,7 @@ def awaited(decision: Decision) -> bool:
         return False
     seats = Counter(plan.nodes)
     return any(
-        not _brings_a_pause(decision, plan, node, seats[node])
-        for node in run.cluster.notices
-        if node in seats and run.cluster.deadline(node) is not None
+        not _brings_a_pause(decision, plan, node, seats[node]) for node in run.cluster.doomed if node in seats
     )
 
 
@@ -304,10 +301,7 @@ def _brings_a_pause(decision: Decision, plan: Plan, node: NodeId, members: int) 
 def _replaced(decision: Decision, plan: Plan, nodes: Collection[NodeId], seats: Mapping[NodeId, int]) -> bool:
     """Returns whether workers are there for the seats of all members on ``nodes``."""
     run = decision.run
-    new = sum(
-        worker not in plan.ranks and run.cluster.deadline(run.workers[worker].node) is None
-        for worker in candidates(run, decision.rules)
-    )
+    new = sum(worker not in plan.ranks for worker in staying(run, decision.rules))
     return new >= sum(seats[node] for node in nodes)
 
 
@@ -368,14 +362,10 @@ def _needs(decision: Decision, plan: Plan, going: Collection[WorkerId]) -> tuple
     A copy in a machine that is taken helps only a world that forms at once, and only if copies are made.
     """
     run = decision.run
-    stay = [
-        Holding(member, plan.version, cell_of(plan.layout, rank))
-        for rank, member in enumerate(plan.members)
-        if member not in going and member in run.workers
-    ]
-    if stay and covered(stay, run.members.classes):
+    if have_all(run, plan, going):
         return False, False
     copied = plan.copy_every and not copy_inventory.overdue(run)
+    stay = any(member not in going and member in run.workers for member in plan.members)
     forms = stay and evicting.forms_without(decision, going)
     return (False, True) if copied and forms else (True, False)
 

@@ -62,8 +62,7 @@ def _why_it_stays(decision: Decision, worker: WorkerId) -> str:
 
 def forms_without(decision: Decision, workers: Collection[WorkerId]) -> bool:
     """Returns whether a world can be formed of the other workers, on nodes that are not taken."""
-    there = staying(decision.run, decision.rules)
-    rest = tuple(each for each in there if each not in workers)
+    rest = staying(decision.run, decision.rules, workers)
     return layout_of(decision.run, rest, decision.rules) is not None
 
 

@@ -108,9 +108,9 @@ def wanted(run: RunState, rules: Rules) -> int:
 
 def _staying(run: RunState) -> int:
     """Returns the number of workers on nodes that will not be taken."""
-    if not run.cluster.notices:
+    if not (doomed := run.cluster.doomed):
         return len(run.workers)
-    return sum(run.cluster.deadline(known.node) is None for known in run.workers.values())
+    return len([known for known in run.workers.values() if known.node not in doomed])
 
 
 def _forget_the_late(decision: Decision) -> None:

@@ -312,6 +312,11 @@ class Cluster:
         """Returns the time at which the node's machine will be taken; None if nothing is announced."""
         return min((each.at for each in self.notices.get(node, ()) if not each.advice), default=None)
 
+    @property
+    def doomed(self) -> tuple[NodeId, ...]:
+        """The nodes whose machines will be taken."""
+        return tuple(node for node in self.notices if self.deadline(node) is not None)
+
     def closed(self, *, few: bool) -> tuple[NodeId, ...]:
         """Returns the nodes that get no new worker because they will be taken, or may be, because workers fail
         there, or because several of their workers were slow.  If workers are ``few``, a node that may be taken or

@@ -8,7 +8,7 @@ the chosen members and the keepers' copies hold together.  Versions are never mi
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from math import ceil
@@ -19,7 +19,7 @@ from elastic.control.rules import Rules
 from elastic.control.run import Members, RunState, Worker
 from elastic.ids import Cell, NodeId, Version, WorkerId
 from elastic.plan.layout import Layout, choose
-from elastic.plan.placement import number_of_cells, padding
+from elastic.plan.placement import cell_of, number_of_cells, padding
 from elastic.plan.seats import seat
 from elastic.plan.transfer import LIVE, Holding, covered, newest_covered
 from elastic.protocol.commit_record import Score
@@ -86,12 +86,42 @@ def _fit(worker: Worker, kind: str, approved: Mapping[NodeId, bool]) -> bool:
     return not worker.unfit and kind in ("", worker.kind) and approved.get(worker.node, True)
 
 
-def staying(run: RunState, rules: Rules) -> tuple[WorkerId, ...]:
-    """Returns the workers that can be members, on machines that will not be taken."""
-    there = candidates(run, rules)
-    if not run.cluster.notices:
+def staying(run: RunState, rules: Rules, without: Collection[WorkerId] = ()) -> tuple[WorkerId, ...]:
+    """Returns the workers that can be members, on machines that will not be taken; none of ``without``.
+
+    While a notice is open every event asks, so the result is cached until something about the workers changes.
+    """
+    there, doomed = candidates(run, rules), run.cluster.doomed
+    if not doomed and not without:
         return there
-    return tuple(each for each in there if run.cluster.deadline(run.workers[each].node) is None)
+    return _staying(_Same(run.members), _Same(there), frozenset(doomed), frozenset(without))
+
+
+@lru_cache(maxsize=8)
+def _staying(
+    known: _Same, there: _Same, doomed: frozenset[NodeId], without: frozenset[WorkerId]
+) -> tuple[WorkerId, ...]:
+    workers = known.value.workers
+    return tuple(each for each in there.value if each not in without and workers[each].node not in doomed)
+
+
+def have_all(run: RunState, plan: Plan, without: Collection[WorkerId]) -> bool:
+    """Returns whether the members of ``plan`` that are still there hold the whole state together, also without
+    those of ``without``.
+    """
+    return _have_all(_Same(run.members), _Same(plan), frozenset(without))
+
+
+@lru_cache(maxsize=8)
+def _have_all(known: _Same, given: _Same, without: frozenset[WorkerId]) -> bool:
+    members: Members = known.value
+    plan: Plan = given.value
+    held = [
+        Holding(member, plan.version, cell_of(plan.layout, rank))
+        for rank, member in enumerate(plan.members)
+        if member not in without and member in members.workers
+    ]
+    return covered(held, members.classes)
 
 
 def layout_of(run: RunState, workers: tuple[WorkerId, ...], rules: Rules) -> Layout | None:

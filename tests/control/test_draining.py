@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ from elastic.protocol.commit_record import (
 )
 from elastic.protocol.events import NodeAdvised, NodeDraining, NodeStays
 from tests.control.play import CLASSES, Play, but, reformed, stepping
+from tests.support.calls import calls
 
 pytestmark = pytest.mark.fast
 
@@ -85,6 +87,22 @@ def test_a_world_that_pauses_at_once_connects_no_other_one_beside() -> None:
     play.connects = False
     notice(play)
     assert play.did(Pause) == [] and [each.plan.members for each in play.did(ConnectAhead)] == [("w1", "w2")]
+
+
+@pytest.mark.parametrize("layout", [REPLICAS, SHARDED])
+def test_a_tick_while_a_notice_is_open_costs_no_more_in_a_larger_world(layout: LayoutRule) -> None:
+    """The coordinator works out who holds what only if the workers or the notices have changed.  The control:
+    the next tick after a worker has gone asks again about every member.
+    """
+    cost = {}
+    for workers in (8, 64):
+        play = running(layout, workers)
+        notice(play)
+        play.later(0.1)
+        cost[workers] = calls(partial(play.later, 0.1))
+        play.run = but(play.run, "members", workers=dict(play.run.workers))
+        assert calls(partial(play.later, 0.1)) > cost[workers] + 4 * workers
+    assert cost[64] < cost[8] + workers // 2
 
 
 def test_a_state_that_the_others_do_not_hold_is_handed_over() -> None:

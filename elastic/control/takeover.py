@@ -113,6 +113,8 @@ def stood(decision: Decision, event: Tick) -> None:
                 name: getattr(state, name) + later_s for name in ("deadline", "here_at", "ready_at", "since")
             }
             decision.amend(**times)
+        case Running(connect_until=until):
+            decision.amend(connect_until=until + later_s)
         case Stopping() | Finishing() as state:
             decision.amend(deadline=state.deadline + later_s)
 

@@ -6,10 +6,11 @@ from __future__ import annotations
 
 import pytest
 
-from elastic.control.run import Finishing, Stopping, Waiting
+from elastic.control.run import Finishing, Running, Stopping, Waiting
 from elastic.protocol import events as ev
 from elastic.protocol.actions import Kill
 from tests.control.play import stepping
+from tests.control.test_ahead import W2, asked, connects, growing, joins
 from tests.control.test_ends import complete, finishing
 from tests.control.test_takeover import waiting
 
@@ -47,6 +48,20 @@ def test_who_could_not_be_asked_meanwhile_has_the_time_to_say_what_it_holds() ->
     play.now += 2.0
     play.tell(ev.Tick(2.0))
     assert play.run.copies.answers_until == asked + 2.0
+
+
+def test_newcomers_wait_as_much_longer_for_the_world_that_is_connected_ahead() -> None:
+    """The answers of its members wait meanwhile.  The control: a tick that is late for no such reason."""
+    for stood_s in (0.0, 6.0):
+        play = growing()
+        joins(play, 2)
+        connects(play, asked(play), W2)
+        play.later(play.rules.form_s - 3.0)
+        play.now += 6.0
+        play.tell(ev.Tick(stood_s))
+        assert isinstance(play.run.state, Running) is (stood_s > 0)
+    play.later(3.0)
+    assert isinstance(play.run.state, Stopping), "and then no longer"
 
 
 def test_a_lease_that_was_granted_while_it_stood_still_is_waited_for() -> None:

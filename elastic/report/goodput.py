@@ -407,8 +407,10 @@ class Account:
         self._pass(record["at"])
         if "commits" in record:
             self._commits(record["commits"])
+        for change in (record.get("meanwhile", {}), record["changed"]):
+            self._there.change(change)
         if told[0]["$"] == "StepDone" and state == self._phase == "Running":
-            return  # nearly all records
+            return self._update()  # nearly all records
         names = {each["$"]: each for each in record["actions"]}
         kinds = {each["$"] for each in told}
         self._why.hear(record, ends=False)
@@ -416,8 +418,6 @@ class Account:
             incident = self.incidents[self._open - 1]
             incident.kind = LOSS if incident.kind == FAULT else incident.kind
         self._stops = self._stops or "StopRequested" in kinds
-        for change in (record.get("meanwhile", {}), record["changed"]):
-            self._there.change(change)
         for each in told:
             self._hear(each, record["at"])
         if self._phase == state == "Waiting" and waits != self._waits:

@@ -21,6 +21,7 @@ from elastic.control.machine import Transition, advance
 from elastic.control.rules import Rules
 from elastic.control.run import RunState
 from elastic.journal import codec
+from elastic.journal.deltas import Misfit
 from elastic.protocol.events import Event, Recovered
 from elastic.protocol.faults import Fault, Kind
 from elastic.report.goodput import BUCKETS, STEPPING, Account, Figures, Interval, Totals
@@ -331,21 +332,35 @@ def test_r15_an_eviction_is_a_kind_of_its_own() -> None:
     assert found.lost_s > 0 and "because it is slow" in found.reason
 
 
-def test_r18_a_month_is_few_intervals() -> None:
-    """R18: thousands of steps without an incident are two intervals."""
-    segments = simulated(3, replace(Scenario.drawn(3), faults=()))
-    head, records = segments[0]
-    at, step = next(
-        (at, each["commits"][0])
-        for at, each in enumerate(records)
-        if "commits" in each and each["event"]["$"] == "StepDone"
-    )
+def stepping() -> tuple[Account, Mapping[str, Any]]:
+    """Returns the account of a run without faults, up to its first step, and the record of that step."""
+    ((head, records), *_) = simulated(3, replace(Scenario.drawn(3), faults=()))
     account = Account()
     account.begins(records[0]["at"], head["run"])
-    for record in records[: at + 1]:
+    for record in records:
         account.note(record)
+        if "commits" in record and record["event"]["$"] == "StepDone":
+            break
+    return account, record
+
+
+@pytest.mark.parametrize("part", ["cluster", "stragglers"])
+def test_the_record_of_a_step_may_tell_who_leaves(part: str) -> None:
+    """The next record tells of changes to that only."""
+    account, record = stepping()
+    for cut, put in ((0, ["n1"]), (1, [])):
+        leaving = {"at": 0, "cut": cut, "put": put}
+        account.note({**record, "changed": {part: {"~": {"leaving": leaving}}}})
+    with pytest.raises(Misfit):
+        account.note({**record, "changed": {part: {"~": {"leaving": leaving}}}})
+
+
+def test_r18_a_month_is_few_intervals() -> None:
+    """R18: thousands of steps without an incident are two intervals."""
+    account, record = stepping()
+    step = record["commits"][0]
     for more in range(1, 20_000):
         commit = {**step, "step": step["step"] + more}
-        account.note({**records[at], "at": records[at]["at"] + more, "commits": [commit]})
+        account.note({**record, "at": record["at"] + more, "commits": [commit]})
     steps = [each.steps for each in account.close().intervals if each.bucket == STEPPING]
     assert steps == [1, 19_999] and len(account.intervals) < 10

@@ -1,9 +1,10 @@
 """The next world connects beside the steps of the present one, so its pause has no rendezvous.
 
 Making and connecting the groups of a world takes longer the more members it has, and needs none of their
-state.  So as soon as it is known which workers the next world will have, because newcomers are welcome or a
-machine will be taken, all of them are asked to connect that world ahead.  Growth pauses the present world
-once they have, or once it is certain that they will not; a leave never waits for them.  If the next world has
+state.  So as soon as it is known which workers the next world will have, because newcomers are welcome, a slow
+worker leaves or a machine will be taken, all of them are asked to connect that world ahead.  Growth and an
+eviction pause the present world once they have, or once it is certain that they will not; a machine that will
+be taken never waits for them.  If the next world has
 exactly these members in these seats, it takes their groups.  Otherwise it connects in its pause, as a world
 after a fault does.  Nothing is computed or applied in groups ahead, so they need no fence.
 """
@@ -33,7 +34,7 @@ def begin(decision: Decision) -> None:
     """Asks the members of the next world to connect it, unless they were asked."""
     run, state = decision.run, decision.run.state
     assert isinstance(state, Running)
-    there = staying(decision.run, decision.rules)
+    there = _expected(decision)
     known = state.expected == there and (state.ahead is None or state.ahead.incarnation == run.incarnation)
     if known or state.attempts >= ATTEMPTS:
         return
@@ -54,11 +55,13 @@ def begin(decision: Decision) -> None:
 
 
 def is_awaited(decision: Decision) -> bool:
-    """Returns whether a pause for newcomers waits, because their world still connects ahead."""
+    """Returns whether a pause for newcomers, or for a slow worker, waits because the next world still connects
+    ahead.
+    """
     begin(decision)
     state = decision.run.state
     assert isinstance(state, Running)
-    if state.ahead is None or state.expected != staying(decision.run, decision.rules):
+    if state.ahead is None or state.expected != _expected(decision):
         return False
     return len(state.connected) < len(state.ahead.members) and not decision.due(state.connect_until)
 
@@ -98,6 +101,11 @@ def taken_up(state: State, plan: Plan, run: RunState) -> Plan:
         for each in ("incarnation", "generation", "layout", "members", "nodes")
     )
     return replace(plan, ahead=ahead.ahead, store_node=ahead.store_node) if same else plan
+
+
+def _expected(decision: Decision) -> tuple[WorkerId, ...]:
+    """Returns the workers that the next world may have."""
+    return staying(decision.run, decision.rules, decision.run.stragglers.leaving)
 
 
 def _supposed(decision: Decision, plan: Plan, there: tuple[WorkerId, ...]) -> Plan | None:

@@ -15,7 +15,7 @@ later one brings more than a second pause costs.
 
 A node that may be taken only gets nothing new.  An advice expires; nobody leaves because of it.
 
-A straggler that is evicted (``evicting.py``) leaves in the same way, at the next boundary.
+A straggler that is evicted (``evicting.py``) leaves in the same way, once the next world has connected.
 """
 
 from __future__ import annotations
@@ -318,7 +318,8 @@ def _end_outsiders(decision: Decision, seats: Mapping[NodeId, int]) -> None:
 
 def _leave(decision: Decision) -> None:
     """Ends the present world if it has members that leave: at the next boundary, or at once if it does not step
-    yet and the next world can have its state without them.  A stop that was asked for does both.
+    yet and the next world can have its state without them.  A stop that was asked for does both.  Slow members
+    step on until the next world has connected.
     """
     run, plan = decision.run, decision.run.plan
     if plan is None or run.enough or run.stop:
@@ -334,6 +335,8 @@ def _leave(decision: Decision) -> None:
         f"{names(who)} leave{'s' if len(who) == 1 else ''} {why}" for who, why in causes if who
     )
     match run.state:
+        case Running() if not taken and ahead.is_awaited(decision):
+            return
         case Running():
             save, hand_over = _needs(decision, plan, members)
             how = "; the state is saved" if save else "; their copies are handed over" if hand_over else ""

@@ -1,6 +1,7 @@
 """Evicting: a straggler leaves the world at a step boundary, as members do whose machine will be taken
-(``draining.py``), so no step is lost.  Its process ends.  A spare takes its seat, or a new process once there is
-room: the cause is often the process, and then the new one is as fast as the others.
+(``draining.py``), so no step is lost.  The others connect the next world first, beside the steps (``ahead.py``).
+The straggler's process ends.  A spare takes its seat, or a new process once there is room: the cause is often the
+process, and then the new one is as fast as the others.
 
 Limits keep a run from evicting itself to death: a world must form without the worker, ``REST`` steps lie
 between two evictions, and a node from which a second worker is evicted gets no new one for ``LEMON_S``, unless
@@ -30,7 +31,11 @@ def go_on(decision: Decision) -> None:
     _forget_old_evictions(decision)
     if not decision.rules.evicts or not isinstance(run.state, Running) or run.stop or run.enough:
         return
-    if run.stragglers.leaving or not (slow := run.stragglers.named):
+    if (leaving := run.stragglers.leaving) and not forms_without(decision, leaving):
+        decision.know("stragglers", leaving=())  # others were lost while the next world connected
+    elif leaving:
+        return
+    if not (slow := run.stragglers.named):
         return
     worker = slow[0]
     if why := _why_it_stays(decision, worker):

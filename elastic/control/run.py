@@ -75,7 +75,7 @@ class Running:
     connected: dict[WorkerId, bool] = field(default_factory=dict)
     """The members of ``ahead`` that have connected it."""
     connect_until: float = NEVER
-    """The time until which newcomers wait for the other members of ``ahead``."""
+    """The time until which newcomers, or a slow worker that leaves, wait for the members of ``ahead``."""
     attempts: int = 0
     """The number of worlds that members of this world were asked to connect ahead."""
 

@@ -62,7 +62,7 @@ class Stragglers:
 
     workers: dict[WorkerId, Lateness] = field(default_factory=dict)
     leaving: tuple[WorkerId, ...] = ()
-    """The members that leave at the next boundary."""
+    """The members that leave once the next world has connected, or at the next boundary."""
     free_from: int = 0
     """The step from which on another worker may be evicted."""
     kept: str = ""

@@ -28,13 +28,7 @@ def grown(folder: Path, **changes: Any) -> tuple[Trial, list[int]]:
     """
     faults = [{"point": "backward", "step": 6, "world_rank": 1}]
     chaos = trial(toy_job(folder, steps=STEPS, faults=faults, **LIGHT, **changes))
-    plans = {
-        action["plan"]["generation"]: action["plan"].get("ahead", 0)
-        for record in Run.open(chaos.job).records()
-        for action in record["actions"]
-        if action["$"] == "Form"
-    }
-    return chaos, [plans[each] for each in sorted(plans)]
+    return chaos, [each.ahead for each in formed(Run.open(chaos.job).records())]
 
 
 def assert_same(chaos: Trial, expected: Any) -> None:

@@ -18,7 +18,7 @@ from elastic.ids import NodeId, Version, WorkerId
 from elastic.journal.codec import changes, decode, encode
 from elastic.plan.layout import Layout, LayoutRule
 from elastic.protocol import events as ev
-from elastic.protocol.actions import Kill, Pause, StartWorkers
+from elastic.protocol.actions import ConnectAhead, Kill, Pause, StartWorkers
 from elastic.protocol.commit_record import HAND_OVER, LATE, MOST_LATE, PAUSE, Late, Outcome, Usage, late_among
 from elastic.protocol.plan import Plan
 from tests.control.play import CLASSES, Play, outcome, stepping
@@ -238,6 +238,52 @@ def test_a_spare_takes_the_seat() -> None:
     slow(play, 12)
     stops(play)
     assert {*play.plan.members} == {W1, W2, W4} and play.plan.version == Version(13, 1)
+
+
+def connecting() -> tuple[Play, Plan]:
+    """Returns a run with a spare whose straggler leaves, and the plan of the world that nobody has connected yet."""
+    play = running(workers=3, spares=1, min_workers=3)
+    play.connects = False
+    play.tell(ev.Capacity(1))
+    play.tell(ev.KeeperUp(N4))
+    play.tell(ev.Joined(W4, N4, "cpu", CLASSES))
+    slow(play, 12)
+    (ahead,) = (each.plan for each in play.did(ConnectAhead))
+    return play, ahead
+
+
+def test_r24_the_others_and_the_spare_connect_beside_the_steps() -> None:
+    """The pause takes their groups.  The control: one has no room, and the next world connects in its pause."""
+    for why in ("", "no room"):
+        play, ahead = connecting()
+        assert {*ahead.members} == {W1, W2, W4}, "the straggler is not asked"
+        slow(play, 3)
+        assert isinstance(play.run.state, Running), "the world steps on meanwhile"
+        told = [ev.ConnectedAhead(each, ahead.generation, ahead.ahead, 1, why) for each in ahead.members]
+        assert "w3 leaves because it is slow" in "".join(map(play.tell, told[: 1 if why else 3]))
+        stops(play)
+        assert play.plan.members == ahead.members and play.plan.ahead == (0 if why else ahead.ahead)
+        assert play.plan.version == Version(16, 1), "no step is lost"
+
+
+def test_a_straggler_that_leaves_waits_for_an_answer_no_longer_than_a_world_may_form() -> None:
+    play, _ = connecting()
+    play.later(play.rules.form_s - 1)
+    assert isinstance(play.run.state, Running)
+    assert "w3 leaves because it is slow" in play.later(1)
+
+
+def test_a_straggler_stays_if_the_spare_is_lost_while_the_next_world_connects() -> None:
+    play, _ = connecting()
+    play.lose("w4")
+    assert isinstance(play.run.state, Running) and play.run.stragglers.leaving == ()
+    assert play.later(play.rules.form_s) == ""
+
+
+def test_a_machine_that_is_taken_does_not_wait_for_the_world_without_a_straggler() -> None:
+    play, _ = connecting()
+    play.tell(ev.NodeDraining(NodeId("n1"), play.now + 1.0, "aws"))
+    assert isinstance(play.run.state, Stopping)
 
 
 def test_what_only_the_straggler_holds_is_handed_over() -> None:

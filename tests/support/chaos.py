@@ -297,7 +297,9 @@ def how(ended: Ended | None) -> tuple[str, Any]:
 
 @dataclass(frozen=True)
 class Formed:
-    """One generation, as the journal has it.  ``redone`` is the number of committed steps that it does again."""
+    """One generation, as the journal has it.  ``redone`` is the number of committed steps that it does again;
+    ``ahead`` is the attempt with which it was connected beside the steps before it, or 0.
+    """
 
     generation: int
     members: tuple[str, ...]
@@ -305,6 +307,7 @@ class Formed:
     tier: str
     step: int
     redone: int
+    ahead: int
 
 
 def formed(records: Iterable[Mapping[str, Any]]) -> list[Formed]:
@@ -334,6 +337,7 @@ def formed(records: Iterable[Mapping[str, Any]]) -> list[Formed]:
                         plan["tier"],
                         step,
                         reached - step,
+                        plan.get("ahead", 0),
                     )
                 )
                 reached = step

@@ -6,7 +6,8 @@ while it is pinned (24 ms a GiB, ten times that if the memory is new).  So a slo
 and, while the node has room and the world steps, what a copy will need in the next world: piece by piece, each
 taken from the system before it is pinned.
 
-CUDA refuses a copy over the border of two pieces, so copies are cut there (:meth:`Pins.cuts`).
+CUDA refuses a copy over the border of two pieces, so copies are cut there (:meth:`Pins.cuts`).  A piece that
+could not be pinned is used all the same; a copy from or to it is as slow as one of any other memory.
 """
 
 from __future__ import annotations
@@ -31,23 +32,16 @@ next copy without holding up a step.
 """
 PIECE = 2**29
 """Bytes that are pinned at once beside the steps: kernel launches wait for 12 ms."""
-Register = Callable[[torch.Tensor], Callable[[], object] | None]
-"""``register(memory)`` pins memory and returns a call that ends this; None if it could not."""
+Register = Callable[[torch.Tensor], Callable[[], object] | str]
+"""``register(memory)`` pins memory and returns a call that ends this, or the reason why it could not."""
 
 
-def register(memory: torch.Tensor) -> Callable[[], object] | None:
+def register(memory: torch.Tensor) -> Callable[[], object] | str:
     """Pins ``memory`` for the devices of this process."""
     cuda, place = torch.cuda.cudart(), memory.data_ptr()
     if code := int(cuda.cudaHostRegister(place, len(memory), 0)):
         forget_error()
-        print(
-            (
-                f"{amount(len(memory))} of host memory are not pinned, so copies to it are slow: "
-                f"cudaHostRegister returned {code}"
-            ),
-            flush=True,
-        )
-        return None
+        return f"cudaHostRegister returned {code}"
 
     def end() -> None:
         if int(cuda.cudaHostUnregister(place)):
@@ -79,6 +73,8 @@ class Pins:
         """``_coming`` are the slots that the thread of :meth:`begin` has not tried to pin yet."""
         self._pieces: dict[int, list[_Pin]] = {}
         """The pieces of each slot that has memory, in order, without gaps."""
+        self._refused = False
+        """True once a piece could not be pinned."""
         self._wished, self._grower = (0, 0), threading.Lock()
         """The sizes of :meth:`foresee`; and a lock that the thread has which sees to them."""
         self.slots = 0
@@ -88,20 +84,40 @@ class Pins:
 
     def sizes(self) -> list[int]:
         """Returns how many bytes of each slot are pinned."""
-        return [self._size(slot) for slot in range(self.region.slots)]
+        return [
+            sum(piece.end - piece.begin for piece in self._pieces.get(slot, ()) if piece.unpin is not None)
+            for slot in range(self.region.slots)
+        ]
 
     def _size(self, slot: int) -> int:
+        """Returns how many bytes of memory the slot has; nearly always they are pinned."""
         pieces = self._pieces.get(slot)
         return pieces[-1].end if pieces else 0
 
     def cuts(self, room: torch.Tensor) -> list[int]:
         """Returns the bytes at which a copy from or to ``room``, memory of the region, must be cut."""
-        first = room.data_ptr() - self._memory.data_ptr() - self.region.data_at(0)
-        slot, first = (
-            divmod(first, self.region.data_at(1) - self.region.data_at(0)) if first >= 0 else (0, first)
-        )
+        slot, first = self._place(room)
         ends = [piece.end - first for piece in self._pieces.get(slot, ())[:-1]]
         return [end for end in ends if 0 < end < room.nbytes]
+
+    def pinned(self, room: torch.Tensor) -> bool:
+        """Returns whether ``room``, memory of a slot within one piece, is pinned: only then does a copy from
+        or to it go on beside the thread that begins it.
+        """
+        if not self._refused:
+            return True
+        slot, first = self._place(room)
+        return any(
+            piece.begin <= first < piece.end and piece.unpin is not None
+            for piece in self._pieces.get(slot, ())
+        )
+
+    def _place(self, room: torch.Tensor) -> tuple[int, int]:
+        """Returns the slot of ``room`` and the byte of the slot at which it begins; memory before all slots
+        begins before byte 0 of slot 0.
+        """
+        first = room.data_ptr() - self._memory.data_ptr() - self.region.data_at(0)
+        return divmod(first, self.region.data_at(1) - self.region.data_at(0)) if first >= 0 else (0, first)
 
     def ready(self) -> None:
         """Returns once the thread of :meth:`begin` has tried to pin the first ``AT_FIRST`` slots, or all
@@ -219,7 +235,14 @@ class Pins:
 
     def _pinned(self, first: int, last: int) -> weakref.finalize[[], Pins] | None:
         end = self._register(self._memory[first:last])
-        if end is None:
+        if isinstance(end, str):
+            if not self._refused:
+                print(
+                    f"{amount(last - first)} of host memory could not be pinned, so copies to it, and to "
+                    f"others like it, are slow: {end}",
+                    flush=True,
+                )
+            self._refused = True
             return None
         ends = weakref.finalize(self, end)
         ends.atexit = False

@@ -543,9 +543,9 @@ class _Pinned:
                 for value, room, blocks in parts:
                     if cuts := self.cuts(room):
                         for part, place in zip(_cut(value, cuts), _cut(room, cuts), strict=True):
-                            place.copy_(part, non_blocking=True)
+                            place.copy_(part, non_blocking=self.pins.pinned(place))
                     else:
-                        room.copy_(value, non_blocking=True)
+                        room.copy_(value, non_blocking=self.pins.pinned(room))
                     if not value.is_cuda:
                         ours.append((value, room, blocks))
                         continue

@@ -309,7 +309,7 @@ def test_memory_that_cannot_be_pinned_leaves_no_error_to_the_next_launch(
     """
     memory = torch.zeros(2**20, dtype=torch.uint8)
     end = pins.register(memory)
-    assert end is not None
+    assert not isinstance(end, str)
     if not forgets:
         monkeypatch.setattr(pins, "forget_error", lambda: None)
     with ThreadPoolExecutor(1) as pool:

@@ -35,13 +35,13 @@ class Driver:
         self.then: Callable[[], object] = lambda: None
         """Called once more memory is pinned."""
 
-    def register(self, memory: torch.Tensor) -> Callable[[], object] | None:
+    def register(self, memory: torch.Tensor) -> Callable[[], object] | str:
         place, size = memory.data_ptr(), len(memory)
         assert all(
             place + size <= other or other + length <= place for other, length in self.pinned.items()
         ), "pinned twice"
         if not self.able:
-            return None
+            return "the limit is reached"
         self.pinned[place] = size
         self.then()
         return lambda: self.pinned.pop(place)
@@ -169,7 +169,7 @@ def test_the_first_copies_do_not_wait_for_later_slots(free: list[int]) -> None:
     """
     driver, third, go_on = Driver(), threading.Event(), threading.Event()
 
-    def register(memory: torch.Tensor) -> Callable[[], object] | None:
+    def register(memory: torch.Tensor) -> Callable[[], object] | str:
         if len(driver.pinned) == 3:  # the headers, and two slots
             third.set()
             assert go_on.wait(PATIENCE_S)
@@ -199,7 +199,7 @@ def test_the_first_copies_do_not_wait_for_later_slots(free: list[int]) -> None:
 def test_a_slot_whose_pinning_fails_is_waited_for_by_nobody(free: list[int]) -> None:
     """A copy that needs it tries again, and says what is wrong."""
 
-    def register(memory: torch.Tensor) -> Callable[[], object] | None:
+    def register(memory: torch.Tensor) -> Callable[[], object] | str:
         if threading.current_thread().name == "pin":
             raise RuntimeError("no thread is left")
         return driver.register(memory)
@@ -250,12 +250,24 @@ def test_the_workers_of_a_node_agree_and_come_to_rest(
     )
 
 
-def test_what_cannot_be_pinned_is_used_all_the_same() -> None:
+def test_what_cannot_be_pinned_is_used_all_the_same(
+    free: list[int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It does not count as pinned, and that is told once.  The control: a piece that is pinned later."""
     driver = Driver()
     driver.able = False
     made = pinned_slots(driver)
-    assert made.sizes() == [HALF] * 3 and driver.pinned == {}
-    assert made.fit(0, WHOLE, 0) == ""
+    assert made.sizes() == [0] * 3 and driver.pinned == {}
+    driver.able = True
+    assert made.fit(0, WHOLE, 0) == "" and made.sizes() == [WHOLE - HALF, 0, 0]
+    first, memory = made.region.data_at(0), torch.frombuffer(made.region.memory, dtype=torch.uint8)
+    room = memory[first : first + WHOLE]
+    assert made.cuts(room) == [HALF], "the border counts all the same"
+    assert [made.pinned(each) for each in (room[HALF - 1 : HALF], room[HALF:])] == [False, True]
+    until(lambda: not any(thread.name == "pin" for thread in threading.enumerate()))
+    told = capsys.readouterr().out
+    assert told.count("could not be pinned") == 1 and "the limit is reached" in told
+    assert "host copies: 0.00 GiB pinned" in told
 
 
 class Runtime:
@@ -284,9 +296,9 @@ def test_a_call_that_fails_leaves_no_error_to_the_next_launch(monkeypatch: pytes
     monkeypatch.setattr(pins, "forget_error", lambda: setattr(cuda, "last", 0))
     cuda.last = 700
     end = pins.register(memory)
-    assert end is not None and cuda.last == 700
+    assert not isinstance(end, str) and cuda.last == 700
     cuda.refuses = 712
-    assert pins.register(memory) is None and cuda.last == 0
+    assert pins.register(memory) == "cudaHostRegister returned 712" and cuda.last == 0
     end()
     assert cuda.last == 0
 

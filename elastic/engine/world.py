@@ -446,6 +446,12 @@ class World:
         Any thread may call it.  Known gap: FSDP2 launches collectives from torch's own threads, which know
         nothing of ``aborted``.  If one launches at the very moment of an abort, it uses a communicator that
         is being freed.
+
+        A world of gloo that was connected ahead may take a port for its own on which another thread began to
+        listen while it formed, and end the connections accepted there.  That hurts no world: worlds that form at
+        the same time are attempts at one generation, of which one at most is used, and the next generation
+        listens at ports that are opened later.  A server that the user's code starts at just that moment may
+        lose connections.
         """
         self.aborted.set()
         alone = self.launching.acquire(timeout=LAUNCH_S)

@@ -180,7 +180,7 @@ class Trainer(Controlled):
         finally:
             self._slow.cancel()
             self._close()
-            self.next_world.drop()
+            self.next_world.close()
             self.profiler.close()
 
     def _evaluate(self, version: Version) -> None:

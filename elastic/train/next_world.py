@@ -6,6 +6,7 @@ import threading
 import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import torch
 
@@ -15,6 +16,10 @@ from elastic.errors import WorldBroken
 from elastic.plan.copy_budget import amount
 from elastic.protocol.plan import Plan
 
+ENDS_S = 5.0
+"""Longest time in seconds for which a worker that ends waits until the worlds that it dropped have ended, too.  An
+abort takes one or two on a busy device.
+"""
 Forms = Callable[[Plan, tuple[str, int]], World]
 """``forms(plan, store)`` returns the plan's world, which is neither connected nor the present one yet."""
 
@@ -38,6 +43,8 @@ class NextWorld:
         self._made: World | None = None
         """The world of ``_plan``, once it is formed."""
         self._connected = False
+        self._ending: threading.Thread | None = None
+        """The thread that ends the world that was dropped last, and then waits for the one before it."""
 
     def begin(self, plan: Plan, store: tuple[str, int]) -> None:
         """Begins to connect the world of ``plan`` and returns at once; an earlier world is dropped."""
@@ -99,14 +106,31 @@ class NextWorld:
         """Ends what was begun and not taken.  It does not wait."""
         self._replace(None)
 
+    def close(self) -> None:
+        """Drops, and returns once all that was dropped has ended, or after ``ENDS_S``."""
+        self.drop()
+        if (ending := self._ending) is not None:
+            ending.join(ENDS_S)
+            if ending.is_alive():
+                print(f"a world that was connected ahead has not ended within {ENDS_S:g} s", flush=True)
+
     def _replace(self, plan: Plan | None) -> None:
         with self._lock:
             world, connected = self._made, self._connected
             self._plan, self._made, self._connected = plan, None, False
-        if world is not None:
-            # its own thread ends a world that still connects, as soon as it comes free
-            ends = self._end if connected else self._free
-            threading.Thread(target=ends, args=(world,), daemon=True).start()
+            if world is not None:
+                # its own thread ends a world that still connects, as soon as it comes free
+                ends = self._end if connected else self._free
+                self._ending = threading.Thread(
+                    target=self._drops, args=(partial(ends, world), self._ending), daemon=True
+                )
+                self._ending.start()
+
+    def _drops(self, end: Callable[[], None], before: threading.Thread | None) -> None:
+        # at the same time as the thread before: the abort of one world waits for the kernels of the other one
+        end()
+        if before is not None:
+            before.join(ENDS_S)
 
     def _end(self, world: World) -> None:
         self._free(world)

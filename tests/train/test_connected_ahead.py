@@ -16,6 +16,7 @@ from elastic.errors import WorldBroken
 from elastic.ids import NodeId, Version, WorkerId
 from elastic.plan.layout import Layout
 from elastic.protocol.plan import Plan
+from elastic.train import next_world
 from elastic.train.next_world import NextWorld
 from tests.support.patience import PATIENCE_S, until
 
@@ -123,6 +124,34 @@ def test_a_world_that_is_dropped_ends_no_connection_that_began_meanwhile(
         with client, accepted:
             client.sendall(b"x")
             assert accepted.recv(1) == b"x"
+
+
+@pytest.mark.parametrize("stuck", [False, True], ids=["ends", "stuck"])
+def test_a_worker_that_ends_waits_for_all_worlds_that_it_dropped(
+    doings: Doings, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], stuck: bool
+) -> None:
+    """One that does not end is told of, and waited for no longer than ``ENDS_S``."""
+    ends, ended = threading.Event(), list[int]()
+    forget = World.close
+
+    def close(world: World) -> None:
+        assert ends.wait(PATIENCE_S)
+        forget(world)
+        ended.append(world.generation)
+
+    monkeypatch.setattr(World, "close", close)
+    ahead = NextWorld(CPU, doings.form, doings.connect, doings.tell)
+    for attempt in (1, 2):
+        ahead.begin(plan(attempt), NOWHERE)
+        until(lambda: len(doings.told) == attempt)  # noqa: B023 - called at once
+    if stuck:
+        monkeypatch.setattr(next_world, "ENDS_S", 0.01)
+    else:
+        threading.Timer(0.1, ends.set).start()
+    ahead.close()
+    assert ended == ([] if stuck else [2, 2])
+    assert ("has not ended within 0.01 s" in capsys.readouterr().out) is stuck
+    ends.set()
 
 
 class OnDevice(NextWorld):

@@ -396,7 +396,8 @@ class Workers(Section):
     """Treatment of a slow worker: in 12 of 16 steps its forward passes took 1.5 times the median time of its
     peers, or longer.  ``report``: it is named.  ``evict``: it also leaves at the next step boundary, and a spare
     or a new worker takes its seat.  Nobody is evicted if too few workers would be left, or within 100 steps of
-    another one.  After the second one a node gets no new worker for an hour.
+    another one.  Each counts as an incident of its node, and if it is at least the second one within an hour, the
+    node gets no new worker for a time (``workers.lemon_after``).
     """
     rerun_every: Free[Annotated[Whole, Field(ge=0)]] = 0
     """Number of steps from one in which each worker also runs a microbatch of another one, and both must get the

@@ -4,23 +4,26 @@ The straggler's process ends.  A spare takes its seat, or a new process once the
 process, and then the new one is as fast as the others.
 
 Limits keep a run from evicting itself to death: a world must form without the worker, ``REST`` steps lie
-between two evictions, and a node from which a second worker is evicted gets no new one for ``LEMON_S``, unless
-workers are few.
+between two evictions, and each counts as an incident of its node, of which ``CLOSED_AFTER`` close the node for a
+time (``lemons.py``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
 
+from elastic.control import lemons
 from elastic.control.decision import Decision, count
 from elastic.control.run import Running
 from elastic.control.seating import candidates, layout_of, staying
-from elastic.ids import NodeId, WorkerId
+from elastic.ids import WorkerId
 
 REST = 100
 """Number of steps from one eviction to the next: each costs a pause, and a new process must show its pace."""
-LEMON_S = 3600.0
-"""Time in seconds for which an eviction counts against its node."""
+CLOSED_AFTER = 2
+"""Number of incidents of a node after which an eviction closes it.  That is less than for a crash: a new process
+on a slow node holds up all others for at least ``REST`` steps.
+"""
 SLOW = "it is slow"
 """The reason why an evicted worker is ended."""
 
@@ -28,7 +31,6 @@ SLOW = "it is slow"
 def go_on(decision: Decision) -> None:
     """Lets the slowest straggler leave, if the job evicts stragglers and nothing keeps this one."""
     run = decision.run
-    _forget_old_evictions(decision)
     if not decision.rules.evicts or not isinstance(run.state, Running) or run.stop or run.enough:
         return
     if (leaving := run.stragglers.leaving) and not forms_without(decision, leaving):
@@ -44,14 +46,7 @@ def go_on(decision: Decision) -> None:
             decision.say(kept)
         return
     decision.know("stragglers", leaving=(worker,), free_from=run.step + REST, kept="")
-    node = run.workers[worker].node
-    times = (*run.cluster.evicted.get(node, ()), decision.now)
-    decision.open("cluster", "evicted")[node] = times
-    if len(times) > 1:
-        decision.know("cluster", slots=0)  # perhaps they were there; the next ``Capacity`` tells
-        decision.say(
-            f"node {node[:8]} gets no new worker for {LEMON_S / 60:.0f} min: {len(times)} of its workers were slow"
-        )
+    lemons.failed(decision, run.workers[worker].node, f"{worker} was slow", closed_after=CLOSED_AFTER)
 
 
 def _why_it_stays(decision: Decision, worker: WorkerId) -> str:
@@ -69,13 +64,3 @@ def forms_without(decision: Decision, workers: Collection[WorkerId]) -> bool:
     """Returns whether a world can be formed of the other workers, on nodes that are not taken."""
     rest = staying(decision.run, decision.rules, workers)
     return layout_of(decision.run, rest, decision.rules) is not None
-
-
-def _forget_old_evictions(decision: Decision) -> None:
-    evicted = decision.run.cluster.evicted
-    if any(decision.due(times[0] + LEMON_S) for times in evicted.values()):
-        left: dict[NodeId, tuple[float, ...]] = {
-            node: tuple(at for at in times if not decision.due(at + LEMON_S))
-            for node, times in evicted.items()
-        }
-        decision.know("cluster", evicted={node: times for node, times in left.items() if times})

@@ -1,6 +1,7 @@
 """Lemons are nodes on which workers fail again and again.  Such a node gets no worker for a time that doubles.
 
-A worker fails if its process dies, does not start, hangs, or loses its device.  All that fails on a node within
+A worker fails if its process dies, does not start, hangs, loses its device, or is evicted because it is slow
+(``evicting.py``).  All that fails on a node within
 ``grow_debounce_s`` is one incident, since one cause ends all workers of a node at once.  A node with
 ``lemon_after`` incidents within ``lemon_window_s`` is closed for ``lemon_cool_s``; after that one incident more
 closes it for twice as long, and so on.  A node that goes without an incident for ``lemon_window_s`` has a clean
@@ -31,8 +32,11 @@ DOUBLINGS = 7
 """Number of times that the time doubles at most: to 21 hours, if it is 10 minutes at first."""
 
 
-def failed(decision: Decision, node: NodeId, why: str) -> None:
-    """Notes that a worker has failed on the node, and closes the node if workers fail there too often."""
+def failed(decision: Decision, node: NodeId, why: str, *, closed_after: int = 0) -> None:
+    """Notes that a worker has failed on the node, and closes the node if workers fail there too often.
+
+    ``closed_after`` is the number of incidents that is too often, if it is not that of the job.
+    """
     cluster, rules, now = decision.run.cluster, decision.rules, decision.now
     if not rules.lemon_after or decision.run.over or cluster.deadline(node) is not None:
         return
@@ -43,7 +47,7 @@ def failed(decision: Decision, node: NodeId, why: str) -> None:
     failures = (*failures, now)
     times = known.times if now < known.until + rules.lemon_window_s else 0
     found = replace(known, failures=failures, times=times)
-    if len(failures) >= (1 if times else rules.lemon_after) and _stands_out(
+    if len(failures) >= (1 if times else closed_after or rules.lemon_after) and _stands_out(
         cluster, node, failures, now, rules
     ):
         cool_s = rules.lemon_cool_s * 2 ** min(times, DOUBLINGS)

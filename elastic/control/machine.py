@@ -205,7 +205,7 @@ def _go_on(decision: Decision) -> None:
         corruption.compare(decision)
         saves.ask_for_manifests(decision)
         saves.give_up_the_silent(decision)
-    if decision.run.stragglers.workers or decision.run.cluster.evicted:
+    if decision.run.stragglers.workers:
         evicting.go_on(decision)
     if decision.run.cluster.notices or decision.run.stragglers.leaving:
         draining.go_on(decision)

@@ -305,9 +305,6 @@ class Cluster:
     lemons: dict[NodeId, Lemon] = field(default_factory=dict)
     """The nodes on which workers have failed."""
 
-    evicted: dict[NodeId, tuple[float, ...]] = field(default_factory=dict)
-    """The nodes from which slow workers were evicted, and when: see ``evicting.py``."""
-
     def deadline(self, node: NodeId) -> float | None:
         """Returns the time at which the node's machine will be taken; None if nothing is announced."""
         return min((each.at for each in self.notices.get(node, ()) if not each.advice), default=None)
@@ -318,14 +315,12 @@ class Cluster:
         return tuple(node for node in self.notices if self.deadline(node) is not None)
 
     def closed(self, *, few: bool) -> tuple[NodeId, ...]:
-        """Returns the nodes that get no new worker because they will be taken, or may be, because workers fail
-        there, or because several of their workers were slow.  If workers are ``few``, a node that may be taken or
-        is slow is better than none.
+        """Returns the nodes that get no new worker because they will be taken, or may be, or because workers fail
+        there.  If workers are ``few``, a node that may be taken is better than none.
         """
-        slow = () if few else (node for node, times in self.evicted.items() if len(times) > 1)
         taken = (node for node in self.notices if not few or self.deadline(node) is not None)
         failing = (node for node, known in self.lemons.items() if known.closed)
-        return tuple(dict.fromkeys((*taken, *slow, *failing)))
+        return tuple(dict.fromkeys((*taken, *failing)))
 
 
 # ---- history

@@ -59,7 +59,7 @@ from storage.slices import Tensor
 
 FORMAT = 3
 
-RETIRED = {"state_bytes", "copy_rule", "validate_every"}
+RETIRED = {"state_bytes", "copy_rule", "validate_every", "evicted"}
 """Fields that older versions wrote and that no decision uses any more."""
 COMMIT = "Commit"
 """The name that stands for a commit that is written elsewhere."""

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.control.evicting import LEMON_S, REST
+from elastic.control.evicting import REST
 from elastic.control.run import Forming, Running, Stopping
 from elastic.control.stragglers import ENOUGH, WINDOW, Stragglers, judge
 from elastic.ids import NodeId, Version, WorkerId
@@ -316,8 +316,14 @@ def test_one_worker_is_evicted_in_a_hundred_steps() -> None:
     assert isinstance(play.run.state, Stopping) and play.run.stragglers.leaving == (W4,)
 
 
-def test_the_second_one_makes_its_node_a_lemon_for_an_hour() -> None:
-    play = running(workers=4)
+def test_the_second_one_makes_its_node_a_lemon() -> None:
+    """The control: a job that closes no nodes."""
+    for lemon_after in (3, 0):
+        _second_one(lemon_after)
+
+
+def _second_one(lemon_after: int) -> None:
+    play = running(workers=4, lemon_after=lemon_after, lemon_cool_s=3600.0)
     slow(play, 12)
     stops(play)
     goes(play)
@@ -331,15 +337,14 @@ def test_the_second_one_makes_its_node_a_lemon_for_an_hour() -> None:
     assert w5 in play.plan.ranks
     slow(play, 12 + REST - play.run.step, WorkerId("nobody"))
     said = slow(play, 16, w5)
-    assert "node n3 gets no new worker for 60 min: 2 of its workers were slow" in said
+    closed = "node n3 gets no worker for 3600 s: its workers failed 2 times within 5 s (the last time: w5 was slow)"
+    assert (closed in said) is (lemon_after > 0)
     stops(play)
     goes(play)
     play.tell(ev.Capacity(1))
-    assert play.did(StartWorkers) == [StartWorkers((WorkerId("w6"),), (N3,))]
-    assert play.run.cluster.closed(few=True) == (), "a slow node is better than none"
-    play.now += LEMON_S
-    slow(play, 1, WorkerId("nobody"))
-    assert play.run.cluster.closed(few=False) == () and play.run.cluster.evicted == {}
+    assert play.did(StartWorkers) == [StartWorkers((WorkerId("w6"),), (N3,) if lemon_after else ())]
+    assert ("node n3 may have workers again, on trial" in play.later(3600.0)) is (lemon_after > 0)
+    assert play.run.cluster.closed(few=False) == ()
 
 
 def test_a_crash_on_the_way_to_the_boundary_keeps_a_straggler_that_is_needed() -> None:

@@ -230,13 +230,13 @@ def test_a_worker_that_outlived_its_run_makes_room_for_the_next_one() -> None:
     """R9, R21: a coordinator that is cut off cannot kill a worker that it gives up; the resumed run does not
     know it, and needs its place.
 
-    Found as seed 166,389, which waited for ever; the times were moved when seats began to know nodes.
+    Found as seed 166,389, which waited for ever; the times were moved whenever the simulator drew otherwise.
     """
     faults = (
         Fault(5.964, Kind.START_FAILURE, duration_s=11.778, amount=0.859),
-        Fault(9.64, Kind.EXCEPTION, 3, point=Point.BEFORE_UPDATE),
-        Fault(11.939, Kind.COORDINATOR_KILL, 7, 5.105),
-        Fault(17.224, Kind.COORDINATOR_CUT, 3, 7.897, 0.359),
+        Fault(10.97, Kind.EXCEPTION, 3, point=Point.BEFORE_UPDATE),
+        Fault(12.12, Kind.COORDINATOR_KILL, 7, 5.105),
+        Fault(17.26, Kind.COORDINATOR_CUT, 5, 7.897, 0.359),
     )
     report = simulate(166_389, replace(Scenario.drawn(166_389), faults=faults, ends_at=None))
     assert report.end == "Finished"

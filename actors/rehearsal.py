@@ -241,12 +241,12 @@ class Rehearsal:
         planned: int,
     ) -> Judged:
         blows, deaths = disturbance.blows, disturbance.deaths(onlooker)
-        struck = _evidence(job, end, _counted(onlooker))
         segments = Run.find(job).segments()
         timeline = Timeline().read(segments)
         worlds = [*timeline.worlds.values()]
         members = _members(segments)
         everybody_seen = {each for world in members for each in world} <= onlooker.workers.keys()
+        struck = _evidence(job, end, _counted(onlooker) if everybody_seen else None)
         apart = _apart(self.calm_job, job) if struck.digest != self.calm.digest else ""
         findings = (
             judgement.faults_struck(planned, blows, deaths, max(self.calm.steps, default=0)),

@@ -85,6 +85,8 @@ def _events(answer: MetadataAnswer, machine: str) -> tuple[ScheduledEvent, ...]:
 
 
 def _is_about(event: dict[str, Any], machine: str) -> bool:
+    if not isinstance(event["Resources"], list):  # the name of another machine may contain this one's
+        raise TypeError
     scheduled = event["EventStatus"] in ("Scheduled", "Started")
     return scheduled and event["EventType"] in KINDS and machine in event["Resources"]
 

@@ -21,6 +21,8 @@ SAID_S = 3600.0
 """Seconds in which a source that fails is told once."""
 SHORTEST_S = 0.05
 """Shortest pause in seconds from one look to the next."""
+FAR_S = 365 * 86400.0
+"""Seconds from now after which no notice can be meant: a number of milliseconds looks like this."""
 JITTER_S = 1.0
 """A deadline that moves by less, in seconds, is the same one: some sources count the seconds that are left."""
 
@@ -149,6 +151,10 @@ def _checked(found: object) -> Notice | None:
     deadline: object = found.deadline
     if not isinstance(deadline, int | float) or not math.isfinite(deadline):
         raise Unreadable(f"the deadline of a notice is {deadline!r:.80}, not a number of Unix seconds")
+    if deadline > time.time() + FAR_S:
+        raise Unreadable(
+            f"the deadline of a notice is {deadline:.0f}, more than a year from now; it is in Unix seconds"
+        )
     return Notice(float(deadline), bool(found.advice), str(found.text))
 
 

@@ -75,7 +75,9 @@ def _stands_out(
     cluster: Cluster, node: NodeId, failures: tuple[float, ...], now: float, rules: Rules
 ) -> bool:
     others = [
-        len(_recent(cluster.lemons.get(each, Lemon()), now, rules)) for each in cluster.nodes if each != node
+        len(_recent(cluster.lemons.get(each, Lemon()), now, rules))
+        for each in cluster.keepers
+        if each != node
     ]
     return len(failures) > TYPICAL * median_low(others or [0])
 

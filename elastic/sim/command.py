@@ -6,6 +6,7 @@ If a seed breaks a promise, its schedule is made as small as possible and printe
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -129,10 +130,11 @@ def replay_trace(
         measured = replace(measured, microbatches=microbatches)
     numbers = {"--lead": lead_s, "--days": days, "--microbatches": microbatches}
     if drawn_of is not None:
-        numbers |= {"--nodes": drawn_of.nodes, "--mtbf": drawn_of.mtbf_h}
+        numbers |= {"--nodes": drawn_of.nodes, "--mtbf": drawn_of.mtbf_h, "--back": drawn_of.back_s}
     for option, number in numbers.items():
-        if number is not None and (number < 0 or (number == 0 and option != "--lead")):
-            raise ValueError(f"{option} {number:g} must be greater than 0")
+        least = "at least 0" if option in ("--lead", "--back") else "greater than 0"
+        if number is not None and not (0 < number < math.inf or (number == 0 and least == "at least 0")):
+            raise ValueError(f"{option} {number:g} must be a finite number, {least}")
     if trace is not None:
         try:
             rows = rows_of(trace.read_text(encoding="utf-8"))

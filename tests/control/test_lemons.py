@@ -184,3 +184,16 @@ def test_closings_are_those_of_the_second_opinion(incidents: list[tuple[NodeId, 
             lemon = story.run.cluster.lemons[node]
             found.append((node, lemon.since, lemon.until))
     assert found == closings(incidents)
+
+
+@pytest.mark.parametrize("gone", [0, 20])
+def test_nodes_that_are_gone_do_not_make_the_others_stand_out(gone: int) -> None:
+    """All that are there fail alike, so the job is to blame."""
+    story, said = play(), ""
+    for node in (NodeId(f"gone{number}") for number in range(gone)):
+        story.tell(ev.KeeperUp(node))
+        story.tell(ev.KeeperLost(node, "its node died", with_its_node=True))
+    for _ in range(3):
+        for node in (N1, N2, N3):
+            said += fails(story, node, 2.0)
+    assert "gets no worker" not in said and len(story.run.cluster.lemons) == 3

@@ -260,6 +260,10 @@ def test_each_kind_of_event_takes_the_machine_that_it_names(vm: AzureService, ki
     source = one("azure")
     vm.events = [event(at, kind, ("vm_1",)), event(at, "Dance"), event(at, kind, EventStatus="Completed")]
     assert source.look() is None, "the controls"
+    vm.events = [*vm.events[1:], event(at, kind) | {"Resources": "vm_0-extra"}]
+    with pytest.raises(Unreadable):
+        source.look()
+    vm.events[-1] = event(at, kind, ("vm_1",))
     vm.events.append(event(at, kind, ("vm_1", "vm_0"), EventId="2"))
     assert look(source) == Notice(at, text=f"scheduled event {kind}")
 
@@ -491,6 +495,22 @@ def test_a_source_of_the_user_that_cannot_be_made_or_answers_nonsense_is_named()
     name = f"{__name__}:Rash"
     SourceWatch(name, one(name), lambda *_: None, said.append).look()
     assert len(said) == 1 and "look() has returned 3, which is no Notice" in said[0]
+
+
+def test_a_deadline_in_milliseconds_makes_no_sense(tmp_path: Path) -> None:
+    """The control is the same time in seconds."""
+    path, said, told = tmp_path / "taken", list[str](), list[object]()
+    watch = SourceWatch("file", one("file", file=str(path)), lambda *each: told.append(each), said.append)
+    path.write_text("1796059200000")
+    watch.look()
+    assert (
+        not told
+        and len(said) == 1
+        and "is 1796059200000, more than a year from now; it is in Unix" in said[0]
+    )
+    path.write_text(f"{time.time() + 60:.0f}")
+    watch.look()
+    assert told
 
 
 def test_a_class_of_a_script_is_refused(tmp_path: Path) -> None:

@@ -267,8 +267,20 @@ def test_a_trace_that_is_drawn(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["--trace", "TRACE"], r"line 2: 0,vanish,a: no such event"),
         (["--days", "1"], r"without --trace, --days, --mtbf and --nodes say"),
-        (["--days", "0", "--mtbf", "2", "--nodes", "6"], r"--days 0 must be greater than 0"),
-        (["--trace", "TRACE", "--lead", "-1"], r"--lead -1 must be greater"),
+        (["--days", "0", "--mtbf", "2", "--nodes", "6"], r"--days 0 must be a finite number, greater than 0"),
+        (
+            ["--days", "nan", "--mtbf", "2", "--nodes", "6"],
+            r"--days nan must be a finite number, greater than 0",
+        ),
+        (
+            ["--days", "inf", "--mtbf", "2", "--nodes", "6"],
+            r"--days inf must be a finite number, greater than 0",
+        ),
+        (
+            ["--days", "1", "--mtbf", "2", "--nodes", "6", "--back", "-1"],
+            r"--back -1 must be a finite number, at least 0",
+        ),
+        (["--trace", "TRACE", "--lead", "-1"], r"--lead -1 must be a finite number, at least 0"),
     ],
 )
 def test_wrong_input_is_refused(

@@ -188,7 +188,7 @@ def test_closings_are_those_of_the_second_opinion(incidents: list[tuple[NodeId, 
 
 @pytest.mark.parametrize("gone", [0, 20])
 def test_nodes_that_are_gone_do_not_make_the_others_stand_out(gone: int) -> None:
-    """All that are there fail alike, so the job is to blame."""
+    """The nodes that are there fail alike, so the job is to blame."""
     story, said = play(), ""
     for node in (NodeId(f"gone{number}") for number in range(gone)):
         story.tell(ev.KeeperUp(node))

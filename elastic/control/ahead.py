@@ -4,9 +4,9 @@ Making and connecting the groups of a world takes longer the more members it has
 state.  So as soon as it is known which workers the next world will have, because newcomers are welcome, a slow
 worker leaves or a machine will be taken, all of them are asked to connect that world ahead.  Growth and an
 eviction pause the present world once they have, or once it is certain that they will not; a machine that will
-be taken never waits for them.  If the next world has
-exactly these members in these seats, it takes their groups.  Otherwise it connects in its pause, as a world
-after a fault does.  Nothing is computed or applied in groups ahead, so they need no fence.
+be taken never waits for them.  If the next world has exactly these members in these seats, it takes their groups.
+Otherwise it connects in its pause, as a world after a fault does.  Nothing is computed or applied in groups ahead,
+so they need no fence.
 """
 
 from __future__ import annotations

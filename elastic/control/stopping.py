@@ -29,6 +29,7 @@ from elastic.control.run import (
 from elastic.ids import NodeId, WorkerId
 from elastic.plan.placement import data_groups
 from elastic.protocol.actions import Fence, Pause, Settle
+from elastic.protocol.commit_record import SAVE_AND_PAUSE
 from elastic.protocol.events import Broken, Fenced, StopRequested
 from elastic.protocol.plan import Plan
 
@@ -463,4 +464,6 @@ def _asked_too_late(run: RunState, state: Stopping) -> bool:
     stop loses nothing then, since the next world saves at its first boundary.
     """
     last = run.history.last
-    return state.planned and state.save and last is not None and not last.saves
+    if last is None or not (state.planned and state.save):
+        return False
+    return not last.saves and last.boundary != SAVE_AND_PAUSE

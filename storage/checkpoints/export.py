@@ -89,9 +89,9 @@ def _pieces(reader: Reader, tensors: Iterable[tuple[str, Tensor, bool]]) -> Size
 
     def data() -> Iterator[Piece]:
         yield header
-        for _, tensor, turned in named:
-            for _, part in reader.read([tensor.whole()]):
-                yield _transposed(part, tensor) if turned else part
+        parts = reader.whole(tensor for _, tensor, _ in named)
+        for (_, _, turned), (tensor, part) in zip(named, parts, strict=True):
+            yield _transposed(part, tensor) if turned else part
 
     return Sized(len(header) + sum(entry.size for entry, _, _ in named), data())
 
@@ -113,9 +113,10 @@ def content_digest(reader: Reader) -> str:
         for tensor in reader.tensors()
         if tensor.kind != "constant"
     }
-    for name, tensor in sorted(named.items()):
+    names = sorted(named)
+    for name, (tensor, data) in zip(names, reader.whole(named[name] for name in names), strict=True):
         about = json.dumps([name, tensor.dtype, list(tensor.shape)]).encode()
-        for part in (about, *(data for _, data in reader.read([tensor.whole()]))):
+        for part in (about, data):
             digest.update(len(part).to_bytes(8, "little"))
             digest.update(part)
     return digest.hexdigest()

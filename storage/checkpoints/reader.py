@@ -28,7 +28,7 @@ from storage.checkpoints.shards import ITEM_BYTES, Place, places_in
 from storage.documents import File, digest_of
 from storage.errors import Damaged, Incomplete, Missing, StorageError
 from storage.objects import ObjectStore
-from storage.slices import Slice, Tensor, Version
+from storage.slices import Slice, Tensor, Version, nbytes
 
 if TYPE_CHECKING:
     import numpy as np
@@ -109,6 +109,17 @@ class Reader:
                 missing[number] -= 1
                 if not missing[number]:
                     yield each, buffers.pop(number)
+
+    def whole(self, tensors: Iterable[Tensor]) -> Iterator[tuple[Tensor, bytearray | memoryview]]:
+        """Yields each tensor with its bytes, in this order.
+
+        Tensors that have at most ``FETCH_BYTES`` together are read together: each by itself, a small one would
+        cost a request.  No more than that, or one larger tensor, is held.
+        """
+        for batch in batches(tensors):
+            found = dict(self.read(batch))
+            for each, tensor in batch.items():
+                yield tensor, found.pop(each)
 
     def fetch(self, rows: Sequence[Stored]) -> memoryview:
         """Returns the bytes of rows that lie next to each other in one file; they are not checked yet."""
@@ -198,6 +209,21 @@ def place(row: Stored) -> tuple[str, int, int]:
     neighbour.
     """
     return row.file, row.first, row.last
+
+
+def batches(tensors: Iterable[Tensor]) -> Iterator[dict[Slice, Tensor]]:
+    """Yields the tensors, each once in a batch, in batches of up to ``FETCH_BYTES`` or of one tensor."""
+    batch, held = dict[Slice, Tensor](), 0
+    for tensor in tensors:
+        each = tensor.whole()
+        size = nbytes(tensor, each)
+        if batch and (each in batch or held + size > FETCH_BYTES):
+            yield batch
+            batch, held = {}, 0
+        batch[each] = tensor
+        held += size
+    if batch:
+        yield batch
 
 
 def neighbours(rows: Iterable[Stored]) -> Iterator[list[Stored]]:

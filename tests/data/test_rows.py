@@ -5,20 +5,18 @@ Elastic's order.
 from __future__ import annotations
 
 import os
-import random
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset, default_collate
+from torch.utils.data import DataLoader, Subset
 
 from elastic.code.imports import users_traceback
 from elastic.data.cursor import Cursor
@@ -30,105 +28,22 @@ from elastic.job import Job
 from elastic.runs.data import OF_ROWS
 from elastic.train.alone.local import run_local
 from elastic.train.checks.preflight import preflight
+from tests.support import row_datasets
 from tests.support.chaos import exported_hash
 from tests.support.commands import ROOT
-from tests.support.plain_models import STEPS, TWO, WORDS, Net, job_of
+from tests.support.plain_models import STEPS, TWO, Net, job_of
 from tests.support.ranks import Ranks
+from tests.support.row_datasets import Batched, Classes, Columns, Drawing, Padded, listed, pairs
 from tests.support.segments import train, train_here
 
-HERE = "tests.data.test_rows"
-
-
-class Classes(torch.utils.data.Dataset[dict[str, Any]]):
-    """A map-style dataset whose rows have a tensor, a numpy array and a number."""
-
-    def __init__(self, count: int = 48) -> None:
-        self.count = count
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, i: int) -> dict[str, Any]:
-        t = torch.tensor([(i * 3 + k * (1 + i % 5)) % WORDS for k in range(6)])
-        return {"t": t, "y": ((t * t + t) % 3).numpy(), "i": i}
-
-
-class Drawing(Classes):
-    """Its rows have noise from torch's default generator, as augmentations do."""
-
-    def __getitem__(self, i: int) -> dict[str, Any]:
-        return super().__getitem__(i) | {"noise": torch.randn(6)}
-
-
-class Padded(Classes):
-    """Rows of many lengths, which its own function pads to the longest of a batch."""
-
-    def __getitem__(self, i: int) -> dict[str, Any]:
-        return {"t": torch.arange(1 + i % 5)}
-
-    @staticmethod
-    def collate_fn(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
-        return {
-            "t": nn.utils.rnn.pad_sequence([row["t"] for row in rows], batch_first=True, padding_value=-1)
-        }
-
-
-class Columns:
-    """The documented interface of ``datasets.Dataset`` with the format "torch".  That library is not needed
-    here.
-    """
-
-    def __init__(self, count: int = 48) -> None:
-        rows = [Classes()[i] for i in range(count)]
-        self.columns = {
-            "t": torch.stack([row["t"] for row in rows]),
-            "y": torch.stack([torch.as_tensor(row["y"]) for row in rows]),
-        }
-        self._fingerprint = "5c1f0d4a8f6b2e97"
-
-    def __len__(self) -> int:
-        return len(self.columns["t"])
-
-    def __getitem__(self, key: Any) -> Any:
-        if isinstance(key, str):
-            return self.columns[key]
-        return {name: column[key] for name, column in self.columns.items()}
-
-
-class Batched(Columns):
-    """Newer versions of that library also read several rows at once for a DataLoader."""
-
-    def __getitems__(self, keys: list[int]) -> list[dict[str, Any]]:
-        batch = self[keys]
-        return [{name: column[place] for name, column in batch.items()} for place in range(len(keys))]
-
-
-class Stream(IterableDataset[dict[str, Any]]):
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        return (Classes()[i] for i in range(48))
-
-
-class Texts(Classes):
-    def __getitem__(self, i: int) -> dict[str, Any]:
-        return {"text": f"line {i}"}
-
-
-def listed() -> list[dict[str, Any]]:
-    return list(Stream())
-
-
-def pairs() -> TensorDataset:
-    rows = default_collate(listed())
-    return TensorDataset(rows["t"], rows["y"])
-
-
-here = Classes()
-
-
-def loss(model: nn.Module, batch: dict[str, Tensor]) -> Any:
-    t, y = (batch["t"], batch["y"]) if "t" in batch else batch.values()
-    out = model(t) + 0.1 * batch.get("noise", torch.zeros(6))[..., None]
-    return nn.functional.cross_entropy(out.flatten(0, 1).float(), y.flatten(), reduction="sum"), y.numel()
+HERE = row_datasets.__name__
+TRAINS = """
+import sys
+from elastic.job import Job
+from elastic.train.alone.local import run_local
+run_local(Job.model_validate_json(sys.argv[1]), print)
+"""
+"""Program that trains a job in its own process; it imports no more than that needs."""
 
 
 def rows_job(folder: Path, dataset: str, **changes: Any) -> Job:
@@ -232,34 +147,6 @@ def test_what_gives_no_samples_by_number_is_refused_before_a_worker_starts(
         preflight(rows_job(tmp_path, dataset), local=True)
 
 
-def stream() -> Iterator[dict[str, Any]]:
-    yield from listed()
-
-
-def loader() -> DataLoader[dict[str, Any]]:
-    return DataLoader(Classes())
-
-
-def splits() -> dict[str, Any]:
-    return {"train": Classes(), "test": Classes(8)}
-
-
-def broken() -> Any:
-    class Broken(Classes):
-        def __getitem__(self, i: int) -> dict[str, Any]:
-            return {"t": 1 // i}
-
-    return Broken()
-
-
-def numbered() -> Any:
-    class Numbered(torch.utils.data.Dataset[int]):
-        def __getitem__(self, i: int) -> int:
-            return i
-
-    return Numbered()
-
-
 @pytest.mark.parametrize("dataset", ["Classes", "here", "listed", "Columns", "pairs"])
 def test_the_first_lines_say_how_samples_are_known_and_the_bits_are_one(tmp_path: Path, dataset: str) -> None:
     """The dataset is named as a class, an object, or a function that gives one.  The reference is one with
@@ -299,7 +186,7 @@ def test_a_part_of_a_mixture_may_be_of_rows(tmp_path: Path) -> None:
     parts[1]["dataset"] = f"{HERE}:Classes"
     job = job.replace(data={"dataset": "elastic.data.mixture:Mixture", "args": {"parts": parts}})
     assert [note.partition(":")[0] for note in preflight(job, local=True).notes[:2]] == [
-        f"data.args.parts[{number}].dataset = 'tests.data.test_rows" for number in (0, 1)
+        f"data.args.parts[{number}].dataset = '{HERE}" for number in (0, 1)
     ]
     parts[1]["dataset"] = f"{HERE}:Stream"
     with pytest.raises(
@@ -326,12 +213,8 @@ def test_u1_rows_that_draw_have_the_same_bits_on_one_worker_on_two_and_after_a_k
     assert train(ranks, read_by_others, TWO, STEPS).hash == alone
     job = rows_job(tmp_path / "killed", "Drawing", checkpoint={"save_every": 1})
     fault = {"point": "backward", "step": 3, "world_rank": 0, "kind": "SIGKILL"}
-    dying = (
-        "import sys; from tests.data.test_rows import *; run_local(Job.model_validate_json(sys.argv[1]), "
-        "print)"
-    )
     killed = subprocess.run(
-        [sys.executable, "-c", dying, job.replace(faults=[fault]).model_dump_json()],
+        [sys.executable, "-c", TRAINS, job.replace(faults=[fault]).model_dump_json()],
         cwd=ROOT,
         capture_output=True,
     )
@@ -345,56 +228,8 @@ def test_u1_rows_that_draw_have_the_same_bits_on_one_worker_on_two_and_after_a_k
 # ---- readers: other processes that read
 
 
-class Varied(Classes):
-    """Its rows have many types, and noise of all generators."""
-
-    def __getitem__(self, i: int) -> dict[str, Any]:
-        drawn = {
-            "torch": torch.rand(3).to(torch.bfloat16),
-            "python": random.random(),
-            "flag": torch.rand(2) > 0.5,
-            "none": torch.zeros(0),
-        }
-        return super().__getitem__(i) | drawn
-
-
-class Slow(Classes):
-    def __getitem__(self, i: int) -> dict[str, Any]:
-        time.sleep(0.02)
-        return super().__getitem__(i)
-
-
-class Deadly(Classes):
-    """A row that ends the process which reads it, the first time or each time, and writes down who read."""
-
-    def __init__(self, folder: str, deadly: int = -1, times: int = 1, endless: int = -1) -> None:
-        super().__init__()
-        self.folder, self.deadly, self.times, self.endless = Path(folder), deadly, times, endless
-
-    def fingerprint(self) -> str:
-        return "deadly"
-
-    def __getitem__(self, i: int) -> dict[str, Any]:
-        (self.folder / f"pid-{os.getpid()}").touch()
-        if i == self.deadly and len([*self.folder.glob("died-*")]) < self.times:
-            (self.folder / f"died-{os.getpid()}").touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-        if i == self.endless:
-            (self.folder / f"in-{os.getpid()}").touch()
-            time.sleep(600)
-        return super().__getitem__(i)
-
-
-def mistaken() -> Any:
-    class Mistaken(Classes):
-        def __getitem__(self, i: int) -> dict[str, Any]:
-            return {"t": 1 // (i - 5)}
-
-    return Mistaken()
-
-
 def loader_of(dataset: str, readers: int, **args: Any) -> Loader:
-    rows = dataset_of(globals()[dataset], args, "")
+    rows = dataset_of(getattr(row_datasets, dataset), args, "")
     others = Readers(readers, f"{HERE}:{dataset}", args, "data") if readers else None
     return Loader(
         rows,
@@ -519,11 +354,7 @@ def test_no_reader_is_left_when_the_worker_is_killed_or_interrupted(
     job = rows_job(tmp_path, "Deadly").replace(
         data={"dataset": f"{HERE}:Deadly", "args": args, "readers": 2}, trial=False
     )
-    program = (
-        "import sys; from tests.data.test_rows import *; run_local(Job.model_validate_json(sys.argv[1]), "
-        "print)"
-    )
-    command = [sys.executable, "-c", program, job.model_dump_json()]
+    command = [sys.executable, "-c", TRAINS, job.model_dump_json()]
     with subprocess.Popen(
         command, cwd=ROOT, start_new_session=True, stdout=subprocess.PIPE, text=True
     ) as worker:
@@ -552,12 +383,8 @@ def test_a_run_with_readers_has_the_bits_of_one_without_also_after_a_resume_and_
     assert run_local(none, said["none"].append)[0] == "Finished"
     fault = {"point": "backward", "step": 3, "world_rank": 0, "kind": "SIGKILL"}
     killed = some.replace(data={"dataset": f"{HERE}:Drawing", "readers": 2}, faults=[fault])
-    dying = (
-        "import sys; from tests.data.test_rows import *; run_local(Job.model_validate_json(sys.argv[1]), "
-        "print)"
-    )
     done = subprocess.run(
-        [sys.executable, "-c", dying, killed.model_dump_json()], cwd=ROOT, capture_output=True
+        [sys.executable, "-c", TRAINS, killed.model_dump_json()], cwd=ROOT, capture_output=True
     )
     assert done.returncode == -signal.SIGKILL, done.stderr.decode()
     resumed = some.replace(data={"dataset": f"{HERE}:Drawing", "readers": 1})

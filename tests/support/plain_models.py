@@ -19,10 +19,11 @@ from elastic.plan.layout import Layout
 from elastic.train.checks.trial import compare_with_torch
 from elastic.train.gauges.counters import Counters
 from elastic.train.session import make_session
+from tests.support.row_datasets import WORDS
 from tests.support.toys import toy_job
 
 CPU = torch.device("cpu")
-WORDS, WIDTH, STEPS = 17, 6, 4
+WIDTH, STEPS = 6, 4
 Batch = dict[str, Tensor]
 TWO, HALVES = Layout(2, 1), Layout(1, 2)
 

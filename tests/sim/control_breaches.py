@@ -474,7 +474,7 @@ CONTROL: dict[str, tuple[Breach, ...]] = {
         Breach(
             "a world takes groups that not all have connected",
             "has not connected",
-            ("noticed", 0),
+            ("noticed", 128),
             Edit("ahead", "len(state.connected) < len(ahead.members)", "False"),
         ),
         Breach(

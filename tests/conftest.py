@@ -61,18 +61,31 @@ GROUPS = {
     "state": "memory",
     "train": "memory",
     "sim": "simulations",
+    "storage/test_s3.py": "servers",
+    "storage/test_s3_checkpoints.py": "servers",
+    "storage/test_selftest.py": "servers",
+    "data/test_data_on_s3.py": "servers",
 }
-"""The group of a folder's tests: they use the machine as a whole, since they start clusters or measure its
-memory, or they share what takes a minute to make.  One process runs a whole group, in order; all other files
-are dealt one by one.
+"""The group of the tests of a folder, or of a file: they use the machine as a whole, since they start clusters
+or measure its memory, or they share what takes long to make, as an S3 server does.  One process runs a whole
+group, in order; all other files are dealt one by one.
 """
 
 
 def unit(nodeid: str) -> str:
     """Returns the tests that one process runs together: a group, or else a file."""
     file = nodeid.partition("::")[0]
-    folder, _, rest = file.removeprefix("tests/").partition("/")
-    return GROUPS.get(folder, file) if rest else file
+    below = file.removeprefix("tests/")
+    folder, _, rest = below.partition("/")
+    return GROUPS.get(below) or (GROUPS.get(folder, file) if rest else file)
+
+
+def has_a_cluster(item: pytest.Item) -> bool:
+    """Returns whether the module of a test starts a cluster in place of the one that the others share.
+
+    Such modules come last in their group: after each of them the shared cluster would have to start again.
+    """
+    return hasattr(getattr(item, "module", None), "local_cluster")
 
 
 def longest_first(nodeids: Iterable[str], known: Mapping[str, float]) -> dict[str, float]:
@@ -116,7 +129,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
     order = longest_first([item.nodeid for item in items], known())
-    items.sort(key=lambda item: (order[unit(item.nodeid)], unit(item.nodeid)))
+    items.sort(key=lambda item: (order[unit(item.nodeid)], unit(item.nodeid), has_a_cluster(item)))
     # the user's way first, where there are GPUs
     items.sort(key=lambda item: item.path != here / "gpu" / "test_main_path.py")
     for item in items:

@@ -35,7 +35,8 @@ def local_cluster(no_cluster_is_left: None, forks: Warm, aws_config: Path) -> It
     other folders.
 
     Its head notices a dead node early, by the settings in ``TUNED``.  A module that needs another cluster
-    overrides this fixture and shuts both down; the next module starts a new one.
+    overrides this fixture and shuts both down; the next module starts a new one.  In a whole run such modules
+    come last (``has_a_cluster`` in tests/conftest.py).
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(warm.SOCKET, forks.path)

@@ -49,3 +49,4 @@ def test_units_that_took_longest_run_first_and_groups_stay_whole() -> None:
         "tests/test_e.py",
     ]
     assert unit("tests/actors/test_c.py::x") == unit("tests/gpu/test_d.py::y") == "machine"
+    assert unit("tests/storage/test_s3.py::x") == unit("tests/data/test_data_on_s3.py::y") == "servers"

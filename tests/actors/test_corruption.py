@@ -13,7 +13,7 @@ from elastic.report.story import Sentence
 from elastic.runs.run import Run
 from tests.support.chaos import Trial, alone, assert_nothing_left, formed, trial
 from tests.support.mischief import STEP
-from tests.support.toys import toy_job
+from tests.support.toys import LIGHT, toy_job
 
 BEFORE = STEP - 3
 """The step of the checkpoint before."""
@@ -28,7 +28,7 @@ def job_of(
         "checkpoint": {"save_every": BEFORE, "compare": compare},
         **({"loss": f"tests.support.mischief:{loss}"} if loss else {}),
     }
-    return toy_job(folder, name=name, **{**values, **changes})
+    return toy_job(folder, name=name, **{**LIGHT, **values, **changes})
 
 
 @pytest.fixture(scope="module")

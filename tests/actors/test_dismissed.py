@@ -34,7 +34,7 @@ from tests.support.patience import PATIENCE_S, until
 from tests.support.relay import Gatherer
 from tests.support.toys import LIGHT, toy_job
 
-LEASE_S = 6.0
+LEASE_S = 2.0
 KNOWN = (WorkerId("w1"), WorkerId("w2"), WorkerId("w3"))
 LEFT = 3
 """Exit code of a worker that leaves because the run goes on without it."""

@@ -18,10 +18,11 @@ import ray
 from actors.chaos import Chaos
 from actors.living import attach
 from actors.view import View
+from elastic.data.cursor import Cursor
 from elastic.protocol.faults import Fault, Kind
 from elastic.runs.run import Run
 from tests.support.chaos import Trial, Witness, assert_nothing_left, formed, samples, trial
-from tests.support.kills import Script, undisturbed
+from tests.support.kills import SAMPLES, Script, undisturbed
 from tests.support.nodes import Joined, Node, joined
 from tests.support.patience import PATIENCE_S
 from tests.support.toys import LIGHT
@@ -30,6 +31,10 @@ CPUS = 5
 """CPUs of one worker; the head has 8, so it has room for one."""
 NOTICE_AT = 6
 """Step after which the notice comes."""
+SHORT, PACE_S = 40, 0.1
+"""Steps of a short run, and seconds of a read until the machine was taken: within the five seconds before, three
+workers do not come to the last step, which waits for that.
+"""
 LONG = pytest.mark.full
 
 
@@ -54,6 +59,7 @@ class Taken:
     ) -> None:
         self.file, self.nodes, self.lead_s = folder / "n0" / "notice", nodes, lead_s
         self.state, self.withdrawn, self.kills_coordinator = state, withdrawn, kills_coordinator
+        self.gate = folder / "taken"
         self.deadline = 0.0
         self.over = False
 
@@ -70,7 +76,17 @@ class Taken:
                 self.file.unlink()
             else:
                 self.nodes.cut_power("n0")
+            self.gate.touch()
         return False
+
+
+def paced(gate: Path) -> dict[str, Any]:
+    """Returns the data of a short run, which is slow, and whose last step cannot be read, before ``gate``
+    exists.
+    """
+    last = Cursor(SAMPLES, 16, 0, "permutation").ids(SHORT)[0]
+    args = {"samples": SAMPLES, "calm": str(gate), "pace_s": PACE_S, "gates": {str(last): str(gate)}}
+    return {"data": {"dataset": "tests.support.toys:Paced", "args": args}}
 
 
 def noticed(
@@ -93,6 +109,7 @@ def noticed(
         "checkpoint": {"save_every": 100},
         "notices": {"sources": ["file"], "file": f"{folder}/notices/notice"},
         "workers": {"min": 1, "max": 3, "cpus": CPUS},
+        **(paced(folder / "taken") if steps == SHORT else {}),
         **changes,
     }
     with ExitStack() as stack:
@@ -126,7 +143,7 @@ def went(chaos: Trial, generation: int) -> float:
 )
 def test_r5_a_node_with_notice_is_out_before_it_is_taken(tmp_path: Path, layout: str, tier: str) -> None:
     """No step is lost or done again, even if only the node that leaves has a part of the newest state."""
-    chaos, taken, reference = noticed(tmp_path, layout, lead_s=5.0)
+    chaos, taken, reference = noticed(tmp_path, layout, lead_s=5.0, steps=SHORT)
     worlds = formed(Run.open(chaos.job).records())
     assert [(len(each.members), each.tier, each.redone) for each in worlds] == [(3, "init", 0), (1, tier, 0)]
     assert taken.over, "the machine was taken while the run went on"

@@ -55,6 +55,10 @@ STEPS, JOINS, WHOLE, DIES, SAVES = 16, 4, 8, 12, 2
 one in place of a killed worker, is about to be in the world, and before the cluster was killed; and from save
 to save."""
 When = Callable[[Witness, View], bool]
+KNOWN = {"PIP_NO_DEPS": "1"}
+"""Environment of the nodes that come after the first one.  There pip has found out that a node has all that
+the wheel needs, which is two thirds of its work, and all nodes have the same Python.
+"""
 pytestmark = [
     pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor"),
     # pip makes an environment on each node; beside four busy processes that takes minutes
@@ -248,7 +252,7 @@ class StopThenGrowThenKill:
         _, view = yield from comes(lambda _, view: view.step >= 1 and self.submitted is not None)
         self.stopped_at = view.step
         self.submitted.stop()
-        self.nodes.add()
+        self.nodes.add(**KNOWN)
         yield from comes(about_to_form(2))
         (self.seen / "joins").touch()
         witness, view = yield from comes(
@@ -416,7 +420,7 @@ def resumed(python: Path, job: Job, folder: Path, line: list[str], before: Witne
     run.
     """
     witness = Witness(job.name)
-    with Nodes(python, head_cpus=1) as nodes:
+    with Nodes(python, head_cpus=1, **KNOWN) as nodes:
         join(nodes)
         witness.start()
         try:

@@ -185,9 +185,9 @@ class Nodes:
         )
         return self.started[-1]
 
-    def add(self, cpus: int = 1, *more: str) -> Started:
+    def add(self, cpus: int = 1, *more: str, **environment: str) -> Started:
         """Starts a node; ``says("Ray runtime started")`` waits for it."""
-        return self._start(f"--address={self.address}", f"--num-cpus={cpus}", *more)
+        return self._start(f"--address={self.address}", f"--num-cpus={cpus}", *more, **environment)
 
     def submit(self, folder: Path, command: list[str]) -> Submitted:
         """Submits ``command``, a whole line ``ray job submit …``, as a user types it in ``folder``."""

@@ -144,7 +144,7 @@ def go_on(decision: Decision) -> None:
     if due := _due(decision, waiting, seats):
         decision.know("cluster", leaving=(*run.cluster.leaving, *due))
     if run.cluster.leaving or due:
-        _end_outsiders(decision, seats)
+        _end_outsiders(decision, plan.ranks if plan is not None else ())
     if decision.run.cluster.leaving or run.stragglers.leaving:
         _leave(decision)
     inside = any(node in seats for node in waiting)
@@ -305,13 +305,15 @@ def _replaced(decision: Decision, plan: Plan, nodes: Collection[NodeId], seats: 
     return new >= sum(seats[node] for node in nodes)
 
 
-def _end_outsiders(decision: Decision, seats: Mapping[NodeId, int]) -> None:
-    """Ends workers on nodes that leave if they are in no world and hold no state."""
+def _end_outsiders(decision: Decision, members: Collection[WorkerId]) -> None:
+    """Ends workers on nodes that leave if they are no ``members`` and hold no state: the next world would seat them,
+    and stop again.
+    """
     leaving = frozenset(decision.run.cluster.leaving)
     outside = tuple(
         worker
         for worker, known in decision.run.workers.items()
-        if known.node in leaving and known.node not in seats and not known.holdings
+        if known.node in leaving and worker not in members and not known.holdings
     )
     membership.expel(decision, outside, TAKEN)
 

@@ -450,7 +450,7 @@ def _next(decision: Decision, state: Stopping) -> None:
         edges.end(decision, Failed(reason, state.job_error))
     elif saves.target_is_saved(run, rules):
         edges.finished(decision, f"finished at step {run.history.saved[-1].step}")
-    elif run.stop and not _asked_too_late(run, state):
+    elif run.stop and not _another_world_saves(run, state):
         edges.end_as_asked(decision)
     elif fruitless > rules.max_fruitless:
         budget = f"{fruitless} generations in a row committed no new step; at most {rules.max_fruitless} may"
@@ -459,11 +459,12 @@ def _next(decision: Decision, state: Stopping) -> None:
         edges.form(decision)
 
 
-def _asked_too_late(run: RunState, state: Stopping) -> bool:
-    """Returns whether the members had agreed on a boundary before they heard that its state is to be saved: a
-    stop loses nothing then, since the next world saves at its first boundary.
+def _another_world_saves(run: RunState, state: Stopping) -> bool:
+    """Returns whether a stop that was asked for takes one more world, which saves at its first boundary.
+
+    The present world has lost nothing, but has not saved its state either: its members had agreed on the boundary
+    before they heard of the stop, or it ended before it stepped, because a machine will be taken.
     """
-    last = run.history.last
-    if last is None or not (state.planned and state.save):
-        return False
-    return not last.saves and last.boundary != SAVE_AND_PAUSE
+    last, saved = run.history.last, run.history.saved
+    agreed = state.planned and last is not None and not last.saves and last.boundary != SAVE_AND_PAUSE
+    return (agreed or state.noticed) and run.step > (saved[-1].step if saved else 0)

@@ -286,6 +286,21 @@ def test_a_spare_on_a_doomed_node_ends_at_once_and_a_late_joiner_too() -> None:
     assert play.did(Kill) == [Kill((late,), "its node is taken")] and late not in play.run.workers
 
 
+def test_a_spare_on_the_node_of_a_member_that_leaves_takes_no_seat() -> None:
+    """It ends when the member is to leave, or else the next world would stop as soon as it forms."""
+    play = running(spares=1)
+    play.later(5.0)
+    play.tell(ev.Capacity(1))
+    play.tell(ev.Joined(W4, N3, "cpu", CLASSES))
+    notice(play)
+    play.later(100.0)
+    assert W4 in play.run.workers, "the paid time is used"
+    play.later(20.0 - 2 * REFORM_S - 2 * STEP_S + 0.1)
+    assert isinstance(play.run.state, Stopping) and play.did(Kill) == [Kill((W4,), "its node is taken")]
+    stops(play)
+    assert isinstance(play.run.state, Forming) and play.plan.members == ("w1", "w2")
+
+
 def test_a_member_on_a_doomed_node_that_joins_again_stays_until_the_boundary() -> None:
     """It says to a new coordinator that it has joined, like every worker, and is a member all the same."""
     play = running()
@@ -478,6 +493,21 @@ def test_a_stop_that_comes_after_the_boundary_was_agreed_is_saved_by_the_next_wo
         assert isinstance(play.run.state, Stopping), "it waits for the save"
         play.save(version, *saved_by)
         assert isinstance(play.run.state, Stopped) and play.run.history.saved[-1] == version
+
+
+def test_a_stop_in_a_world_that_a_notice_ends_before_it_steps_is_saved_by_the_next_one() -> None:
+    """The control: a world that breaks ends with the stop, as before."""
+    for noticed in (True, False):
+        play = running()
+        notice(play, N3, 5.0)
+        stops(play)
+        assert isinstance(play.run.state, Forming)
+        notice(play, N2, 3.0) if noticed else play.broken("w2")
+        assert isinstance(play.run.state, Stopping) and not play.run.state.planned
+        play.tell(ev.StopRequested("user"))
+        for member in play.pending:
+            play.answer(member, Version(5, 1))
+        assert isinstance(play.run.state, Forming if noticed else Stopped)
 
 
 def test_a_state_that_must_be_saved_gets_the_time_for_it() -> None:

@@ -566,6 +566,22 @@ CONTROL: dict[str, tuple[Breach, ...]] = {
             Edit("machine", "if not known and event.worker in", "if event.worker in"),
         ),
         Breach(
+            "a stop ends a run whose world has agreed on a boundary without a save",
+            "nothing but notices happened",
+            ("noticed_and_stopped", 8),
+            Edit("stopping", "run.stop and not _another_world_saves(run, state)", "run.stop"),
+        ),
+        Breach(
+            "a spare takes the seat of a member that leaves the same node",
+            "nothing but notices happened",
+            ("noticed_and_stopped", 13),
+            Edit(
+                "draining",
+                "and worker not in members and",
+                "and known.node not in (decision.plan.nodes if members else ()) and",
+            ),
+        ),
+        Breach(
             "a node is let go that is in the world",
             "is let go, and is in the world",
             ("noticed", 0),

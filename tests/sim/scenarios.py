@@ -453,6 +453,12 @@ def noticed_by_another_clock(seed: int) -> Scenario:
     return replace(scenario, rules=rules, faults=(*another, *late))
 
 
+def noticed_and_stopped(seed: int) -> Scenario:
+    """The user asks for a stop, perhaps while a node leaves, and gives the command again after it."""
+    stop_at_s = random.Random(f"stopped {seed}").uniform(4.0, 30.0)
+    return replace(noticed(seed), stop_at_s=stop_at_s, resumes=True)
+
+
 def straggling(seed: int) -> Scenario:
     """Workers are slow for long, each alone or all of them, and nothing else happens: only copies have the whole
     state.
@@ -520,6 +526,7 @@ ALL = {
         duel,
         noticed,
         noticed_by_another_clock,
+        noticed_and_stopped,
         straggling,
         lemons,
     )

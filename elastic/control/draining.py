@@ -320,8 +320,8 @@ def _end_outsiders(decision: Decision, members: Collection[WorkerId]) -> None:
 
 def _leave(decision: Decision) -> None:
     """Ends the present world if it has members that leave: at the next boundary, or at once if it does not step
-    yet and the next world can have its state without them.  A stop that was asked for does both.  Slow members
-    step on until the next world has connected.
+    yet and the next world can form, and can have its state, without them.  A stop that was asked for does both.
+    Slow members step on until the next world has connected.
     """
     run, plan = decision.run, decision.run.plan
     if plan is None or run.enough or run.stop:
@@ -345,7 +345,9 @@ def _leave(decision: Decision) -> None:
             edges.pause(decision, f"{cause}{how}", save=save, hand_over=hand_over)
         case Forming():
             rest = [each for each in plan.holders if each.keeper != LIVE or each.worker not in members]
-            if plan.tier in ("init", "bucket") or covered(rest, run.members.classes):
+            has_all = plan.tier in ("init", "bucket") or covered(rest, run.members.classes)
+            # or else the next world would have the same members, and stop again
+            if has_all and evicting.forms_without(decision, members):
                 edges.stop(decision, cause, noticed=True)
         case Stopping(planned=True, pending=pending, save=save, hand_over=hand_over) if pending:
             more = _needs(decision, plan, members)

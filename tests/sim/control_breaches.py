@@ -582,6 +582,12 @@ CONTROL: dict[str, tuple[Breach, ...]] = {
             ),
         ),
         Breach(
+            "worlds that cannot do without a member stop before they step because it leaves",
+            "nothing but notices happened",
+            ("drawn", 503158),
+            Edit("draining", "if has_all and evicting.forms_without(decision, members):", "if has_all:"),
+        ),
+        Breach(
             "a node is let go that is in the world",
             "is let go, and is in the world",
             ("noticed", 0),

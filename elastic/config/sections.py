@@ -402,8 +402,8 @@ class Workers(Section):
     rerun_every: Free[Annotated[Whole, Field(ge=0)]] = 0
     """Number of steps from one in which each worker also runs a microbatch of another one, and both must get the
     same gradients, to the next.  If two differ, nobody applies the step, it is done again, and the worker that
-    was wrong is replaced, as soon as it is known.  Three such steps in a row end the run.  It needs
-    ``reproducible``, and costs one more microbatch each time.  0: no microbatch is run again.
+    was wrong is replaced, as soon as it is known.  The run ends if they differ three times in a row and nobody
+    is found.  It needs ``reproducible``, and costs one more microbatch each time.  0: no microbatch is run again.
     """
     device_gb: Free[Annotated[Number, Field(gt=0)] | Auto] = "auto"
     """Memory of its device that a worker may use, in GB.  ``auto``: all that a GPU has; on the CPU it is not

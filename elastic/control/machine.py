@@ -152,6 +152,7 @@ def _take(decision: Decision, event: Fact) -> None:
             ahead.connected(decision, event)
         case StepDone():
             commits.step_done(decision, event)
+            wrong_gradients.agree(decision, (event.outcome,))
         case Ends():
             commits.ends(decision, event)
         case Renewed():
@@ -164,6 +165,7 @@ def _take(decision: Decision, event: Fact) -> None:
             stopping.broken(decision, event)
         case Fenced():
             stopping.fenced(decision, event)
+            wrong_gradients.agree(decision, event.outcomes)
         case ShardSaved():
             saves.shard_saved(decision, event)
         case Saved():
@@ -199,8 +201,6 @@ def _go_on(decision: Decision) -> None:
     """Lets the run do what knowledge and time now permit: compare replicas, ask for manifests, act in its
     present state, start workers.
     """
-    if decision.run.history.rerun is not None:
-        wrong_gradients.agree(decision)
     if decision.run.saves.pending:
         corruption.compare(decision)
         saves.ask_for_manifests(decision)

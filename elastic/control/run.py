@@ -345,7 +345,7 @@ class Vote:
     worker: WorkerId
     node: NodeId
     about: str
-    """The cell, or the microbatch."""
+    """The cell, or the microbatch and the place in a model group."""
     digest: str
 
 
@@ -359,7 +359,9 @@ class Dispute:
     votes: tuple[Vote, ...] = ()
     """The votes about what is in dispute; () if it is known who was wrong."""
     times: int = 1
-    """The number of disputes since the last time at which all agreed."""
+    """The number of disputes since the last time at which all agreed; of those about gradients, since somebody was
+    found wrong, too.
+    """
     generation: int = 0
     """The world whose members computed different gradients; 0 for a save."""
 

@@ -325,6 +325,17 @@ def data_groups(layout: Layout) -> tuple[tuple[int, ...], ...]:
 
 
 @cache
+def counterparts(layout: Layout) -> tuple[tuple[int, ...], ...]:
+    """Returns the world ranks in each place of a model group, by data rank.  From one microbatch they compute the
+    same gradients; members of a data group may run different parts of it.
+    """
+    groups = [list[int]() for _ in range(data_ranks(layout))]
+    for rank in range(layout.world):
+        groups[data_rank(layout, rank)].append(rank)
+    return tuple(zip(*groups, strict=True))
+
+
+@cache
 def reporters(layout: Layout) -> tuple[int, ...]:
     """Returns, by data rank, the world rank of the member that knows the losses of that model group."""
     found = {}

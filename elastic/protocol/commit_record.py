@@ -31,7 +31,7 @@ from typing import NamedTuple
 from elastic.ids import Version
 from elastic.plan.batch import Deal, deal_of, resized
 from elastic.plan.layout import Layout
-from elastic.plan.placement import data_groups, data_ranks, reporters
+from elastic.plan.placement import counterparts, data_groups, data_ranks, reporters
 from elastic.protocol.reruns import apart, compared
 
 GO_ON, PAUSE, SAVE_AND_PAUSE, ENDS, HAND_OVER = 0, 1, 2, 3, 4
@@ -310,8 +310,10 @@ class Outcome:
     usage_ranks: tuple[int, ...] = field(default=(), compare=False)
     late: tuple[Late, ...] = field(default=(), compare=False)
     """The members that held up the others, the slowest first."""
-    reran: tuple[tuple[int, int], ...] = ()
-    """The microbatches that two members have run, each with the digest of its gradients on which both agree."""
+    reran: tuple[tuple[int, int, int], ...] = ()
+    """The microbatches that two members have run: their place in a model group, the microbatch, and the digest of
+    its gradients on which both agree.
+    """
     validated: Validated | None = None
     rescales: bool = False
     spike: Spike | None = None
@@ -547,10 +549,10 @@ def conclude(shape: CommitShape, step: int, gathered: bytes, validated: Validate
     if not all(map(float.is_integer, counts)) or min(counts) < 0:
         index = next(index for index, count in enumerate(counts) if not is_count(count))
         raise BadCount(index, counts[index], samples[index])
-    reran: tuple[tuple[int, int], ...] = ()
+    reran: tuple[tuple[int, int, int], ...] = ()
     if shape.rerun_every and shape.reruns(step):
         begun = [shape.first_of(rank) for rank in range(data_ranks(shape.layout))]
-        reran = compared(step, data_groups(shape.layout), shape.apart, begun, heads["ran"], heads["reran"])
+        reran = compared(step, counterparts(shape.layout), shape.apart, begun, heads["ran"], heads["reran"])
     boundary, behind = strongest(heads["boundary"]), max(heads["behind"]) > 0
     used = {name: heads[name] for name in vars(NO_USAGE)}
     most = {name: max(values) for name, values in used.items()}

@@ -18,11 +18,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Computed:
-    """A member's digest of the gradients of a microbatch.  ``rank`` is its world rank."""
+    """A member's digest of the gradients of a microbatch.  ``rank`` is its world rank, and ``place`` its
+    place in its model group: members in other places compute other gradients from the same microbatch.
+    """
 
     rank: int
     microbatch: int
     digest: int
+    place: int = 0
 
 
 class Differ(ValueError):
@@ -46,29 +49,30 @@ def apart(ranks: int, generation: int) -> int:
 
 def compared(
     step: int,
-    groups: Sequence[Sequence[int]],
+    counterparts: Sequence[Sequence[int]],
     distance: int,
     first: Sequence[int | None],
     own: Sequence[float],
     others: Sequence[float],
-) -> tuple[tuple[int, int], ...]:
-    """Returns the digests on which two members agree, by microbatch.
+) -> tuple[tuple[int, int, int], ...]:
+    """Returns the digests on which two members agree, each with their place in a model group and with its microbatch.
 
-    ``groups`` are the data groups, ``first`` is the first microbatch of each data rank, None if it idles.
+    ``counterparts`` are the members in each place of a model group, ``first`` is the first microbatch of each data rank, None if it idles.
     ``own`` and ``others`` are what each member, by world rank, has said of its own microbatch, and of that of
     the data rank ``distance`` after its own.  Raises :class:`Differ` if two of them differ.
     """
-    agreed, differ = list[tuple[int, int]](), list[Computed]()
-    for ranks in groups:
-        for place, rank in enumerate(ranks):
-            other = (place + distance) % len(ranks)
+    agreed, differ = list[tuple[int, int, int]](), list[Computed]()
+    for place, ranks in enumerate(counterparts):
+        for data_rank, rank in enumerate(ranks):
+            other = (data_rank + distance) % len(ranks)
             if (microbatch := first[other]) is None:
                 continue
             known, again = int(own[ranks[other]]), int(others[rank])
             if known == again:
-                agreed.append((microbatch, known))
+                agreed.append((place, microbatch, known))
             else:
-                differ += [Computed(ranks[other], microbatch, known), Computed(rank, microbatch, again)]
+                differ.append(Computed(ranks[other], microbatch, known, place))
+                differ.append(Computed(rank, microbatch, again, place))
     if differ:
         raise Differ(step, differ)
     return tuple(agreed)

@@ -248,6 +248,7 @@ class Oracle:
         self.pace.note(before, event, after)
         self.sim.flips.hears(before, event, after)
         self.sim.flips.judge_reason(before, transition.reason)
+        self.sim.liars.note(before, transition.taken, after, transition.reason)
         self.lemons.note(before, transition.taken, transition.actions, after, by.decided_at + by.ahead_s)
         for each in transition.taken:
             if isinstance(each, Here | Ready) and isinstance(before.state, Forming):
@@ -279,7 +280,7 @@ class Oracle:
             self._judge_end(after, transition.reason)
             # a run that leaves ``Stopping`` has asked every member that can report
             self.asked = isinstance(before.state, Stopping)
-            since = self.sim.clock.now if self.waiting_since is None else self.waiting_since
+            since = by.decided_at if self.waiting_since is None else self.waiting_since
             self.waiting_since = since if isinstance(after.state, Waiting) else None
 
     def _judge_wait(self, before: RunState, after: RunState, by: Coordinator) -> None:
@@ -451,6 +452,7 @@ class Oracle:
         self.notices.judge(after, action)
         self.pace.judge(action)
         self.lemons.judge(after, action)
+        self.sim.liars.judge(action)
         match action:
             case Settle():
                 self._judge_settle(action)
@@ -563,6 +565,7 @@ class Oracle:
         self._judge_seats(plan)
         self._judge_version(before, after, plan, reason)
         self.sim.flips.judge_plan(plan, self.counting)
+        self.sim.liars.judge_plan(plan)
 
     def _judge_seats(self, plan: Plan) -> None:
         """Checks that no worker without state sits in the place of a survivor of the last world on its node
@@ -678,6 +681,7 @@ class Oracle:
         self.copies.forget()
         self.notices.heard.clear()
         self.lemons.resumed()
+        self.sim.liars.resumed()
         self.waiting_since = self.sim.clock.now
 
     # -- the truth

@@ -52,6 +52,8 @@ FLIPPED_FROM = 700_000
 """The first seed with bits that flip."""
 LEMONS_FROM = 800_000
 """The first seed with nodes on which workers fail soon after their start."""
+WRONG_FROM = 900_000
+"""The first seed with workers that compute wrong gradients."""
 LONGER = 16
 """Steps by which these runs are longer: a node may be taken 20 s after the notice."""
 SLOW_FROM = 600_000
@@ -139,6 +141,12 @@ class Scenario:
     """The times at which a bit flips in the state of a worker, each with the number of the worker among those
     that hold state.
     """
+    rerun_every: int = 0
+    """Number of steps from one in which members run a microbatch of another one to the next; 0: none is."""
+    microbatches: int = 4
+    """Number of microbatches in a step."""
+    liars: tuple[tuple[NodeId, float], ...] = ()
+    """Nodes on which workers compute wrong gradients, each with the share of the microbatches that are wrong."""
     patience_s: float = 150.0
     """Time in seconds after the end of the last fault within which every run must end."""
 
@@ -230,6 +238,24 @@ class Scenario:
             sour_s=rng.uniform(20.0, 60.0),
         )
 
+    def with_liars(self, seed: int) -> Scenario:
+        """Returns the scenario with reruns, and with one liar or two among three nodes or more; in half of them
+        nothing else happens.
+        """
+        rng = random.Random(f"liars {seed}")
+        nodes = max(self.nodes, 3)
+        liars = rng.sample(range(1, nodes + 1), rng.choice((0, 1, 1, 1, 2)))
+        return replace(
+            self,
+            nodes=nodes,
+            slots=self.slots + 2,
+            faults=() if rng.random() < 0.5 else self.faults,
+            rerun_every=rng.randint(1, 3),
+            microbatches=rng.choice((2, 4, 9)),
+            liars=tuple((NodeId(f"n{each}"), rng.choice((1.0, 1.0, 0.5, 0.2))) for each in sorted(liars)),
+            patience_s=self.patience_s + 6.0 * self.rules.target_step,
+        )
+
     def room_of(self, node: NodeId) -> float:
         """Returns the room for copies on ``node``, in states, as its workers report it; 0 if they report
         none.
@@ -246,10 +272,13 @@ class Scenario:
         :data:`DIVIDED_FROM` on, one seed in ten divides the model, and from :data:`TOGETHER_FROM` on each job
         has two or three axes.  From :data:`NOTICED_FROM` on there are notices, and again one model in ten is
         divided.  From :data:`SLOW_FROM` on there are stragglers, too, from :data:`FLIPPED_FROM` on bits flip,
-        and from :data:`LEMONS_FROM` on there are lemons in their place.
+        from :data:`LEMONS_FROM` on there are lemons in their place, and from :data:`WRONG_FROM` on workers that
+        compute wrong gradients.
         """
         if LEMONS_FROM > seed >= FLIPPED_FROM:
             return Scenario._noticed_or_divided(seed).with_flips(seed)
+        if seed >= WRONG_FROM:
+            return Scenario._noticed_or_divided(seed).with_liars(seed)
         return Scenario._noticed_or_divided(seed)
 
     @staticmethod
@@ -257,7 +286,7 @@ class Scenario:
         if NOTICED_FROM > seed >= TOGETHER_FROM:
             return Scenario._drawn(seed).with_axes(seed)
         axes, scenario = random.Random(f"axes {seed}"), Scenario._drawn(seed)
-        if seed >= LEMONS_FROM:
+        if WRONG_FROM > seed >= LEMONS_FROM:
             return scenario.with_lemons(seed)
         return scenario.with_model(axes) if axes.random() < 0.1 and seed >= DIVIDED_FROM else scenario
 

@@ -18,6 +18,7 @@ from elastic.sim.cluster import Cluster
 from elastic.sim.coordinator import Advance
 from elastic.sim.coordinators import Coordinators
 from elastic.sim.flips import Flips
+from elastic.sim.liars import Liars
 from elastic.sim.network import Network
 from elastic.sim.oracle import Oracle
 from elastic.sim.scenario import Scenario
@@ -88,6 +89,7 @@ class Simulation:
         self.oracle = Oracle(self)
         self.spikes = SpikeTruth(self)
         self.flips = Flips(self)
+        self.liars = Liars(self)
         self.cluster = Cluster(self)
         self.strikes = Strikes(self)
 

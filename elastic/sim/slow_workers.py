@@ -57,6 +57,7 @@ class PaceOracle:
             sim.scenario.measures
             and sim.scenario.stop_at_s is None
             and not sim.scenario.flips
+            and not sim.scenario.liars
             and all(fault.kind is Kind.SLOW for fault in faults)
         )
         """True if nothing but slow workers disturbs the run."""

@@ -107,11 +107,11 @@ coordinator's wait counts from the arrival, the oracle's from the decision.
 
 def a_budget_is_spent(seen: Oracle) -> bool:
     """Returns whether the run may fail, by what the oracle saw: coordinators that died, errors of the job,
-    generations without progress, a long wait for workers, a refused last save, or replicas that differ again
-    and again.
+    generations without progress, a long wait for workers, a refused last save, or replicas or gradients that
+    differ again and again.
 
     A short wait is enough if there are nodes that see another bucket and no world was ordered, or nodes on
-    which no world forms and no step was committed.  A coordinator that took over needs it for itself, since it
+    which no world forms, or workers are wrong, and no step was committed.  A coordinator that took over needs it for itself, since it
     knows of no free places at first.
     """
     raised = [worker for _, worker in seen.sim.cluster.errors_raised]
@@ -126,13 +126,14 @@ def a_budget_is_spent(seen: Oracle) -> bool:
     waited_s = 0.0 if seen.waiting_since is None else seen.sim.clock.now - seen.waiting_since
     rules, misfits, misset = seen.sim.rules, seen.sim.cluster.misfits, seen.sim.scenario.misset
     enough_s = rules.refused_s if misfits and not seen.begun else rules.wait_s
-    if misset and not any(step for step, _ in reached):
+    if (misset or seen.sim.scenario.liars) and not any(step for step, _ in reached):
         enough_s = min(enough_s, rules.refused_s - LATE_S)
     if seen.sim.clock.now - seen.took_over_at < rules.refused_s - LATE_S:
         enough_s = rules.wait_s
     return (
         seen.refused
         or seen.sim.flips.disputes >= 3
+        or seen.sim.liars.disputes >= 3
         or again
         or fruitless_at_the_end(reached) > rules.max_fruitless
         or waited_s >= enough_s

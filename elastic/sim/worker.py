@@ -34,6 +34,7 @@ from elastic.protocol.events import (
 from elastic.protocol.faults import Point
 from elastic.protocol.member import Member
 from elastic.protocol.plan import Plan
+from elastic.protocol.reruns import Computed, Differ
 from elastic.sim.memory import Memory
 from elastic.sim.network import Way
 from elastic.sim.process import Process
@@ -319,6 +320,11 @@ class Worker(Process):
             self._count(outcome.step, 1, 1)
             self.work(0.02, Point.BEFORE_UPDATE, self._apply, outcome)
 
+    def differs(self, differ: Differ) -> None:
+        """Handles gradients of members that differ: nobody applies the step."""
+        if self.phase is Phase.PREPARED and not self.member.leaving:
+            self._break("differs", str(differ), computed=differ.computed)
+
     def _apply(self, outcome: Outcome) -> None:
         if self.phase is Phase.PREPARED:
             self._begin_update(outcome, self._applied)
@@ -487,9 +493,16 @@ class Worker(Process):
             return False
         return True
 
-    def _break(self, cause: str, detail: str, signature: str = "", version: Version | None = None) -> None:
+    def _break(
+        self,
+        cause: str,
+        detail: str,
+        signature: str = "",
+        version: Version | None = None,
+        computed: tuple[Computed, ...] = (),
+    ) -> None:
         self.phase, step = Phase.STANDING, 0 if self.progress is None else self.progress.step
-        broken = Broken(self.name, self.member.generation, step, cause, detail, signature, version)
+        broken = Broken(self.name, self.member.generation, step, cause, detail, signature, version, computed)
         self.member.say(broken)
         self._complain(broken)
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from elastic.ids import WorkerId
 from elastic.protocol.commit_record import Copied, Outcome, is_saved, strongest
 from elastic.protocol.plan import Plan
+from elastic.protocol.reruns import Differ
 
 if TYPE_CHECKING:
     from elastic.sim.simulation import Simulation
@@ -70,8 +71,22 @@ class World:
             self._complete(step, list(asked.values()))
 
     def _complete(self, step: int, asked: list[tuple[int, Copied]]) -> None:
-        rng, clock = self.sim.rng, self.sim.clock
-        mark = rng.random()  # tells outcomes of the same step in two generations apart, as real losses would
+        try:
+            found: Outcome | Differ = self._outcome(step, asked)
+        except Differ as differ:
+            found = differ
+        rng = self.sim.rng
+        for name in self.plan.members:
+            delay_s = 0.02 + (0.05 if rng.random() < 0.8 else 0.6) * rng.random()
+            worker = self.here[name]
+            worker.later(delay_s, self._arrives, worker, found)
+
+    def _outcome(self, step: int, asked: list[tuple[int, Copied]]) -> Outcome:
+        """Returns the outcome that all members conclude.  Raises :class:`Differ` if their gradients differ."""
+        reran = self.sim.liars.compared(self.plan, step)
+        mark = (
+            self.sim.rng.random()
+        )  # tells outcomes of the same step in two generations apart, as real losses would
         boundary, records = strongest(each[0] for each in asked), [each[1] for each in asked]
         copied, buddied = (
             min(each.copied_through for each in records),
@@ -96,21 +111,21 @@ class World:
             seldom,
             seldom + 1,
             saves,
+            reran=reran,
         )
         seen = self.sim.spikes.seen(self.plan, outcome)
         members = [self.here[name] for name in self.plan.members]
         self.outcomes[step] = self.sim.oracle.pace.measured(self.plan, members, seen)
-        self.completed_at[step] = clock.now
-        for name in self.plan.members:
-            delay_s = 0.02 + (0.05 if rng.random() < 0.8 else 0.6) * rng.random()
-            worker = self.here[name]
-            worker.later(delay_s, self._arrives, worker, step)
+        self.completed_at[step] = self.sim.clock.now
+        return self.outcomes[step]
 
-    def _arrives(self, worker: Worker, step: int) -> None:
+    def _arrives(self, worker: Worker, found: Outcome | Differ) -> None:
         if self.broken and self.sim.rng.random() < 0.5:
             self._tell_of_loss(worker)
+        elif isinstance(found, Differ):
+            worker.differs(found)
         else:
-            worker.commit_seen(self.outcomes[step])
+            worker.commit_seen(found)
 
     def gone(self, worker: Worker, *, aborts: bool = False) -> None:
         """Notes that the worker died, or left the groups by an abort (``aborts``)."""

@@ -691,6 +691,113 @@ CONTROL: dict[str, tuple[Breach, ...]] = {
             Edit("corruption", "vote.digest != right[vote.about])", "vote.digest == right[vote.about])"),
         ),
     ),
+    # Whoever computes wrong gradients is found, and nobody else is; no step has them.
+    "gradients": (
+        Breach(
+            "what is said when the step is done again counts alone",
+            "and is a member again",
+            ("lying", 0),
+            Edit(
+                "wrong_gradients",
+                "known.votes if known is not None and known.step == event.step else ()",
+                "()",
+            ),
+        ),
+        Breach(
+            "the worker that was wrong stays",
+            "and is a member again",
+            ("lying", 0),
+            Edit("wrong_gradients", "    corruption.replace_wrong(decision, wrong, cause)\n", ""),
+        ),
+        Breach(
+            "who was one of the two each time stays",
+            "and is a member again",
+            ("lying", 0),
+            Edit("wrong_gradients", " or in_every_pair((*before, *votes))", ""),
+        ),
+        Breach(
+            "who said two different things stays",
+            "and is a member again",
+            ("lying", 31),
+            Edit("wrong_gradients", "corruption.outvoted((*before, *votes)) or ", ""),
+        ),
+        Breach(
+            "the step that is done again shows nobody",
+            "and is a member again",
+            ("lying", 9),
+            Edit(
+                "wrong_gradients",
+                "corruption.refuted(right, known.votes) if outcome.step == known.step else ()",
+                "()",
+            ),
+        ),
+        Breach(
+            "an earlier step ends what is open",
+            "and is a member again",
+            ("wrong", 5),
+            Edit("wrong_gradients", "each.reran and each.step >= known.step", "each.reran"),
+        ),
+        Breach(
+            "the others are called wrong",
+            "and its gradients were right",
+            ("lying", 0),
+            Edit("wrong_gradients", "if one(each) in common)", "if one(each) not in common)"),
+        ),
+        Breach(
+            "each member that tells it counts",
+            "failed with its budget unspent",
+            ("lying", 0),
+            Edit("wrong_gradients", "if known is None or known.generation != event.generation:", "if True:"),
+        ),
+        Breach(
+            "members may differ again and again",
+            "the run goes on, and members differed",
+            ("lying", 18),
+            Edit("wrong_gradients", "if times >= corruption.LIMIT:", "if False:"),
+        ),
+        Breach(
+            "whoever is found, three times are the last",
+            "failed with its budget unspent",
+            ("wrong", 0),
+            Edit("wrong_gradients", "times = 0 if wrong else 1 + ", "times = 1 + "),
+        ),
+        Breach(
+            "to find one hides what others have said",
+            "and is a member again",
+            ("wrong", 44),
+            Edit("wrong_gradients", "tuple(chain.from_iterable(rest))", "() if wrong else (*before, *votes)"),
+        ),
+        Breach(
+            "the answer to a fence shows nobody",
+            "and is a member again",
+            ("wrong", 44),
+            Edit("machine", "            wrong_gradients.agree(decision, event.outcomes)\n", ""),
+        ),
+        Breach(
+            "a run whose members differ begins anew",
+            "although every slice of it is held",
+            ("lying", 0),
+            Edit("wrong_gradients", '"history", rerun=dispute)', '"history", rerun=dispute, trusted=0)'),
+        ),
+        Breach(
+            "another node is refused",
+            "and no worker there was called wrong",
+            ("lying", 2),
+            Edit("wrong_gradients", "plan.nodes[rank] if plan.nodes", "plan.nodes[0] if plan.nodes"),
+        ),
+        Breach(
+            "a node where workers were wrong twice gets another one",
+            "where workers were wrong twice",
+            ("lying", 2),
+            Edit("corruption", "decision.run.cluster.replaced) > 1:", "decision.run.cluster.replaced) > 9:"),
+        ),
+        Breach(
+            "only the first member is compared",
+            "computed wrong gradients",
+            ("lying", 3),
+            Edit("reruns", "if known == again:", "if known == again or data_rank:"),
+        ),
+    ),
     # A world that waits for workers that are starting does so for a limited time.
     "waits": (
         Breach(

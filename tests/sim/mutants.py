@@ -20,14 +20,14 @@ from types import CodeType, ModuleType
 import pytest
 
 from elastic.plan import placement, routes, seats
-from elastic.protocol import authority, member, uploads
+from elastic.protocol import authority, member, reruns, uploads
 from elastic.sim.coordinator import Advance
 
 PACKAGE, COPY = "elastic.control", "mutant_control"
 SHARED = frozenset({"rules", "run"})
 """Modules of elastic.control that are not copied: vocabulary that the simulator uses too."""
 BESIDES = {
-    **{"authority": authority, "member": member, "uploads": uploads},
+    **{"authority": authority, "member": member, "reruns": reruns, "uploads": uploads},
     **{"placement": placement, "routes": routes, "seats": seats},
 }
 """The modules of elastic.protocol and elastic.plan that may be broken.  The simulator uses their values itself;

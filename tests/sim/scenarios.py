@@ -5,9 +5,18 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
+from elastic.ids import NodeId
 from elastic.plan.layout import LayoutRule
 from elastic.protocol.faults import Fault, Kind, Point, draw
-from elastic.sim.scenario import LEMONS_FROM, TOGETHER_FROM, Scenario, slowed, small_rules, weather
+from elastic.sim.scenario import (
+    LEMONS_FROM,
+    TOGETHER_FROM,
+    WRONG_FROM,
+    Scenario,
+    slowed,
+    small_rules,
+    weather,
+)
 
 CALM = Scenario(rules=small_rules(2, 4, LayoutRule(None, None, 2, "all"), target_step=10, save_every=4))
 
@@ -487,6 +496,28 @@ def flipped(seed: int) -> Scenario:
     )
 
 
+def lying(seed: int) -> Scenario:
+    """Two to five replicas, one or two of which compute wrong gradients on one node, and nothing else happens."""
+    rng = random.Random(f"lying {seed}")
+    rules = small_rules(
+        1, rng.randint(2, 5), LayoutRule(None, 1, 1, "all"), target_step=16, save_every=rng.choice((1, 5))
+    )
+    return Scenario(
+        replace(rules, copy_every=seed % 2),
+        nodes=4,
+        slots=7,
+        rerun_every=rng.randint(1, 3),
+        microbatches=rng.choice((2, 4, 9)),
+        liars=((NodeId(f"n{rng.randint(1, 4)}"), rng.choice((1.0, 1.0, 0.5))),),
+        patience_s=300.0,
+    )
+
+
+def wrong(seed: int) -> Scenario:
+    """Gradients are wrong, and whatever else may happen does."""
+    return Scenario.drawn(WRONG_FROM + seed)
+
+
 def lemons(seed: int) -> Scenario:
     """Workers die or hang on one node or two, again and again."""
     return Scenario.drawn(LEMONS_FROM + seed)
@@ -522,6 +553,8 @@ ALL = {
         skewed,
         isolated_interregnum,
         flipped,
+        lying,
+        wrong,
         darkness,
         duel,
         noticed,

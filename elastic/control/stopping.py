@@ -462,9 +462,10 @@ def _next(decision: Decision, state: Stopping) -> None:
 def _another_world_saves(run: RunState, state: Stopping) -> bool:
     """Returns whether a stop that was asked for takes one more world, which saves at its first boundary.
 
-    The present world has lost nothing, but has not saved its state either: its members had agreed on the boundary
-    before they heard of the stop, or it ended before it stepped, because a machine will be taken.
+    The present world has not saved its newest state: its members had agreed on the boundary before they heard
+    of the stop, it lost members, or it ended before it stepped because a machine will be taken.
     """
     last, saved = run.history.last, run.history.saved
     agreed = state.planned and last is not None and not last.saves and last.boundary != SAVE_AND_PAUSE
-    return (agreed or state.noticed) and run.step > (saved[-1].step if saved else 0)
+    left = bool(state.lost or state.expelled) and not run.gave_up
+    return (agreed or left or state.noticed) and run.step > (saved[-1].step if saved else 0)

@@ -309,16 +309,24 @@ def test_a_stop_whose_save_the_bucket_refuses_says_how_long_it_is_tried(stops: b
 
 
 def test_a_stop_survives_a_loss_on_the_way() -> None:
+    """The members that are left form a world more, which saves.  The control: nobody is left."""
     play = stepping(2)
     play.steps(1, 3)
     play.tell(ev.StopRequested("Ctrl-C"))
     reason = play.lose("w2")
     assert reason == "w2 is lost (its process died); generation 1 stops at once"
     assert play.did(Fence) == [Fence(1, (W1,))]
-    assert play.answer("w1", Version(3, 1)) == (
-        "stopped (Ctrl-C), resumes from step 0; steps 1–3 are not saved"
-    )
-    assert isinstance(play.run.state, Stopped)
+    assert play.answer("w1", Version(3, 1)) == "form generation 2 of w1 (1×1) at step 3 (live)"
+    reformed(play)
+    assert play.later(0.1) == "stop asked for (Ctrl-C): generation 2 pauses at the next boundary"
+    play.step(4, boundary=SAVE_AND_PAUSE)
+    play.answer("w1", Version(4, 2))
+    assert play.save(Version(4, 2), "w1").endswith("stopped (Ctrl-C), resumes from step 4")
+    alone = stepping(1)
+    alone.steps(1, 3)
+    alone.tell(ev.StopRequested("Ctrl-C"))
+    alone.lose("w1")
+    assert alone.later(0.1).endswith("stopped (Ctrl-C), resumes from step 0; steps 1–3 are not saved")
 
 
 def test_a_stop_while_waiting_or_forming_with_nothing_to_save_is_immediate() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from elastic.control.run import Failed, Finished, Finishing, Forming, Running, RunState, Stopped, Stopping
+from elastic.control.run import Failed, Finished, Finishing, Forming, Running, RunState, Stopping
 from elastic.ids import NodeId, Version, WorkerId
 from elastic.protocol import events as ev
 from elastic.protocol.actions import CommitManifest, Exit, Fence, Pause, Quarantine, Settle

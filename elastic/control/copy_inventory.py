@@ -26,7 +26,7 @@ from functools import cache, partial
 
 from elastic.control.decision import Decision
 from elastic.control.rules import Rules
-from elastic.control.run import Host, RunState, Stopping, Waiting
+from elastic.control.run import Host, Running, RunState, Stopping, Waiting
 from elastic.ids import NodeId, Version
 from elastic.plan.copy_budget import LATER
 from elastic.plan.transfer import Holding
@@ -270,7 +270,8 @@ def buddies_of(run: RunState, rules: Rules, nodes: Sequence[NodeId]) -> dict[Nod
     taken = frozenset(node for node in leave if run.cluster.deadline(node) is not None)
     chosen: dict[NodeId, NodeId] = {}
     for without in (leave, taken, frozenset[NodeId]()):
-        rest = [node for node in nodes if node not in chosen]
+        if not (rest := [node for node in nodes if node not in chosen]):
+            break
         chosen |= choose_buddies(rest, zones, before, cross_zone=cross_zone, without=without)
     return chosen
 
@@ -280,11 +281,25 @@ def is_safe(run: RunState) -> bool:
     return run.plan is not None and _safe(run.plan, run.copies.copied, run.copies.buddied) is not None
 
 
-def pair(decision: Decision, plan: Plan, *, anew: bool = True) -> None:
+def pair_again(decision: Decision) -> None:
+    """Gives buddies anew if keepers or notices have changed in this decision.  It is done once, however many have
+    changed: several hundred machines may be announced together, and each choice looks at all nodes.
+    """
+    run, before = decision.run, decision.before
+    if isinstance(run.state, Running) and not (
+        run.cluster.keepers is before.cluster.keepers
+        and run.cluster.notices is before.cluster.notices
+        and run.copies.hosts is before.copies.hosts
+    ):
+        pair(decision, run.state.plan, before)
+
+
+def pair(decision: Decision, plan: Plan, known: RunState | None = None) -> None:
     """Gives each member's node a buddy, and keeps the earlier one where possible.
 
-    Keepers are told again whenever a keeper comes or goes: a new keeper does not know its buddy, and the
-    address of an old keeper may have changed.  If not ``anew``, only those with another buddy are told.
+    All keepers are told.  With ``known``, a run of the same world, only those are told for which something has
+    changed since: they have another buddy, or its keeper or their own has come up, since a new keeper does not
+    know its buddy and may have another address.
     """
     hosts = decision.run.copies.hosts
     if not decision.rules.buddy_every:
@@ -303,14 +318,15 @@ def pair(decision: Decision, plan: Plan, *, anew: bool = True) -> None:
     if alone != decision.run.copies.alone:
         decision.know("copies", alone=alone)
     if plan.buddy_every:
-        before = {} if anew else decision.run.copies.buddies
         decision.know("copies", buddies=chosen)
+        before, old = (known.copies.buddies, known.copies.hosts) if known is not None else ({}, {})
+        came = {node for node, host in hosts.items() if old.get(node) is not host}
         pairs = [
             (node, buddy, hosts[buddy].address if buddy in hosts else "")
             for node, buddy in chosen.items()
-            if before.get(node) != buddy
+            if before.get(node) != buddy or node in came or buddy in came
         ]
-        lonely = [(node, NodeId(""), "") for node in alone if anew or node in before]
+        lonely = [(node, NodeId(""), "") for node in alone if known is None or node in before or node in came]
         if pairs or lonely:
             decision.do(Pair(plan.generation, (*pairs, *lonely)))
 

@@ -48,6 +48,7 @@ class Decision:
         """Everything that arrived before ``heard_until`` has been handled.  ``heard_until`` is earlier than
         ``now`` while events wait.
         """
+        self.before = run
         self.run, self.now, self.rules, self.heard_until = run, now, rules, min(heard_until, now)
         self.actions: list[Action] = []
         self.reasons: list[str] = []

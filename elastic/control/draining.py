@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import takewhile
 from math import inf
 
 from elastic.control import ahead, copy_inventory, edges, evicting, membership
@@ -119,8 +120,6 @@ def _set(decision: Decision, node: NodeId, notices: tuple[Announced, ...]) -> No
             leaving=tuple(each for each in cluster.leaving if each != node),
             let_go=tuple(each for each in cluster.let_go if each != node),
         )
-    if isinstance(decision.run.state, Running):
-        copy_inventory.pair(decision, decision.run.state.plan, anew=False)
 
 
 def joined(decision: Decision, worker: WorkerId) -> None:
@@ -136,11 +135,10 @@ def joined(decision: Decision, worker: WorkerId) -> None:
 
 def go_on(decision: Decision) -> None:
     """Lets nodes leave whose time has come, and tells the keepers of nodes that have left."""
-    _forget_what_is_over(decision)
     run, plan = decision.run, decision.run.plan
-    doomed = run.cluster.doomed
+    doomed, leaving = run.cluster.deadlines, frozenset(run.cluster.leaving)
     seats = Counter(plan.nodes) if plan is not None and doomed else Counter[NodeId]()
-    waiting = [node for node in doomed if node not in run.cluster.leaving]
+    waiting = [node for node in doomed if node not in leaving]
     if due := _due(decision, waiting, seats):
         decision.know("cluster", leaving=(*run.cluster.leaving, *due))
     if run.cluster.leaving or due:
@@ -153,7 +151,8 @@ def go_on(decision: Decision) -> None:
     _let_go(decision, [node for node in doomed if node not in seats])
 
 
-def _forget_what_is_over(decision: Decision) -> None:
+def forget_what_is_over(decision: Decision) -> None:
+    """Forgets advice that has expired, and notices of machines that were not taken."""
     for node, notices in list(decision.run.cluster.notices.items()):
         over = [each for each in notices if decision.due(each.at + (0.0 if each.advice else OVERDUE_S))]
         if not over:
@@ -173,7 +172,9 @@ def awaited(decision: Decision) -> bool:
         return False
     seats = Counter(plan.nodes)
     return any(
-        not _brings_a_pause(decision, plan, node, seats[node]) for node in run.cluster.doomed if node in seats
+        not _brings_a_pause(decision, plan, node, seats[node])
+        for node in run.cluster.deadlines
+        if node in seats
     )
 
 
@@ -189,11 +190,11 @@ def let_leave(decision: Decision, survivors: Sequence[WorkerId]) -> None:
     if slow:
         decision.know("stragglers", leaving=())
         going = going or _may_go(decision, survivors)
-    evicted = tuple(
-        each for each in going if decision.run.workers[each].node not in decision.run.cluster.leaving
-    )
+    workers, leaving = decision.run.workers, frozenset(decision.run.cluster.leaving)
+    evicted = tuple(each for each in going if workers[each].node not in leaving)
+    taken = tuple(each for each in going if workers[each].node in leaving)
     membership.expel(decision, evicted, evicting.SLOW)
-    membership.expel(decision, tuple(each for each in going if each not in evicted), TAKEN)
+    membership.expel(decision, taken, TAKEN)
 
 
 def _may_go(decision: Decision, survivors: Sequence[WorkerId]) -> tuple[WorkerId, ...]:
@@ -201,16 +202,16 @@ def _may_go(decision: Decision, survivors: Sequence[WorkerId]) -> tuple[WorkerId
     too.
     """
     run = decision.run
-    going = tuple(each for each in survivors if _leaves(run, each, run.workers[each].node))
+    going = _leavers(run, {each: run.workers[each].node for each in survivors})
     if not going:
         return ()
-    everyone = [each for each, known in run.workers.items() if not known.unfit]
-    rest, kept = [each for each in everyone if each not in going], copy_inventory.listed(run)
+    everyone, gone = [each for each, known in run.workers.items() if not known.unfit], frozenset(going)
+    rest, kept = [each for each in everyone if each not in gone], copy_inventory.listed(run)
     newest = newest_source(run, everyone, kept).version
     if newest_source(run, rest).version == newest:
         return going
     # copies in a machine that is taken help only a world that forms at once
-    stay = tuple(each for each in candidates(run, decision.rules) if each not in going)
+    stay = tuple(each for each in candidates(run, decision.rules) if each not in gone)
     forms = layout_of(run, stay, decision.rules) is not None
     return going if forms and newest_source(run, rest, kept).version == newest else ()
 
@@ -229,7 +230,8 @@ def _due(decision: Decision, doomed: Sequence[NodeId], seats: Mapping[NodeId, in
     run, now, plan = decision.run, decision.now, decision.run.plan
     if plan is None or run.enough or not doomed:
         return [node for node in doomed if now >= _leaves_at(decision, node)]
-    inside = [node for node in doomed if node in seats]
+    deadlines = run.cluster.deadlines
+    inside = {node: deadlines[node] for node in doomed if node in seats}
     outside = [node for node in doomed if node not in seats]
     if not inside:
         return outside
@@ -238,10 +240,15 @@ def _due(decision: Decision, doomed: Sequence[NodeId], seats: Mapping[NodeId, in
         member for member, node in zip(plan.members, plan.nodes, strict=False) if node in inside
     )
     save_s = decision.rules.stop_s if _needs(decision, plan, going)[0] else 0.0
-    late = [node for node in inside if now >= _leaves_at(decision, node, save_s)]
+    # several hundred nodes may be announced, and each event looks for the one that is to leave next
+    by_deadline = sorted(inside, key=inside.__getitem__)
+    late = set(takewhile(lambda node: now >= _leaves_at(decision, node, save_s), by_deadline))
+    more = len(run.workers) > len(plan.members)
+    if not late and not more:
+        return outside
     soon = [node for node in inside if node in late or not _brings_a_pause(decision, plan, node, seats[node])]
-    full = inside if len(plan.members) >= decision.rules.max_workers else soon
-    if full and len(run.workers) > len(plan.members) and _replaced(decision, plan, full, seats):
+    full = [*inside] if len(plan.members) >= decision.rules.max_workers else soon
+    if full and more and _replaced(decision, plan, full, seats):
         return [*outside, *full]
     return [*outside, *(soon if late else ())]
 
@@ -327,10 +334,11 @@ def _leave(decision: Decision) -> None:
     if plan is None or run.enough or run.stop:
         return
     where = dict(zip(plan.members, plan.nodes, strict=False))
-    members = tuple(member for member, node in where.items() if _leaves(run, member, node))
+    members = _leavers(run, where)
     if not members:
         return
-    taken = tuple(each for each in members if where[each] in run.cluster.leaving)
+    leaving = frozenset(run.cluster.leaving)
+    taken = tuple(each for each in members if where[each] in leaving)
     slow = tuple(each for each in members if each not in taken)
     causes = ((taken, "before the machine is taken"), (slow, f"because {evicting.SLOW}"))
     cause = " and ".join(
@@ -357,9 +365,10 @@ def _leave(decision: Decision) -> None:
                 decision.say(cause)
 
 
-def _leaves(run: RunState, worker: WorkerId, node: NodeId) -> bool:
-    """Returns whether ``worker`` on ``node`` is to be in no later world."""
-    return node in run.cluster.leaving or worker in run.stragglers.leaving
+def _leavers(run: RunState, where: Mapping[WorkerId, NodeId]) -> tuple[WorkerId, ...]:
+    """Returns those workers of ``where``, which has the node of each, that are to be in no later world."""
+    nodes, slow = frozenset(run.cluster.leaving), frozenset(run.stragglers.leaving)
+    return tuple(worker for worker, node in where.items() if node in nodes or worker in slow)
 
 
 def _needs(decision: Decision, plan: Plan, going: Collection[WorkerId]) -> tuple[bool, bool]:
@@ -384,12 +393,11 @@ def _let_go(decision: Decision, outside: Iterable[NodeId]) -> None:
     run, state = decision.run, decision.run.state
     if not isinstance(state, Running) or (state.plan.copy_every and not copy_inventory.is_safe(run)):
         return
-    free = tuple(
-        node
-        for node in outside
-        if node not in run.cluster.let_go and not any(save.needs(node) for save in run.saves.pending)
-    )
-    if free:
+    let_go = frozenset(run.cluster.let_go)
+    if not (free := tuple(node for node in outside if node not in let_go)):
+        return
+    needed = frozenset[NodeId]().union(*(save.needed for save in run.saves.pending))
+    if free := tuple(node for node in free if node not in needed):
         decision.know("cluster", let_go=(*run.cluster.let_go, *free))
         decision.do(LetGo(free))
         decision.say(f"the run needs nothing more on node {', '.join(node[:8] for node in free)}")

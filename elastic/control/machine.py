@@ -201,6 +201,9 @@ def _go_on(decision: Decision) -> None:
     """Lets the run do what knowledge and time now permit: compare replicas, ask for manifests, act in its
     present state, start workers.
     """
+    if decision.run.cluster.notices:
+        draining.forget_what_is_over(decision)
+    copy_inventory.pair_again(decision)
     if decision.run.saves.pending:
         corruption.compare(decision)
         saves.ask_for_manifests(decision)
@@ -245,13 +248,10 @@ def _lost(decision: Decision, event: Lost) -> None:
 def _keeper_up(decision: Decision, event: KeeperUp) -> None:
     new = event.node not in decision.run.cluster.keepers
     membership.keeper_up(decision, event)
-    state = decision.run.state
     if new:
         copy_inventory.ask_again(decision, event.node)
         if decision.run.history.last is not None or decision.run.saves.pending:
             saves.tell(decision)  # its workers may wait for saves that are over
-        if isinstance(state, Running):
-            copy_inventory.pair(decision, state.plan)
 
 
 def _keeper_lost(decision: Decision, event: KeeperLost) -> None:
@@ -276,8 +276,6 @@ def _keeper_lost(decision: Decision, event: KeeperLost) -> None:
         edges.stop(decision, "this keeper hosts the store of the world that is forming")
     elif isinstance(state, Forming) and any(event.node == node for node, _ in state.plan.hosts):
         edges.stop(decision, "the world that is forming reads copies from this keeper")
-    elif isinstance(state, Running):
-        copy_inventory.pair(decision, state.plan)
 
 
 def _renewed(decision: Decision, event: Renewed) -> None:

@@ -108,7 +108,7 @@ def wanted(run: RunState, rules: Rules) -> int:
 
 def _staying(run: RunState) -> int:
     """Returns the number of workers on nodes that will not be taken."""
-    if not (doomed := run.cluster.doomed):
+    if not (doomed := run.cluster.deadlines):
         return len(run.workers)
     return len([known for known in run.workers.values() if known.node not in doomed])
 

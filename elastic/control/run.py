@@ -15,8 +15,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import lru_cache
 
-from elastic.control.evolve import evolve
+from elastic.control.evolve import Same, evolve
 from elastic.control.health import Health
 from elastic.control.liveness import Watch
 from elastic.control.skips import Skips
@@ -310,9 +311,12 @@ class Cluster:
         return min((each.at for each in self.notices.get(node, ()) if not each.advice), default=None)
 
     @property
-    def doomed(self) -> tuple[NodeId, ...]:
-        """The nodes whose machines will be taken."""
-        return tuple(node for node in self.notices if self.deadline(node) is not None)
+    def deadlines(self) -> dict[NodeId, float]:
+        """The times at which machines will be taken, by node.
+
+        Every event asks for them while a notice is open, so they are worked out once for the same cluster.
+        """
+        return _deadlines(Same(self))
 
     def closed(self, *, few: bool) -> tuple[NodeId, ...]:
         """Returns the nodes that get no new worker because they will be taken, or may be, or because workers fail
@@ -321,6 +325,12 @@ class Cluster:
         taken = (node for node in self.notices if not few or self.deadline(node) is not None)
         failing = (node for node, known in self.lemons.items() if known.closed)
         return tuple(dict.fromkeys((*taken, *failing)))
+
+
+@lru_cache(maxsize=8)
+def _deadlines(known: Same) -> dict[NodeId, float]:
+    cluster: Cluster = known.value
+    return {node: at for node in cluster.notices if (at := cluster.deadline(node)) is not None}
 
 
 # ---- history
@@ -499,13 +509,12 @@ class Saving:
         """
         return evolve(self, heard_at=now, refused_at=now if self.refused else None)
 
-    def needs(self, node: NodeId) -> bool:
-        """Returns whether the keeper of ``node`` has still to report a part."""
+    @property
+    def needed(self) -> frozenset[NodeId]:
+        """The nodes whose keepers have still to report a part."""
         reported = frozenset(self.reported)
-        return any(
-            where == node and member not in reported
-            for member, where in zip(self.members, self.nodes, strict=False)
-        )
+        parts = zip(self.members, self.nodes, strict=False)
+        return frozenset(node for member, node in parts if member not in reported)
 
 
 @dataclass(frozen=True)

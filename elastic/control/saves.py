@@ -79,7 +79,8 @@ def without_keepers(decision: Decision, nodes: Iterable[NodeId]) -> None:
     exists.
     """
     for each in decision.run.saves.pending:
-        lacking = next((node for node in nodes if each.needs(node)), None)
+        needed = each.needed
+        lacking = next((node for node in nodes if node in needed), None)
         if lacking is not None and not each.asked:
             forget(
                 decision, each.version, f"the keeper of node {lacking[:8]} is gone and had not saved its part"
@@ -117,8 +118,7 @@ def ask_for_manifests(decision: Decision) -> None:
         if decision.now < each.ask_at or not run.history.contains(each.version):
             continue
         if each.complete or (
-            each.asked
-            and (each.failed or any(map(each.needs, {*each.nodes}.difference(run.cluster.keepers))))
+            each.asked and (each.failed or not each.needed <= frozenset(run.cluster.keepers))
         ):
             decision.do(CommitManifest(each.version, lineage.cut(run.history.lineage, each.version), each.by))
             _put(decision, replace(each, asked=True, ask_at=decision.now + decision.rules.stop_s))

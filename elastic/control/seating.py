@@ -12,9 +12,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from math import ceil
-from typing import Any
 
 from elastic.control import copy_inventory
+from elastic.control.evolve import Same
 from elastic.control.rules import Rules
 from elastic.control.run import Members, RunState, Worker
 from elastic.ids import Cell, NodeId, Version, WorkerId
@@ -41,26 +41,13 @@ class Source:
     holders: tuple[Holding, ...]
 
 
-@dataclass(frozen=True)
-class _Same:
-    """Makes a value that is never changed the key of a cache, compared by identity, which costs nothing."""
-
-    value: Any
-
-    def __hash__(self) -> int:
-        return id(self.value)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and other.value is self.value
-
-
 def candidates(run: RunState, rules: Rules) -> tuple[WorkerId, ...]:
     """Returns the workers that can be members; those of the last world come first, in their order."""
-    return _candidates(_Same(run.members), _Same(run.cluster.nodes), rules.reproducible)
+    return _candidates(Same(run.members), Same(run.cluster.nodes), rules.reproducible)
 
 
 @lru_cache(maxsize=8)
-def _candidates(known: _Same, approved: _Same, reproducible: bool) -> tuple[WorkerId, ...]:
+def _candidates(known: Same, approved: Same, reproducible: bool) -> tuple[WorkerId, ...]:
     members: Members = known.value
     kind = _kind_of(members) if reproducible else ""
     fit = {worker: None for worker, each in members.workers.items() if _fit(each, kind, approved.value)}
@@ -91,29 +78,27 @@ def staying(run: RunState, rules: Rules, without: Collection[WorkerId] = ()) -> 
 
     While a notice is open every event asks, so the result is cached until something about the workers changes.
     """
-    there, doomed = candidates(run, rules), run.cluster.doomed
+    there, doomed = candidates(run, rules), run.cluster.deadlines
     if not doomed and not without:
         return there
-    return _staying(_Same(run.members), _Same(there), frozenset(doomed), frozenset(without))
+    return _staying(Same(run.members), Same(there), Same(doomed), frozenset(without))
 
 
 @lru_cache(maxsize=8)
-def _staying(
-    known: _Same, there: _Same, doomed: frozenset[NodeId], without: frozenset[WorkerId]
-) -> tuple[WorkerId, ...]:
-    workers = known.value.workers
-    return tuple(each for each in there.value if each not in without and workers[each].node not in doomed)
+def _staying(known: Same, there: Same, doomed: Same, without: frozenset[WorkerId]) -> tuple[WorkerId, ...]:
+    workers, taken = known.value.workers, doomed.value
+    return tuple(each for each in there.value if each not in without and workers[each].node not in taken)
 
 
 def have_all(run: RunState, plan: Plan, without: Collection[WorkerId]) -> bool:
     """Returns whether the members of ``plan`` that are still there hold the whole state together, also without
     those of ``without``.
     """
-    return _have_all(_Same(run.members), _Same(plan), frozenset(without))
+    return _have_all(Same(run.members), Same(plan), frozenset(without))
 
 
 @lru_cache(maxsize=8)
-def _have_all(known: _Same, given: _Same, without: frozenset[WorkerId]) -> bool:
+def _have_all(known: Same, given: Same, without: frozenset[WorkerId]) -> bool:
     members: Members = known.value
     plan: Plan = given.value
     held = [
@@ -130,11 +115,11 @@ def layout_of(run: RunState, workers: tuple[WorkerId, ...], rules: Rules) -> Lay
     A world with spares calls this at every event, so the result is cached until something about the workers
     changes.
     """
-    return _world_of(_Same(run.members), _Same(workers), rules)[0]
+    return _world_of(Same(run.members), Same(workers), rules)[0]
 
 
 @lru_cache(maxsize=8)
-def _world_of(known: _Same, workers: _Same, rules: Rules) -> tuple[Layout | None, tuple[WorkerId, ...]]:
+def _world_of(known: Same, workers: Same, rules: Rules) -> tuple[Layout | None, tuple[WorkerId, ...]]:
     """Returns the layout of ``workers``, and those of them whose devices have room for it.
 
     A device with little memory needs many shards.  Its worker waits if there are too few workers for so many
@@ -190,7 +175,7 @@ def make_plan(run: RunState, rules: Rules) -> Plan | None:
     """Returns the plan of the next generation; None if there are too few workers, or no keeper to host its
     store.
     """
-    layout, there = _world_of(_Same(run.members), _Same(candidates(run, rules)), rules)
+    layout, there = _world_of(Same(run.members), Same(candidates(run, rules)), rules)
     if layout is None or not run.cluster.keepers:
         return None
     kept = copy_inventory.listed(run)

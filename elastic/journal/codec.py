@@ -38,13 +38,13 @@ from elastic.protocol.events import (
     Beat,
     Broken,
     Capacity,
+    Crowded,
     Event,
     Fenced,
     Joined,
     Lost,
     Recovered,
     Renewed,
-    Said,
     SaveFailed,
     ShardSaved,
     StartFailed,
@@ -243,7 +243,7 @@ def _with_news(event: Event, before: RunState) -> tuple[Event, tuple[Outcome, ..
     """Returns the event with only what is new of it, and the commits that it brings, each once."""
     if isinstance(event, StepDone):
         return event, (event.outcome,)
-    if isinstance(event, Said):
+    if isinstance(event, Crowded):
         return _news(event, before)
     if not isinstance(event, Together):
         return event, ()
@@ -253,7 +253,7 @@ def _with_news(event: Event, before: RunState) -> tuple[Event, tuple[Outcome, ..
     return Together(tuple(each for each, _ in news)), tuple(commits.values())
 
 
-def _news(event: Said | Beat, before: RunState) -> tuple[Said | Beat, tuple[Outcome, ...]]:
+def _news(event: Crowded | Beat, before: RunState) -> tuple[Crowded | Beat, tuple[Outcome, ...]]:
     """Returns the fact with only those parts that tell something new, and the commits among them.
 
     Every member's answer to a fence brings the last commits that the member has seen, and these are the same

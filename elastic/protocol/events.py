@@ -487,6 +487,10 @@ class Attached:
 
 Said = Joined | Here | Ready | ConnectedAhead | Fenced | Attached
 """Every worker says these once, and all workers say them at about the same time."""
+OfNodes = NodeFound | KeeperUp | KeeperLost | Kept | NodeDraining | NodeAdvised | NodeStays
+"""These come from many nodes at about the same time: machines come and go by the hundred."""
+Crowded = Said | OfNodes
+"""Many of these are decided together if they wait in line."""
 
 
 @dataclass(frozen=True)
@@ -545,12 +549,12 @@ Fact = (
 
 @dataclass(frozen=True)
 class Together:
-    """Several workers said these, or several keepers sent these beats, while the coordinator was busy.
+    """Several workers and nodes said these, or several keepers sent these beats, while the coordinator was busy.
 
     They are decided together, in their order, at the cost of one.
     """
 
-    events: tuple[Said | Beat, ...]
+    events: tuple[Crowded | Beat, ...]
 
 
 Event = Fact | Together

@@ -276,7 +276,7 @@ class NoticesOracle:
                 if wrong := set(action.nodes) & {*(after.plan.nodes if after.plan is not None else ())}:
                     raise Violation(f"node {min(wrong)} is let go, and is in the world")
                 if wrong := {
-                    node for node in action.nodes for save in after.saves.pending if save.needs(node)
+                    node for node in action.nodes for save in after.saves.pending if node in save.needed
                 }:
                     raise Violation(f"node {min(wrong)} is let go, and has parts of a save")
 

@@ -242,8 +242,8 @@ class Oracle:
             raise Violation("generation or incarnation went back")
         for each in parts(event):
             self._note(before, each, taken=each in transition.taken)
+            self.copies.note(before, each, refused=each not in transition.taken)
         self._judge_saves(before, event, after)
-        self.copies.note(before, event, refused=not transition.taken)
         self.notices.note(before, event, after)
         self.pace.note(before, event, after)
         self.sim.flips.hears(before, event, after)

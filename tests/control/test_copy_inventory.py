@@ -166,16 +166,33 @@ def test_of_copies_that_are_seldom_the_rhythm_counts_that_members_agreed_on() ->
 
 @pytest.mark.parametrize("number", [1, 2, 3])
 def test_a_keeper_that_comes_back_and_those_beside_it_hear_who_their_buddies_are(number: int) -> None:
-    """The keeper has a new address and knows nothing, so the pairs are told again even if they are as before."""
+    """The keeper has a new address and knows nothing, so its pair and those with it are told, even if they are as
+    before.
+    """
     play = stepping(3, layout=SHARDS, copy_every=1, buddy_every=1)
-    node = NodeId(f"n{number}")
-    play.tell(ev.KeeperLost(node, "its process died"))
-    (lost,) = play.did(Pair)
-    assert all(buddy != node for _, buddy, _ in lost.buddies)
-    play.tell(ev.KeeperUp(node, address="10.0.0.9:7"))
-    (back,) = play.did(Pair)
-    assert {each for each, buddy, _ in back.buddies if buddy} == {NodeId("n1"), NodeId("n2"), NodeId("n3")}
-    assert [address for _, buddy, address in back.buddies if buddy == node] in ([], ["10.0.0.9:7"])
+    node, told = NodeId(f"n{number}"), dict(play.run.copies.buddies)
+    for event in (ev.KeeperLost(node, "its process died"), ev.KeeperUp(node, address="10.0.0.9:7")):
+        play.tell(event)
+        (pair,) = play.did(Pair)
+        told |= {each: buddy for each, buddy, _ in pair.buddies}
+        assert told == play.run.copies.buddies and (node in told.values()) <= isinstance(event, ev.KeeperUp)
+    assert node in [each for each, _, _ in pair.buddies]
+    assert all(address == "10.0.0.9:7" for _, buddy, address in pair.buddies if buddy == node)
+
+
+def test_a_keeper_that_restarts_between_two_decisions_hears_its_buddy_with_those_beside_it() -> None:
+    """Its end and its return are decided together.  The control: a keeper that only says again that it is up."""
+    play = stepping(3, layout=SHARDS, copy_every=1, buddy_every=1)
+    node = NodeId("n2")
+    up = ev.KeeperUp(node, address="10.0.0.9:7")
+    play.tell(ev.Together((ev.KeeperLost(node, "its process died"), up)))
+    (pair,) = play.did(Pair)
+    buddies = play.run.copies.buddies
+    beside = {each for each, buddy in buddies.items() if node in (each, buddy)}
+    assert {each for each, _, _ in pair.buddies} == beside and len(beside) == 2
+    assert [address for each, buddy, address in pair.buddies if buddy == node] == ["10.0.0.9:7"]
+    play.tell(up)
+    assert not play.did(Pair)
 
 
 def test_who_has_no_buddy_any_more_is_told_so() -> None:

@@ -17,7 +17,7 @@ from elastic.ids import NodeId, Version, WorkerId
 from elastic.plan.layout import LayoutRule
 from elastic.plan.transfer import Holding
 from elastic.protocol import events as ev
-from elastic.protocol.actions import ConnectAhead, Kill, LetGo, ListCopies, Pause, StartWorkers
+from elastic.protocol.actions import ConnectAhead, Kill, LetGo, ListCopies, Pair, Pause, StartWorkers
 from elastic.protocol.commit_record import (
     ENDS,
     HAND_OVER,
@@ -710,3 +710,48 @@ def test_the_time_that_a_hand_over_took_is_left_the_next_time() -> None:
     assert isinstance(play.run.state, Running)
     play.later(0.3)
     assert isinstance(play.run.state, Stopping)
+
+
+def wide(nodes: int, notices: int) -> tuple[Play, list[NodeDraining]]:
+    """Returns a run of a worker on each node, and notices for some of the nodes."""
+    play = running(LayoutRule(None, 8, 1, "all"), nodes)
+    play.connects = False
+    return play, [NodeDraining(NodeId(f"n{n}"), play.now + 120.0 + n, "aws") for n in range(1, notices + 1)]
+
+
+def test_r5_notices_that_are_decided_together_cost_little_more_than_one() -> None:
+    """Buddies are chosen once, and one next world is connected ahead.  The control: one after the other, each
+    notice costs as much.
+    """
+    play, many = wide(64, 32)
+    one = calls(partial(wide(64, 1)[0].tell, many[0]))
+    together = calls(partial(play.tell, ev.Together(tuple(many))))
+    assert together < 3 * one
+    assert len(play.did(Pair)) == 1 and len(play.did(ConnectAhead)) == 1
+    apart, _ = wide(64, 32)
+    assert calls(lambda: [apart.tell(each) for each in many]) > 6 * together
+    assert apart.run.cluster.notices == play.run.cluster.notices
+    assert not set(apart.run.copies.buddies.values()) & {each.node for each in many}
+    assert not set(play.run.copies.buddies.values()) & {each.node for each in many}
+
+
+class Counted(str):
+    """A name whose comparisons with other names are calls of a function in Python."""
+
+    def __eq__(self, other: object) -> bool:
+        return str.__eq__(self, other)  # type: ignore[arg-type]
+
+    __hash__ = str.__hash__
+
+
+def test_a_tick_while_many_notices_are_open_compares_no_node_with_every_other() -> None:
+    """The same number of notices costs the same for twice the nodes, and twice the notices cost twice as much at
+    most.
+    """
+    cost = {}
+    for nodes, notices in ((64, 16), (128, 16), (128, 32)):
+        play, many = wide(nodes, notices)
+        play.tell(ev.Together(tuple(replace(each, node=NodeId(Counted(each.node))) for each in many)))
+        play.later(0.1)
+        cost[nodes, notices] = calls(partial(play.later, 0.1))
+    assert cost[128, 16] < 1.2 * cost[64, 16] and cost[128, 32] < 2.2 * cost[128, 16]

@@ -593,8 +593,8 @@ CONTROL: dict[str, tuple[Breach, ...]] = {
             ("noticed", 0),
             Edit(
                 "draining",
-                "[node for node in doomed if node not in seats])\n\n\ndef _forget",
-                "doomed)\n\n\ndef _forget",
+                "[node for node in doomed if node not in seats])\n\n\ndef forget",
+                "doomed)\n\n\ndef forget",
             ),
         ),
     ),

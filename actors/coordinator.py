@@ -25,7 +25,7 @@ import ray
 import elastic
 from actors import cluster
 from actors.demand import Demand
-from actors.ends import signature
+from actors.ends import NODE_DIED, signature
 from actors.errands import Errands
 from actors.journal_replicas import JournalReplicas
 from actors.notices.known_sources import open_cluster_sources
@@ -54,6 +54,7 @@ from elastic.protocol.events import (
     Capacity,
     Event,
     Joined,
+    KeeperLost,
     Lost,
     NodeAdvised,
     NodeDraining,
@@ -550,7 +551,8 @@ class Coordinator:
             # Ray's head does not answer: the next round asks again
             with contextlib.suppress(ray.exceptions.RayError):
                 self.replicas.ask_head(self.group.coordinator)
-                self._keep(cluster.nodes())
+                self._keep(there := cluster.nodes())
+                self._miss(there)
                 # Ray lowers the free room a moment later
                 before, placed = placed, cluster.placed(self.group.on_their_way(self.state))
                 few = len(self.state.workers) < self.rules.min_workers
@@ -568,6 +570,14 @@ class Coordinator:
                         f"{self.job.deadlines.driver_s:g} s"
                     )
                 )
+
+    def _miss(self, nodes: tuple[NodeId, ...]) -> None:
+        """Says which nodes are gone of which no process told: they had no worker, or no keeper came up there."""
+        known = self.state
+        homes = {each.node for each in known.workers.values()}
+        for node in known.cluster.nodes.keys() - {*nodes, *known.cluster.keepers, *homes}:
+            if nodes:  # a head that has just started knows none
+                self.post_local(KeeperLost(node, NODE_DIED, with_its_node=True))
 
     def _keep(self, nodes: tuple[NodeId, ...]) -> None:
         """Starts a keeper on every node that has none; the free room on a new node is reported only after

@@ -219,10 +219,30 @@ def node_found(decision: Decision, node: NodeId) -> None:
         decision.know("cluster", nodes={**decision.run.cluster.nodes, node: False})
 
 
+def gone(decision: Decision, node: NodeId) -> None:
+    """Forgets a node whose machine is gone: no node has its id again, and a run may see thousands in a month.
+
+    As long as no world was formed, the refusals stay: a run that cannot begin ends with their reasons.
+    """
+    run, cluster = decision.run, decision.run.cluster
+    if node in cluster.nodes:
+        decision.know("cluster", nodes={each: up for each, up in cluster.nodes.items() if each != node})
+    if run.members.seats and (node in cluster.refused or any(node == each for each, _ in cluster.replaced)):
+        decision.know(
+            "cluster",
+            refused={each: known for each, known in cluster.refused.items() if each != node},
+            replaced=tuple(each for each in cluster.replaced if each[0] != node),
+        )
+
+
 def note(decision: Decision, node: NodeId, occasion: int) -> None:
-    """Notes an occasion on which processes of the node were replaced, once."""
-    if (node, occasion) not in decision.run.cluster.replaced:
-        decision.know("cluster", replaced=(*decision.run.cluster.replaced, (node, occasion)))
+    """Notes an occasion on which processes of the node were replaced, once.  Of :data:`ANY_NODE` only the latest
+    occasion counts.
+    """
+    replaced = decision.run.cluster.replaced
+    if (node, occasion) not in replaced:
+        others = tuple(each for each in replaced if node != ANY_NODE or each[0] != ANY_NODE)
+        decision.know("cluster", replaced=(*others, (node, occasion)))
 
 
 def replaced(

@@ -25,7 +25,10 @@ SHORTEST_S = 1.0
 OVERDUE = 0.5
 """Part of the usual time of a start that a worker which takes longer is expected to take still."""
 HOSTS = 256
-"""Number of hosts whose stays are remembered: those that left last."""
+"""Least number of hosts whose stays are remembered: those that left last.  A run with more machines remembers as
+many, so that a wave of notices, which may take a quarter of them at once, does not make it forget the hosts that
+come and go.
+"""
 
 
 @dataclass(frozen=True)
@@ -127,15 +130,17 @@ def expects_more(run: RunState, there: Sequence[WorkerId], now: float, rules: Ru
     return needed and bool(run.members.starting) and newest_s < rules.grow_debounce_s
 
 
-def after_leaving(stays: Mapping[str, float], host: str, stayed_s: float) -> dict[str, float]:
-    """Returns the expected stay of each host in seconds, after ``host`` has left.
+def after_leaving(
+    stays: Mapping[str, float], host: str, stayed_s: float, machines: int = 0
+) -> dict[str, float]:
+    """Returns the expected stay of each host in seconds, after ``host`` has left a run of ``machines``.
 
     For ``host`` it is the geometric mean of the stay expected before and the stay observed now.
     """
     before = stays.get(host, UNKNOWN_S)
     after = {each: stay_s for each, stay_s in stays.items() if each != host}
     after[host] = sqrt(before * max(stayed_s, SHORTEST_S))
-    return dict(list(after.items())[-HOSTS:])
+    return dict(list(after.items())[-max(HOSTS, machines) :])
 
 
 def host_of(worker: Worker) -> str:

@@ -263,6 +263,7 @@ def _keeper_lost(decision: Decision, event: KeeperLost) -> None:
     if dead:
         draining.gone(decision, event.node)
         lemons.gone(decision, event.node)
+        admission.gone(decision, event.node)
     if dead and there:  # nobody hears of each by itself, and another one may be in the next world
         membership.expel(decision, there, event.reason)
         stopping.members_lost(

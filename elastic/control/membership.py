@@ -198,9 +198,10 @@ def keeper_up(decision: Decision, event: KeeperUp) -> None:
 
 
 def is_known(run: RunState, node: NodeId) -> bool:
-    """Returns whether the run has a keeper, copies, a stay or a notice of ``node``."""
+    """Returns whether the run knows ``node``, or has a keeper, copies, a stay or a notice of it."""
     cluster = run.cluster
-    return any(node in each for each in (cluster.keepers, run.copies.hosts, cluster.homes, cluster.notices))
+    known = (cluster.nodes, cluster.keepers, run.copies.hosts, cluster.homes, cluster.notices)
+    return any(node in each for each in known)
 
 
 def keeper_lost(decision: Decision, node: NodeId, *, with_its_node: bool = False) -> None:
@@ -225,7 +226,8 @@ def _note_leaving(decision: Decision, node: NodeId, *, surely: bool = False) -> 
     alone = node not in cluster.keepers and all(known.node != node for known in run.workers.values())
     left = surely or (alone and cluster.nodes.get(node, True))
     if left and (home := cluster.homes.get(node)) is not None:
-        stays = growth.after_leaving(cluster.stays, home.host, decision.now - home.since)
+        stayed_s, machines = decision.now - home.since, len(cluster.homes)
+        stays = growth.after_leaving(cluster.stays, home.host, stayed_s, machines)
         decision.know(
             "cluster",
             stays=stays,

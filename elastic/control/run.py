@@ -279,8 +279,8 @@ class Cluster:
     """The nodes and their keepers."""
 
     nodes: dict[NodeId, bool] = field(default_factory=dict)
-    """The nodes that were found, and whether the keeper of each has come up; before that, no worker of the
-    node is a member.
+    """The nodes that were found and are not gone, and whether the keeper of each has come up; before that, no
+    worker of the node is a member.
     """
     refused: dict[NodeId, Refusal] = field(default_factory=dict)
     keepers: tuple[NodeId, ...] = ()

@@ -308,8 +308,9 @@ class _There:
                     self.present[value["node"]] += 1
             counts = whole or bool(gone)
         if "nodes" in cluster:
-            whole, nodes, _ = _entries(cluster["nodes"])
-            self.found, counts = {**({} if whole else self.found), **nodes}, True
+            whole, nodes, gone = _entries(cluster["nodes"])
+            found = {**({} if whole else self.found), **nodes}
+            self.found, counts = {node: up for node, up in found.items() if node not in gone}, True
         if "keepers" in cluster:
             self.keepers, counts = patched(self.keepers, cluster["keepers"]), True
         if "leaving" in cluster:

@@ -16,7 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from elastic.control.machine import advance
 from elastic.control.rules import Rules
@@ -24,13 +24,15 @@ from elastic.journal import codec
 from elastic.journal.codec import Segment
 from elastic.plan.layout import Layout
 from elastic.protocol.commit_record import Outcome
-from elastic.protocol.events import Work
+from elastic.protocol.events import Said, Work
 from elastic.report.speed import Speed
 
 Json = Mapping[str, Any]
 
 SHOWN_MEMBERS = 8
 """Largest number of members that a line names."""
+OF_WORKERS = frozenset(each.__name__ for each in get_args(Said))
+"""The events of which many are decided together that workers say; nodes say the others."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +140,8 @@ def event_line(event: Json) -> str:
     if event["$"] == "Together":
         kinds = Counter(each["$"] for each in event["events"])
         return ", ".join(
-            f"{kind} of {number} {'nodes' if kind == 'Beat' else 'workers'}" for kind, number in kinds.items()
+            f"{kind} of {number} {'workers' if kind in OF_WORKERS else 'nodes'}"
+            for kind, number in kinds.items()
         )
     told = {
         name: value

@@ -165,6 +165,17 @@ def test_the_host_that_left_last_is_remembered_best() -> None:
     assert after_leaving(stays, "h400", 0.0)["h400"] == before**0.5, "gone at once counts as a second"
 
 
+def test_a_large_run_remembers_as_many_hosts_as_it_has_machines() -> None:
+    """Of 1,280 machines, 320 are taken at once.  The host that comes and goes is remembered all the same; the
+    control: a run that remembers 256 has forgotten it.
+    """
+    for machines, remembered in ((1280, True), (0, False)):
+        stays = after_leaving({}, "flaps", 5.0, machines)
+        for n in range(320):
+            stays = after_leaving(stays, f"h{n}", 1e5, machines - n)
+        assert ("flaps" in stays) is remembered
+
+
 def test_a_node_has_left_once_nothing_of_it_is_left() -> None:
     """If a keeper or a worker dies alone, no node has left; if all processes of a node die one by one, it
     has, though Ray may not report it as dead."""

@@ -13,7 +13,9 @@ With too little time for all of this, the world does what it can: it pauses at t
 machine is gone before and it is treated as a crash.  Several nodes leave in one pause, unless waiting for the
 later one brings more than a second pause costs.
 
-A node that may be taken only gets nothing new.  An advice expires; nobody leaves because of it.
+A node that may be taken only gets nothing new, and where another node has room, a spare is started for each of
+its workers: if a notice follows, the spare has joined before the world pauses.  An advice expires, and with it
+the spare that it brought; no member leaves because of it.
 
 A straggler that is evicted (``evicting.py``) leaves in the same way, once the next world has connected.
 """
@@ -77,7 +79,7 @@ def noticed(decision: Decision, event: NodeDraining | NodeAdvised) -> None:
         decision.say(f"node {node[:8]} may be taken ({source}{words}); it gets nothing new")
     else:
         decision.say(f"node {node[:8]} will be taken in {left_s:.0f} s ({source}{words})")
-        decision.know("cluster", slots=0)  # perhaps they were there; the next ``Capacity`` tells
+    decision.know("cluster", slots=0)  # perhaps they were there; the next ``Capacity`` tells
     others = tuple(each for each in before if each.source != source)
     _set(decision, node, (*others, Announced(source, at, advice)))
     if not advice and run.plan is not None and node in run.plan.nodes:

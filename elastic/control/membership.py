@@ -5,6 +5,7 @@ It chooses the ids of workers and never uses one again, so a dead worker's messa
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import replace
 from itertools import takewhile
 
@@ -13,7 +14,7 @@ from elastic.control.decision import Decision, count, names
 from elastic.control.evolve import evolve
 from elastic.control.liveness import Start, forgotten, silent
 from elastic.control.rules import Rules
-from elastic.control.run import TERMINAL, Finishing, Host, RunState
+from elastic.control.run import TERMINAL, Finishing, Host, Running, RunState
 from elastic.ids import NodeId, WorkerId
 from elastic.plan.transfer import Holding
 from elastic.protocol.actions import Kill, StartWorkers
@@ -76,11 +77,14 @@ def capacity(decision: Decision, event: Capacity) -> None:
 
 
 def start_workers(decision: Decision) -> None:
-    """Asks for as many workers as the cluster has room for, up to ``max_workers`` and the spares."""
+    """Asks for as many workers as the cluster has room for, up to ``max_workers`` and the spares.  While the machine
+    of a node may be taken, each of its workers has a warm spare elsewhere, if there is room.
+    """
     _forget_the_late(decision)
+    _end_surplus(decision)
     run, rules = decision.run, decision.rules
     starting = run.members.starting
-    number = min(run.cluster.slots, wanted(run, rules) - _staying(run) - len(starting))
+    number = min(run.cluster.slots, wanted(run, rules) - _staying(run, rules) - len(starting))
     if number <= 0 or decision.now < run.members.start_after:
         return
     new = tuple(WorkerId(f"w{run.members.next_worker + i}") for i in range(number))
@@ -106,11 +110,36 @@ def wanted(run: RunState, rules: Rules) -> int:
     return 0 if ends else rules.max_workers + rules.spares
 
 
-def _staying(run: RunState) -> int:
-    """Returns the number of workers on nodes that will not be taken."""
-    if not (doomed := run.cluster.deadlines):
-        return len(run.workers)
-    return len([known for known in run.workers.values() if known.node not in doomed])
+def _staying(run: RunState, rules: Rules) -> int:
+    """Returns the number of workers on nodes that will not be taken, nor may be.  If workers are few, a node that
+    may be taken gets workers of its own, and none elsewhere for them.
+    """
+    few = len(run.workers) < rules.min_workers
+    leave = run.cluster.deadlines if few else run.cluster.notices
+    return _beside(run, leave) if leave else len(run.workers)
+
+
+def _beside(run: RunState, nodes: Container[NodeId]) -> int:
+    return len([known for known in run.workers.values() if known.node not in nodes])
+
+
+def _end_surplus(decision: Decision) -> None:
+    """Ends the newest workers outside the world that are more than the run wants: an advice is over, or a notice was
+    withdrawn, and nobody needs the spares that were started for the node.
+    """
+    run, plan, number = decision.run, decision.run.plan, wanted(decision.run, decision.rules)
+    if not isinstance(run.state, Running) or plan is None or not number or len(run.workers) <= number:
+        return
+    if (surplus := _beside(run, run.cluster.notices) - number) <= 0:
+        return
+    outside = [
+        worker
+        for worker, known in run.workers.items()
+        if worker not in plan.ranks and not known.holdings and known.node not in run.cluster.notices
+    ]
+    if over := tuple(outside[-surplus:]):
+        expel(decision, over, "the run has enough workers without it")
+        decision.say(f"{names(over)} {'is' if len(over) == 1 else 'are'} ended: no spare is needed any more")
 
 
 def _forget_the_late(decision: Decision) -> None:

@@ -6,7 +6,8 @@ Five rules must hold:
   it was taken.  In time means ``ENOUGH_S`` before, while no other fault is felt.
 * A node that may or will be taken gets no new worker, no store, and no copies of others as long as another node
   can have them.
-* No member leaves because of advice.
+* No member leaves because of advice.  A worker on a node that may or will be taken has a spare elsewhere as long
+  as there is room, and no spare is kept that was started for a node that stays.
 * The run lets a node go only if it needs nothing there.
 * A notice that is withdrawn is undone.
 """
@@ -20,7 +21,7 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from elastic.control.draining import OVERDUE_S
-from elastic.control.run import Finishing, Stopping
+from elastic.control.run import Finishing, Running, Stopping
 from elastic.ids import NodeId
 from elastic.protocol.actions import Action, Form, LetGo, Pair, StartWorkers
 from elastic.protocol.events import (
@@ -170,6 +171,8 @@ class NoticesOracle:
         """The time until which a node may be taken in a world: its notice came too late, or the bucket, which
         has to take the state before, was too slow.
         """
+        self._too_many_since = inf
+        """The time since which a run that steps keeps more workers than it wants."""
 
     # -- what happens
 
@@ -244,10 +247,33 @@ class NoticesOracle:
                     self.heard[each.node].pop(each.source, None)
                 case KeeperLost() if each.with_its_node:
                     self.heard.pop(each.node, None)
+        self._judge_spares(after)
         if after.cluster.leaving:
             announced = {each.node for each in self.all}
             if advised := set(after.cluster.leaving) - announced:
                 raise Violation(f"node {min(advised)} leaves, and nobody says that it will be taken")
+
+    def _judge_spares(self, after: RunState) -> None:
+        """Checks that there are as many workers on nodes that stay as the run wants, if there is room, and soon no
+        more.
+        """
+        now, rules = self.sim.coordinators.acting.now, self.sim.rules
+        plan, calm = after.plan, isinstance(after.state, Running) and not after.stop
+        if not calm or plan is None or not self.all:
+            self._too_many_since = inf
+            return
+        stays = [each for each, known in after.workers.items() if known.node not in after.cluster.notices]
+        known = len(stays) + len(after.members.starting)
+        number, few = rules.max_workers + rules.spares, len(after.workers) < rules.min_workers
+        self.sim.oracle.occasions["a spare is warm"] += known >= number and len(after.workers) > number
+        if after.cluster.slots and known < number and now >= after.members.start_after and not few:
+            raise Violation(
+                f"the run has {known} of {number} workers on nodes that stay, and there is room for more"
+            )
+        outside = [each for each in stays if each not in plan.ranks and not after.workers[each].holdings]
+        self._too_many_since = min(self._too_many_since, now) if len(stays) > number and outside else inf
+        if now > self._too_many_since + LATE_S:
+            raise Violation(f"{outside[0]} is kept, and the run has {len(stays)} of {number} workers")
 
     def judge(self, after: RunState, action: Action) -> None:
         if not self.all:

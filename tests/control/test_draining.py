@@ -224,11 +224,66 @@ def test_nobody_leaves_because_of_advice() -> None:
     pairs = play.run.copies.buddies
     assert N3 not in pairs.values() and pairs.keys() == {N1, N2, N3}
     play.later(800.0)
-    assert isinstance(play.run.state, Running)
-    play.tell(ev.Capacity(1))
-    assert play.did(StartWorkers) == [], "there are as many workers as the run needs"
+    assert isinstance(play.run.state, Running) and N3 in play.plan.nodes
     assert play.later(101.0) == "node n3 may take part again: the advice has expired (aws)"
     assert play.run.cluster.notices == {}
+
+
+def advised(play: Play, node: NodeId = N3, until_s: float = 900.0) -> None:
+    """Advice comes, then the news that another node has room for two workers; n4 has its keeper."""
+    play.tell(ev.KeeperUp(N4))
+    play.tell(NodeAdvised(node, play.now + until_s, "aws"))
+    play.tell(ev.Capacity(2))
+
+
+def test_advice_warms_a_spare_that_takes_the_seat_when_a_notice_follows() -> None:
+    """R5.  The control: without advice none is started, and the world steps on until the last boundary."""
+    play = running()
+    advised(play)
+    (start,) = play.did(StartWorkers)
+    assert len(start.workers) == 1 and N3 in start.avoid, (
+        "one for the worker on that node, although two have room"
+    )
+    play.tell(ev.Joined(start.workers[0], N4, "cpu", CLASSES))
+    play.later(800.0)
+    assert isinstance(play.run.state, Running) and W3 in play.plan.ranks, "nobody leaves because of advice"
+    notice(play)
+    assert play.did(Pause), "there is somebody for the seat"
+    stops(play)
+    assert {*play.plan.members} == {"w1", "w2", start.workers[0]}
+    other = running()
+    other.tell(ev.KeeperUp(N4))
+    other.tell(ev.Capacity(2))
+    assert not other.did(StartWorkers)
+    notice(other)
+    assert not other.did(Pause)
+
+
+def test_the_spare_of_an_advice_ends_with_it() -> None:
+    """No other worker does; and the spares of the job stay."""
+    play = running(spares=1)
+    play.tell(ev.Capacity(1))
+    (own,) = play.did(StartWorkers)[0].workers
+    play.tell(ev.KeeperUp(N4))
+    play.tell(ev.Joined(own, N4, "cpu", CLASSES))
+    advised(play)
+    (warm,) = play.did(StartWorkers)[0].workers
+    play.tell(ev.Joined(warm, N4, "cpu", CLASSES))
+    assert play.run.workers.keys() == {"w1", "w2", "w3", own, warm}
+    assert "no spare is needed any more" in play.later(901.0)
+    assert play.run.workers.keys() == {"w1", "w2", "w3", own} and play.did(Kill)[0].workers == (warm,)
+    play.tell(ev.Capacity(1))
+    assert not play.did(StartWorkers)
+
+
+def test_without_room_elsewhere_advice_starts_nothing() -> None:
+    """The room that was known before may be on the node itself: the next look at the cluster tells."""
+    play = running()
+    play.run = but(play.run, "cluster", slots=1)
+    play.tell(NodeAdvised(N3, play.now + 900.0, "aws"))
+    assert not play.did(StartWorkers)
+    play.tell(ev.Capacity(0))
+    assert not play.did(StartWorkers)
 
 
 def test_a_doomed_node_is_nobodys_buddy_and_hosts_no_store() -> None:
@@ -578,6 +633,12 @@ def test_advice_about_every_node_leaves_the_run_its_workers() -> None:
         play.tell(NodeAdvised(node, play.now + 900.0, "aws"))
     assert play.run.cluster.closed(few=False) == (N1, N2, N3)
     assert play.run.cluster.closed(few=True) == ()
+    play.lose("w3")
+    play.later(play.rules.grow_debounce_s)
+    play.tell(ev.Capacity(5))
+    assert [len(start.workers) for start in play.did(StartWorkers)] == [1], (
+        "there is no better place for spares"
+    )
 
 
 def test_the_strongest_request_counts() -> None:

@@ -368,8 +368,8 @@ CONTROL: dict[str, tuple[Breach, ...]] = {
             ("widowed", 12),
             Edit(
                 "saves",
-                "            each.asked\n            and (each",
-                "            False\n            and (each",
+                "            each.asked and (each",
+                "            False and (each",
             ),
         ),
         Breach(
@@ -552,6 +552,22 @@ CONTROL: dict[str, tuple[Breach, ...]] = {
             "nobody says that it will be taken",
             ("noticed", 0),
             Edit("draining", "advice = isinstance(event, NodeAdvised)", "advice = False"),
+        ),
+        Breach(
+            "advice warms no spare",
+            "workers on nodes that stay, and there is room for more",
+            ("noticed", 0),
+            Edit(
+                "membership",
+                "leave = run.cluster.deadlines if few else run.cluster.notices",
+                "leave = run.cluster.deadlines",
+            ),
+        ),
+        Breach(
+            "spares that were started for advice stay for ever",
+            "is kept, and the run has",
+            ("noticed", 0),
+            Edit("membership", "    _end_surplus(decision)\n", ""),
         ),
         Breach(
             "a state that nobody was handed is left behind",

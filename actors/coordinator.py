@@ -551,8 +551,9 @@ class Coordinator:
             # Ray's head does not answer: the next round asks again
             with contextlib.suppress(ray.exceptions.RayError):
                 self.replicas.ask_head(self.group.coordinator)
+                known = self.state  # before the look: whatever is found later may not be in it
                 self._keep(there := cluster.nodes())
-                self._miss(there)
+                self._miss(known, there)
                 # Ray lowers the free room a moment later
                 before, placed = placed, cluster.placed(self.group.on_their_way(self.state))
                 few = len(self.state.workers) < self.rules.min_workers
@@ -571,13 +572,14 @@ class Coordinator:
                     )
                 )
 
-    def _miss(self, nodes: tuple[NodeId, ...]) -> None:
-        """Says which nodes are gone of which no process told: they had no worker, or no keeper came up there."""
-        known = self.state
+    def _miss(self, known: RunState, nodes: tuple[NodeId, ...]) -> None:
+        """Says which nodes of the run are not among the living ``nodes``, if no process can tell: no worker is
+        there, and no keeper is up.
+        """
         homes = {each.node for each in known.workers.values()}
-        for node in known.cluster.nodes.keys() - {*nodes, *known.cluster.keepers, *homes}:
-            if nodes:  # a head that has just started knows none
-                self.post_local(KeeperLost(node, NODE_DIED, with_its_node=True))
+        gone = known.cluster.nodes.keys() - {*nodes, *known.cluster.keepers, *homes}
+        for node in sorted(gone) if nodes else ():  # a head that has just started knows none
+            self.post_local(KeeperLost(node, NODE_DIED, with_its_node=True))
 
     def _keep(self, nodes: tuple[NodeId, ...]) -> None:
         """Starts a keeper on every node that has none; the free room on a new node is reported only after

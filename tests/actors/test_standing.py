@@ -10,6 +10,7 @@ import pytest
 
 import elastic
 from actors.coordinator import Coordinator
+from actors.ends import NODE_DIED
 from elastic.control.decision import Transition
 from elastic.control.inbox import Inbox
 from elastic.control.run import RunState
@@ -21,7 +22,7 @@ from elastic.protocol.actions import StartWorkers
 from storage import journal
 from storage.journal import Journal
 from storage.objects import ObjectStore
-from tests.control.play import rules
+from tests.control.play import rules, stepping
 from tests.support.full_disk import full_disk
 
 pytestmark = pytest.mark.fast
@@ -106,3 +107,22 @@ def test_a_stumble_over_a_full_disk_is_told_from_what_the_journal_has(
     ]
     assert codec.fold(snapshot, records) == coordinator.state
     assert coordinator.state.cluster.keepers == (("n1",) if disk_fails else ("n1", "n2"))
+
+
+def test_a_node_that_dies_without_worker_and_keeper_is_missed() -> None:
+    """The coordinator says so, and forgets it.  The controls: a node whose keeper or worker tells, and a head that
+    has just started and knows no node.
+    """
+    play = stepping(2)
+    for node in ("n3", "n4"):
+        play.tell(ev.NodeFound(NodeId(node)))
+    play.tell(ev.KeeperLost(NodeId("n1"), "its process died"))  # w1 is still there
+    coordinator = object.__new__(Coordinator)
+    told = list[ev.Event]()
+    coordinator.post_local = told.append  # type: ignore[method-assign]
+    coordinator._miss(play.run, ())
+    assert not told
+    coordinator._miss(play.run, (NodeId("n4"),))
+    assert told == [ev.KeeperLost(NodeId("n3"), NODE_DIED, with_its_node=True)]
+    play.tell(told[0])
+    assert play.run.cluster.nodes.keys() == {"n1", "n2", "n4"}

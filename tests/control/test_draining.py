@@ -806,9 +806,7 @@ class Counted(str):
 
 
 def test_a_tick_while_many_notices_are_open_compares_no_node_with_every_other() -> None:
-    """The same number of notices costs the same for twice the nodes, and twice the notices cost twice as much at
-    most.
-    """
+    """A tick costs the same for twice the nodes, and at most twice as much for twice the notices."""
     cost = {}
     for nodes, notices in ((64, 16), (128, 16), (128, 32)):
         play, many = wide(nodes, notices)

@@ -166,8 +166,8 @@ def test_the_host_that_left_last_is_remembered_best() -> None:
 
 
 def test_a_large_run_remembers_as_many_hosts_as_it_has_machines() -> None:
-    """Of 1,280 machines, 320 are taken at once.  The host that comes and goes is remembered all the same; the
-    control: a run that remembers 256 has forgotten it.
+    """The run has 1,280 machines, and 320 are taken at once.  A host that comes and goes is remembered all the
+    same.  The control: a run that remembers 256 has forgotten it.
     """
     for machines, remembered in ((1280, True), (0, False)):
         stays = after_leaving({}, "flaps", 5.0, machines)

@@ -144,7 +144,7 @@ def test_the_inbox_takes_together_what_many_workers_have_said(waiting: int) -> N
 
 @given(st.lists(st.sampled_from(["beat", "notice", "tick"]), max_size=400))
 def test_nothing_in_line_is_lost_and_only_beats_and_messages_overtake_each_other(kinds: list[str]) -> None:
-    """What waits longest is never younger than what was taken: deadlines count from what was not read yet."""
+    """The arrival of the oldest event that was not read yet is known: deadlines count from it."""
     made = {
         "beat": lambda n: ev.Beat(NodeId(f"n{n}"), ()),
         "notice": lambda n: ev.NodeDraining(NodeId(f"n{n}"), 120.0, "aws"),
@@ -168,7 +168,7 @@ def test_nothing_in_line_is_lost_and_only_beats_and_messages_overtake_each_other
 
 
 def test_notices_that_come_between_beats_are_decided_in_batches() -> None:
-    """320 machines of 1,280 are announced while the keepers of all others send their beats; no two notices follow
+    """Notices of 320 machines of 1,280 come while the keepers of all others send their beats; no two notices follow
     each other in line.
     """
     inbox = Inbox(lambda: 0.0)

@@ -6,8 +6,8 @@ time of a hand-over and a re-form before the deadline; a validation that is due 
 its measured time.  There the world pauses, and the next world forms without the node: nothing is lost.  If the members
 that stay do not hold the whole state together, each member's copy of that boundary is complete before it
 stops, and the next world reads what it lacks from the keepers of the nodes that leave.  Without such copies
-the state is saved at that boundary.  Workers that can take the seats of those that leave are not kept
-waiting: the world pauses as soon as there are enough of them.
+the state is saved at that boundary.  Newcomers with which a world without these nodes has shorter steps are
+not kept waiting: the world pauses at once, and they come as the others leave.
 
 With too little time for all of this, the world does what it can: it pauses at the next boundary, or the
 machine is gone before and it is treated as a crash.  Several nodes leave in one pause, unless waiting for the
@@ -34,6 +34,7 @@ from elastic.control.run import Announced, Forming, Running, RunState, Stopping
 from elastic.control.seating import candidates, have_all, layout_of, newest_source, staying
 from elastic.ids import NodeId, WorkerId
 from elastic.plan.transfer import LIVE, covered
+from elastic.plan.wager import slower
 from elastic.protocol.actions import LetGo, Pause
 from elastic.protocol.events import NodeAdvised, NodeDraining, NodeStays
 from elastic.protocol.plan import Plan
@@ -250,7 +251,7 @@ def _due(decision: Decision, doomed: Sequence[NodeId], seats: Mapping[NodeId, in
         return outside
     soon = [node for node in inside if node in late or not _brings_a_pause(decision, plan, node, seats[node])]
     full = [*inside] if len(plan.members) >= decision.rules.max_workers else soon
-    if full and more and _replaced(decision, plan, full, seats):
+    if full and more and _faster(decision, plan, full, seats):
         return [*outside, *full]
     return [*outside, *(soon if late else ())]
 
@@ -307,11 +308,14 @@ def _brings_a_pause(decision: Decision, plan: Plan, node: NodeId, members: int) 
     return left_s * members > (decision.run.watch.reform_s or UNKNOWN_S) * len(plan.members)
 
 
-def _replaced(decision: Decision, plan: Plan, nodes: Collection[NodeId], seats: Mapping[NodeId, int]) -> bool:
-    """Returns whether workers are there for the seats of all members on ``nodes``."""
-    run = decision.run
-    new = sum(worker not in plan.ranks for worker in staying(run, decision.rules))
-    return new >= sum(seats[node] for node in nodes)
+def _faster(decision: Decision, plan: Plan, nodes: Collection[NodeId], seats: Mapping[NodeId, int]) -> bool:
+    """Returns whether a world without ``nodes``, but with all newcomers, has shorter steps than the present one."""
+    run, rules = decision.run, decision.rules
+    new = sum(worker not in plan.ranks for worker in staying(run, rules))
+    after = len(plan.members) - sum(seats[node] for node in nodes) + new
+    return (
+        slower(len(plan.members), min(after, rules.max_workers), rules.microbatches * rules.layout.group) > 0
+    )
 
 
 def _end_outsiders(decision: Decision, members: Collection[WorkerId]) -> None:

@@ -186,9 +186,11 @@ def go(decision: Decision, plan: Plan) -> None:
             decision.run.state.since, decision.run.state.deadline - decision.rules.form_s
         )
         watch = decision.run.watch
-        decision.know("watch", reform_s=averaged(watch.reform_s, took_s))
         if newcomers:
             decision.know("watch", join_s=averaged(watch.join_s, took_s))
+        # worlds with newcomers take longer; they are the best guess as long as no other world has formed
+        if not newcomers or not watch.reform_s:
+            decision.know("watch", reform_s=averaged(watch.reform_s, took_s))
     decision.know(watch=begun(decision.run.watch, decision.now))
     decision.know("watch", lease_until=decision.now + decision.rules.lease_over_s)
     decision.know("cluster", blamed=())

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from math import exp, fsum, log, sqrt
 
 from elastic.control.rules import Rules
 from elastic.control.run import RunState, Worker
 from elastic.ids import WorkerId
-from elastic.plan.wager import SPARE, Choice, Times, choose, slower
+from elastic.plan.wager import Choice, Times, choose, pays, slower
 
 UNKNOWN_S = 3600.0
 """Prior for how long a host stays, in seconds; its observed stays are averaged in."""
@@ -50,7 +51,11 @@ def judge(
     """Judges the newcomers host by host: workers of one host come and go together, so they cost the pauses
     once.  Hosts of which none would shorten a step alone are judged together, those first that stay longest.
     """
-    times, usual_s = times_of(run, rules), _usual_s(run)
+    times = times_of(run, rules)
+    full = len(members) + len(newcomers)
+    if newcomers and times.tells(full) and not slower(len(members), full, times.microbatches):
+        return GrowthVerdict((), tuple(newcomers), "", "with them a step has as many rounds")
+    usual_s = _usual_s(run)
     hosts: dict[str, list[WorkerId]] = {}
     for worker in newcomers:
         hosts.setdefault(host_of(run.workers[worker]), []).append(worker)
@@ -62,28 +67,27 @@ def judge(
         for host, group in hosts.items()
     }
 
-    def verdict(some: Sequence[str], here: int) -> tuple[bool, str]:
+    def why_of(some: Sequence[str], here: int) -> str:
         stay_s, spares = min(stays[host] for host in some), sum(len(hosts[host]) for host in some)
         brings_s = stay_s * slower(here, here + spares, times.microbatches)
-        why = (
+        return (
             f"an expected stay of {stay_s:.0f} s saves {brings_s:.1f} s, and joining and leaving "
             f"cost {times.join_s + len(some) * times.leave_s:.1f} s"
         )
-        return choose(times, here, spares=spares, hosts=len(some), stay_s=stay_s).what == SPARE, why
 
     sorts: dict[bool, list[str]] = {True: [], False: []}
     why = {True: "", False: ""}
-    for host in hosts:
-        pays, told = verdict([host], len(members))
-        sorts[pays].append(host)
-        why[pays] = why[pays] or told
+    for host, group in hosts.items():
+        good = pays(times, len(members), len(group), 1, stays[host])
+        sorts[good].append(host)
+        why[good] = why[good] or why_of([host], len(members))
     here = len(members) + sum(len(hosts[host]) for host in sorts[True])
     left = sorted(sorts[False], key=lambda host: -stays[host])
+    together = list(accumulate(len(hosts[host]) for host in left))
     for number in range(2, len(left) + 1) if times.tells(here + 2) else ():
-        pays, told = verdict(left[:number], here)
-        if pays:
+        if pays(times, here, together[number - 1], number, stays[left[number - 1]]):
+            why[True] = why[True] or why_of(left[:number], here)
             sorts = {True: [*sorts[True], *left[:number]], False: left[number:]}
-            why[True] = why[True] or told
             break
     welcome, declined = (
         tuple(each for host in sorts[pays] for each in hosts[host]) for pays in (True, False)

@@ -98,7 +98,9 @@ class Watch:
     uploaded_at: float = 0.0
     """The time of the last beat that said that a part of a save is being written."""
     reform_s: float = 0.0
-    """Recent time in seconds from a plan to ``Go``: an average in which the last one counts one half."""
+    """Recent time in seconds from a plan to ``Go`` of worlds without newcomers: an average in which the last one
+    counts one half.
+    """
     join_s: float = 0.0
     """Recent time from a plan to ``Go`` of worlds with newcomers: such an average, too."""
     start_s: float = 0.0

@@ -22,6 +22,7 @@ from elastic.plan.layout import Layout, choose
 from elastic.plan.placement import cell_of, number_of_cells, padding
 from elastic.plan.seats import seat
 from elastic.plan.transfer import LIVE, Holding, covered, newest_covered
+from elastic.plan.wager import slower
 from elastic.protocol.commit_record import Score
 from elastic.protocol.plan import Plan
 from storage.slices import Tensor
@@ -88,6 +89,31 @@ def staying(run: RunState, rules: Rules, without: Collection[WorkerId] = ()) -> 
 def _staying(known: Same, there: Same, doomed: Same, without: frozenset[WorkerId]) -> tuple[WorkerId, ...]:
     workers, taken = known.value.workers, doomed.value
     return tuple(each for each in there.value if each not in without and workers[each].node not in taken)
+
+
+def needed(run: RunState, rules: Rules) -> tuple[WorkerId, ...]:
+    """Returns the candidates for a world that follows another one, without newcomers that bring nothing.
+
+    A step has as many rounds as the busiest member has microbatches, so some newcomers would not shorten it.
+    A pause in which newcomers join takes longer, and each member that is lost ends the world, so these stay
+    spares.
+    """
+    return _needed(Same(run.members), Same(candidates(run, rules)), rules)
+
+
+@lru_cache(maxsize=8)
+def _needed(known: Same, given: Same, rules: Rules) -> tuple[WorkerId, ...]:
+    members: Members = known.value
+    there: tuple[WorkerId, ...] = given.value
+    shared = rules.microbatches * rules.layout.group
+    stay = len(frozenset(there).intersection(members.seats))
+    if not shared or not stay or stay >= min(len(there), rules.max_workers):
+        return there
+    layout, whole = _layout_of(members, there[:stay], rules), _layout_of(members, there, rules)
+    spared = not any(members.workers[worker].holdings for worker in there[stay:])
+    if layout is None or whole is None or not spared or slower(layout.world, whole.world, shared) > 0:
+        return there
+    return there[:stay]
 
 
 def have_all(run: RunState, plan: Plan, without: Collection[WorkerId]) -> bool:
@@ -175,7 +201,7 @@ def make_plan(run: RunState, rules: Rules) -> Plan | None:
     """Returns the plan of the next generation; None if there are too few workers, or no keeper to host its
     store.
     """
-    layout, there = _world_of(Same(run.members), Same(candidates(run, rules)), rules)
+    layout, there = _world_of(Same(run.members), Same(needed(run, rules)), rules)
     if layout is None or not run.cluster.keepers:
         return None
     kept = copy_inventory.listed(run)

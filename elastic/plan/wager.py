@@ -68,6 +68,12 @@ def slower(few: int, many: int, microbatches: int) -> float:
     return 1 - ceil(microbatches / many) / ceil(microbatches / few)
 
 
+def pays(times: Times, here: int, spares: int, hosts: int, stay_s: float) -> bool:
+    """Returns whether a world that steps does better with ``spares`` than without: what :func:`choose` would say."""
+    joins_s = times.join_s + hosts * times.leave_s
+    return not here or joins_s <= stay_s * slower(here, here + spares, times.microbatches)
+
+
 def choose(
     times: Times,
     here: int,

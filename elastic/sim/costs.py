@@ -35,6 +35,10 @@ class Costs:
     """Time until all members of a lost world have answered the fence."""
     start_s: float
     """Usual time from a machine's coming until its worker could step."""
+    ahead_s: float = 0.0
+    """Part of ``reform_s`` and ``join_s`` in which the members connect, and which a world that has connected ahead
+    saves; 0 if those two were measured in worlds that had connected ahead.
+    """
     copy_s: float = 0.0
     """Time from a commit until the copies of its state are complete in host memory, at buddies too."""
     save_s: float = 60.0
@@ -60,7 +64,7 @@ class Costs:
 
     def times(self, factor: float) -> Costs:
         """Returns the costs with all pauses ``factor`` times as long."""
-        pauses = ("reform_s", "heal_s", "join_s", "bucket_s", "detect_s", "decide_s")
+        pauses = ("reform_s", "heal_s", "join_s", "bucket_s", "detect_s", "decide_s", "ahead_s")
         return replace(self, **{name: factor * getattr(self, name) for name in pauses})
 
     def to_json(self) -> str:
@@ -124,5 +128,5 @@ def _layout_of(value: Any) -> LayoutRule:
     return rule
 
 
-_OPTIONAL = ("copy_s", "save_s", "save_every", "layout", "starts_s", "about")
+_OPTIONAL = ("ahead_s", "copy_s", "save_s", "save_every", "layout", "starts_s", "about")
 _WHOLE = ("microbatches", "save_every")

@@ -23,7 +23,7 @@ from elastic.control.evolve import evolve
 from elastic.control.liveness import averaged
 from elastic.control.rules import Rules
 from elastic.control.run import NEVER, Forming, Home, Running, Stopping, Waiting, Worker
-from elastic.control.seating import candidates, layout_of
+from elastic.control.seating import layout_of, needed
 from elastic.ids import NodeId, Version, WorkerId
 from elastic.plan.layout import Layout
 from elastic.plan.wager import WAIT
@@ -65,6 +65,8 @@ class Policy(Protocol):
         """The workers that have been members."""
         self.known = self.run.history
         self.paired: Plan | None = None
+        self.connected: frozenset[WorkerId] = frozenset()
+        """The members of the next world, if they have connected ahead."""
 
     # -- machines
 
@@ -166,12 +168,14 @@ class Policy(Protocol):
         assert plan is not None
         decision = Decision(self.run, self.now, self.rules, inf)
         workers = self.run.workers
+        ahead = self.run.state.ahead if isinstance(self.run.state, Stopping) else None
+        self.connected = frozenset(ahead.members if ahead is not None else ())
         leaving = self.run.cluster.leaving
         taken = [each for each in plan.members if each in workers and workers[each].node in leaving]
         membership.expel(decision, tuple(taken), TAKEN)
         decision.know(state=Waiting(self.now))
         self._perform_all(decision)
-        there = candidates(self.run, self.rules)
+        there = needed(self.run, self.rules)
         layout = layout_of(self.run, there, self.rules)
         choice = None
         if layout is not None and self._source()[1] == "live":
@@ -199,6 +203,7 @@ class Policy(Protocol):
             or layout.shards != before.layout.shards
             or not before.ranks.keys() >= set(members)
         )
+        connected = self.connected == frozenset(members)
         run, history = self.run, self.run.history
         nodes = tuple(run.workers[member].node for member in members)
         line = lineage.cut(history.lineage, version)
@@ -224,7 +229,7 @@ class Policy(Protocol):
             history=evolve(history, lineage=line, last=None, untold=()),
             members=evolve(run.members, seats=members, kind=KIND),
         )
-        after_s = self.prepare_s(tier, newcomers=newcomers, moved=moved)
+        after_s = self.prepare_s(tier, newcomers=newcomers, moved=moved, connected=connected)
         self.clock.after(after_s, self._ready, plan)
 
     def _ready(self, plan: Plan) -> None:
@@ -236,9 +241,11 @@ class Policy(Protocol):
         decision.amend(deadline=NEVER, since=state.since)
         edges.go(decision, plan)
         watch, newcomers = self.run.watch, not self.had.issuperset(plan.members)
-        reform_s, join_s = averaged(watch.reform_s, took_s), watch.join_s
+        reform_s, join_s = watch.reform_s, watch.join_s
         if newcomers:
             join_s = averaged(join_s, took_s)
+        if not newcomers or not reform_s:
+            reform_s = averaged(reform_s, took_s)
         if (forced_s := FORCED_S.get(self.policy)) is not None:
             reform_s = join_s = forced_s
         if plan.tier in ("live", "host") or forced_s is not None:

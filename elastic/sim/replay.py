@@ -277,7 +277,7 @@ class Replay(ABC):
         self.over = False
         self._machines = self.most = 0
         begun_s = rows[0].at
-        gone = _removals(rows)
+        gone = removals(rows)
         self.times = [row.at - begun_s for row in rows]
         for (at, _), group in groupby(
             zip(rows, gone, strict=True), lambda each: (each[0].at - begun_s, each[0].comes)
@@ -470,14 +470,15 @@ class Replay(ABC):
             self.book.ideal = self.book.paid = float(self.first)
             self.book.idle, self.book.incidents = 0.0, []
 
-    def prepare_s(self, tier: str, *, newcomers: bool, moved: bool) -> float:
-        """Returns the time from a plan until its members step."""
+    def prepare_s(self, tier: str, *, newcomers: bool, moved: bool, connected: bool) -> float:
+        """Returns the time from a plan until its members step; ``connected`` says that they connected ahead."""
         costs = self.costs
         if tier == "bucket":
             return costs.bucket_s
+        saved_s = costs.ahead_s if connected else 0.0
         if newcomers and tier != "init":
-            return costs.join_s
-        return costs.reform_s + (costs.heal_s if moved and tier != "init" else 0.0)
+            return costs.join_s - saved_s
+        return costs.reform_s - saved_s + (costs.heal_s if moved and tier != "init" else 0.0)
 
     def pause_at(self, world: World) -> float:
         """Returns the time of the boundary after the step under way, which has the request to pause."""
@@ -486,7 +487,7 @@ class Replay(ABC):
         return world.at(world.boundary)
 
 
-def _removals(rows: Sequence[Row]) -> list[float]:
+def removals(rows: Sequence[Row]) -> list[float]:
     """Returns, for each row, the time at which its machine goes."""
     goes: dict[str, float] = {}
     found = list[float]()
@@ -736,7 +737,7 @@ class Protocol(Replay):
             case Form():
                 self._form(action.plan)
             case ConnectAhead(plan):
-                self.clock.after(0.0, self._connect_ahead, plan)
+                self.clock.after(self.costs.ahead_s, self._connect_ahead, plan)
             case Go():
                 assert self.run.plan is not None
                 self._go(self.run.plan)
@@ -781,11 +782,11 @@ class Protocol(Replay):
         moved = any(
             not self._has(member, plan, cell) for member, cell in zip(plan.members, need, strict=True)
         )
-        after_s = self.prepare_s(plan.tier, newcomers=newcomers, moved=moved)
+        after_s = self.prepare_s(plan.tier, newcomers=newcomers, moved=moved, connected=bool(plan.ahead))
         self.clock.after(after_s, self._ready, plan)
 
     def _connect_ahead(self, plan: Plan) -> None:
-        """Connects the next world beside the steps at once, as far as its members are there."""
+        """Tells which members have connected the next world beside the steps."""
         there = tuple(filter(self._lives, plan.members))
         told = tuple(ConnectedAhead(each, plan.generation, plan.ahead, plan.incarnation) for each in there)
         if told:

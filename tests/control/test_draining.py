@@ -32,8 +32,8 @@ from tests.support.calls import calls
 
 pytestmark = pytest.mark.fast
 
-N1, N2, N3, N4 = (NodeId(f"n{number}") for number in range(1, 5))
-W2, W3, W4 = (WorkerId(f"w{number}") for number in range(2, 5))
+N1, N2, N3, N4, N5 = (NodeId(f"n{number}") for number in range(1, 6))
+W2, W3, W4, W5 = (WorkerId(f"w{number}") for number in range(2, 6))
 SHARDED = LayoutRule(dp_replicate=1, dp_shard=None, min_shard=1, use="all")
 REPLICAS = LayoutRule(dp_replicate=None, dp_shard=1, min_shard=1, use="all")
 REFORM_S, STEP_S = 2.0, 1.0
@@ -170,18 +170,54 @@ def test_several_nodes_leave_in_one_pause() -> None:
     assert play.plan.members == ("w1", "w2"), "the third one has paid time left"
 
 
-def test_newcomers_take_the_seats_of_those_that_leave_at_once() -> None:
-    """A replacement is asked for at the notice, on another node; no newcomer waits for the deadline."""
+def comes(play: Play, worker: WorkerId, node: NodeId) -> None:
+    play.tell(ev.KeeperUp(node))
+    play.tell(ev.Joined(worker, node, "cpu", CLASSES))
+
+
+def test_newcomers_take_the_seats_of_those_that_leave() -> None:
+    """A replacement is asked for at the notice, on another node.  One for one they make no step shorter, so the
+    time that is paid is used.
+    """
     play = running()
     play.tell(NodeDraining(N3, play.now + 120.0, "aws"))
     play.later(5.0)
     play.tell(ev.Capacity(1))
     assert play.did(StartWorkers) == [StartWorkers((W4,), (N3,))], "it is placed elsewhere"
-    play.tell(ev.KeeperUp(N4))
-    play.tell(ev.Joined(W4, N4, "cpu", CLASSES))
-    play.later(5.0)
+    comes(play, W4, N4)
+    play.later(50.0)
+    assert isinstance(play.run.state, Running)
+    play.later(65.0)
     stops(play)
     assert set(play.plan.members) == {"w1", "w2", "w4"} and play.plan.version == Version(5, 1)
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_newcomers_that_make_steps_shorter_do_not_wait_for_those_that_leave(number: int) -> None:
+    """Two newcomers and one that leaves soon make a larger world; the control, one newcomer, does not."""
+    play = running()
+    play.rules = replace(play.rules, max_workers=5)
+    notice(play, N3, 9.0)
+    play.tell(ev.Capacity(number))
+    for worker, node in ((W4, N4), (W5, N5))[:number]:
+        comes(play, worker, node)
+    play.later(0.1)
+    assert (N3 in play.run.cluster.leaving) is (number == 2)
+
+
+def test_notices_that_come_together_are_one_pause_also_if_a_spare_is_there() -> None:
+    """One spare takes one seat of three, so three of four go on until the last boundary of both nodes."""
+    play = running(workers=4)
+    notice(play, N3, 60.0)
+    play.tell(ev.Capacity(1))
+    comes(play, W5, N5)
+    play.later(1.0)
+    notice(play, N4, 60.0)
+    play.later(30.0)
+    assert isinstance(play.run.state, Running)
+    play.later(28.0)
+    stops(play)
+    assert set(play.plan.members) == {"w1", "w2", "w5"}
 
 
 def test_a_withdrawn_notice_is_undone() -> None:

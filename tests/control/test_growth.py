@@ -114,6 +114,42 @@ def test_who_was_declined_takes_the_seat_of_a_dead_one() -> None:
     assert isinstance(play.run.state, Forming) and play.plan.members == ("w1", worker)
 
 
+@pytest.mark.parametrize(("newcomers", "members"), [(1, 4), (2, 6)])
+def test_newcomers_that_shorten_no_step_stay_spares_in_a_new_world(newcomers: int, members: int) -> None:
+    """The busiest of four or five members has three of twelve microbatches, of six two.  A pause with
+    newcomers takes longer, so a loss takes them in only if steps get shorter, and then all of them.
+    """
+    play = stepping(5, microbatches=12)
+    play.rules = replace(play.rules, max_workers=6)
+    play.steps(1, 4)
+    play.lose("w5")
+    play.tell(ev.Capacity(newcomers))
+    new = [*play.run.members.starting]
+    for worker in new:
+        joins(play, worker, f"x{worker}", f"x{worker}")
+    assert len(new) == newcomers
+    for member in ("w1", "w2", "w3", "w4"):
+        play.answer(member, play.run.version)
+    assert len(play.plan.members) == members and play.plan.members[:4] == ("w1", "w2", "w3", "w4")
+
+
+def test_a_pause_with_newcomers_does_not_tell_how_long_one_without_takes() -> None:
+    """The first one is the best guess; after that, pauses of both kinds are averaged apart."""
+    play = one_steady_worker()
+    comes_and_goes(play, times=1, stay_s=600.0)
+    before = play.run.watch
+    play.later(1.0)
+    play.tell(ev.Capacity(1))
+    (worker,) = play.run.members.starting
+    joins(play, worker, "x9", "steady")
+    play.answer("w1", play.run.version)
+    play.later(5 * PAUSE_S)
+    reformed(play)
+    after = play.run.watch
+    assert after.reform_s == before.reform_s == pytest.approx(PAUSE_S)
+    assert before.join_s == pytest.approx(PAUSE_S) and after.join_s == pytest.approx(3 * PAUSE_S)
+
+
 def world_of(stays: dict[str, float], *hosts: str, reform_s: float = PAUSE_S) -> RunState:
     workers = {
         WorkerId(f"w{n}"): Worker(NodeId(f"n{n}"), "cpu", 0.0, host=host) for n, host in enumerate(hosts, 1)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.plan.wager import SHRINK, SPARE, TELLING, WAIT, Choice, Times, choose, slower
+from elastic.plan.wager import SHRINK, SPARE, TELLING, WAIT, Choice, Times, choose, pays, slower
 
 pytestmark = pytest.mark.fast
 
@@ -66,6 +66,20 @@ def test_a_newcomer_that_shortens_no_step_stays_a_spare() -> None:
 
 
 SECONDS = st.floats(0.1, 500.0)
+
+
+@given(
+    st.builds(Times, SECONDS, SECONDS, SECONDS, st.integers(0, 100)),
+    st.integers(0, 12),
+    st.integers(1, 9),
+    st.integers(1, 9),
+    st.floats(1.0, 1e4),
+)
+def test_spares_pay_if_they_are_the_best_choice(
+    times: Times, here: int, spares: int, hosts: int, stay_s: float
+) -> None:
+    best = choose(times, here, spares=spares, hosts=hosts, stay_s=stay_s).what
+    assert pays(times, here, spares, hosts, stay_s) == (best == SPARE)
 
 
 @given(

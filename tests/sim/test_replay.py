@@ -5,10 +5,12 @@ trace at the costs of 8 B parameters.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import mean
 
+import numpy as np
 import pytest
 
 from actors.cli import main
@@ -18,7 +20,7 @@ from elastic.sim import simulate
 from elastic.sim.costs import Costs
 from elastic.sim.page import json_page, page
 from elastic.sim.policy import POLICIES, Policy
-from elastic.sim.replay import Protocol, Replay, Replayed
+from elastic.sim.replay import Protocol, Replay, Replayed, removals
 from elastic.sim.trace import DAY_S, Row, drawn, repeated, rows_of, scenario_of
 
 TRACES = Path(__file__).parent / "traces"
@@ -120,7 +122,9 @@ def test_both_ways_to_decide_give_the_same_goodput(
     one, other = (way(rows(name, seconds), costs, lead_s, seconds).replayed() for way in WAYS)
     assert one.goodput == pytest.approx(other.goodput, abs=0.001)
     assert len(one.incidents) == len(other.incidents) > 2
-    assert all(abs(found.accounted - 1) <= 0.01 for found in (one, other))
+    # the step under way at the end belongs to no incident
+    lost = one.ideal - one.steps
+    assert all(abs(found.accounted - 1) <= max(0.01, 1 / lost) for found in (one, other))
 
 
 def test_a_large_world_is_replayed_as_a_small_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,18 +157,21 @@ def test_as_many_steps_as_in_the_simulator_that_sends_every_beat() -> None:
 # ---- goodput
 
 GOODPUT = [
-    ("aws_g4dn_2020", 0.0, 0.9863, True),
-    ("aws_g4dn_2020", 30.0, 0.9860, False),
-    ("parcae_hl_15_25", 0.0, 0.9845, True),
-    ("parcae_hl_15_25", 30.0, 0.9824, False),
-    ("parcae_hh_55_65", 0.0, 0.9706, True),
-    ("parcae_hh_55_65", 30.0, 0.9633, False),
-    ("parcae_ll_10_11", 0.0, 0.9430, False),
-    ("parcae_ll_10_11", 30.0, 0.9441, False),
+    ("aws_g4dn_2020", 0.0, 0.9897, 0.9905),
+    ("aws_g4dn_2020", 30.0, 0.9919, 0.9944),
+    ("parcae_hl_15_25", 0.0, 0.9869, 0.9883),
+    ("parcae_hl_15_25", 30.0, 0.9902, 0.9927),
+    ("parcae_hh_55_65", 0.0, 0.9778, 0.9808),
+    ("parcae_hh_55_65", 30.0, 0.9832, 0.9876),
+    ("parcae_ll_10_11", 0.0, 0.9571, 0.9589),
+    ("parcae_ll_10_11", 30.0, 0.9687, 0.9741),
 ]
-"""The goodput of each trace, repeated to a day, with the notice in seconds, and whether it meets the aim of
-97 % without notices and of 99 % with them.  What is missing is the pause of 9.2 s in which newcomers join.
+"""The goodput of each trace, repeated to a day, with the notice in seconds, and the bound on it by :func:`bound`.
+The aim is 97 % without notices and 99 % with them.  Three cells miss it, and so do their bounds: these machines come
+and go too often for pauses of this length.
 """
+BEHIND = 0.006
+"""The part by which the goodput may be below a bound that misses the aim."""
 
 
 def day_of(
@@ -175,26 +182,100 @@ def day_of(
     return way(rows(name, DAY_S), costs, lead_s, DAY_S, **more).replayed()
 
 
-def meets(goodput: float, lead_s: float) -> bool:
-    return goodput >= (0.99 if lead_s else 0.97)
+def aim(lead_s: float) -> float:
+    return 0.99 if lead_s else 0.97
+
+
+def bound(machines: Sequence[Row], costs: Costs, lead_s: float, seconds: float) -> float:
+    """Returns the goodput of the best policy that knows when machines come and go, but not which, if members are
+    replicas.
+
+    A world begins with a pause at an event, and has all machines, or all that were there when the world before it
+    began, too.  With the latter its pause is one without newcomers; that lets some newcomers in for less, so no
+    such policy does better.  It ends when the first of its machines goes, or earlier.  With a notice all worlds
+    have connected ahead, and a machine works until it is taken.  Without one, a loss has to be detected and breaks
+    half a step on average.
+    """
+    begun_s = machines[0].at
+    lives = [
+        (row.at - begun_s + costs.start_s, min(goes_at - begun_s, seconds))
+        for row, goes_at in zip(machines, removals(machines), strict=True)
+        if row.comes
+    ]
+    lives = [(comes_at, goes_at) for comes_at, goes_at in lives if comes_at < goes_at]
+    times = sorted({at for life in lives for at in life} | {seconds})
+    place, at = {each: i for i, each in enumerate(times)}, np.array(times)
+    comes, goes = (np.array([place[each] for each in ends]) for ends in zip(*lives, strict=True))
+    last = len(times) - 1
+    # the number of machines that are there from one event to another, and how fast they step
+    there = np.zeros((last + 1, last + 1), int)
+    np.add.at(there, (comes, goes), 1)
+    there = there.cumsum(0)[:, ::-1].cumsum(1)[:, ::-1]
+    fast = np.array([0.0, *(1 / costs.step_s(number) for number in range(1, there.max() + 1))])[there]
+    lost, ahead_s = np.isin(np.arange(last + 1), goes), costs.ahead_s
+    known_s = 0.0 if lead_s else costs.detect_s + costs.decide_s + ahead_s
+    # of the machines that are there since one event, some go at another one
+    gone = there[:, :-1] > there[:, 1:]
+
+    def ends(since: int | slice, first: int, steps: np.ndarray) -> np.ndarray:
+        """Returns the ``steps`` until each event from ``first`` on; none is possible after a machine has gone."""
+        before = gone[since, first:].cumsum(-1)
+        return np.where(np.insert(before, 0, 0, axis=-1) > 0, -np.inf, steps)
+
+    # the steps until an event, if the newest world began at another one
+    best = np.full((last + 1, last + 1), -np.inf)
+    best[0, 1:] = ends(0, 1, fast[0, 1:] * (at[1:] - at[0]))
+    for i in range(1, last):
+        left_s = at[i + 1 :] - at[i]
+        join_s = costs.join_s - ahead_s + (known_s if lost[i] else 0.0)
+        leave_s = costs.reform_s - ahead_s + known_s
+        grown = ends(i, i + 1, fast[i, i + 1 :] * np.maximum(left_s - join_s, 0))
+        shrunk = ends(slice(i), i + 1, fast[:i, i + 1 :] * np.maximum(left_s - leave_s, 0))
+        broken = 0.0 if lead_s else 0.5 * gone[:i, i]
+        best[i, i + 1 :] = ((best[:i, i] - broken)[:, None] + np.maximum(grown, shrunk)).max(0)
+    ideal = sum(fast[i, i + 1] * (at[i + 1] - at[i]) for i in range(last))
+    return float(best[:last, last].max() / ideal)
 
 
 @pytest.mark.parametrize(
-    ("name", "lead_s", "goodput", "met"),
+    ("name", "lead_s", "goodput", "best"),
     [
         pytest.param(*row, marks=[pytest.mark.full] if n not in (0, 1, 2, 4) else [])
         for n, row in enumerate(GOODPUT)
     ],
 )
-def test_the_goodput_of_each_trace(name: str, lead_s: float, goodput: float, met: bool) -> None:
-    found = day_of(name, lead_s)
+def test_the_goodput_of_each_trace(name: str, lead_s: float, goodput: float, best: float) -> None:
+    """R18: each trace meets the aim, or is at most 0.6 % below a bound that misses it."""
+    found, most = day_of(name, lead_s), bound(rows(name, DAY_S), costs_8b(), lead_s, DAY_S)
+    assert most == pytest.approx(best, abs=0.001)
+    assert min(aim(lead_s), most - BEHIND) <= found.goodput <= most
     assert found.goodput == pytest.approx(goodput, abs=0.002)
-    assert meets(found.goodput, lead_s) == met
     assert abs(found.accounted - 1) <= 0.01
 
 
+def test_where_the_aim_is_missed_the_bound_misses_it_too() -> None:
+    missed = [(best, aim(lead_s)) for _, lead_s, goodput, best in GOODPUT if goodput < aim(lead_s)]
+    assert len(missed) == 3 and all(best < wanted for best, wanted in missed)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.full] if n else [])
+        for n, name in enumerate(("aws_g4dn_2020", "parcae_hl_15_25", "parcae_hh_55_65", "parcae_ll_10_11"))
+    ],
+)
+def test_a_notice_is_never_worse_than_none(name: str) -> None:
+    """No step breaks, and the next world has connected."""
+    plain, noticed = (day_of(name, lead_s) for lead_s in (0.0, 30.0))
+    assert noticed.goodput > plain.goodput
+    assert noticed.lost_steps == 0 and sum(each.broken for each in noticed.incidents) == pytest.approx(
+        0.0, abs=1e-6
+    )
+
+
 def test_pauses_that_take_four_times_as_long_miss_the_aim() -> None:
-    assert not meets(day_of("aws_g4dn_2020", 0.0, factor=4.0).goodput, 0.0)
+    assert day_of("aws_g4dn_2020", 0.0, factor=4.0).goodput < aim(0.0)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ trace, which is judged.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from math import inf
@@ -40,6 +40,8 @@ NODES, MOST = 2, 8
 """Number of nodes of a local cluster unless --nodes says otherwise, and their largest number: each is half a
 dozen processes of Ray.
 """
+FAULTS, TRIES = 10, 12
+"""Number of faults, and of runs in which --minimise tries fewer, unless --faults and --tries say otherwise."""
 SPAN_S = 60.0
 """Seconds in which faults strike a run that lives, unless --span says otherwise."""
 WORDS = {True: "yes", False: "NO", None: "not seen"}
@@ -49,8 +51,8 @@ WORDS = {True: "yes", False: "NO", None: "not seen"}
 def chaos(
     file: JobFile,
     /,
-    seed: int = 0,
-    faults: int = 10,
+    seed: int | None = None,
+    faults: int | None = None,
     span: float | None = None,
     kinds: Sequence[str] = (),
     script: Path | None = None,
@@ -58,10 +60,10 @@ def chaos(
     reference: str | None = None,
     nodes: int | None = None,
     minimise: bool = False,
-    tries: int = 12,
+    tries: int | None = None,
     trace: Path | None = None,
-    speed: float = 1.0,
-    lead: float = 0.0,
+    speed: float | None = None,
+    lead: float | None = None,
     quiet: bool = False,
 ) -> int:
     """Trains a job twice, undisturbed and under real faults, and says whether anything differs.
@@ -71,7 +73,8 @@ def chaos(
     seed: the seed of the faults, not of the job (default: 0)
     faults: number of faults (default: 10)
     span SECONDS: time in which they happen (default: 0.7 of the undisturbed run's; 60 on a run that lives)
-    kinds KIND: kinds of faults (default: all that can be performed, but bucket_damage)
+    kinds KIND: kinds of faults, such as SIGKILL node_kill node_notice (default: all that can be performed, but
+        bucket_damage)
     script FILE.json: another name for --schedule
     schedule FILE.json: perform the faults of this file, as an earlier chaos has written it
     reference RUN: take this finished run of the same job as the undisturbed one, in place of training it
@@ -86,15 +89,23 @@ def chaos(
 
     Ends with exit code 5 if anything differs.
     """
-    _check(kinds, schedule or script, trace, nodes, speed, lead)
+    schedule = schedule or script
+    of_faults = {"--seed": seed, "--faults": faults, "--span": span, "--kinds": kinds or None}
+    of_trace = {"--speed": speed, "--lead": lead}
+    of_schedule = {"--minimise": minimise or None, "--tries": tries}
+    _fits("--trace", trace, of_faults | of_schedule | {"--schedule": schedule}, of_trace)
+    _fits("--schedule", schedule, of_faults, {})
+    _fits("--minimise", minimise or None, {}, {"--tries": tries})
+    _check(kinds, nodes, speed, lead, faults, span, tries)
+    seed, faults = seed or 0, FAULTS if faults is None else faults
     living = file.of_run()
-    scheduled = _read_schedule(schedule or script)
+    scheduled = _read_schedule(schedule)
     if trace is None and coordinator_of(living) is not None:
         chosen = scheduled or draw(seed, faults, span or SPAN_S, _kinds(kinds))
         return _strike(living, chosen)
     import_from_here()
     job = file.load()
-    rows = _read_trace(trace, nodes or MOST, speed) if trace is not None else ()
+    rows = _read_trace(trace, nodes or MOST, speed or 1.0) if trace is not None else ()
     _performer(job, scheduled)  # a fault that cannot be performed is refused before anything is trained
     with ExitStack() as stack:
         local = _cluster(job, nodes or most_machines(rows), stack)
@@ -108,35 +119,53 @@ def chaos(
             rehearsal.undisturbed()
         if local is not None and rows:
             local.empty()
-            return _judge_trace(rehearsal, local, rows, lead)
+            return _judge_trace(rehearsal, local, rows, lead or 0.0)
         chosen = scheduled or draw(seed, faults, span or rehearsal.span_s, _kinds(kinds))
-        return _judge(rehearsal, chosen, file, schedule or script, tries if minimise else 0)
+        return _judge(rehearsal, chosen, file, schedule, (tries or TRIES) if minimise else 0)
 
 
 # ---- what is typed
 
 
+def _fits(option: str, value: object, without: Mapping[str, object], only_with: Mapping[str, object]) -> None:
+    """Raises :class:`JobError` if an option of ``without`` is given beside ``option``, or one of ``only_with``
+    where ``option`` is not given.
+    """
+    given = value is not None
+    for other, other_value in (without if given else only_with).items():
+        if other_value is not None:
+            raise JobError(
+                f"{other} does nothing with {option}; leave one of them out"
+                if given
+                else f"{other} does nothing without {option}; give that, too, or leave it out"
+            )
+
+
 def _check(
     kinds: Sequence[str],
-    schedule: Path | None,
-    trace: Path | None,
     nodes: int | None,
-    speed: float,
-    lead: float,
+    speed: float | None,
+    lead: float | None,
+    faults: int | None,
+    span: float | None,
+    tries: int | None,
 ) -> None:
-    """Raises :class:`JobError` for words that do not fit together."""
+    """Raises :class:`JobError` for values that are none."""
     if unknown := [word for word in kinds if word not in {*Kind}]:
         raise JobError(
             f"--kinds: {unknown[0]!r} is no kind of fault; use one of {', '.join(sorted(PERFORMED))}"
         )
-    if trace is not None and (schedule is not None or kinds):
-        raise JobError("--trace, --schedule and --kinds each say what happens; leave all but one of them out")
     if nodes is not None and not 1 <= nodes <= MOST:
         raise JobError(f"--nodes {nodes} must be between 1 and {MOST}: all nodes are on this machine")
-    if not speed > 0:
-        raise JobError(f"--speed {speed:g} must be greater than 0; 60 turns an hour into a minute")
-    if not lead >= 0:
-        raise JobError(f"--lead {lead:g} must be at least 0: seconds of notice; 0 means none")
+    if speed is not None and not 0 < speed < inf:
+        raise JobError(f"--speed {speed:g} must be a number greater than 0; 60 turns an hour into a minute")
+    if lead is not None and not 0 <= lead < inf:
+        raise JobError(f"--lead {lead:g} must be a number of at least 0: seconds of notice; 0 means none")
+    if span is not None and not 0 < span < inf:
+        raise JobError(f"--span {span:g} must be a number greater than 0: seconds in which the faults happen")
+    for option, number in {"--faults": faults, "--tries": tries}.items():
+        if number is not None and number < 1:
+            raise JobError(f"{option} {number} must be at least 1")
 
 
 def _kinds(words: Sequence[str]) -> list[Kind]:
@@ -148,7 +177,7 @@ def _read_schedule(path: Path | None) -> tuple[Fault, ...]:
         return ()
     try:
         return from_json(path.read_text(encoding="utf-8"))
-    except (ValueError, KeyError, TypeError, OSError) as error:
+    except (ValueError, OSError) as error:
         raise JobError(f"--schedule {path}: {error}") from None
 
 

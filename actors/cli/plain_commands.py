@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from actors.cli.parser import command
@@ -70,18 +70,17 @@ def show(dataset: str, /) -> None:
 
 @command("simulate")
 def simulate(
-    seeds: str = "1000",
-    jobs: int = 1,
+    seeds: str | None = None,
+    jobs: int | None = None,
     script: Path | None = None,
     trace: Path | None = None,
-    pace: float = 1.0,
     costs: Path | None = None,
-    lead: float = 0.0,
+    lead: float | None = None,
     days: float | None = None,
     mtbf: float | None = None,
     nodes: int | None = None,
-    back: float = 600.0,
-    seed: int = 0,
+    back: float | None = None,
+    seed: int | None = None,
     microbatches: int | None = None,
     json: bool = False,
 ) -> int:
@@ -90,11 +89,10 @@ def simulate(
     seeds: number of seeds, or FIRST..LAST without LAST (default: 1000)
     jobs: number of processes (default: 1)
     script FILE: take the faults from this JSON file, not from the seeds
-    trace FILE: take the machines from this spot trace (CSV: seconds,event,node), in place of --script
-    pace: factor by which the trace runs faster than it was recorded (default: 1)
-    costs FILE.json: replay the trace at the costs of a recorded run, and print a page
+    costs FILE.json: replay a trace at the costs of a recorded run (`elastic report --costs`), and print a page
+    trace FILE: the spot trace (CSV: seconds,event,node); without it, one is drawn
     lead: seconds by which each removal is announced; 0 means that none is (default: 0)
-    days: repeat the trace until it is so long; without --trace, the length of the trace that is drawn
+    days: repeat the trace until it is so long; the length of a trace that is drawn
     mtbf: hours after which a node is lost on average, in a trace that is drawn
     nodes: number of nodes in a trace that is drawn
     back: seconds after which a new node comes in place of a lost one, in a trace that is drawn (default: 600)
@@ -104,24 +102,48 @@ def simulate(
     """
     from elastic.sim import command as simulator
 
-    if script and trace:
-        raise JobError("--script and --trace both say what happens; leave one of them out")
+    of_faults = {"--seeds": seeds, "--jobs": jobs, "--script": script}
+    of_drawn = {"--mtbf": mtbf, "--nodes": nodes, "--back": back, "--seed": seed}
+    of_page = {"--lead": lead, "--days": days, "--microbatches": microbatches, "--json": json or None}
+    if costs is None and (useless := _given({"--trace": trace, **of_drawn, **of_page})):
+        raise JobError(
+            f"{useless} needs --costs FILE.json, the costs of a recorded run: `elastic report job.toml --costs "
+            "FILE.json` writes them"
+        )
+    if costs is not None and (useless := _given(of_faults)):
+        raise JobError(
+            f"{useless} is of simulated faults, and --costs replays a trace; leave one of them out"
+        )
+    if trace is not None and (useless := _given(of_drawn)):
+        raise JobError(f"{useless} is of a trace that is drawn, and --trace gives one; leave one of them out")
+    if costs is not None and trace is None and (missing := _lacking({"--days": days, **of_drawn})):
+        raise JobError(f"without --trace a trace is drawn, and {missing} is missing")
     try:
         if costs is not None:
-            kept = None if mtbf is None or nodes is None else simulator.Drawn(nodes, mtbf, back, seed)
+            drawn = None
+            if mtbf is not None and nodes is not None:
+                drawn = simulator.Drawn(nodes, mtbf, 600.0 if back is None else back, seed or 0)
             return simulator.replay_trace(
-                trace, costs, lead, print, days, kept, microbatches=microbatches, as_json=json
+                trace, costs, lead or 0.0, print, days, drawn, microbatches=microbatches, as_json=json
             )
-        if days is not None or mtbf is not None or nodes is not None:
-            raise JobError("--days, --mtbf and --nodes need --costs FILE.json, the costs of a recorded run")
-        drawn = simulator.seeds_of(seeds)
+        chosen = simulator.seeds_of("1000" if seeds is None else seeds)
         if script is not None:
-            return simulator.simulate_script(script, drawn, print)
-        if trace is not None:
-            return simulator.simulate_trace(trace, drawn, pace, print)
-    except (OSError, ValueError) as error:
+            return simulator.simulate_script(script, chosen, print)
+        return simulator.simulate_seeds(chosen, 1 if jobs is None else jobs, print)
+    except OSError as error:
+        raise JobError(f"{error.filename}: {error.strerror}") from None
+    except ValueError as error:
         raise JobError(str(error)) from None
-    return simulator.simulate_seeds(drawn, jobs, print)
+
+
+def _given(options: Mapping[str, object]) -> str:
+    """Returns the first option that is given, or nothing."""
+    return next((name for name, value in options.items() if value is not None), "")
+
+
+def _lacking(options: Mapping[str, object]) -> str:
+    """Returns the first option of a trace to be drawn that has no default and is not given, or nothing."""
+    return next((name for name in ("--days", "--mtbf", "--nodes") if options[name] is None), "")
 
 
 @command("dtypes")

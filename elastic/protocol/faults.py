@@ -253,12 +253,21 @@ def to_json(faults: Iterable[Fault]) -> str:
 
 
 def from_json(text: str) -> tuple[Fault, ...]:
-    """Returns the schedule in ``text``.  Raises ValueError for an unknown kind, point, state or field."""
-    return tuple(_fault(each) for each in json.loads(text))
+    """Returns the schedule in ``text``.  Raises ValueError for text that is none, and for an unknown kind, point,
+    state or field.
+    """
+    entries = json.loads(text)
+    if not isinstance(entries, list) or not all(isinstance(each, dict) for each in entries):
+        raise ValueError("a schedule is a JSON list of faults, each an object with the fields at and kind")
+    return tuple(_fault(each) for each in entries)
 
 
 def _fault(entry: dict[str, Any]) -> Fault:
     known = {field.name for field in fields(Fault)}
+    if missing := [name for name in ("at", "kind") if name not in entry]:
+        raise ValueError(f"a fault has no {missing[0]}: {json.dumps(entry)}")
+    if isinstance(entry["at"], bool) or not isinstance(entry["at"], int | float):
+        raise ValueError(f"at = {entry['at']!r} must be a number of seconds")
     if unknown := sorted(entry.keys() - known):
         raise ValueError(f"a fault has no {', '.join(unknown)}; it has {', '.join(sorted(known))}")
     values = {

@@ -19,7 +19,7 @@ from elastic.sim.minimise import minimised
 from elastic.sim.page import json_page, page, replay
 from elastic.sim.scenario import Scenario
 from elastic.sim.simulation import simulate
-from elastic.sim.trace import DAY_S, drawn, repeated, rows_of, scenario_of
+from elastic.sim.trace import DAY_S, drawn, repeated, rows_of
 from elastic.sim.violation import Violation
 
 JUDGED_FROM = 20_000
@@ -54,7 +54,9 @@ def seeds_of(text: str) -> range:
     except ValueError:
         seeds = range(0)
     if not seeds:
-        raise ValueError(f"--seeds {text} must be a number, or FIRST..LAST with FIRST less than LAST")
+        raise ValueError(
+            f"--seeds {text} must be a number of at least 1, or FIRST..LAST with FIRST less than LAST"
+        )
     return seeds
 
 
@@ -93,19 +95,11 @@ def simulate_script(script: Path, seeds: range, say: Say) -> int:
     """Runs the cluster of each seed with the faults of ``script`` instead of the seed's own.  Returns the
     exit code.
     """
-    faults = from_json(script.read_text(encoding="utf-8"))
-    return max(_one(seed, replace(Scenario.drawn(seed), faults=faults), say) for seed in seeds)
-
-
-def simulate_trace(trace: Path, seeds: range, pace: float, say: Say) -> int:
-    """Runs each seed on the machines of a spot trace, ``pace`` times as fast as it was recorded.  Returns the
-    exit code.  Raises :class:`ValueError` for a file that is no trace.
-    """
     try:
-        scenario = scenario_of(trace.read_text(encoding="utf-8"), pace)
+        faults = from_json(script.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{trace}: {error}") from None
-    return max(_one(seed, scenario, say) for seed in seeds)
+        raise ValueError(f"{script}: {error}") from None
+    return max(_one(seed, replace(Scenario.drawn(seed), faults=faults), say) for seed in seeds)
 
 
 def replay_trace(
@@ -143,8 +137,7 @@ def replay_trace(
         seconds = days * DAY_S if days else rows[-1].at - rows[0].at
         rows = repeated(rows, seconds)
     else:
-        if days is None or drawn_of is None:
-            raise ValueError("without --trace, --days, --mtbf and --nodes say which machines come and go")
+        assert days is not None and drawn_of is not None, "a trace is given, or drawn"
         seconds = days * DAY_S
         rows = drawn(drawn_of.nodes, days, drawn_of.mtbf_h, drawn_of.back_s, drawn_of.seed)
     found = replay(rows, measured, lead_s, seconds)

@@ -52,12 +52,12 @@ def rows_of(text: str) -> tuple[Row, ...]:
             raise ValueError(f"line {number}: {line}: a row is a time in seconds, an event and a node")
         if rows and at < rows[-1].at:
             raise ValueError(f"line {number}: {line}: the row before is later, at {rows[-1].at:g}")
-        if event not in ("add", "remove") or (event == "remove") != (node in there):
-            raise ValueError(
-                f"line {number}: {line}: no such event, or no such node is there"
-                if event != "add"
-                else f"line {number}: {line}: this node is there already"
-            )
+        if event not in ("add", "remove"):
+            raise ValueError(f"line {number}: {line}: {event!r} is no event; it must be add or remove")
+        if event == "add" and node in there:
+            raise ValueError(f"line {number}: {line}: this node is there already")
+        if event == "remove" and node not in there:
+            raise ValueError(f"line {number}: {line}: no such node is there; a row before must add it")
         there.symmetric_difference_update((node,))
         rows.append(Row(at, event == "add", node))
     return tuple(rows)

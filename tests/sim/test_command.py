@@ -19,6 +19,7 @@ from elastic.sim.trace import drawn, from_trace, repeated, rows_of, scenario_of
 from tests.benchmarks import schedules
 
 TRACES = Path(__file__).parent / "traces"
+COSTS = Path(__file__).parent / "costs" / "8b.json"
 
 
 def test_it_needs_no_ray(tmp_path: Path) -> None:
@@ -89,33 +90,66 @@ def test_a_spot_trace_is_survived(name: str, pace: float, nodes: int, removals: 
     text = (TRACES / f"{name}.csv").read_text(encoding="utf-8")
     there, faults = from_trace(text, pace)
     assert (there, sum(fault.kind is Kind.NODE_KILL for fault in faults)) == (nodes, removals)
-    said: list[str] = []
-    assert command.simulate_trace(TRACES / f"{name}.csv", range(1), pace, said.append) == 0
-    assert [line.split()[2] for line in said] == ["Finished"]
-    assert scenario_of(text, pace).rules.max_workers >= nodes
+    scenario = scenario_of(text, pace)
+    said, kept = command.tried(0, scenario)
+    assert kept and said.split()[2] == "Finished"
+    assert scenario.rules.max_workers >= nodes
 
 
-@pytest.mark.parametrize("text", ["x", "7..7", "9..3", ""])
+@pytest.mark.parametrize("text", ["x", "7..7", "9..3", "", "0", "-3"])
 def test_seeds_that_are_none_are_refused(text: str) -> None:
-    with pytest.raises(ValueError, match=r"must be a number, or FIRST\.\.LAST"):
+    with pytest.raises(ValueError, match=r"must be a number of at least 1, or FIRST\.\.LAST"):
         command.seeds_of(text)
 
 
 def test_a_trace_that_is_none_is_refused() -> None:
     with pytest.raises(ValueError, match="begins with the line"):
         from_trace("0,add,n1")
-    with pytest.raises(ValueError, match=r"5,remove,n2: no such event, or no such node"):
+    with pytest.raises(ValueError, match=r"5,remove,n2: no such node is there"):
         from_trace("seconds,event,node\n0,add,n1\n5,remove,n2")
 
 
-def test_a_trace_without_rows_is_refused_by_a_sentence_that_names_its_file(tmp_path: Path) -> None:
-    (trace := tmp_path / "machines.csv").write_text("# a source\nseconds,event,node\n")
-    with pytest.raises(ValueError, match=r"machines\.csv: a trace has a row for each machine .* has none"):
-        command.simulate_trace(trace, range(1), 1.0, print)
-    assert main(["simulate", "--trace", str(trace)]) == 1
-    trace.write_text("0,add,n1\n")
-    with pytest.raises(ValueError, match=r"machines\.csv: a trace begins with the line"):
-        command.simulate_trace(trace, range(1), 1.0, print)
+def test_a_trace_without_rows_is_refused_by_a_sentence_that_names_its_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["simulate", "--costs", str(COSTS), "--trace", str(trace := tmp_path / "machines.csv")]
+    for text, said in {
+        "# a source\nseconds,event,node\n": "machines.csv: a trace has a row for each machine that comes or goes",
+        "0,add,n1\n": "machines.csv: a trace begins with the line",
+    }.items():
+        trace.write_text(text)
+        assert main(words) == 1
+        assert said in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("--trace T", "--trace needs --costs FILE.json, the costs of a recorded run"),
+        ("--lead 30", "--lead needs --costs FILE.json"),
+        ("--json --seeds 3", "--json needs --costs FILE.json"),
+        ("--costs C --seeds 3", "--seeds is of simulated faults, and --costs replays a trace"),
+        ("--costs C --trace T --mtbf 3", "--mtbf is of a trace that is drawn, and --trace gives one"),
+        ("--costs C --trace T --seed 0", "--seed is of a trace that is drawn, and --trace gives one"),
+        ("--costs C --mtbf 3 --nodes 4", "without --trace a trace is drawn, and --days is missing"),
+        ("--costs C", "without --trace a trace is drawn, and --days is missing"),
+        ("--costs C --trace NONE", "NONE: No such file or directory"),
+        ("--script SCRIPT --seeds 1", "SCRIPT: a schedule is a JSON list of faults"),
+    ],
+)
+def test_options_that_would_do_nothing_are_refused(
+    line: str,
+    said: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("T").write_text("seconds,event,node\n0,add,n1\n9,remove,n1\n")
+    Path("C").write_bytes(COSTS.read_bytes())
+    Path("SCRIPT").write_text("{}")
+    assert main(["simulate", *line.split()]) == 1
+    assert said in " ".join(capsys.readouterr().out.split())
 
 
 def test_every_reason_in_the_list_of_impossible_pairs_is_of_a_pair_that_exists() -> None:
@@ -126,7 +160,8 @@ def test_every_reason_in_the_list_of_impossible_pairs_is_of_a_pair_that_exists()
 @pytest.mark.parametrize(
     ("lines", "said"),
     [
-        ("0,add,n1\n5,remove,n2", r"line 3: 5,remove,n2: no such event, or no such node"),
+        ("0,add,n1\n5,remove,n2", r"line 3: 5,remove,n2: no such node is there; a row before must add it"),
+        ("0,add,n1\n5,remve,n1", r"line 3: 5,remve,n1: 'remve' is no event; it must be add or remove"),
         ("0,add,n1\nsoon,remove,n1", r"line 3: soon,remove,n1: 'soon' is no number of seconds"),
         (
             "0,add,n1\n\n# later\n5,remove",

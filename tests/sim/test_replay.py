@@ -346,8 +346,8 @@ def test_a_trace_that_is_drawn(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--trace", "TRACE"], r"line 2: 0,vanish,a: no such event"),
-        (["--days", "1"], r"without --trace, --days, --mtbf and --nodes say"),
+        (["--trace", "TRACE"], r"line 2: 0,vanish,a: 'vanish' is no event"),
+        (["--days", "1"], r"without --trace a trace is drawn, and --mtbf is missing"),
         (["--days", "0", "--mtbf", "2", "--nodes", "6"], r"--days 0 must be a finite number, greater than 0"),
         (
             ["--days", "nan", "--mtbf", "2", "--nodes", "6"],

@@ -72,7 +72,12 @@ def _write_costs(job: Job, to: Path) -> None:
         raise JobError(f"the costs of {job.name}: {error}") from None
     _write(to, "--costs", json.dumps(found, indent=1).encode())
     if unknown := [name for name, cost in found.items() if cost is None]:
-        say(f"the run has not shown {', '.join(unknown)}: write them into {to}")
+        say(
+            f"the run has not shown {' and '.join(unknown)}, which elastic simulate needs: write seconds into {to}, or "
+            "take the costs of a run that has lost a worker, such as one of elastic chaos"
+        )
+    if "; guessed: " in found["about"]:
+        say(f"what the run has not shown is a guess: {found['about'].partition('; guessed: ')[2]}")
 
 
 @command("metrics")

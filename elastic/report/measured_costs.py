@@ -28,9 +28,10 @@ def costs_of(
     segments: Iterable[codec.Segment], about: str = "", lost_at: Sequence[float] = ()
 ) -> dict[str, Any]:
     """Returns the costs of the run whose journal has these segments: means of its steps and of its changes of
-    worlds, and its starts.  A cost that the run did not show is None.  Two are guessed then: newcomers join, and
-    state comes from the bucket, as fast as a world that has lost members forms.  ``lost_at`` has the times at
-    which machines were lost, if somebody knows them.
+    worlds, and its starts.  A cost that the run did not show is None.  Some are guessed then, and named after
+    ``about``: newcomers join, and state comes from the bucket, as fast as a world that has lost members forms; a
+    loss is noticed after :data:`DETECT_S`, and decided at once.  ``lost_at`` has the times at which machines were
+    lost, if somebody knows them.
 
     Raises ValueError if the journal has no step whose time is known, or if axes divide the model.
     """
@@ -49,17 +50,29 @@ def costs_of(
     plans = _forms(records)
     grown = _grown(plans)
     from_bucket = {plan["generation"] for plan in plans if plan.get("tier") == "bucket"}
-    near = [each for each in changes if each.generation not in grown | from_bucket and each.kind != START]
-    first = [each.abort_s + each.form_s + each.go_s for each in recoveries(records)[:1]]
+    # in the incident of a start, all that its first world takes is start-up
+    begun = {each.generation for each in changes if each.kind == START}
+    changes = [each for each in changes if each.generation not in begun]
+    near = [each for each in changes if each.generation not in grown | from_bucket]
+    formed = recoveries(records)
+    first = [each.abort_s + each.form_s + each.go_s for each in formed[:1]]
     reform_s = _mean([_formed_s(each) for each in near] or first)
     heal_s = _mean([each.seconds[HEAL] for each in near])
     whole_s = None if reform_s is None else reform_s + (heal_s or 0.0)
     join_s = _mean([_whole_s(each) for each in changes if each.generation in grown])
-    bucket_s = _mean([_whole_s(each) for each in changes if each.generation in from_bucket])
+    resumed_s = [
+        each.abort_s + each.form_s + each.heal_s + each.go_s
+        for each in formed
+        if each.generation in begun & from_bucket
+    ]
+    bucket_s = _mean([*resumed_s, *(_whole_s(each) for each in changes if each.generation in from_bucket)])
     detect_s = _mean(_detected_s(losses, lost_at))
+    decide_s = _mean([each.seconds[DECIDE] for each in losses])
     starts_s = _starts(records)
+    guesses = {"join_s": join_s, "bucket_s": bucket_s, "detect_s": detect_s, "decide_s": decide_s}
+    guessed = ", ".join(name for name, cost in guesses.items() if cost is None)
     return {
-        "about": about,
+        "about": about + (f"; guessed: {guessed}" if guessed else ""),
         "microbatches": microbatches,
         "round_s": took_s / rounds,
         "reform_s": reform_s,
@@ -67,7 +80,7 @@ def costs_of(
         "join_s": whole_s if join_s is None else join_s,
         "bucket_s": whole_s if bucket_s is None else bucket_s,
         "detect_s": DETECT_S if detect_s is None else detect_s,
-        "decide_s": _mean([each.seconds[DECIDE] for each in losses]) or 0.0,
+        "decide_s": decide_s or 0.0,
         "start_s": median(starts_s) if starts_s else None,
         "starts_s": starts_s,
         "layout": {name: each for name, each in layout.items() if name not in ("$", "model")},

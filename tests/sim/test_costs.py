@@ -15,6 +15,7 @@ from actors.cli.chaos_command import simulated
 from elastic.report.goodput import ABORT, DECIDE, HEAL, LOSS, REFORM
 from elastic.report.measured_costs import DETECT_S, costs_of
 from elastic.report.page.parquet import parquet_of
+from elastic.report.recoveries import recoveries
 from elastic.report.timeline import Timeline
 from elastic.runs.run import Run
 from elastic.sim.costs import Costs
@@ -30,12 +31,14 @@ def test_a_recorded_run_gives_the_costs_of_a_replay(
 ) -> None:
     job = unpack("journals/killed.tar.gz", tmp_path)
     costs = Costs.of(costs_of(Run.open(job).segments(), "killed"))
-    assert costs.about == "killed" and costs.detect_s == DETECT_S
+    assert costs.about == "killed; guessed: bucket_s, detect_s" and costs.detect_s == DETECT_S
     assert 0 < costs.round_s < costs.step_s(1) and 0 < costs.reform_s < 10 and 0 < costs.start_s < 60
     (toml := tmp_path / "job.toml").write_text(to_toml(job))
     written = tmp_path / "written.json"
     assert main(["report", str(toml), "--costs", str(written)]) == 0
-    assert Costs.from_json(written.read_text()) == replace(costs, about=job.name)
+    assert Costs.from_json(written.read_text()) == replace(
+        costs, about=f"{job.name}; guessed: bucket_s, detect_s"
+    )
     capsys.readouterr()
     (trace := tmp_path / "machines.csv").write_text("seconds,event,node\n0,add,a\n0,add,b\n600,remove,b\n")
     (file := tmp_path / "costs.json").write_text(costs.to_json())
@@ -57,6 +60,20 @@ def test_a_change_of_worlds_costs_what_its_incident_did(tmp_path: Path) -> None:
     whole_s = [sum(each.seconds[name] for name in (DECIDE, ABORT, REFORM, HEAL)) for each in losses]
     assert costs.decide_s + costs.reform_s + costs.heal_s == pytest.approx(mean(whole_s))
     assert len(costs.starts_s) == len(losses) + 2 and costs.start_s == median(costs.starts_s)
+
+
+def test_a_resume_costs_what_its_world_took_to_form(tmp_path: Path) -> None:
+    """A world that forms when a run is started again is part of the start-up: its newcomers have joined no
+    world, and from the bucket the state came.
+    """
+    segments = list(Run.open(unpack("journals/stopped.tar.gz", tmp_path)).segments())
+    records = [record for _, part in segments for record in part]
+    begun, resumed = recoveries(records)
+    found = costs_of(segments, "stopped")
+    assert found["bucket_s"] == resumed.abort_s + resumed.form_s + resumed.heal_s + resumed.go_s > 0
+    assert found["join_s"] == found["reform_s"] == begun.abort_s + begun.form_s + begun.go_s > 0
+    assert found["about"] == "stopped; guessed: join_s, detect_s, decide_s"
+    assert found["heal_s"] is None, "no world has lost a member"
 
 
 def test_r18_the_simulator_has_the_goodput_of_a_recorded_replay(tmp_path: Path) -> None:

@@ -29,8 +29,8 @@ class FleetNode:
     name: str
     goes_at: float
     asked: Future[NodeId]
-    told: bool = False
-    """True once it has notice."""
+    told: tuple[float, int] | None = None
+    """The wall-clock time of its notice, and the step; None before."""
 
 
 @dataclass
@@ -91,7 +91,7 @@ class Fleet:
         for each in [*self.there.values()]:
             if each.goes_at <= now and each.asked.done():
                 self._take(each, view)
-            elif view is not None and 0 < each.goes_at - now <= self.lead_s and not each.told:
+            elif view is not None and 0 < each.goes_at - now <= self.lead_s and each.told is None:
                 self._warn(each, each.goes_at - now, view)
         if not self.due and not any(each.goes_at < float("inf") for each in self.there.values()):
             while len(self.there) < self.least:
@@ -141,16 +141,18 @@ class Fleet:
         if not each.asked.done() or (keeper := keepers_of(view.token).get(each.asked.result())) is None:
             return  # nobody of the run is there yet
         keeper.announce.remote(SOURCE, left_s)
-        each.told = True
+        each.told = time.time(), view.step
         self.tell(f"node {each.asked.result()[:8]} ({each.name}) will be taken in {left_s:.1f} s")
 
     def _take(self, each: FleetNode, view: View | None) -> None:
         node, gone_at = each.asked.result(), time.time()
         self.ended[f"node {node[:8]}"] = self.nodes.kill(node)
-        notice = "with notice" if each.told else "without notice"
+        # what a notice does begins with it
+        at, step = each.told or (time.time(), view.step if view is not None else 0)
+        notice = "without notice" if each.told is None else "with notice"
         said = f"node {node[:8]} ({each.name}) was taken {notice}"
         del self.there[each.name]
         self.known.discard(each.name)
         self.stays[node].gone_at = gone_at
-        self.blows.append(Blow(time.time(), view.step if view is not None else 0, said, (node[:8],)))
+        self.blows.append(Blow(at, step, said, (node[:8],)))
         self.tell(said)

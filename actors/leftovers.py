@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Collection
 from pathlib import Path
 
 import ray
@@ -18,17 +17,11 @@ GONE_S = 30.0
 """Seconds that the processes of a run may take to end after the run."""
 
 
-def groups() -> set[str]:
-    """Returns the placement groups of the cluster, whoever has asked for them."""
-    table = ray.util.placement_group_table()
-    return {str(number) for number, group in table.items() if group["state"] != "REMOVED"}
+def left_of(name: str, *, one_machine: bool, deadline_s: float = GONE_S) -> list[str]:
+    """Returns what there is of the run ``name`` anywhere on the cluster of this process, and the placement groups
+    there, whoever has asked for them.  ``one_machine`` means that all nodes are on this one.
 
-
-def left_of(
-    name: str, groups_before: Collection[str], *, one_machine: bool, deadline_s: float = GONE_S
-) -> list[str]:
-    """Returns what is left of the run ``name`` anywhere on the cluster of this process.  ``groups_before`` are
-    the placement groups that were there before the run; ``one_machine`` means that all nodes are on this one.
+    What was there before the run is not left by it: an earlier run of the same name may have been killed.
     """
     named = [
         f"actor {each['name']}"
@@ -36,8 +29,9 @@ def left_of(
         if each["namespace"] == cluster.NAMESPACE and _is_of(name, each["name"].partition("/")[0])
     ]
     on_nodes = left_here(name, deadline_s) if one_machine else _left_on_nodes(name, deadline_s)
-    left = [f"placement group {each}" for each in sorted(groups() - {*groups_before})]
-    return [*named, *dict.fromkeys(on_nodes), *left]
+    table = ray.util.placement_group_table()
+    groups = sorted(str(number) for number, group in table.items() if group["state"] != "REMOVED")
+    return [*named, *dict.fromkeys(on_nodes), *(f"placement group {each}" for each in groups)]
 
 
 def _left_on_nodes(name: str, deadline_s: float) -> list[str]:

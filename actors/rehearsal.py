@@ -217,7 +217,9 @@ class Rehearsal:
         return self._judged(self.job.replace(name=name), fleet, removals)
 
     def _judged(self, job: Job, disturbance: Disturbance, planned: int) -> Judged:
-        groups, onlooker = leftovers.groups(), Onlooker(job.name)
+        one_machine = self.nodes is not None
+        before = leftovers.left_of(job.name, one_machine=one_machine, deadline_s=0.0)
+        onlooker = Onlooker(job.name)
         beside = Beside(job.name, disturbance, max(LEAST_S, TIMES * self.calm_s))
         onlooker.start()
         try:
@@ -226,7 +228,8 @@ class Rehearsal:
             end = f"ended by {type(error).__name__}: {error}"
         finally:
             hung = beside.end()
-            left = leftovers.left_of(job.name, groups, one_machine=self.nodes is not None)
+            there = leftovers.left_of(job.name, one_machine=one_machine)
+            left = [each for each in there if each not in before]
             onlooker.end()
         end = f"did not end within {beside.limit_s:.0f} s" if hung else end
         return self._compare(job, end, left, onlooker, disturbance, planned)

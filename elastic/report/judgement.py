@@ -48,7 +48,9 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Blow:
-    """A fault that struck: what it was, at which wall-clock time and step, and whom it struck."""
+    """A fault that struck: what it was, at which wall-clock time and step, and whom it struck.  A machine that
+    was taken with notice struck at the time of the notice.
+    """
 
     at: float
     step: int
@@ -204,6 +206,7 @@ def rows_of(
     """Returns a row for each change of worlds and for each fault that changed none, in the order of time."""
     caused: dict[int, list[Blow]] = {}
     rows: list[tuple[float, RecoveryRow]] = []
+    blows = sorted(blows, key=lambda each: each.at)
     for number, blow in enumerate(blows):
         next_at = blows[number + 1].at if number + 1 < len(blows) else float("inf")
         found = next((each for each in recoveries if each.committed_at > blow.at), None)
@@ -215,7 +218,8 @@ def rows_of(
         before = caused.get(each.generation, [])
         if each.generation in worlds and worlds[each.generation].first and not before:
             continue  # the run begins
-        since = min([each.known_at, *(blow.at for blow in before)])
+        # the steps between a notice and the pause for it count: they were paid for, and made
+        since = each.known_at if each.planned else min([each.known_at, *(blow.at for blow in before)])
         world = worlds.get(each.generation)
         step = before[0].step if before else (world.step if world else 0)
         said = " and ".join(blow.said for blow in before) or ("" if not each.planned else "(no fault)")

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from actors.cli import main
 from actors.local_nodes import LocalNodes
+from actors.processes import log_folder
 from actors.rehearsal import Judged, Rehearsal
 from elastic.engine.loss import next_token
 from elastic.errors import JobError
@@ -68,7 +69,10 @@ def holds(judged: Judged) -> dict[str, bool | None]:
 
 
 @pytest.mark.must_run_in_ci
-def test_a_kill_changes_nothing(tmp_path: Path) -> None:
+def test_a_kill_changes_nothing(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """An earlier run of the same name, which was killed, has left a folder: this run is not blamed for it."""
+    (before := log_folder("sure-chaos-1-0001-abcdef")).mkdir(parents=True, exist_ok=True)
+    request.addfinalizer(before.rmdir)
     kill = Fault(0.3, Kind.SIGKILL, 1)
     with LocalNodes(job_of(tmp_path, "sure").workers, 2, print) as nodes:
         nodes.fill()

@@ -149,5 +149,17 @@ def test_each_change_of_worlds_has_its_faults() -> None:
         None,
         0.6,
         0.5,
-        1.5,
+        0.5,
+    ], "what was stepped after a notice is no pause"
+
+
+def test_two_notices_at_once_have_one_pause() -> None:
+    """The reason of the pause names the first node only.  A machine that is taken later is no other fault."""
+    blows = [
+        Blow(30.9, 8, "node 12345678 was taken with notice", ("12345678",)),
+        Blow(31.01, 8, "node 87654321 was taken with notice", ("87654321",)),
+        Blow(20.0, 6, "slow of w1", ("w1",)),
     ]
+    worlds = {2: WorldSpan(1, "1×1", "live", 8, 0, 0, first=False)}
+    rows = rows_of(blows, [recovery(2, 31.0, "node 12345678 will be taken", planned=True)], worlds)
+    assert [each.fault for each in rows] == ["slow of w1", f"{blows[0].said} and {blows[1].said}"]

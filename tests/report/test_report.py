@@ -26,7 +26,7 @@ from elastic.report.goodput import AWAY
 from elastic.report.page import page_of
 from elastic.report.page.content import BranchRow, Chart, CheckpointRow, Facts, Line
 from elastic.report.page.draw import png_of, svg_of
-from elastic.report.page.html import KEPT, html_of
+from elastic.report.page.html import KEPT, html_of, money
 from elastic.report.page.series import Columns, buckets, smoothed
 from elastic.report.recoveries import Recovery
 from elastic.report.story import StepLine
@@ -168,23 +168,28 @@ def test_l2_the_numbers_of_the_page_are_those_of_the_bucket(tmp_path: Path) -> N
     }, (
         "the steps until 1007.25 s count; then half a second is an unfinished step, and half a second step 6 again"
     )
-    assert page.tiles["Incidents"] == "1"
+    assert page.tiles["Faults"] == "1"
     assert page.tiles["Goodput"] == f"{100 * 6.25 / 107:.1f} %", (
         "the journal begins at 1001 s and ends at 1108 s; one worker could do as many steps as two"
     )
     assert [row[1:] for row in page.tables["goodput"][1:4]] == [["5.8 %", "5.8 %"]] * 3
     cost = dict(zip(*page.tables["costs"], strict=True))
     assert (cost["Kind"], cost["Lost"], row["Lost"]) == ("loss", "1 min 41 s", "100.75")
-    # two nodes until 1100 s, then one: the node of w2 has lost its worker only, and its keeper is there
+    # two nodes: the node of w2 has lost its worker only, and its keeper is there
     assert cost["Of nodes paid"] == "3 min 22 s"
     priced = commanded(run, tmp_path, "--price", "36")
     assert priced.tables["costs"][0][-1] == "Cost" and priced.tables["costs"][1][-1] == f"{201.5 / 100:.2f}"
     assert priced.tables["incidents"][1][-1] == f"{201.5 / 100:.2f}"
+    told = "A node-hour costs 36.0, and all nodes of the whole run 2.14."
+    assert any(told in text for text in priced.texts["p"]), "two nodes for 107 s"
+    assert [money(each) for each in (0.0, 0.00412, 1234.5)] == ["0", "0.00412", "1,234.50"], (
+        "cents of a short run"
+    )
     assert page.texts["p"][1] == "Not over: training at step 8 of 100."
     quiet = lost_and_joined(tmp_path / "quiet", loses=False)
     other = page_in(quiet)
     check(other, quiet)
-    assert "incidents" not in other.tables and other.tiles["Incidents"] == "0"
+    assert "incidents" not in other.tables and other.tiles["Faults"] == "0"
     with pytest.raises(AssertionError):
         check(other, run)
 

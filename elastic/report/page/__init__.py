@@ -84,7 +84,7 @@ def _tiles(facts: Facts, shares: Sequence[TimeShare]) -> list[Tile]:
     if told.life:
         unplanned = sum(not each.planned for each in told.recoveries)
         again = sum(each.again for each in told.worlds.values())
-        tiles.append(Tile("Incidents", f"{unplanned:,}", f"{counted(again, 'committed step')} done again"))
+        tiles.append(Tile("Faults", f"{unplanned:,}", f"{counted(again, 'committed step')} done again"))
     if (mfu := columns.finite("mfu")).size:
         tiles.append(Tile("MFU", f"{100 * mfu[-1]:.1f} %", "model FLOPs utilisation of the last step"))
     if (peak := columns.finite("peak_bytes")).size:

@@ -75,6 +75,7 @@ def html_of(page: Page) -> str:
         open_steps=int((facts.columns["final"] == 0).sum()),
         why_kept=_why_kept,
         buckets=[name for name in BUCKETS if told.account.whole.seconds[name] > 0][1:],
+        money=money,
         rows=ROWS,
         long_text=LONG_TEXT,
         **WORDS,
@@ -99,6 +100,11 @@ def _costs(account: Account) -> list[Incident]:
         for bucket, seconds in each.seconds.items():
             kind.seconds[bucket] += seconds
     return sorted(found.values(), key=lambda each: -each.lost_s)
+
+
+def money(price: float) -> str:
+    """Returns a sum of money with hundredths, or with three digits if it is less than one."""
+    return f"{price:,.2f}" if price >= 1 else f"{price:.3g}"
 
 
 def _why_kept(rules: Sequence[str]) -> str:

@@ -312,10 +312,8 @@ def _faster(decision: Decision, plan: Plan, nodes: Collection[NodeId], seats: Ma
     """Returns whether a world without ``nodes``, but with all newcomers, has shorter steps than the present one."""
     run, rules = decision.run, decision.rules
     new = sum(worker not in plan.ranks for worker in staying(run, rules))
-    after = len(plan.members) - sum(seats[node] for node in nodes) + new
-    return (
-        slower(len(plan.members), min(after, rules.max_workers), rules.microbatches * rules.layout.group) > 0
-    )
+    after = min(len(plan.members) - sum(seats[node] for node in nodes) + new, rules.max_workers)
+    return after > 0 and slower(len(plan.members), after, rules.microbatches * rules.layout.group) > 0
 
 
 def _end_outsiders(decision: Decision, members: Collection[WorkerId]) -> None:

@@ -273,7 +273,7 @@ def advised(play: Play, node: NodeId = N3, until_s: float = 900.0) -> None:
 
 
 def test_advice_warms_a_spare_that_takes_the_seat_when_a_notice_follows() -> None:
-    """R5.  The control: without advice none is started, and the world steps on until the last boundary."""
+    """R5: in the pause in which the member leaves.  The control: without advice none is started."""
     play = running()
     advised(play)
     (start,) = play.did(StartWorkers)
@@ -284,15 +284,26 @@ def test_advice_warms_a_spare_that_takes_the_seat_when_a_notice_follows() -> Non
     play.later(800.0)
     assert isinstance(play.run.state, Running) and W3 in play.plan.ranks, "nobody leaves because of advice"
     notice(play)
-    assert play.did(Pause), "there is somebody for the seat"
+    assert not play.did(Pause), "the steps would be no shorter"
+    play.later(115.0)
+    assert play.did(Pause)
     stops(play)
     assert {*play.plan.members} == {"w1", "w2", start.workers[0]}
     other = running()
     other.tell(ev.KeeperUp(N4))
     other.tell(ev.Capacity(2))
     assert not other.did(StartWorkers)
-    notice(other)
-    assert not other.did(Pause)
+
+
+def test_a_notice_for_all_members_divides_by_no_worker() -> None:
+    """R5: nobody would be left, and a worker that is no member is on such a machine, too."""
+    play = running(spares=1)
+    play.tell(ev.Capacity(1))
+    (start,) = play.did(StartWorkers)
+    play.tell(ev.Joined(start.workers[0], N3, "cpu", CLASSES))
+    for node in (N1, N2, N3):
+        notice(play, node)
+    assert isinstance(play.run.state, Running)
 
 
 def test_the_spare_of_an_advice_ends_with_it() -> None:

@@ -30,7 +30,7 @@ from elastic.plan.layout import Layout
 from elastic.plan.placement import counterparts, data_ranks
 from elastic.protocol.actions import Action, StartWorkers
 from elastic.protocol.commit_record import CommitShape, Outcome
-from elastic.protocol.events import Broken, Fact, Fenced, Recovered, StepDone
+from elastic.protocol.events import Broken, Fact, Fenced, KeeperLost, Recovered, StepDone
 from elastic.protocol.plan import Plan
 from elastic.protocol.reruns import Differ, compared
 from elastic.sim.scenario import MODEL
@@ -159,6 +159,8 @@ class Liars:
                     self._agree(after, (each.outcome,))
                 case Fenced():
                     self._agree(after, each.outcomes)
+                case KeeperLost(with_its_node=True):  # no worker can start there again
+                    self._named.pop(each.node, None)
         self._judge_reason(reason, after.generation)
         for node in after.cluster.refused.keys() - before.cluster.refused.keys():
             if CALLED in after.cluster.refused[node].why and node not in self._named:

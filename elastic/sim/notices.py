@@ -232,7 +232,8 @@ class NoticesOracle:
 
     # -- what the coordinator is told, and what it decides
 
-    def note(self, before: RunState, event: Event, after: RunState) -> None:
+    def note(self, before: RunState, event: Event, after: RunState, now: float) -> None:
+        """Judges a decision that was made at ``now``; its record may be stored later."""
         for each in parts(event):
             match each:
                 case Recovered():  # it knows what its predecessor has recorded
@@ -247,17 +248,17 @@ class NoticesOracle:
                     self.heard[each.node].pop(each.source, None)
                 case KeeperLost() if each.with_its_node:
                     self.heard.pop(each.node, None)
-        self._judge_spares(after)
+        self._judge_spares(after, now)
         if after.cluster.leaving:
             announced = {each.node for each in self.all}
             if advised := set(after.cluster.leaving) - announced:
                 raise Violation(f"node {min(advised)} leaves, and nobody says that it will be taken")
 
-    def _judge_spares(self, after: RunState) -> None:
+    def _judge_spares(self, after: RunState, now: float) -> None:
         """Checks that there are as many workers on nodes that stay as the run wants, if there is room, and soon no
         more.
         """
-        now, rules = self.sim.coordinators.acting.now, self.sim.rules
+        rules = self.sim.rules
         plan, calm = after.plan, isinstance(after.state, Running) and not after.stop
         if not calm or plan is None or not self.all:
             self._too_many_since = inf

@@ -497,8 +497,8 @@ CONTROL: dict[str, tuple[Breach, ...]] = {
         ),
         Breach(
             "the time of a hand-over is not measured",
-            "is in a world",
-            ("noticed_by_another_clock", 66),
+            "nothing but notices happened",
+            ("noticed_by_another_clock", 24),
             Edit("stopping", "hand_over_s=averaged(known_s, took_s)", "hand_over_s=0.0"),
         ),
         Breach(

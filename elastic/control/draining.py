@@ -263,7 +263,7 @@ def _leaves_at(decision: Decision, node: NodeId, save_s: float = 0.0) -> float:
     run = decision.run
     deadline = run.cluster.deadline(node)
     assert deadline is not None
-    after_s = max(HAND_OVERS * ((run.watch.reform_s or UNKNOWN_S) + run.watch.hand_over_s), save_s)
+    after_s = max(HAND_OVERS * (_pause_s(decision) + run.watch.hand_over_s), save_s)
     return asked_at(run.watch, run.step, decision.rules.validates_every, deadline - after_s, decision.now)
 
 
@@ -298,6 +298,18 @@ def asked_at(watch: Watch, step: int, every: int, until: float, now: float) -> f
     begins = until - unused_s - took_s(last - 1) - took_s(last - 2)
     # before a validation that does not fit any more, half a step is time enough for the request
     return begins + (unused_s if unused_s <= step_s else step_s / 2)
+
+
+def _pause_s(decision: Decision) -> float:
+    """Returns the time of the pause in which members leave: that of a world with newcomers, if some will join."""
+    run, rules, plan = decision.run, decision.rules, decision.run.plan
+    watch = run.watch
+    if plan is None or len(run.workers) <= len(plan.members) or watch.join_s <= watch.reform_s:
+        return watch.reform_s or UNKNOWN_S
+    there, shared = staying(run, rules), rules.microbatches * rules.layout.group
+    stay, after = sum(worker in plan.ranks for worker in there), min(len(there), rules.max_workers)
+    joins = stay < after and (not stay or slower(stay, after, shared) > 0)
+    return watch.join_s if joins else watch.reform_s or UNKNOWN_S
 
 
 def _brings_a_pause(decision: Decision, plan: Plan, node: NodeId, members: int) -> bool:

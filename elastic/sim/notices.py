@@ -232,8 +232,7 @@ class NoticesOracle:
 
     # -- what the coordinator is told, and what it decides
 
-    def note(self, before: RunState, event: Event, after: RunState, now: float) -> None:
-        """Judges a decision that was made at ``now``; its record may be stored later."""
+    def note(self, before: RunState, event: Event, after: RunState) -> None:
         for each in parts(event):
             match each:
                 case Recovered():  # it knows what its predecessor has recorded
@@ -248,15 +247,14 @@ class NoticesOracle:
                     self.heard[each.node].pop(each.source, None)
                 case KeeperLost() if each.with_its_node:
                     self.heard.pop(each.node, None)
-        self._judge_spares(after, now)
         if after.cluster.leaving:
             announced = {each.node for each in self.all}
             if advised := set(after.cluster.leaving) - announced:
                 raise Violation(f"node {min(advised)} leaves, and nobody says that it will be taken")
 
-    def _judge_spares(self, after: RunState, now: float) -> None:
+    def judge_spares(self, after: RunState, now: float) -> None:
         """Checks that there are as many workers on nodes that stay as the run wants, if there is room, and soon no
-        more.
+        more.  The decision was made at ``now``; its record may be stored later.
         """
         rules = self.sim.rules
         plan, calm = after.plan, isinstance(after.state, Running) and not after.stop

@@ -244,7 +244,9 @@ class Oracle:
             self._note(before, each, taken=each in transition.taken)
             self.copies.note(before, each, refused=each not in transition.taken)
         self._judge_saves(before, event, after)
-        self.notices.note(before, event, after, by.decided_at + by.ahead_s)
+        self.notices.note(before, event, after)
+        if transition.taken:
+            self.notices.judge_spares(after, by.decided_at + by.ahead_s)
         self.pace.note(before, event, after)
         self.sim.flips.hears(before, event, after)
         self.sim.flips.judge_reason(before, transition.reason)

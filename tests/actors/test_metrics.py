@@ -144,7 +144,7 @@ def check_report(job: Path, to: Path, rows: list[dict[str, Any]], shown: list[An
         [row["loss"] for row in rows], rel=1e-5
     )
     incidents = [row for row in page.tables["incidents"][1:] if row[1] == "incident"]
-    assert page.tiles["Incidents"] == str(len(incidents)) and any(DEATH.search(row[2]) for row in incidents)
+    assert page.tiles["Faults"] == str(len(incidents)) and any(DEATH.search(row[2]) for row in incidents)
     again = sum(int(row[5]) for row in page.tables["incidents"][1:])
     assert again > 0, "only the victim had its shard"
     lanes = {lane["name"]: sum(mark[1] for mark in lane["marks"]) for lane in page.data["loss"]["lanes"]}

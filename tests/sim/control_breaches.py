@@ -470,7 +470,13 @@ CONTROL: dict[str, tuple[Breach, ...]] = {
         ),
     ),
     # A node that will be taken is out of the world before, and nothing is lost with it.
-    "connected ahead": (
+    "notices": (
+        Breach(
+            "nodes leave when they are taken",
+            "is in a world",
+            ("noticed", 0),
+            Edit("draining", "HAND_OVERS = 2\n", "HAND_OVERS = 0\n"),
+        ),
         Breach(
             "a world takes groups that not all have connected",
             "has not connected",
@@ -486,14 +492,6 @@ CONTROL: dict[str, tuple[Breach, ...]] = {
                 "plan, ahead=ahead.ahead, store_node=ahead.store_node) if same",
                 "plan, ahead=ahead.ahead, store_node=ahead.store_node) if True",
             ),
-        ),
-    ),
-    "notices": (
-        Breach(
-            "nodes leave when they are taken",
-            "is in a world",
-            ("noticed", 0),
-            Edit("draining", "HAND_OVERS = 2\n", "HAND_OVERS = 0\n"),
         ),
         Breach(
             "the time of a hand-over is not measured",

@@ -98,7 +98,7 @@ def test_taking_in_a_machine_that_comes_and_goes_each_time_is_noticed() -> None:
     pay are not declined.
     """
     with mutant(
-        Edit("growth", "stay_s=stay_s).what == SPARE, why", "stay_s=stay_s).what != '', why")
+        Edit("growth", "good = pays(times, len(members), len(group), 1, stays[host])", "good = True")
     ) as eager:
         (many, slow_s), (few, quick_s) = worlds(eager, 6.0), worlds(advance, 6.0)
         assert many > 2 * few and slow_s > 1.1 * quick_s

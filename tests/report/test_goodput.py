@@ -316,7 +316,7 @@ def test_r18_a_noticed_leave_is_a_kind_of_its_own(amount: float) -> None:
 
 def test_r18_a_world_that_forms_without_a_doomed_node_is_a_noticed_leave_too() -> None:
     """R18: a fence that nothing but a notice has caused is no fault."""
-    segments = simulated(15, noticed(15))
+    segments = simulated(2, noticed(2))
     account = account_of(segments)
     check(account, segments)
     left = [each for each in account.incidents if "machine is taken: stop generation" in each.reason]

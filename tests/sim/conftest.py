@@ -16,7 +16,7 @@ from tests.sim.scenarios import CALM, barren, edge, interregnum, storm
 
 SEEDS, RARE = (
     range(300),
-    (450, 495, 526, 719, 720, 732, 802, 1056, 1201, 1993, 1109, 2167, 2216, 5016, 5107, 5441, 5466, 500_092),
+    (450, 495, 526, 719, 720, 732, 802, 1056, 1201, 1993, 1109, 2167, 2216, 5016, 5107, 5441, 5466, 1172),
 )
 """The seeds of the suite, and some more in which pairs of state and event or occasions come that these have
 not: of the first 2,000, ten are enough; in one a dead worker's report is evidence, and in the last one a loop

@@ -24,11 +24,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import lru_cache
 from itertools import takewhile
 from math import inf
 
 from elastic.control import ahead, copy_inventory, edges, evicting, membership
 from elastic.control.decision import Decision, names
+from elastic.control.evolve import Same
 from elastic.control.liveness import Watch
 from elastic.control.run import Announced, Forming, Running, RunState, Stopping
 from elastic.control.seating import candidates, have_all, layout_of, newest_source, staying
@@ -307,9 +309,15 @@ def _pause_s(decision: Decision) -> float:
     if plan is None or len(run.workers) <= len(plan.members) or watch.join_s <= watch.reform_s:
         return watch.reform_s or UNKNOWN_S
     there, shared = staying(run, rules), rules.microbatches * rules.layout.group
-    stay, after = sum(worker in plan.ranks for worker in there), min(len(there), rules.max_workers)
+    stay, after = _members_among(Same(there), Same(plan)), min(len(there), rules.max_workers)
     joins = stay < after and (not stay or slower(stay, after, shared) > 0)
     return watch.join_s if joins else watch.reform_s or UNKNOWN_S
+
+
+@lru_cache(maxsize=8)
+def _members_among(there: Same, given: Same) -> int:
+    """Returns the number of members of a plan among workers.  Each announced node asks, at each event."""
+    return sum(worker in given.value.ranks for worker in there.value)
 
 
 def _brings_a_pause(decision: Decision, plan: Plan, node: NodeId, members: int) -> bool:
@@ -323,7 +331,8 @@ def _brings_a_pause(decision: Decision, plan: Plan, node: NodeId, members: int) 
 def _faster(decision: Decision, plan: Plan, nodes: Collection[NodeId], seats: Mapping[NodeId, int]) -> bool:
     """Returns whether a world without ``nodes``, but with all newcomers, has shorter steps than the present one."""
     run, rules = decision.run, decision.rules
-    new = sum(worker not in plan.ranks for worker in staying(run, rules))
+    there = staying(run, rules)
+    new = len(there) - _members_among(Same(there), Same(plan))
     after = min(len(plan.members) - sum(seats[node] for node in nodes) + new, rules.max_workers)
     return after > 0 and slower(len(plan.members), after, rules.microbatches * rules.layout.group) > 0
 
